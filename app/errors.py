@@ -1,0 +1,59 @@
+"""The errors a user can meet, and the exit code of each.
+
+    SamerunError
+    +-- RecipeError      3  the recipe or a key=value override cannot be right
+    +-- PresetError      4  the preset, or what Accelerate made of it, cannot be right
+    +-- TopologyError    5  the processes that run are not the processes that were asked for
+    +-- DataError        6  the data is missing, unreadable or not what the recipe says
+    +-- RunFolderError   7  the run folder cannot be used
+    +-- TrainingError    8  the training itself went wrong (a loss that is not finite)
+
+The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
+see, because `train.py` prints it without a traceback.
+"""
+
+
+class SamerunError(Exception):
+    """Something the user can mend; its text says how."""
+
+    exit_code = 1
+
+
+class RecipeError(SamerunError):
+    """The recipe or an override is wrong. Holds every problem found, one a line."""
+
+    exit_code = 3
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class PresetError(SamerunError):
+    """The preset asks for something that cannot be, or that Accelerate did not do."""
+
+    exit_code = 4
+
+
+class TopologyError(SamerunError):
+    """The processes that run are not the ones that were asked for."""
+
+    exit_code = 5
+
+
+class DataError(SamerunError):
+    """The data is missing, unreadable, or not what the recipe says it is."""
+
+    exit_code = 6
+
+
+class RunFolderError(SamerunError):
+    """The run folder is in use, incomplete or not writable."""
+
+    exit_code = 7
+
+
+class TrainingError(SamerunError):
+    """The training went wrong in a way that going on would hide."""
+
+    exit_code = 8

@@ -1,0 +1,269 @@
+"""What is learnt: the recipe, typed and frozen.
+
+A recipe knows nothing of machines: no device, no number of processes, no address. Its keys are `section.field`, as in
+`optim.lr=0.1`; every key, its default and its meaning (with the unit) stand below, and `--help` prints them from here.
+`recipe_file.load` builds a `Recipe` from a YAML file and `key=value` overrides.
+
+Standard library only: it is read on login nodes, before torch is there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from app.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """The samples: where they are and what they look like."""
+
+    source: Literal[
+        "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface"
+    ] = "digits"
+    """Kind of data. `digits` comes with the package; `huggingface` is whatever the `datasets` library opens."""
+    path: str | None = None
+    """File, folder or hub name. None looks in the usual places (`docs/data.md` lists them)."""
+    download: bool = False
+    """Whether missing data may be downloaded, by one process per node."""
+    train_split: str = "train"
+    """Name of the training split: a sub-folder for imagefolder, a split for huggingface."""
+    test_split: str = "test"
+    """Name of the test split: a sub-folder for imagefolder, a split for huggingface."""
+    image_column: str = "image"
+    """Column that holds the images (huggingface)."""
+    label_column: str = "label"
+    """Column that holds the labels (huggingface)."""
+    image_size: int | None = None
+    """Side in pixels of the square image the model sees. None: as stored, for data whose images all have one size."""
+    resize_size: int | None = None
+    """For evaluation: length in pixels the shorter side gets before the centre crop to image_size. None: image_size."""
+    mean: tuple[float, ...] = (0.5,)
+    """Mean to subtract, per channel (or one for all), of pixel values scaled to 0..1."""
+    std: tuple[float, ...] = (0.25,)
+    """Standard deviation to divide by, per channel (or one for all), of pixel values scaled to 0..1."""
+    fake_train_samples: int = 1280
+    """Size of the training set in samples (fakedata)."""
+    fake_test_samples: int = 256
+    """Size of the test set in samples (fakedata)."""
+    fake_classes: int = 10
+    """Number of classes (fakedata)."""
+    fake_channels: int = 3
+    """Number of image channels (fakedata)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentRecipe:
+    """Random changes to training images; each is a function of (seed, epoch, sample) alone. All off by default."""
+
+    crop_padding: int = 0
+    """Pixels of zero padding on each side before a random crop back to the image's size."""
+    resized_crop_min_area: float | None = None
+    """Smallest share of the picture's area that a random resized crop keeps (0.08 is usual on ImageNet). None: no such crop."""
+    flip: float = 0.0
+    """Probability of a left-right flip."""
+    randaugment_ops: int = 0
+    """Number of RandAugment operations in a row for each image."""
+    randaugment_magnitude: float = 9.0
+    """Strength of RandAugment operations, 0..10."""
+    erase: float = 0.0
+    """Probability of erasing a random rectangle."""
+    mixup: float = 0.0
+    """Alpha of the Beta distribution of mixup's weights. 0: off."""
+    cutmix: float = 0.0
+    """Alpha of the Beta distribution of cutmix's areas. 0: off. With mixup as well, each pair gets one of the two."""
+
+    @property
+    def mixes_pairs(self) -> bool:
+        """Whether neighbouring samples are mixed, which needs an even micro-batch."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecipe:
+    """The network."""
+
+    name: str = "convnet"
+    """`convnet`, or any classification model of torchvision by its name (resnet18, vit_b_16, ...)."""
+    norm: Literal["group", "batch"] = "group"
+    """Normalisation of the convnet. Batch statistics depend on the micro-batch, group statistics do not."""
+    channels: tuple[int, int] = (32, 64)
+    """Output channels of the convnet's two convolutions."""
+    hidden: int = 128
+    """Width of the convnet's hidden linear layer, in units."""
+    sync_batchnorm: bool = False
+    """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
+    channels_last: bool = False
+    """Keep images and convolution weights in channels-last memory order."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+    """How long, and in which batches."""
+
+    global_batch_size: int = 128
+    """Samples in one optimizer step, over all processes."""
+    max_micro_batch: int | None = None
+    """Most samples in one forward pass on one process; bounds memory, changes no result. None: no bound."""
+    epochs: int | None = None
+    """Length in epochs. Give this or steps; with neither, 10 epochs."""
+    steps: int | None = None
+    """Length in optimizer steps. Give this or epochs."""
+    evaluate_every_epochs: int = 1
+    """Epochs between two evaluations on the test set; 0: only at the end."""
+    label_smoothing: float = 0.0
+    """Share of the target probability spread evenly over all classes, 0..1."""
+    ema_decay: float | None = None
+    """Decay per step of the exponential moving average of the weights, which is then what is evaluated and exported. None: off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimRecipe:
+    """The optimizer and the learning rate of each step."""
+
+    name: Literal["sgd", "adamw"] = "adamw"
+    """Optimizer."""
+    lr: float = 1e-3
+    """Peak learning rate, for a global batch of lr_reference_batch samples if that is given, for any otherwise."""
+    lr_reference_batch: int | None = None
+    """Linear scaling rule: the peak is lr * global_batch_size / lr_reference_batch. None: no scaling."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    nesterov: bool = False
+    """Nesterov's form of momentum (SGD)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's two moments, per step."""
+    eps: float = 1e-8
+    """Term added to AdamW's denominator."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices and kernels; norms and biases get none."""
+    clip_norm: float | None = None
+    """Largest norm of the whole gradient; a larger one is scaled down to it. None: no clipping."""
+    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup_epochs: float | None = None
+    """Length in epochs of the linear rise from 0 to the peak. Give this or warmup_steps; with neither, no warm-up."""
+    warmup_steps: int | None = None
+    """Length in steps of the linear rise from 0 to the peak. Give this or warmup_epochs."""
+    final_lr_ratio: float = 0.0
+    """Learning rate at the end of the cosine, as a share of the peak."""
+    decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
+    """Epochs at which the step schedule multiplies the rate by decay_factor."""
+    decay_factor: float = 0.1
+    """Factor of the step schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRecipe:
+    """What is written down while training."""
+
+    every_steps: int = 10
+    """Steps between two lines of metrics.jsonl."""
+    samples: bool = False
+    """Also write samples.jsonl: the indices of the samples of each step, in order. For checking runs; costs a gather a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that decides what is learnt. The same recipe gives the same run on any topology."""
+
+    seed: int = 0
+    """Seed of the initial weights, the order of the samples and their augmentation."""
+    data: DataRecipe = field(default_factory=DataRecipe)
+    augment: AugmentRecipe = field(default_factory=AugmentRecipe)
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    train: TrainRecipe = field(default_factory=TrainRecipe)
+    optim: OptimRecipe = field(default_factory=OptimRecipe)
+    log: LogRecipe = field(default_factory=LogRecipe)
+
+    def __post_init__(self) -> None:
+        problems = [*_out_of_range(self), *_contradictions(self)]
+        if problems:
+            raise RecipeError(*problems)
+
+
+# Pairs of keys of which only one may be given: two units of the same duration.
+ALTERNATIVES = (("train.epochs", "train.steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
+
+
+@dataclass(frozen=True)
+class _Range:
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+
+    def holds(self, value: float) -> bool:
+        return (value > self.low if self.open_low else value >= self.low) and value <= self.high
+
+    def __str__(self) -> str:
+        at_least = f"greater than {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        return at_least if math.isinf(self.high) else f"{at_least} and at most {self.high:g}"
+
+
+_POSITIVE, _NOT_NEGATIVE, _SHARE = _Range(0, open_low=True), _Range(0), _Range(0, 1)
+_RANGES = {
+    "seed": _Range(0, 2**63 - 1),
+    "data.image_size": _POSITIVE, "data.resize_size": _POSITIVE, "data.std": _POSITIVE,
+    "data.fake_train_samples": _POSITIVE, "data.fake_test_samples": _POSITIVE,
+    "data.fake_classes": _Range(2), "data.fake_channels": _POSITIVE,
+    "augment.crop_padding": _NOT_NEGATIVE, "augment.resized_crop_min_area": _Range(0, 1, open_low=True), "augment.flip": _SHARE,
+    "augment.randaugment_ops": _NOT_NEGATIVE, "augment.randaugment_magnitude": _Range(0, 10), "augment.erase": _SHARE,
+    "augment.mixup": _NOT_NEGATIVE, "augment.cutmix": _NOT_NEGATIVE,
+    "model.channels": _POSITIVE, "model.hidden": _POSITIVE,
+    "train.global_batch_size": _POSITIVE, "train.max_micro_batch": _POSITIVE, "train.epochs": _POSITIVE, "train.steps": _POSITIVE,
+    "train.evaluate_every_epochs": _NOT_NEGATIVE, "train.label_smoothing": _Range(0, 1), "train.ema_decay": _Range(0, 1, open_low=True),
+    "optim.lr": _NOT_NEGATIVE, "optim.lr_reference_batch": _POSITIVE, "optim.momentum": _SHARE, "optim.betas": _SHARE,
+    "optim.eps": _NOT_NEGATIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip_norm": _POSITIVE,
+    "optim.warmup_epochs": _NOT_NEGATIVE, "optim.warmup_steps": _NOT_NEGATIVE, "optim.final_lr_ratio": _SHARE,
+    "optim.decay_epochs": _POSITIVE, "optim.decay_factor": _POSITIVE,
+    "log.every_steps": _POSITIVE,
+}  # fmt: skip
+
+
+def _out_of_range(recipe: Recipe) -> list[str]:
+    problems = []
+    for key, limits in _RANGES.items():
+        value: object = recipe
+        for part in key.split("."):
+            value = getattr(value, part)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and not limits.holds(number):
+                problems.append(f"{key} is {value!r}: it must be {limits}")
+                break
+    return problems
+
+
+def _contradictions(recipe: Recipe) -> list[str]:
+    data, augment, train, optim = recipe.data, recipe.augment, recipe.train, recipe.optim
+    problems = []
+    if train.epochs is not None and train.steps is not None:
+        problems.append(f"train.epochs is {train.epochs} and train.steps is {train.steps}: give one of them")
+    if optim.warmup_epochs is not None and optim.warmup_steps is not None:
+        problems.append(
+            f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}: give one of them"
+        )
+    if augment.resized_crop_min_area is not None and data.image_size is None:
+        problems.append(
+            "augment.resized_crop_min_area needs data.image_size: the size in pixels that crops are resized to"
+        )
+    if data.resize_size is not None and data.image_size is None:
+        problems.append("data.resize_size needs data.image_size: the size in pixels of the centre crop")
+    if data.resize_size is not None and data.image_size is not None and data.resize_size < data.image_size:
+        problems.append(
+            f"data.resize_size is {data.resize_size}: it must be at least data.image_size, {data.image_size}"
+        )
+    if augment.mixes_pairs and train.global_batch_size % 2:
+        problems.append(
+            f"train.global_batch_size is {train.global_batch_size}: augment.mixup and augment.cutmix mix pairs, so it must be even"
+        )
+    if len(data.mean) != len(data.std):
+        problems.append(
+            f"data.mean has {len(data.mean)} values and data.std {len(data.std)}: one per channel each, or one for all"
+        )
+    if optim.nesterov and optim.momentum == 0:
+        problems.append("optim.nesterov needs optim.momentum greater than 0")
+    return problems
