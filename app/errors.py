@@ -7,6 +7,7 @@
     +-- DataError        6  the data is missing, unreadable or not what the recipe says
     +-- RunFolderError   7  the run folder cannot be used
     +-- TrainingError    8  the training itself went wrong (a loss that is not finite)
+    +-- TrackerError     9  a tracker that was asked for cannot be had
 
 The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
 see, because `train.py` prints it without a traceback.
@@ -57,3 +58,9 @@ class TrainingError(SamerunError):
     """The training went wrong in a way that going on would hide."""
 
     exit_code = 8
+
+
+class TrackerError(SamerunError):
+    """A tracker that was asked for is unknown or not installed."""
+
+    exit_code = 9

@@ -1,0 +1,137 @@
+"""What the launcher promised this process, read from its environment into a frozen value.
+
+This is the only room that reads the environment of a started process. `read` refuses environments in which a scheduler
+or MPI started several processes that know nothing of each other, or in which Accelerate was asked for several processes
+and started one: each would train its own copy. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from app.errors import PresetError, TopologyError
+
+Strategy = Literal["ddp", "deepspeed", "fsdp2"]
+
+# What says how many processes were started by something that Accelerate does not read on GPUs (nor, but for MPI, at all).
+_STARTED_BY = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",  # before srun: inside a Slurm job, mpirun starts its daemons with srun
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMI_SIZE": "mpiexec (PMI)",
+    "PALS_SIZE": "mpiexec (PALS)",
+    "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)",
+}
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """The process group that this process was told it belongs to."""
+
+    world_size: int = 1
+    """Processes."""
+    rank: int = 0
+    """Index of this process in 0..world_size-1."""
+    local_rank: int = 0
+    """Index of this process on its node."""
+    local_world_size: int = 1
+    """Processes on this node."""
+    strategy: Strategy = "ddp"
+    """How the processes cooperate (with one process and `ddp` there is nothing to do)."""
+    mixed_precision: str = "no"
+    """Accelerate's word for the precision of the forward and backward pass: no, bf16, fp16 or fp8."""
+    use_cpu: bool = False
+    """Whether the preset asks for the CPU on a machine that may have something faster."""
+    gradient_clipping: float | None = None
+    """Clipping norm that the preset insists on; the recipe must agree."""
+
+
+def read(environ: Mapping[str, str]) -> Launched:
+    """Return what `environ` promises.
+
+    Raises TopologyError where several processes were started, or asked for, without the environment that joins them, and
+    PresetError where the preset sets what the recipe decides.
+    """
+    if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        _refuse_lonely_copies(environ)
+        return Launched(**_preset_claims(environ))
+    missing = [name for name in _TORCHRUN if name not in environ]
+    if missing:
+        there = ", ".join(f"{name}={environ[name]}" for name in _TORCHRUN if name in environ)
+        raise TopologyError(
+            f"the environment has {there} but not {', '.join(missing)}: a process needs all of {', '.join(_TORCHRUN)} to find "
+            "the others. Start the run with `accelerate launch` or `samerun launch`, or unset these variables."
+        )
+    world_size, rank = _number(environ, "WORLD_SIZE"), _number(environ, "RANK")
+    if not 0 <= rank < world_size:
+        raise TopologyError(f"RANK is {rank} and WORLD_SIZE is {world_size}: the rank must be in 0..{world_size - 1}.")
+    return Launched(
+        world_size=world_size,
+        rank=rank,
+        local_rank=_number(environ, "LOCAL_RANK"),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1,
+        **_preset_claims(environ),
+    )
+
+
+def _refuse_lonely_copies(environ: Mapping[str, str]) -> None:
+    for name, starter in _STARTED_BY.items():
+        asked = _number(environ, name) if name in environ else 1
+        if asked > 1:
+            raise TopologyError(
+                f"{starter} started {asked} processes ({name}={asked}), but this one has no RANK, WORLD_SIZE or MASTER_ADDR: "
+                f"{asked} unsynchronised copies would train. Let {starter} start one `accelerate launch --config_file "
+                "accelerate_configs/... -m app.train` per node, which starts the processes of that node and tells them."
+            )
+    # Accelerate sets these for a single process only if num_processes or num_machines is above 1.
+    if "MASTER_PORT" in environ and "ACCELERATE_USE_CPU" in environ:
+        raise TopologyError(
+            "`accelerate launch` was asked for several processes (it set MASTER_ADDR and MASTER_PORT) and started one, as it "
+            "does with distributed_type MULTI_CPU or NO. Use accelerate_configs/multi_gpu.yaml, which runs on CPU as well "
+            "where there is no GPU; or ask for 1 process and unset MASTER_PORT."
+        )
+
+
+def _preset_claims(environ: Mapping[str, str]) -> dict:
+    accumulation = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if accumulation not in ("auto", "1"):
+        raise PresetError(
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {accumulation}, from the preset's gradient_accumulation_steps or the "
+            "environment: accumulation is derived from train.global_batch_size. Remove it there; train.max_micro_batch in the "
+            "recipe bounds the samples of one forward pass."
+        )
+    clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    return {
+        "strategy": _strategy(environ),
+        "mixed_precision": environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        "use_cpu": _is_true(environ, "ACCELERATE_USE_CPU"),
+        "gradient_clipping": None if clipping in ("auto", "none") else float(clipping),
+    }
+
+
+def _strategy(environ: Mapping[str, str]) -> Strategy:
+    if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        raise PresetError("the preset's distributed_type is MEGATRON_LM: use MULTI_GPU, DEEPSPEED or FSDP (fsdp_version: 2).")
+    if _is_true(environ, "ACCELERATE_USE_DEEPSPEED"):
+        return "deepspeed"
+    if _is_true(environ, "ACCELERATE_USE_FSDP"):
+        if environ.get("FSDP_VERSION", "1") != "2":
+            raise PresetError(
+                f"the preset's fsdp_version is {environ.get('FSDP_VERSION', '1')}: use `fsdp_version: 2`, as "
+                "accelerate_configs/fsdp2.yaml does."
+            )
+        return "fsdp2"
+    return "ddp"
+
+
+def _is_true(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "false").lower() in ("true", "1")
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise TopologyError(f"{name} is {environ[name]!r} in the environment: it must be a whole number.") from None

@@ -1,0 +1,86 @@
+"""Where a run happens: how many processes, on which nodes, and where they meet.
+
+A `Topology` is found by one of the modules of `launch/` from this machine or from a scheduler's environment, and turned
+into an `accelerate launch` command line by `launch/command.py`. It says nothing of what is learnt. A value that cannot
+be right is refused here, with the place it came from.
+
+Standard library only: it is made on login nodes, before torch is there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from app.errors import TopologyError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The processes of one run, as seen from one node. Raises TopologyError, naming every value that cannot be."""
+
+    num_nodes: int = 1
+    """Machines that take part."""
+    processes_per_node: int = 1
+    """Processes on each of them, the same number everywhere: `accelerate launch` divides the total evenly."""
+    node_rank: int = 0
+    """Index of this machine, 0 to num_nodes - 1."""
+    head_address: str = "127.0.0.1"
+    """Name or IP address of machine 0, where the processes meet; the others must be able to reach it."""
+    port: int = 0
+    """TCP port on machine 0. 0, on one machine only: `accelerate launch` takes a free one when it starts."""
+    hosts: tuple[str, ...] = ()
+    """Names of the machines in the order of their rank, where known."""
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where a value came from, by field name ("--processes", "CUDA_VISIBLE_DEVICES=0,1"); a field not in it is a default."""
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise TopologyError("\n".join(problems))
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole run."""
+        return self.num_nodes * self.processes_per_node
+
+    def described(self, name: str) -> str:
+        """One value with its origin, for messages: `processes_per_node is 2 (--processes)`."""
+        return f"{name} is {getattr(self, name)!r} ({self.origins.get(name, 'default')})"
+
+
+def _problems(topology: Topology) -> list[str]:
+    counts = ("num_nodes", "processes_per_node")
+    problems = [f"{topology.described(name)}: it must be at least 1" for name in counts if getattr(topology, name) < 1]
+    if not 0 <= topology.node_rank < max(topology.num_nodes, 1):
+        last = topology.num_nodes - 1
+        problems.append(f"{topology.described('node_rank')}: with {topology.described('num_nodes')} it must be 0 to {last}")
+    if not 0 <= topology.port <= 65535:
+        problems.append(f"{topology.described('port')}: it must be a TCP port, 1 to 65535, or 0 for any free one")
+    if not topology.head_address:
+        problems.append(f"{topology.described('head_address')}: it must be the name or the address of node 0")
+    if topology.hosts and len(topology.hosts) != topology.num_nodes:
+        problems.append(f"{topology.described('hosts')}: {topology.described('num_nodes')}, so there must be as many names")
+    if topology.num_nodes > 1:
+        problems += _meeting_problems(topology)
+    return problems
+
+
+def _meeting_problems(topology: Topology) -> list[str]:
+    problems = []
+    if topology.port == 0:
+        problems.append(f"{topology.described('port')}: {topology.num_nodes} nodes must be told the same port")
+    if _is_loopback(topology.head_address):
+        problems.append(
+            f"{topology.described('head_address')}: every one of the {topology.num_nodes} nodes would call itself; "
+            "give a name or an address by which the others reach node 0"
+        )
+    return problems
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a host name
+        return address in ("localhost", "localhost.localdomain")

@@ -1,0 +1,32 @@
+"""What all tests share: which may be skipped, and where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--expect-all",
+        action="store_true",
+        help="fail if a test was skipped for anything but a missing GPU: for machines that have all the tests need",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not session.config.getoption("--expect-all") or reporter is None:
+        return
+    unexpected = [report.nodeid for report in reporter.stats.get("skipped", []) if "gpu" not in report.keywords]
+    if unexpected:
+        reporter.write_line(f"skipped although everything is expected here: {', '.join(unexpected)}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

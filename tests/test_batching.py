@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.batching import BatchPlan
+from app.errors import RecipeError
+
+
+@given(
+    global_batch_size=st.integers(1, 512),
+    world_size=st.integers(1, 64),
+    max_micro_batch=st.none() | st.integers(1, 64),
+    even=st.booleans(),
+)
+def test_a_plan_divides_the_global_batch_or_says_why_not(
+    global_batch_size: int, world_size: int, max_micro_batch: int | None, even: bool
+) -> None:
+    asked = {"global_batch_size": global_batch_size, "max_micro_batch": max_micro_batch, "even": even}
+    # By trying everything: the largest micro-batch that divides the share of a process and keeps the conditions.
+    shares = [micro for micro in range(1, global_batch_size + 1) if global_batch_size % (world_size * micro) == 0]
+    fitting = [micro for micro in shares if micro <= (max_micro_batch or micro) and not (even and micro % 2)]
+    if fitting:
+        plan = BatchPlan.fit(world_size=world_size, **asked)
+        assert plan.micro_batch == max(fitting)
+        assert plan.micro_batch * plan.accumulation * plan.world_size == global_batch_size
+    else:
+        with pytest.raises(RecipeError, match=f"which {world_size} processes cannot divide"):
+            BatchPlan.fit(world_size=world_size, **asked)
+
+
+def test_the_refusal_names_world_sizes_that_do() -> None:
+    with pytest.raises(RecipeError, match="use 1, 2, 4, 8, 16, 32 processes") as refusal:
+        BatchPlan.fit(global_batch_size=64, world_size=3)
+    assert "a multiple of 3" in str(refusal.value)
+    for size in (1, 2, 4, 8, 16, 32):
+        BatchPlan.fit(global_batch_size=64, world_size=size)
+
+
+def test_mixing_pairs_needs_even_micro_batches() -> None:
+    assert BatchPlan.fit(global_batch_size=64, world_size=2, max_micro_batch=9, even=True).micro_batch == 8
+    with pytest.raises(RecipeError, match="mixup and cutmix mix pairs"):
+        BatchPlan.fit(global_batch_size=64, world_size=64, even=True)

@@ -1,0 +1,83 @@
+"""What a process reads of how it was started; the scheduler environments are captured from real jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.errors import PresetError, TopologyError
+from app.launched import Launched, read
+
+ENVIRONMENTS = Path(__file__).parent / "environments"
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def captured(name: str) -> dict[str, str]:
+    lines = (ENVIRONMENTS / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def test_nothing_said_is_one_process() -> None:
+    assert read({}) == Launched()
+
+
+def test_torchrun_says_it_all() -> None:
+    launched = read(TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"})
+    assert (launched.world_size, launched.rank, launched.local_rank, launched.local_world_size) == (4, 1, 1, 2)
+    assert launched.strategy == "deepspeed"
+
+
+@pytest.mark.parametrize("missing", TORCHRUN)
+def test_half_an_environment_is_refused(missing: str) -> None:
+    environment = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(TopologyError, match=f"but not {missing}: "):
+        read(environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "starter"),
+    [
+        ("slurm-2node-2task-step", "srun started 4 processes"),
+        ("srun-pmi2-2node-2task", "srun started 4 processes"),
+        ("mpirun-slurm-2node-2task", r"mpirun \(Open MPI\) started 4 processes"),
+    ],
+)
+def test_a_scheduler_that_started_lonely_copies_is_refused(name: str, starter: str) -> None:
+    with pytest.raises(TopologyError, match=starter) as refusal:
+        read(captured(name))
+    assert "unsynchronised copies" in str(refusal.value)
+    assert "accelerate launch" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["slurm-2node-2task-step", "mpirun-slurm-2node-2task"])
+def test_torchrun_inside_a_scheduler_is_fine(name: str) -> None:
+    assert read(captured(name) | TORCHRUN).world_size == 4
+
+
+def test_the_batch_step_of_an_allocation_is_one_process() -> None:
+    assert read(captured("slurm-2node-2task-batch")).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7", "train.max_micro_batch"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "MEGATRON_LM"),
+        ("ACCELERATE_USE_FSDP", "true", "fsdp_version is 1"),
+    ],
+)
+def test_what_the_recipe_decides_or_nobody_supports_is_refused(name: str, value: str, message: str) -> None:
+    with pytest.raises(PresetError, match=message):
+        read({name: value})
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_number_that_is_none_is_named(name: str) -> None:
+    with pytest.raises(TopologyError, match=f"{name} is 'two'"):
+        read(TORCHRUN | {name: "two"})
+
+
+def test_a_rank_beyond_the_world_is_refused() -> None:
+    with pytest.raises(TopologyError, match="RANK is 4 and WORLD_SIZE is 4"):
+        read(TORCHRUN | {"RANK": "4"})
