@@ -1,0 +1,193 @@
+"""From a batch of stored images to what the model sees: augmented, normalised, and mixed in pairs.
+
+All of it works on whole batches, on the device of the batch, after the copy to it. Every random choice is a draw for the
+sample's number (`draws.py`), so a sample becomes the same picture on any topology; what a sample becomes depends on no
+other sample of the batch, except that mixup and cutmix mix the pairs at positions 2k and 2k+1. Pairs are the same on any
+topology as long as micro-batches are even and cut at even positions.
+
+    preparation = Preparation(recipe.data, recipe.augment, seed=recipe.seed, num_classes=10, channels=3)
+    inputs, targets = preparation.train(batch)      # batch: images uint8 [B, C, H, W], labels and samples int64 [B]
+    inputs = preparation.evaluate(batch)
+
+Random resized crops are not made here but where a picture is decoded: they need the whole picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from app.data.draws import Draws
+from app.data.randaugment import OPERATIONS, pixels_at, randaugment
+from app.errors import RecipeError
+from app.recipe import AugmentRecipe, DataRecipe
+
+# Zhong et al. 2017, "Random erasing" (arXiv:1708.04896), with the defaults of torchvision's RandomErasing.
+_ERASED_AREA = (0.02, 0.33)  # share of the image
+_ERASED_RATIO = (0.3, 3.3)  # height to width
+_ERASE_TRIES = 10  # rectangles drawn until one fits into the image; if none does, nothing is erased
+
+
+class Preparation:
+    """Prepares batches as the recipe says. Its only state are two constants, kept on the device of the last batch."""
+
+    def __init__(  # noqa: PLR0913  (keyword-only after the two recipes)
+        self,
+        data: DataRecipe,
+        augment: AugmentRecipe,
+        *,
+        seed: int,
+        num_classes: int,
+        channels: int,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+    ) -> None:
+        """`channels` is the data's C; `dtype` and `channels_last` say what the model wants: a float type, a memory order.
+
+        Raises RecipeError if data.mean or data.std has neither 1 nor `channels` values.
+        """
+        mean = _per_channel("data.mean", data.mean, channels)
+        std = _per_channel("data.std", data.std, channels)
+        # (pixel / 255 - mean) / std, as one multiplication and one addition. Half precision would lose digits on the way,
+        # so the computing is done in float32 at least, and what is handed out is rounded once.
+        computing = torch.promote_types(dtype, torch.float32)
+        self._scale = torch.tensor([1 / (255 * s) for s in std], dtype=computing).view(-1, 1, 1)
+        self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=computing).view(-1, 1, 1)
+        self._dtype = dtype
+        self._augment = augment
+        self._seed = seed
+        self._num_classes = num_classes
+        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def train(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return inputs [B, C, H, W] in the model's type, and targets.
+
+        Targets are the labels int64 [B], or where the recipe mixes pairs float32 (float64 for float64) [B, num_classes].
+        """
+        augment, images, labels = self._augment, batch["images"], batch["labels"]
+        changes_images = augment.crop_padding > 0 or augment.flip > 0 or augment.randaugment_ops > 0
+        if not (changes_images or augment.erase > 0 or augment.mixes_pairs):
+            return self._finished(self._normalised(images)), labels
+        draws = Draws(self._seed, batch["samples"])
+        inputs = self._normalised(self._changed(images, draws))
+        if augment.erase > 0:
+            inputs = inputs.masked_fill_(erased_mask(draws, augment.erase, images.shape[-2], images.shape[-1]), 0)
+        if augment.mixes_pairs:
+            targets = F.one_hot(labels, self._num_classes).to(inputs.dtype)
+            inputs, targets = self._mixed(inputs, targets, batch["samples"])
+            return self._finished(inputs), targets
+        return self._finished(inputs), labels
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return inputs [B, C, H, W] in the model's type: normalised and nothing else."""
+        return self._finished(self._normalised(batch["images"]))
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
+        inputs = images.to(self._scale.dtype, memory_format=self._memory_format)
+        return inputs.mul_(self._scale).add_(self._shift)
+
+    def _finished(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self._dtype, memory_format=self._memory_format)
+
+    def _changed(self, images: Tensor, draws: Draws) -> Tensor:
+        """Return the images uint8 [B, C, H, W] cropped, flipped and through RandAugment."""
+        augment = self._augment
+        if augment.crop_padding > 0:
+            images = _crop(images, draws, augment.crop_padding)
+        if augment.flip > 0:
+            flipped = draws.uniform("flip") < augment.flip
+            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
+        for turn in range(augment.randaugment_ops):
+            operations = draws.integers(f"randaugment.operation.{turn}", len(OPERATIONS))
+            negative = draws.uniform(f"randaugment.sign.{turn}") < 0.5
+            images = randaugment(images, operations, negative, magnitude=augment.randaugment_magnitude)
+        return images
+
+    def _mixed(self, inputs: Tensor, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets [B, num_classes], each mixed with its neighbour's: itself by its share, 0..1."""
+        assert len(samples) % 2 == 0, f"pairs are mixed, but the micro-batch has {len(samples)} samples"
+        height, width = inputs.shape[-2:]
+        weights, shares = mixing_weights(Draws(self._seed, samples[::2]), self._augment, height, width)
+        neighbour = torch.arange(len(samples), device=samples.device) ^ 1
+        weights = weights.to(inputs.dtype).repeat_interleave(2, 0).unsqueeze(1)
+        shares = shares.to(inputs.dtype).repeat_interleave(2).unsqueeze(1)
+        # lerp gives exactly one of its ends at weights 0 and 1: outside its box cutmix changes no bit.
+        return torch.lerp(inputs[neighbour], inputs, weights), torch.lerp(targets[neighbour], targets, shares)
+
+
+def erased_mask(draws: Draws, probability: float, height: int, width: int) -> Tensor:
+    """Return bool [B, 1, height, width], true in the rectangle to erase: that of torchvision's RandomErasing."""
+    tries = draws.streams(_ERASE_TRIES)
+    area = height * width * _between(tries.uniform("erase.area"), *_ERASED_AREA)
+    ratio = torch.exp(_between(tries.uniform("erase.ratio"), *(math.log(ratio) for ratio in _ERASED_RATIO)))
+    heights, widths = torch.round(torch.sqrt(area * ratio)).long(), torch.round(torch.sqrt(area / ratio)).long()
+    fits = (heights < height) & (widths < width)
+    first = fits.to(torch.uint8).argmax(0, keepdim=True)  # argmax of equals: the first
+    wanted = fits.any(0) & (draws.uniform("erase") < probability)
+    erased_height = heights.gather(0, first)[0] * wanted
+    erased_width = widths.gather(0, first)[0] * wanted
+    top = draws.integers("erase.top", height - erased_height + 1)
+    left = draws.integers("erase.left", width - erased_width + 1)
+    return _box(top, top + erased_height, left, left + erased_width, height, width).unsqueeze(1)
+
+
+def mixing_weights(pairs: Draws, augment: AugmentRecipe, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return how much each member keeps of itself: per pixel, float32 [P, height or 1, width or 1], and on average [P].
+
+    Mixup (Zhang et al. 2017, arXiv:1710.09412) keeps a share from Beta(mixup, mixup) of every pixel. Cutmix (Yun et al.
+    2019, arXiv:1905.04899) keeps all outside a box of the image's shape whose area share is 1 minus a share from
+    Beta(cutmix, cutmix), around a uniform centre and cut off at the border; the label's share is what is left in the end.
+    """
+    if augment.cutmix == 0:
+        shares = pairs.beta("mixup", augment.mixup)
+        return shares.view(-1, 1, 1), shares
+    side = torch.sqrt(1 - pairs.beta("cutmix", augment.cutmix)) / 2
+    half_height, half_width = (side * height).long(), (side * width).long()
+    row, column = pairs.integers("cutmix.row", height), pairs.integers("cutmix.column", width)
+    top, bottom = (row - half_height).clamp(min=0), (row + half_height).clamp(max=height)
+    left, right = (column - half_width).clamp(min=0), (column + half_width).clamp(max=width)
+    weights = (~_box(top, bottom, left, right, height, width)).to(torch.float32)
+    shares = 1 - (bottom - top) * (right - left) / (height * width)
+    if augment.mixup > 0:
+        mixes = pairs.uniform("mixup_or_cutmix") < 0.5
+        mixup_shares = pairs.beta("mixup", augment.mixup)
+        weights = torch.where(mixes.view(-1, 1, 1), mixup_shares.view(-1, 1, 1), weights)
+        shares = torch.where(mixes, mixup_shares, shares)
+    return weights, shares
+
+
+def _crop(images: Tensor, draws: Draws, padding: int) -> Tensor:
+    """Return the images moved by -padding..padding pixels each way, 0 where nothing was: a crop of the padded image."""
+    height, width = images.shape[-2:]
+    top = draws.integers("crop.top", 2 * padding + 1) - padding
+    left = draws.integers("crop.left", 2 * padding + 1) - padding
+    rows = torch.arange(height, device=images.device) + top.unsqueeze(1)
+    columns = torch.arange(width, device=images.device) + left.unsqueeze(1)
+    return pixels_at(images, rows.unsqueeze(2), columns.unsqueeze(1))
+
+
+def _box(top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, height: int, width: int) -> Tensor:
+    """Return bool [n, height, width]: true in rows top..bottom-1 and columns left..right-1, each int64 [n]."""
+    rows = torch.arange(height, device=top.device)
+    columns = torch.arange(width, device=top.device)
+    in_rows = (rows >= top.unsqueeze(1)) & (rows < bottom.unsqueeze(1))
+    in_columns = (columns >= left.unsqueeze(1)) & (columns < right.unsqueeze(1))
+    return in_rows.unsqueeze(2) & in_columns.unsqueeze(1)
+
+
+def _between(unit: Tensor, low: float, high: float) -> Tensor:
+    return low + (high - low) * unit
+
+
+def _per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
+    if len(values) not in (1, channels):
+        raise RecipeError(
+            f"{key} has {len(values)} values, but the images have {channels} channel{'s' if channels > 1 else ''}: "
+            f"give one value for all, or {channels}"
+        )
+    return tuple(values) * (channels // len(values))

@@ -1,0 +1,74 @@
+"""CIFAR-10 and CIFAR-100: the python version's folder, read by torchvision once its checksums are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.data.arrays import open_array
+from app.data.source import DOWNLOADS, Source
+from app.errors import DataError
+from app.recipe import Recipe
+
+
+def open_cifar(recipe: Recipe) -> tuple[Source, Source]:
+    """Return the training and the test split: 3 channels, 32x32 pixels, 10 or 100 (fine) classes.
+
+    Raises:
+        DataError: The folder is not there, or a file is missing or damaged.
+    """
+    kind, root = _kind(recipe), _root(recipe)
+    folder = root / kind.base_folder
+    if not folder.is_dir():
+        raise DataError(
+            f"data.source={recipe.data.source}: there is no folder {folder}. Unpack {kind.filename} into {root}, "
+            "point data.path at the folder it is unpacked in, or set data.download=true"
+        )
+    damaged = _damaged(kind, folder)
+    if damaged:
+        raise DataError(
+            f"{folder}: {', '.join(damaged)} missing or damaged (the checksum differs); unpack {kind.filename} again, "
+            "or remove the folder and set data.download=true"
+        )
+    train, test = (_split(kind, root, recipe=recipe, training=training) for training in (True, False))
+    return train, test
+
+
+def download_cifar(recipe: Recipe) -> None:
+    """Download and unpack the folder with torchvision, unless it is there and whole.
+
+    Raises:
+        OSError, RuntimeError: It cannot be downloaded.
+    """
+    kind, root = _kind(recipe), _root(recipe)
+    if _damaged(kind, root / kind.base_folder):
+        kind(root, download=True)
+
+
+def _split(kind: Any, root: Path, *, recipe: Recipe, training: bool) -> Source:
+    dataset = kind(root, train=training)
+    images = np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2))
+    origin = str(root / kind.base_folder)
+    classes = tuple(dataset.classes)
+    return open_array(images, np.array(dataset.targets), classes, recipe=recipe, training=training, origin=origin)
+
+
+def _damaged(kind: Any, folder: Path) -> list[str]:
+    from torchvision.datasets.utils import check_integrity
+
+    files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+    return [name for name, md5 in files if not check_integrity(folder / name, md5)]
+
+
+def _root(recipe: Recipe) -> Path:
+    """Return the folder that holds the unpacked folder; data.path may name either."""
+    path = Path(recipe.data.path or DOWNLOADS)
+    return path.parent if path.name == _kind(recipe).base_folder else path
+
+
+def _kind(recipe: Recipe) -> Any:
+    from torchvision import datasets  # not at the top: it takes a second or two
+
+    return {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[recipe.data.source]

@@ -1,0 +1,110 @@
+"""Random numbers without state: each is a hash of (seed, sample number, purpose).
+
+A sample number is epoch * dataset size + index (see `order.py`). So a sample gets the same numbers in any batch, on any
+rank, in any worker, after any resume. `Draws` computes them for a batch, on the device of its sample numbers, with bits
+that are equal on every device; `SampleDraws` gives the same bits for one sample in plain Python, for workers that decode
+one image at a time. What `Draws` derives from the bits is exact as well, except `beta` (float32 rounding).
+
+    draws = Draws(seed, batch["samples"])
+    flip = draws.uniform("flip") < 0.5
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from app.data.hash64 import MIX_FIRST, MIX_SECOND, derive_key, mix64
+
+_MAX_INT64 = 2**63 - 1
+_BITS24 = 2**24 - 1
+
+
+class Draws:
+    """Random numbers for a batch of samples; shapes below are for sample numbers int64 [B]."""
+
+    def __init__(self, seed: int, samples: Tensor) -> None:
+        self._seed = seed
+        self._base = mix64_tensor(samples + _signed(_seed_key(seed)))
+
+    def streams(self, count: int) -> Draws:
+        """Return `count` independent sets of draws for each sample: all that they draw is [count, B]."""
+        lanes = torch.arange(count, device=self._base.device).unsqueeze(1)
+        return Draws(self._seed, self._base + lanes)
+
+    def bits(self, purpose: str) -> Tensor:
+        """Return 64 random bits per sample: int64 [B]."""
+        return mix64_tensor(self._base ^ _signed(_purpose_key(purpose)))
+
+    def uniform(self, purpose: str) -> Tensor:
+        """Return float32 [B] in [0, 1), multiples of 2**-24: all that float32 can tell apart just below 1."""
+        return _unit(_shift_right(self.bits(purpose), 40))
+
+    def integers(self, purpose: str, high: int | Tensor) -> Tensor:
+        """Return int64 [B] in [0, high), for high of at least 1 (one number, or int64 [B]). Its bias is high / 2**63."""
+        return (self.bits(purpose) & _MAX_INT64) % high
+
+    def beta(self, purpose: str, alpha: float) -> Tensor:
+        """Return float32 [B] in [0, 1] from the distribution Beta(alpha, alpha), alpha > 0.
+
+        2 * beta - 1 is t / sqrt(2 * alpha + t**2) for a Student t with 2 * alpha degrees of freedom, and Bailey's polar
+        method (1994, Math. Comp. 62, "Polar generation of random variates with the t-distribution") makes t from two uniform
+        numbers: t**2 / (2 * alpha) = (u**(-1/alpha) - 1) * cos(angle)**2. It is exact for every alpha, without a loop or
+        a table; Devroye (1996, "Random variate generation in one line of code") gives it as one line. Here the sign has a
+        bit of its own and the angle stays in one quadrant, as a sine, so that float32 keeps relative precision near 0.
+        """
+        bits = self.bits(purpose)
+        log_u = torch.log1p(-_unit(_shift_right(bits, 40)))
+        sine = torch.sin((1 - _unit(_shift_right(bits, 16) & _BITS24)) * (math.pi / 2))
+        power = torch.exp(log_u / alpha)
+        rest = -torch.expm1(log_u / alpha)
+        distance = (sine * torch.sqrt(rest / (power + rest * sine**2))).clamp_(max=1)  # rounding may pass 1
+        return (1 + torch.where(bits & 1 == 1, distance, -distance)) / 2
+
+
+class SampleDraws:
+    """The same random numbers as `Draws`, for one sample, in plain Python (about 2 us each)."""
+
+    def __init__(self, seed: int, sample: int) -> None:
+        self._base = mix64(sample + _seed_key(seed))
+
+    def uniform(self, purpose: str) -> float:
+        """Return a number in [0, 1): the value of `Draws.uniform`."""
+        return (self._bits(purpose) >> 40) * 2.0**-24
+
+    def integers(self, purpose: str, high: int) -> int:
+        """Return a whole number in [0, high): the value of `Draws.integers`."""
+        return (self._bits(purpose) & _MAX_INT64) % high
+
+    def _bits(self, purpose: str) -> int:
+        return mix64(self._base ^ _purpose_key(purpose))
+
+
+def mix64_tensor(values: Tensor) -> Tensor:
+    """Return `hash64.mix64` of each number; int64 holds the bits of the unsigned result, and products wrap round."""
+    values = (values ^ _shift_right(values, 30)).mul_(_signed(MIX_FIRST))
+    values = values.bitwise_xor_(_shift_right(values, 27)).mul_(_signed(MIX_SECOND))
+    return values.bitwise_xor_(_shift_right(values, 31))
+
+
+def _shift_right(values: Tensor, places: int) -> Tensor:
+    # torch shifts int64 with the sign, the hash without: the mask takes the copies of the sign bit away.
+    return (values >> places).bitwise_and_((1 << (64 - places)) - 1)
+
+
+def _unit(bits24: Tensor) -> Tensor:
+    return bits24.to(torch.float32).mul_(2.0**-24)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _seed_key(seed: int) -> int:
+    return derive_key(seed, "draws")
+
+
+def _purpose_key(purpose: str) -> int:
+    return derive_key(0, "purpose", purpose)

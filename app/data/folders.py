@@ -1,0 +1,124 @@
+"""A folder of images: path/<split>/<class>/<picture>, scanned by torchvision's ImageFolder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from app.data.framing import Framing
+from app.data.pictures import PictureSource, decode
+from app.data.source import Source, fingerprint
+from app.errors import DataError, RecipeError
+from app.recipe import Recipe
+
+# Bytes of a picture's file that the fingerprint reads, beside the file's size.
+FINGERPRINT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class FileReader:
+    """Reads the pictures of one split.
+
+    The paths are one array: a million Python strings would be copied, bit by bit, into every forked worker, because
+    looking at one changes its reference count.
+    """
+
+    folder: Path
+    paths: np.ndarray
+    """Relative paths as bytes, [N]."""
+    labels: np.ndarray
+    """int64 [N]."""
+
+    def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+        """Yield pictures and labels, as `Reader` says."""
+        for index in indices:
+            path = self.path(index)
+            yield decode(path, channels=3, name=str(path)), int(self.labels[index])
+
+    def path(self, index: int) -> Path:
+        """Return the path of a picture."""
+        return self.folder / os.fsdecode(self.paths[index])
+
+    def head(self, index: int) -> bytes:
+        """Return what the fingerprint covers of a picture's file: its size and its first bytes."""
+        path = self.path(index)
+        with path.open("rb") as file:
+            return str(path.stat().st_size).encode() + b":" + file.read(FINGERPRINT_BYTES)
+
+
+def open_folder(recipe: Recipe) -> tuple[Source, Source]:
+    """Return the training and the test split: 3 channels (RGB), data.image_size pixels, one class for each sub-folder.
+
+    Raises:
+        RecipeError: data.path or data.image_size is not given.
+        DataError: A folder is missing or unreadable, a class has no picture, or the splits' classes differ.
+    """
+    data = recipe.data
+    if data.path is None or data.image_size is None:
+        needed = {
+            "data.path": (data.path, "the folder that holds a folder for each split"),
+            "data.image_size": (data.image_size, "the side in pixels that pictures are brought to (224 is usual)"),
+        }
+        raise RecipeError(*(f"data.source=imagefolder needs {key}: {why}" for key, (value, why) in needed.items() if not value))
+    root = Path(data.path)
+    folders = [root / data.train_split, root / data.test_split]
+    classes = [_classes(folder, key) for folder, key in zip(folders, ("data.train_split", "data.test_split"), strict=True)]
+    if classes[0] != classes[1]:
+        raise DataError(_difference(folders, classes))
+    train, test = (
+        _open_split(folder, tuple(classes[0]), data.image_size, recipe=recipe, training=training)
+        for folder, training in zip(folders, (True, False), strict=True)
+    )
+    return train, test
+
+
+def _classes(folder: Path, key: str) -> list[str]:
+    """Return the names of the class folders, in the order that ImageFolder numbers them."""
+    try:
+        classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be read ({error.strerror}); data.path must hold a folder for each split, and {key} name it"
+        ) from error
+    if not classes:
+        raise DataError(f"{folder} holds no class folders; pictures belong in {folder}/<class>/")
+    return classes
+
+
+def _difference(folders: list[Path], classes: list[list[str]]) -> str:
+    parts = []
+    for here, there in ((0, 1), (1, 0)):
+        only = sorted(set(classes[here]) - set(classes[there]))
+        if only:
+            more = f" and {len(only) - 5} more" if len(only) > 5 else ""
+            parts.append(f"{', '.join(only[:5])}{more} only in {folders[here]}")
+    return f"the class folders of the two splits differ: {'; '.join(parts)}. Give both the same class folders"
+
+
+def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Recipe, training: bool) -> Source:
+    from torchvision.datasets import ImageFolder  # not at the top: it takes a second or two
+
+    samples = ImageFolder(str(folder), allow_empty=True).samples
+    labels = np.array([label for _, label in samples], dtype=np.int64)
+    empty = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
+    if empty.size:
+        names = ", ".join(classes[index] for index in empty[:5])
+        raise DataError(f"{folder}: no picture in the class folder(s) {names}; fill them or remove them from both splits")
+    paths = np.array([os.fsencode(os.path.relpath(path, folder)) for path, _ in samples])
+    reader = FileReader(folder, paths, labels)
+    framing = Framing.of(recipe, training=training)
+    return PictureSource(
+        read=reader,
+        size=len(samples),
+        where=str(folder),
+        classes=classes,
+        channels=3,
+        image_size=(side, side),
+        framing=framing,
+        fingerprint=fingerprint(classes, len(samples), reader.head, listing=labels.tobytes() + b"\0".join(paths)),
+    )

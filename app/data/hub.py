@@ -1,0 +1,198 @@
+"""Whatever the `datasets` library opens: folders it saved, parquet, arrow and image files, data sets of the hub.
+
+Opening never touches the network: what the hub has is downloaded beforehand by `download_hub`, into the library's cache.
+`datasets` is imported when it is needed: that takes 0.8 s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.data.arrays import ArraySource
+from app.data.framing import Framing
+from app.data.pictures import PictureSource
+from app.data.rows import RowReader, read_labels
+from app.data.source import FINGERPRINT_SAMPLES, Source, fingerprint, first_line, spread
+from app.errors import DataError, RecipeError
+from app.recipe import Recipe
+
+# A split whose images take no more bytes than this is decoded once, when it is opened, and kept in memory: MNIST and CIFAR
+# are (47 and 154 MB; it takes some seconds), ImageNet is not.
+IN_MEMORY_BYTES = 256 << 20
+# Rows read in one go: the library takes 5 us a row of numbers that way, and 250 one by one.
+READ_CHUNK = 1000
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+"""The library's name for what reads a single file, by the file's suffix."""
+
+
+def open_hub(recipe: Recipe) -> tuple[Source, Source]:
+    """Return the training and the test split.
+
+    Encoded images become RGB, unless all that are sampled are grayscale; arrays keep their channels. Without
+    data.image_size every image must have the size of the first.
+
+    Raises:
+        RecipeError: data.path is not given.
+        DataError: There are no such files, splits or columns, or a label or an image is not what it must be.
+    """
+    data = recipe.data
+    splits = _load(recipe)
+    where = (f"the {data.train_split} split of {data.path}", f"the {data.test_split} split of {data.path}")
+    for rows, name in zip(splits, where, strict=True):
+        _check_columns(rows, recipe, name)
+    classes, labels = read_labels(splits, data.label_column, where)
+    readers = [
+        RowReader.of(rows, data.image_column, targets, where=name)
+        for rows, targets, name in zip(splits, labels, where, strict=True)
+    ]
+    train_reader = readers[0]
+    sampled = spread(len(train_reader.labels), FINGERPRINT_SAMPLES)
+    if train_reader.encoded and all(train_reader.is_gray(index) for index in sampled):
+        readers = [replace(reader, channels=1) for reader in readers]
+    train, test = (
+        _open_split(reader, classes, readers[0], Framing.of(recipe, training=training))
+        for reader, training in zip(readers, (True, False), strict=True)
+    )
+    return train, test
+
+
+def download_hub(recipe: Recipe) -> None:
+    """Download a data set of the hub into the library's cache, unless data.path is a file or a folder.
+
+    The library sees to it that processes take turns.
+
+    Raises:
+        RecipeError: data.path is not given.
+        DataError: It cannot be downloaded.
+    """
+    path = _path(recipe)
+    if path.exists():
+        return
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        load_dataset(str(path))
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"data.path={path} is no file or folder here and cannot be downloaded from the hub: {first_line(error)}. "
+            "Where there is no network, bring the files and point data.path at them"
+        ) from error
+
+
+def _path(recipe: Recipe) -> Path:
+    if recipe.data.path is None:
+        raise RecipeError("data.source=huggingface needs data.path: a file, a folder or the name of a data set of the hub")
+    return Path(recipe.data.path)
+
+
+def _load(recipe: Recipe) -> tuple[Any, Any]:
+    """Return the training and the test split as `datasets.Dataset`."""
+    from datasets.exceptions import DatasetsError
+
+    path, names = _path(recipe), [recipe.data.train_split, recipe.data.test_split]
+    try:
+        with _offline():
+            train, test = _load_saved(path, names) if _saved_splits(path) else _load_files(path, names)
+    except ConnectionError as error:
+        raise DataError(
+            f"data.path={path} is no file or folder here, and the cache of the datasets library has no data set of that "
+            "name; correct the path, or set data.download=true to get it from the hub"
+        ) from error
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"data.path={path} cannot be opened with data.train_split={names[0]} and data.test_split={names[1]}: "
+            f"{first_line(error)}"
+        ) from error
+    return train, test
+
+
+def _saved_splits(path: Path) -> list[str]:
+    """Return the names of the splits that save_to_disk wrote; "." is the folder itself, a Dataset without splits."""
+    return sorted(str(state.parent.relative_to(path)) for state in (*path.glob("state.json"), *path.glob("*/state.json")))
+
+
+def _load_saved(path: Path, names: list[str]) -> list[Any]:
+    from datasets import load_from_disk
+
+    saved = _saved_splits(path)
+    if saved == ["."]:
+        raise DataError(
+            f"data.path={path} is a single Dataset without splits; save a DatasetDict with the splits {' and '.join(names)}"
+        )
+    for key, name in zip(("data.train_split", "data.test_split"), names, strict=True):
+        if name not in saved:
+            raise DataError(f"{key}={name}: {path} has the splits {', '.join(saved)}; name one of these")
+    try:
+        return [load_from_disk(str(path / name)) for name in names]
+    except IndexError as error:  # what version 5.2 makes of a split that was empty when it was saved
+        raise DataError(f"data.path={path}: one of the splits {' and '.join(names)} holds no samples") from error
+
+
+def _load_files(path: Path, names: list[str]) -> Any:
+    from datasets import load_dataset
+
+    if path.is_file():
+        if path.suffix not in BUILDERS:
+            raise DataError(
+                f"data.path={path} is a file of no known kind ({', '.join(BUILDERS)}); give one of these, or a folder"
+            )
+        return load_dataset(BUILDERS[path.suffix], data_files=str(path), split=names)
+    return load_dataset(str(path.absolute() if path.exists() else path), split=names)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep `datasets` off the network, and from logging what our errors say.
+
+    Its `DownloadConfig(local_files_only=True)` does not do it: version 5.2 still asks the hub, five times in 23 seconds. It
+    heeds the environment variable HF_DATASETS_OFFLINE, but only when it is imported, into the setting changed here.
+    """
+    import datasets
+
+    settings, messages = datasets.config, datasets.logging
+    offline, verbosity = settings.HF_HUB_OFFLINE, messages.get_verbosity()
+    settings.HF_HUB_OFFLINE = True
+    messages.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        settings.HF_HUB_OFFLINE = offline
+        messages.set_verbosity(verbosity)
+
+
+def _check_columns(rows: Any, recipe: Recipe, where: str) -> None:
+    named = {"data.image_column": recipe.data.image_column, "data.label_column": recipe.data.label_column}
+    for key, column in named.items():
+        if column not in rows.column_names:
+            raise DataError(f"{key}={column}: {where} has the columns {', '.join(rows.column_names)}; name one of these")
+
+
+def _open_split(reader: RowReader, classes: tuple[str, ...], train_reader: RowReader, framing: Framing) -> Source:
+    ((first, _),) = train_reader([0])
+    channels, height, width = first.shape
+    size = len(reader.labels)
+    source = PictureSource(
+        read=reader,
+        size=size,
+        where=reader.where,
+        classes=classes,
+        channels=channels,
+        image_size=framing.size_of((height, width)),
+        framing=framing,
+        fingerprint=fingerprint(classes, size, reader.content, listing=reader.labels.tobytes()),
+    )
+    height, width = source.image_size
+    if framing.min_area is not None or size * channels * height * width > IN_MEMORY_BYTES:
+        return source
+    chunks = [np.arange(start, min(start + READ_CHUNK, size)) for start in range(0, size, READ_CHUNK)]
+    images = torch.cat([source.fetch(chunk, chunk)[0] for chunk in chunks])
+    return ArraySource(images.numpy(), reader.labels, classes, source.fingerprint)

@@ -1,0 +1,75 @@
+"""From a recipe to its two sources: the one place that knows which kinds of data there are."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from app.data.arrays import open_digits
+from app.data.cifar import download_cifar, open_cifar
+from app.data.fake import open_fake
+from app.data.folders import open_folder
+from app.data.hub import download_hub, open_hub
+from app.data.idx import download_idx, open_idx
+from app.data.source import DOWNLOADS, Source, first_line
+from app.errors import DataError
+from app.recipe import Recipe
+
+OPEN = {
+    "digits": open_digits,
+    "mnist": open_idx,
+    "fashion_mnist": open_idx,
+    "cifar10": open_cifar,
+    "cifar100": open_cifar,
+    "imagefolder": open_folder,
+    "fakedata": open_fake,
+    "huggingface": open_hub,
+}
+DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
+
+
+def open_data(recipe: Recipe) -> tuple[Source, Source]:
+    """Return the training and the test split that a recipe asks for. Never touches the network.
+
+    Raises:
+        DataError: The data is missing, unreadable, or not what the recipe says.
+        RecipeError: The recipe lacks a key that this kind of data needs.
+    """
+    return OPEN[recipe.data.source](recipe)
+
+
+def download_data(recipe: Recipe) -> None:
+    """Download what the recipe needs, allows (data.download) and this machine lacks; for one process of each node.
+
+    Nodes that share a disk take turns: whoever comes second finds the files there. Kinds of data that cannot be downloaded
+    are left to `open_data` to find or miss.
+
+    Raises:
+        DataError: It cannot be downloaded.
+        RecipeError: The recipe lacks a key that this kind of data needs.
+    """
+    source, root = recipe.data.source, Path(recipe.data.path or DOWNLOADS)
+    if not recipe.data.download:
+        return
+    if source == "huggingface":
+        download_hub(recipe)
+    elif source in DOWNLOAD_FILES:
+        try:
+            with _alone_in(root):
+                DOWNLOAD_FILES[source](recipe)
+        except (OSError, RuntimeError) as error:
+            raise DataError(
+                f"data.source={source} cannot be downloaded into {root}: {first_line(error)}. "
+                "Where there is no network, bring the files and point data.path at them"
+            ) from error
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder, and hold a lock in it that other machines respect as well, where the file system has such locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".download.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

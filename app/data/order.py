@@ -1,0 +1,139 @@
+"""The order of the samples over the whole run, as a function of (dataset size, seed, global batch size) alone.
+
+A *sample number* is epoch * size + index: it names one sample of one epoch. The order of an epoch is a keyed permutation
+of 0..size-1 that is computed where it is needed, without a table: memory does not grow with the dataset, and starting at
+step 10**9 costs what starting at step 0 costs. Nothing here knows how many processes there are: the samplers yield
+global micro-batches, of which Accelerate deals contiguous pieces to the ranks (`split_batches=True`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.data.hash64 import MIX_FIRST, MIX_SECOND, derive_key
+from app.errors import RecipeError
+
+# Four rounds make a Feistel network pseudorandom if the round function is (Luby and Rackoff 1988); ours is only a good
+# hash and the halves of small sets are tiny, so twice as many. Each costs about 5 ns a sample.
+_ROUNDS = 8
+# Positions permuted at a time: enough to forget NumPy's cost per call, few enough to stay in the processor's cache.
+_BLOCK_POSITIONS = 16_384
+
+
+def permute(positions: NDArray[np.int64], *, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the indices int64 [n] at `positions` int64 [n] of the epoch's random order; both lie in 0..size-1.
+
+    The set 0..a*b-1, with a and b just above the square root of size, is permuted by a Feistel network on the two digits
+    of a number in mixed radix (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). What leaves 0..size-1 is
+    sent through again until it comes back ("cycle walking", same source), which keeps it a bijection. a*b exceeds size by
+    less than a, so one number in about sqrt(size) has to walk.
+    """
+    assert 0 < size <= 2**62, size
+    keys = [derive_key(seed, "order", epoch, round_) for round_ in range(_ROUNDS)]
+    high_radix = math.isqrt(size - 1) + 1
+    low_radix = -(-size // high_radix)
+    numbers = _feistel(positions.astype(np.uint64), high_radix, low_radix, keys)
+    while (outside := np.flatnonzero(numbers >= size)).size:
+        numbers[outside] = _feistel(numbers[outside], high_radix, low_radix, keys)
+    return numbers.view(np.int64)
+
+
+def _feistel(numbers: NDArray[np.uint64], high_radix: int, low_radix: int, keys: list[int]) -> NDArray[np.uint64]:
+    """Return a permutation, chosen by the keys, of 0..high_radix*low_radix-1 at the given numbers."""
+    high: NDArray[np.uint64] = numbers // np.uint64(low_radix)
+    low: NDArray[np.uint64] = numbers - high * np.uint64(low_radix)
+    for high_key, low_key in zip(keys[::2], keys[1::2], strict=True):
+        high = _add_modulo(high, _hash_below(low, high_radix, high_key), high_radix)
+        low = _add_modulo(low, _hash_below(high, low_radix, low_key), low_radix)
+    high *= np.uint64(low_radix)
+    high += low
+    return high
+
+
+def _hash_below(values: NDArray[np.uint64], bound: int, key: int) -> NDArray[np.uint64]:
+    """Return hashes in 0..bound-1 (bound <= 2**31): the upper half of mix64(values + key), scaled down."""
+    mixed: NDArray[np.uint64] = values + np.uint64(key)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(MIX_FIRST)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(MIX_SECOND)
+    mixed ^= mixed >> np.uint64(31)
+    mixed >>= np.uint64(32)
+    mixed *= np.uint64(bound)
+    mixed >>= np.uint64(32)
+    return mixed
+
+
+def _add_modulo(values: NDArray[np.uint64], terms: NDArray[np.uint64], modulus: int) -> NDArray[np.uint64]:
+    """Return (values + terms) mod modulus for both in 0..modulus-1, in the memory of terms."""
+    terms += values
+    # A sum below the modulus wraps round to a huge number when the modulus is taken off, so the smaller one is right.
+    np.minimum(terms, terms - np.uint64(modulus), out=terms)
+    return terms
+
+
+class TrainBatches:
+    """Batch sampler of the steps first_step..last_step-1 of the run: yields global micro-batches of sample numbers.
+
+    Step k is batch k mod E of epoch k // E, where E = size // global_batch_size: the incomplete last batch of an epoch is
+    dropped. Its global batch comes as `micro_batches_per_step` contiguous pieces, int64 [batch_size] each, so the samples
+    of a step in the order (piece, rank) are the same on every topology.
+    """
+
+    drop_last = True
+
+    def __init__(
+        self, *, size: int, seed: int, global_batch_size: int, micro_batches_per_step: int, first_step: int, last_step: int
+    ) -> None:
+        if size < global_batch_size:
+            raise RecipeError(
+                f"train.global_batch_size is {global_batch_size}, but the training set has {size} samples: "
+                f"an epoch would hold no whole batch; set train.global_batch_size to {size} or less"
+            )
+        assert global_batch_size % micro_batches_per_step == 0, (global_batch_size, micro_batches_per_step)
+        self.size = size
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.micro_batches_per_step = micro_batches_per_step
+        self.first_step = first_step
+        self.last_step = last_step
+        self.batch_size = global_batch_size // micro_batches_per_step
+        self.steps_per_epoch = size // global_batch_size
+
+    def __len__(self) -> int:
+        return max(0, self.last_step - self.first_step) * self.micro_batches_per_step
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        steps_per_block = max(1, _BLOCK_POSITIONS // self.global_batch_size)
+        step = self.first_step
+        while step < self.last_step:
+            epoch, batch = divmod(step, self.steps_per_epoch)
+            num_batches = min(steps_per_block, self.steps_per_epoch - batch, self.last_step - step)
+            positions = np.arange(batch * self.global_batch_size, (batch + num_batches) * self.global_batch_size)
+            samples = permute(positions, size=self.size, seed=self.seed, epoch=epoch)
+            samples += epoch * self.size
+            yield from samples.reshape(-1, self.batch_size)
+            step += num_batches
+
+
+class EvalBatches:
+    """Batch sampler of every index 0..size-1 once, in order: yields int64 [batch_size], the last filled up with -1."""
+
+    drop_last = True
+
+    def __init__(self, *, size: int, batch_size: int) -> None:
+        self.size = size
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return (self.size + self.batch_size - 1) // self.batch_size
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        for start in range(0, self.size, self.batch_size):
+            indices = np.arange(start, start + self.batch_size)
+            indices[indices >= self.size] = -1
+            yield indices

@@ -1,0 +1,116 @@
+"""What a source of samples is: one split of a data set, opened and checked.
+
+A source answers with whole batches of uint8 images; it neither shuffles, normalises nor knows of processes. It may be
+pickled or forked into the workers of a DataLoader. `app.data.open` makes the sources that a recipe asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from app.errors import DataError
+
+# How many samples' contents a fingerprint covers: few enough to read from a cold network disk in about a second.
+FINGERPRINT_SAMPLES = 64
+DOWNLOADS = "data"
+"""The folder for downloads, and where they are looked for, if data.path names no other."""
+
+
+class Source(Protocol):
+    """One split of a data set."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Name of each class; a label is an index into it."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of each image."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width in pixels of each image that `fetch` returns."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same data on every machine; the function `fingerprint` says what it covers."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `fetch` makes images one by one, so that worker processes help; False for a look-up in an array."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return images, uint8 [B, C, H, W], and labels, int64 [B].
+
+        Args:
+            indices: int64 [B], in 0 .. len - 1.
+            samples: int64 [B], sample numbers (epoch * len + index): the key of whatever is random.
+
+        Raises:
+            DataError: An image cannot be read; the text names the file, or the split and the index.
+        """
+
+
+def check_labels(labels: np.ndarray, num_classes: int, *, where: str) -> None:
+    """Check that there are samples and that all labels (int [N]) are in 0 .. num_classes - 1.
+
+    Raises:
+        DataError: They are not; the text says `where` ("the train split of ...") and names the first offending sample.
+    """
+    if labels.size == 0:
+        raise DataError(f"{where} holds no samples")
+    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if wrong.size:
+        index = int(wrong[0])
+        raise DataError(
+            f"sample {index} of {where} has label {int(labels[index])}, but labels must be in 0..{num_classes - 1} "
+            f"({wrong.size} of {labels.size} are not); mend the labels or leave those samples out"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """Return what a library's error says, in one line for a sentence of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def fingerprint(
+    classes: Sequence[str],
+    size: int,
+    content: Callable[[int], bytes],
+    *,
+    listing: bytes = b"",
+    samples: int = FINGERPRINT_SAMPLES,
+) -> str:
+    """Return a SHA-256, in hexadecimal, that tells two data sets apart without reading all of them.
+
+    It covers the class names, the number of samples, `listing` and the content of `samples` samples spread evenly from the
+    first to the last. It does not see a change of one image between those. Dates and absolute paths take no part.
+
+    Args:
+        classes: Name of each class.
+        size: Number of samples.
+        content: Returns the bytes that stand for the sample with a given index.
+        listing: What is known of every sample: all labels, all relative paths.
+        samples: How many samples' contents to cover.
+    """
+    digest = hashlib.sha256()
+    contents = (content(index) for index in spread(size, samples))
+    for part in (json.dumps([size, *classes]).encode(), listing, *contents):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def spread(size: int, count: int) -> list[int]:
+    """Return up to `count` different indices spread evenly over 0 .. size - 1, both ends included."""
+    count = min(size, count)
+    return [index * (size - 1) // max(1, count - 1) for index in range(count)]

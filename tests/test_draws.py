@@ -1,0 +1,198 @@
+"""The random numbers against published vectors, closed-form distributions, and their plain-Python twin."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.data.draws import Draws, SampleDraws, mix64_tensor
+from app.data.hash64 import GOLDEN64, derive_key, mix64
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# The first five numbers of splitmix64 seeded with 1234567, as published at https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
+SPLITMIX64 = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+
+seeds = st.integers(0, 2**63 - 1)
+samples = st.integers(0, 2**62)
+
+
+def signed(value):
+    return value - 2**64 if value >= 2**63 else value
+
+
+def kolmogorov_distance(values, cdf):
+    """Largest distance between the distribution of values [n] and the function cdf."""
+    ordered = values.double().sort().values
+    steps = torch.arange(len(ordered) + 1) / len(ordered)
+    return torch.maximum((cdf(ordered) - steps[:-1]).abs(), (cdf(ordered) - steps[1:]).abs()).max().item()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def test_the_hash_is_splitmix64():
+    states = [1234567 + (i + 1) * GOLDEN64 for i in range(5)]
+    assert [mix64(state) for state in states] == SPLITMIX64
+    tensor = torch.tensor([signed(state % 2**64) for state in states])
+    assert mix64_tensor(tensor).tolist() == [signed(value) for value in SPLITMIX64]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
+def test_the_tensor_hash_is_the_plain_hash(values):
+    assert mix64_tensor(torch.tensor(values)).tolist() == [signed(mix64(value)) for value in values]
+
+
+def test_draws_stay_what_they_are(device):
+    """A change of these numbers changes every run: it needs a line in the changelog."""
+    draws = Draws(7, torch.tensor([0, 1, 10**12], device=device))
+    assert draws.bits("flip").tolist() == FROZEN_BITS
+    assert draws.integers("crop", 9).tolist() == FROZEN_INTEGERS
+
+
+@settings(deadline=None)
+@given(seeds, st.lists(samples, min_size=1, max_size=8), st.text(max_size=12), st.integers(1, 2**40))
+def test_one_sample_in_plain_python_draws_the_same(seed, numbers, purpose, high):
+    draws = Draws(seed, torch.tensor(numbers))
+    single = [SampleDraws(seed, number) for number in numbers]
+    assert draws.uniform(purpose).tolist() == [one.uniform(purpose) for one in single]
+    assert draws.integers(purpose, high).tolist() == [one.integers(purpose, high) for one in single]
+
+
+@settings(deadline=None)
+@given(seeds, st.lists(samples, min_size=2, max_size=16, unique=True), st.randoms(use_true_random=False))
+def test_a_sample_draws_the_same_in_any_batch(seed, numbers, random):
+    whole = Draws(seed, torch.tensor(numbers))
+    shuffled = random.sample(range(len(numbers)), len(numbers))
+    part = Draws(seed, torch.tensor([numbers[place] for place in shuffled[1:]]))
+    for draw in (
+        lambda draws: draws.bits("a"),
+        lambda draws: draws.uniform("a"),
+        lambda draws: draws.integers("a", 17),
+        lambda draws: draws.beta("a", 0.3),
+        lambda draws: draws.streams(3).uniform("a").T,
+    ):
+        assert torch.equal(draw(part), draw(whole)[shuffled[1:]])
+
+
+@settings(deadline=None)
+@given(seeds, seeds, samples, st.text(max_size=9), st.text(max_size=9))
+def test_seed_purpose_and_sample_all_count(seed, other_seed, number, purpose, other_purpose):
+    bits = Draws(seed, torch.tensor([number, number + 1])).bits(purpose)
+    assert bits[0] != bits[1]
+    if other_purpose != purpose:
+        assert not torch.equal(Draws(seed, torch.tensor([number, number + 1])).bits(other_purpose), bits)
+    if other_seed != seed:
+        assert not torch.equal(Draws(other_seed, torch.tensor([number, number + 1])).bits(purpose), bits)
+
+
+def test_words_are_told_apart_by_place_and_boundary():
+    assert len({derive_key(1, "ab", "c"), derive_key(1, "a", "bc"), derive_key(1, "c", "ab"), derive_key(1, "abc")}) == 4
+
+
+def test_uniform_fills_its_range_evenly(device):
+    values = Draws(3, torch.arange(200_000, device=device)).uniform("u").cpu()
+    assert values.dtype == torch.float32
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts = torch.histc(values, bins=100, min=0, max=1)
+    # Chi-square with 99 degrees of freedom: mean 99, standard deviation 14; both tails are four deviations away.
+    assert 43 < ((counts - 2000) ** 2 / 2000).sum() < 155
+
+
+@pytest.mark.parametrize("high", [2, 14, 1000])
+def test_integers_are_even(high, device):
+    values = Draws(5, torch.arange(100_000, device=device)).integers("i", high).cpu()
+    counts = values.bincount(minlength=high).double()
+    assert len(counts) == high
+    expected, freedom = 100_000 / high, high - 1
+    assert abs(((counts - expected) ** 2 / expected).sum() - freedom) < 4 * math.sqrt(2 * freedom)
+
+
+def test_integers_take_a_bound_per_sample():
+    high = torch.tensor([1, 2, 5, 1000]).repeat(1000)
+    values = Draws(0, torch.arange(4000)).integers("i", high)
+    assert ((values >= 0) & (values < high)).all()
+    assert values[2::4].unique().tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("other", ["same", "purpose", "seed", "stream"])
+def test_draws_are_independent(shift, other):
+    """Neighbouring samples, two purposes, two seeds and two streams fill the unit square evenly (16 x 16 chi-square)."""
+    if other == "same" and shift == 0:
+        shift = 2  # a draw is not independent of itself
+    numbers = torch.arange(100_000)
+    first = Draws(1, numbers).streams(2).uniform("a")
+    second = {
+        "same": first[0],
+        "purpose": Draws(1, numbers).streams(2).uniform("b")[0],
+        "seed": Draws(2, numbers).streams(2).uniform("a")[0],
+        "stream": first[1],
+    }[other].roll(shift)
+    cells = (first[0] * 16).long() * 16 + (second * 16).long()
+    expected = 100_000 / 256
+    chi_square = ((cells.bincount(minlength=256) - expected) ** 2 / expected).sum()
+    assert abs(chi_square - 255) < 4 * math.sqrt(2 * 255)
+
+
+def test_every_input_bit_moves_half_the_output_bits():
+    number = 123_456_789
+    flipped = Draws(9, torch.tensor([number ^ (1 << bit) for bit in range(60)])).bits("a")
+    original = Draws(9, torch.tensor([number])).bits("a")
+    shares = [bin(value % 2**64).count("1") / 64 for value in (flipped ^ original).tolist()]
+    assert min(shares) > 0.25
+    assert 0.47 < sum(shares) / len(shares) < 0.53
+
+
+@pytest.mark.parametrize(
+    ("alpha", "cdf"),
+    [
+        (0.5, lambda x: torch.asin(torch.sqrt(x)) * 2 / math.pi),
+        (1.0, lambda x: x),
+        (2.0, lambda x: 3 * x**2 - 2 * x**3),
+        (3.0, lambda x: x**3 * (10 - 15 * x + 6 * x**2)),
+    ],
+)
+def test_beta_has_its_distribution(alpha, cdf, device):
+    values = Draws(11, torch.arange(100_000, device=device)).beta("b", alpha).cpu()
+    assert kolmogorov_distance(values, cdf) < 1.95 / math.sqrt(100_000)  # exceeded once in 1,000 by chance
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.1, 0.2, 0.4, 0.8, 8.0, 100.0])
+def test_beta_has_its_moments(alpha):
+    values = Draws(13, torch.arange(200_000)).beta("b", alpha).double() * 2 - 1
+    # Even moments of 2 * Beta(a, a) - 1: 1 / (2a + 1), then times (2k - 1) / (2a + 2k - 1) for each further k.
+    second, fourth = 1 / (2 * alpha + 1), 3 / ((2 * alpha + 1) * (2 * alpha + 3))
+    assert values.mean().abs() < 4 * math.sqrt(second / 200_000)
+    assert values.square().mean() == pytest.approx(second, rel=0.02)
+    assert values.pow(4).mean() == pytest.approx(fourth, rel=0.03)
+
+
+@settings(deadline=None)
+@given(seeds, samples, st.floats(1e-3, 1e3))
+def test_beta_is_a_share_for_any_alpha(seed, number, alpha):
+    values = Draws(seed, torch.arange(number, number + 50)).beta("b", alpha)
+    assert values.dtype == torch.float32
+    assert ((values >= 0) & (values <= 1)).all()
+
+
+def test_beta_in_float32_keeps_five_digits():
+    """The same formula in float64, as a stand-in for another device's rounding."""
+    draws = Draws(17, torch.arange(200_000))
+    bits = draws.bits("b")
+    first, second, sign = ((bits >> 40) & 0xFFFFFF), ((bits >> 16) & 0xFFFFFF), (bits & 1) * 2 - 1
+    for alpha in (0.05, 0.2, 1.0, 5.0):
+        t_square = ((1 - first.double() * 2**-24) ** (-1 / alpha) - 1) * torch.sin(
+            (1 - second.double() * 2**-24) * math.pi / 2
+        ) ** 2
+        exact = 0.5 + sign / (2 * torch.sqrt(1 + 1 / t_square))
+        assert (draws.beta("b", alpha) - exact).abs().max() < 1e-5
+
+
+FROZEN_BITS = [-2547841605586668549, 9060969115133777164, 7813367610170091590]
+FROZEN_INTEGERS = [8, 7, 3]

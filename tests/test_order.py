@@ -1,0 +1,253 @@
+"""The order of the samples: a bijection for every size and key, random to look at, and the same on every topology."""
+
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from itertools import permutations
+
+import numpy as np
+import pytest
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from app.data.hash64 import derive_key, mix64
+from app.data.order import EvalBatches, TrainBatches, permute
+from app.errors import RecipeError
+
+SIZES_TO_TRY = sorted({1, 2, 3, 5, 6, 7, *(2**k + d for k in range(2, 13) for d in (-1, 0, 1))})
+seeds = st.integers(0, 2**63 - 1)
+
+
+def whole(size, seed=0, epoch=0):
+    return permute(np.arange(size), size=size, seed=seed, epoch=epoch)
+
+
+def run(size=1000, seed=3, global_batch_size=24, micro_batches_per_step=1, first_step=0, last_step=100):
+    return TrainBatches(
+        size=size,
+        seed=seed,
+        global_batch_size=global_batch_size,
+        micro_batches_per_step=micro_batches_per_step,
+        first_step=first_step,
+        last_step=last_step,
+    )
+
+
+def numbers_of(batches):
+    return np.concatenate(list(batches))
+
+
+def reference_order(positions, size, seed, epoch):
+    """The permutation in plain Python, a number at a time: mixed-radix Feistel network with cycle walking."""
+    high_radix = 1 + math.isqrt(size - 1)
+    low_radix = math.ceil(Fraction(size, high_radix))
+    keys = [derive_key(seed, "order", epoch, i) for i in range(8)]
+
+    def feistel(number):
+        high, low = divmod(number, low_radix)
+        for i in range(0, 8, 2):
+            high = (high + ((mix64(low + keys[i]) >> 32) * high_radix >> 32)) % high_radix
+            low = (low + ((mix64(high + keys[i + 1]) >> 32) * low_radix >> 32)) % low_radix
+        number = high * low_radix + low
+        return number if number < size else feistel(number)
+
+    return [feistel(position) for position in positions]
+
+
+# --- the permutation
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 12, 1000, 10**9 + 7, 10**12, 2**62])
+def test_the_order_is_the_plain_one(size):
+    positions = [*range(min(size, 200)), size - 1]
+    assert permute(np.array(positions), size=size, seed=1, epoch=2).tolist() == reference_order(positions, size, 1, 2)
+
+
+@pytest.mark.parametrize("size", SIZES_TO_TRY)
+def test_an_epoch_holds_every_index_once(size):
+    assert sorted(whole(size, seed=size, epoch=1).tolist()) == list(range(size))
+
+
+@given(st.integers(1, 5000), seeds, st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_the_permutation_is_a_bijection_at_any_positions(size, seed, epoch):
+    indices = whole(size, seed, epoch)
+    assert indices.dtype == np.int64
+    assert np.array_equal(np.sort(indices), np.arange(size))
+    positions = np.array([size - 1, size // 2, 0])
+    assert np.array_equal(permute(positions, size=size, seed=seed, epoch=epoch), indices[positions])
+
+
+@given(st.integers(10**9, 10**12), seeds, st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_huge_sets_stay_in_range_without_repeats(size, seed, epoch):
+    positions = np.concatenate([np.arange(500), size // 2 + np.arange(500), size - 500 + np.arange(500)])
+    indices = permute(positions, size=size, seed=seed, epoch=epoch)
+    assert len(np.unique(indices)) == 1500
+    assert indices.min() >= 0
+    assert indices.max() < size
+    assert abs(indices.mean() / size - 0.5) < 0.05  # six standard deviations
+
+
+def test_the_order_stays_what_it_is():
+    """A change of these numbers changes every run: it needs a line in the changelog."""
+    assert whole(10, seed=1, epoch=2).tolist() == FROZEN_TEN
+    assert permute(np.array([0, 1, 10**12 - 1]), size=10**12, seed=1, epoch=2).tolist() == FROZEN_HUGE
+
+
+@pytest.mark.parametrize("size", [4096, 10_007, 60_000])
+def test_the_order_looks_random(size):
+    positions, expected_displacement = np.arange(size), size / 3
+    orders = [whole(size, seed=5, epoch=epoch) for epoch in range(4)] + [whole(size, seed=6)]
+    for order in orders:
+        deviation = size * np.sqrt(1 / 18 / size)  # of the mean of |x - y|, whose variance is size**2 / 18
+        assert abs(np.abs(order - positions).mean() - expected_displacement) < 5 * deviation
+        assert (order == positions).sum() < 10  # fixed points: Poisson with mean 1
+        for lag in (1, 2, 3, 128, 129):
+            assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < 5 / np.sqrt(size)
+        # Neighbours in the order: how far apart is even too, seen modulo 16 and in 16 ranges.
+        steps = (np.diff(order) % size).astype(np.int64)
+        for cells in (steps % 16, steps * 16 // size, order[:-1] % 16, (order[: size // 2] * 16) // size):
+            counts = np.bincount(cells, minlength=16)
+            assert len(counts) == 16
+            assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 45  # chi-square, 15 degrees: once in 10,000
+    for i in range(len(orders)):
+        for j in range(i):
+            assert (orders[i] == orders[j]).sum() < 10
+            assert abs(np.corrcoef(orders[i], orders[j])[0, 1]) < 5 / np.sqrt(size)
+
+
+def test_all_orders_of_four_samples_are_about_as_frequent():
+    orders = [tuple(whole(4, seed=8, epoch=epoch).tolist()) for epoch in range(2400)]
+    counts = [orders.count(order) for order in permutations(range(4))]
+    assert sum(counts) == 2400
+    assert sum((count - 100) ** 2 / 100 for count in counts) < 55  # chi-square, 23 degrees: about once in 5,000
+
+
+@pytest.mark.parametrize("size", [10, 13])
+def test_each_index_is_as_likely_at_each_position(size):
+    orders = np.stack([whole(size, seed=8, epoch=epoch) for epoch in range(2000)])
+    counts = np.stack([np.bincount(column, minlength=size) for column in orders.T])
+    expected, freedom = 2000 / size, (size - 1) ** 2
+    assert ((counts - expected) ** 2 / expected).sum() < freedom + 4 * np.sqrt(2 * freedom)
+
+
+# --- training batches
+
+
+@given(
+    size=st.integers(24, 400),
+    seed=seeds,
+    micro_batches_per_step=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    first_step=st.integers(0, 60),
+    num_steps=st.integers(0, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_samples_of_a_step_depend_on_the_recipe_alone(size, seed, micro_batches_per_step, first_step, num_steps):
+    last_step = first_step + num_steps
+    undisturbed = numbers_of(run(size, seed, last_step=101)).reshape(101, 24)
+    resumed = run(size, seed, 24, micro_batches_per_step, first_step, last_step)
+    batches = list(resumed)
+    assert len(batches) == len(resumed) == num_steps * micro_batches_per_step
+    assert all(batch.shape == (resumed.batch_size,) for batch in batches)
+    assert [number for batch in batches for number in batch.tolist()] == undisturbed[first_step:last_step].ravel().tolist()
+
+
+@given(st.integers(8, 300), seeds, st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_an_epoch_has_each_sample_at_most_once_and_drops_the_rest(size, seed, global_batch_size):
+    steps_per_epoch = size // global_batch_size
+    numbers = numbers_of(run(size, seed, global_batch_size, last_step=3 * steps_per_epoch))
+    epochs = numbers // size
+    for epoch in range(3):
+        indices = numbers[epochs == epoch] - epoch * size
+        assert len(indices) == len(set(indices.tolist())) == steps_per_epoch * global_batch_size
+    assert np.array_equal(epochs, np.repeat(np.arange(3), steps_per_epoch * global_batch_size))
+
+
+def test_batches_follow_the_permutation_across_blocks():
+    """An epoch longer than the block the sampler permutes at a time, and a global batch longer than the block."""
+    expected = whole(70_000, seed=3)
+    assert np.array_equal(numbers_of(run(70_000, global_batch_size=100, last_step=700)), expected)
+    assert np.array_equal(numbers_of(run(70_000, global_batch_size=35_000, last_step=2)), expected)
+    assert np.array_equal(numbers_of(run(70_000, global_batch_size=100, first_step=700, last_step=701)) // 70_000, np.ones(100))
+
+
+def test_a_step_far_away_costs_nothing():
+    batches = run(10**12, global_batch_size=128, first_step=10**9, last_step=10**15)
+    first = next(iter(batches))
+    expected = permute(np.arange(10**9 * 128, 10**9 * 128 + 128), size=10**12, seed=3, epoch=0)
+    assert np.array_equal(first, expected)
+    late = next(iter(run(10**12, global_batch_size=128, first_step=10**15, last_step=10**15 + 1)))
+    assert set((late // 10**12).tolist()) == {10**15 // (10**12 // 128)}
+
+
+def test_an_epoch_without_a_whole_batch_is_refused():
+    with pytest.raises(RecipeError, match=r"train.global_batch_size is 24, but the training set has 23 samples") as refusal:
+        run(size=23)
+    assert "set train.global_batch_size to 23 or less" in str(refusal.value)
+
+
+class Numbers:
+    """A dataset that hands the sample numbers of a batch on."""
+
+    def __len__(self):
+        return 1000
+
+    def __getitems__(self, numbers):
+        return np.asarray(numbers)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches_per_step", "num_workers"), [(1, 1, 0), (2, 1, 0), (4, 2, 0), (3, 4, 0), (2, 2, 1)]
+)
+def test_accelerate_deals_the_same_steps_on_any_topology(world_size, micro_batches_per_step, num_workers):
+    batches = run(last_step=45, micro_batches_per_step=micro_batches_per_step)
+    loader = DataLoader(Numbers(), batch_sampler=batches, collate_fn=np.asarray, num_workers=num_workers)
+    dealt = []
+    for rank in range(world_size):
+        prepared = prepare_data_loader(
+            loader, num_processes=world_size, process_index=rank, split_batches=True, put_on_device=False, rng_types=[]
+        )
+        assert isinstance(prepared.batch_sampler, BatchSamplerShard if world_size > 1 else TrainBatches)
+        dealt.append(list(prepared))
+    assert all(len(batches_of_rank) == 45 * micro_batches_per_step for batches_of_rank in dealt)
+    in_order = np.concatenate([batch for same_slot in zip(*dealt, strict=True) for batch in same_slot])
+    assert np.array_equal(in_order, numbers_of(run(last_step=45)))
+
+
+# --- evaluation batches
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+@settings(deadline=None)
+def test_evaluation_sees_every_index_once_in_order(size, batch_size):
+    batches = EvalBatches(size=size, batch_size=batch_size)
+    numbers = list(batches)
+    assert len(numbers) == len(batches)
+    assert {len(batch) for batch in numbers} == {batch_size}
+    flat = np.concatenate(numbers).tolist()
+    assert flat[:size] == list(range(size))
+    assert set(flat[size:]) <= {-1}
+    assert len(flat) - size < batch_size
+
+
+def test_evaluation_is_dealt_to_the_ranks():
+    shards = [
+        list(BatchSamplerShard(EvalBatches(size=10, batch_size=4), 2, rank, split_batches=True))  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
+    assert [batch.tolist() for batch in shards[0]] == [[0, 1], [4, 5], [8, 9]]
+    assert [batch.tolist() for batch in shards[1]] == [[2, 3], [6, 7], [-1, -1]]
+
+
+def test_the_order_needs_no_torch():
+    program = "import sys, app.data.order; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+FROZEN_TEN = [6, 8, 5, 7, 2, 0, 3, 1, 4, 9]
+FROZEN_HUGE = [170791111861, 895876284690, 671865124209]
