@@ -1,0 +1,218 @@
+"""The networks, and the loss on their outputs. Knows no device and no rank.
+
+`build` gives the small `convnet` or any classification model of torchvision, with new weights that depend on torch's seed
+alone. Both are what plain torch builds under these names, so that their weights load without this package.
+
+Shapes: B samples in a micro-batch, C channels, H x W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from app.errors import RecipeError
+from app.recipe import ModelRecipe
+
+_CONVNET = "convnet"
+_MAX_GROUPS = 8
+
+
+def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
+    """Return the network on the CPU, in training mode, for images [B, C=channels, H, W] with (H, W) = image_size.
+
+    Its output is [B, K=num_classes]. The weights are drawn from torch's global generator in float32, also for a float64 model,
+    which so starts at the same weights.
+
+    Raises:
+        RecipeError: the name is unknown, or the network does not take images of this size.
+    """
+    model: nn.Module
+    if recipe.name == _CONVNET:
+        model = _convnet(recipe, channels=channels, image_size=image_size, num_classes=num_classes)
+    else:
+        model = _torchvision_model(recipe.name, channels=channels, image_size=image_size, num_classes=num_classes)
+    model.to(getattr(torch, recipe.dtype))
+    _check_shapes(recipe.name, model, channels=channels, image_size=image_size, num_classes=num_classes)
+    if recipe.sync_batchnorm and not _batchnorms(model):
+        raise RecipeError(f"model.sync_batchnorm is true, but {recipe.name} has no batch normalisation: remove the setting")
+    return model
+
+
+def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
+    """Return the model with batch statistics taken over all processes.
+
+    Raises RecipeError on CPU, where torch has no such layer.
+    """
+    if device_type == "cpu":
+        raise RecipeError(
+            "model.sync_batchnorm is true, but the run is on CPU, where torch has no synchronised batch normalisation: "
+            "set model.sync_batchnorm=false, choose a model without batch normalisation, or run on GPUs"
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+def loss_sum_and_count(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float) -> tuple[torch.Tensor, int]:
+    """Return the sum of the samples' cross-entropies, a scalar tensor in nats, and the number of samples.
+
+    Args:
+        logits: [B, K], computed with in float32 at least.
+        targets: class indices [B] int64, or probabilities [B, K].
+        label_smoothing: share of each target spread evenly over all classes, 0..1.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if targets.is_floating_point():
+        targets = targets.to(logits.dtype)
+    return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing), len(targets)
+
+
+def topology_dependence(model: nn.Module) -> list[str]:
+    """Return a sentence for each kind of layer through which the same recipe can give another result on other processes."""
+    sentences = []
+    unsynchronized = [name for name, layer in _batchnorms(model).items() if not isinstance(layer, nn.SyncBatchNorm)]
+    if unsynchronized:
+        sentences.append(
+            f"{_counted(unsynchronized, 'batch normalisation layer')}: their statistics are those of one micro-batch, so "
+            "results depend on the number of processes (on GPUs, model.sync_batchnorm=true takes them over all processes)"
+        )
+    random = [name for name, layer in model.named_modules() if _dropout_rate(layer) > 0]
+    if random:
+        sentences.append(
+            f"{_counted(random, 'layer')} with dropout: each process draws its own, so results depend on their number"
+        )
+    return sentences
+
+
+def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Sequential:
+    """Two convolutions that halve the image, and two linear layers."""
+    height, width = (side // 4 for side in image_size)
+    if height == 0 or width == 0:
+        raise RecipeError(f"model.name is convnet, which needs images of 4x4 pixels at least; these have {_size(image_size)}")
+    first, second = recipe.channels
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, first, kernel_size=3, padding=1),
+            norm1=_norm(recipe.norm, first),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(first, second, kernel_size=3, padding=1),
+            norm2=_norm(recipe.norm, second),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(second * height * width, recipe.hidden),
+            relu3=nn.ReLU(),
+            head=nn.Linear(recipe.hidden, num_classes),
+        )
+    )
+
+
+def _norm(kind: str, channels: int) -> nn.Module:
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(max(groups for groups in range(1, _MAX_GROUPS + 1) if channels % groups == 0), channels)
+
+
+def _torchvision_model(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
+    # Imported here because it costs more than a second, which the convnet need not pay.
+    from torchvision import models as zoo
+
+    known = zoo.list_models(module=zoo)
+    if name not in known:
+        close = difflib.get_close_matches(name, [_CONVNET, *known], n=3)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise RecipeError(f"model.name is {name!r}: there is no such model; {hint}There are {_CONVNET}, {', '.join(known)}")
+    try:
+        model: nn.Module = zoo.get_model(name, weights=None, num_classes=num_classes, **_arguments(name, image_size))
+    except (AssertionError, ValueError) as error:  # how vit and maxvit refuse a size
+        raise _unsuitable(name, channels, image_size, error) from error
+    _adapt_first_convolution(model, channels)
+    return model
+
+
+def _arguments(name: str, image_size: tuple[int, int]) -> dict[str, Any]:
+    """What a family of torchvision takes beyond the number of classes."""
+    if name.startswith("vit_"):
+        if image_size[0] != image_size[1]:
+            raise ValueError("this model takes square images")
+        return {"image_size": image_size[0]}
+    if name.startswith("maxvit"):
+        return {"input_size": image_size}
+    if name in ("googlenet", "inception_v3"):
+        # One output, and the initial weights of the papers; without the latter torchvision warns of a coming change.
+        return {"aux_logits": False, "init_weights": True}
+    return {}
+
+
+def _adapt_first_convolution(model: nn.Module, channels: int) -> None:
+    """Make the first layer take `channels` channels. In every classification model of torchvision it is a convolution."""
+    name, old = next((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
+    if old.in_channels == channels:
+        return
+    new = nn.Conv2d(
+        channels,
+        old.out_channels,
+        kernel_size=old.kernel_size,  # type: ignore[arg-type]
+        stride=old.stride,  # type: ignore[arg-type]
+        padding=old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
+    )
+    with torch.no_grad():
+        # The scale of the family's own initial weights, such that the layer's outputs keep their size.
+        new.weight.normal_().mul_(old.weight.std() * math.sqrt(old.in_channels / channels))
+    if old.bias is not None:
+        new.bias = old.bias
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, new)
+
+
+def _check_shapes(name: str, model: nn.Module, *, channels: int, image_size: tuple[int, int], num_classes: int) -> None:
+    """Run the network on tensors without data (torch's meta device): costs no arithmetic, memory or random numbers."""
+    tensors = {key: tensor.to("meta") for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    dtype = next(model.parameters()).dtype
+    images = torch.empty(2, channels, *image_size, dtype=dtype, device="meta")
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = torch.func.functional_call(model, tensors, (images,))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise _unsuitable(name, channels, image_size, error) from error
+    finally:
+        model.train()
+    assert logits.shape == (2, num_classes), f"{name} gave {logits.shape}"
+
+
+def _unsuitable(name: str, channels: int, image_size: tuple[int, int], error: Exception) -> RecipeError:
+    return RecipeError(
+        f"model.name is {name}, which does not take images of {_size(image_size)} with {channels} channel(s) ({error}): "
+        "set data.image_size (torchvision's models are made for 224 or more), or choose another model.name"
+    )
+
+
+def _size(image_size: tuple[int, int]) -> str:
+    return f"{image_size[0]}x{image_size[1]} pixels"
+
+
+def _batchnorms(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
+
+
+def _dropout_rate(layer: nn.Module) -> float:
+    """Return the share of its input that the layer drops at random while training."""
+    rate: float = 0.0
+    if isinstance(layer, nn.MultiheadAttention):
+        rate = layer.dropout
+    elif isinstance(layer, nn.modules.dropout._DropoutNd) or type(layer).__name__ == "StochasticDepth":
+        rate = vars(layer)["p"]  # torchvision's class is told by its name: its import is slow, see `_torchvision_model`
+    return rate
+
+
+def _counted(names: list[str], what: str) -> str:
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({names[0]}{', ...' if len(names) > 1 else ''})"

@@ -1,0 +1,228 @@
+"""The networks: all names build and give [B, K], sizes that do not suit are refused, and the loss is that of torch."""
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from accelerate import init_empty_weights
+from torch import nn
+from torch.nn import functional as F
+
+from app import models
+from app.errors import RecipeError
+from app.recipe import ModelRecipe
+
+ZOO = torchvision.models.list_models(module=torchvision.models)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small models gain nothing from threads, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(name: str, *, channels: int = 3, side: int = 64, seed: int = 0, **settings) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.build(ModelRecipe(name=name, **settings), channels=channels, image_size=(side, side), num_classes=7)
+
+
+def plain_convnet(norm: list[nn.Module]) -> nn.Sequential:
+    """The convnet in plain torch, as its users write it."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), norm[0], nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), norm[1], nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 7)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm"),
+    [
+        ("group", [nn.GroupNorm(8, 32), nn.GroupNorm(8, 64)]),
+        ("batch", [nn.BatchNorm2d(32), nn.BatchNorm2d(64)]),
+    ],
+)
+def test_convnet_is_plain_torch(kind, norm):
+    model, plain = build("convnet", channels=1, side=28, norm=kind), plain_convnet(norm)
+    plain.load_state_dict(dict(zip(plain.state_dict(), model.state_dict().values(), strict=True)))
+    images = torch.randn(4, 1, 28, 28)
+    assert torch.equal(model(images), plain(images))
+
+
+@pytest.mark.parametrize(("channels", "groups"), [((8, 12), (8, 6)), ((7, 5), (7, 5)), ((22, 1), (2, 1))])
+def test_convnet_takes_the_most_groups_up_to_eight(channels, groups):
+    model = models.build(ModelRecipe(channels=channels), channels=1, image_size=(8, 8), num_classes=7)
+    assert (model.norm1.num_groups, model.norm2.num_groups) == groups
+
+
+def test_convnet_takes_any_size_from_four_pixels_on():
+    for height, width in ((4, 4), (8, 8), (9, 15), (28, 28)):
+        model = models.build(ModelRecipe(), channels=2, image_size=(height, width), num_classes=7)
+        assert model(torch.randn(3, 2, height, width)).shape == (3, 7)
+    with pytest.raises(RecipeError, match="4x4 pixels at least; these have 3x8"):
+        models.build(ModelRecipe(), channels=1, image_size=(3, 8), num_classes=7)
+
+
+def test_the_zoo_is_found():
+    assert len(ZOO) >= 80
+    assert {"resnet18", "vit_b_16", "swin_t", "squeezenet1_0"} <= set(ZOO)
+
+
+# Every family (but maxvit and vgg, which are slow) at the smallest size that it takes.
+REAL = {
+    "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 32, "googlenet": 32, "inception_v3": 75,
+    "mnasnet0_5": 32, "mobilenet_v2": 32, "mobilenet_v3_small": 32, "regnet_y_400mf": 32, "resnet18": 28,
+    "shufflenet_v2_x0_5": 32, "squeezenet1_0": 32, "swin_t": 32, "swin_v2_t": 32, "vit_b_16": 32,
+}  # fmt: skip
+
+
+# The variants of a family run the same code in other widths and depths.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in {*REAL, "maxvit_t", "vgg11"} else pytest.mark.slow) for name in ZOO]
+)
+def test_every_model_of_torchvision_builds(name):
+    """Without memory for the weights; `build` itself checks the shape of the output."""
+    with init_empty_weights():
+        model = build(name, channels=1, side=224)
+    assert model.training
+    assert next(layer for layer in model.modules() if isinstance(layer, nn.Conv2d)).in_channels == 1
+
+
+@pytest.mark.parametrize(("name", "side"), REAL.items())
+def test_real_outputs_and_randomness(name, side):
+    """[B, K] and finite; two passes in training mode differ exactly where `topology_dependence` speaks of dropout."""
+    model = build(name, channels=1, side=side)
+    images = torch.randn(2, 1, side, side)
+    with torch.no_grad():
+        first, second = (model(images) for _ in range(2))
+        logits = model.eval()(images)
+    assert logits.shape == first.shape == (2, 7)
+    assert logits.isfinite().all()
+    announced = any("dropout" in sentence for sentence in models.topology_dependence(model))
+    assert announced == (not torch.equal(first, second))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "googlenet"])
+def test_three_channels(name):
+    assert build(name, channels=3, side=32).eval()(torch.randn(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_three_channels_leave_torchvisions_weights_untouched():
+    model = build("resnet18")
+    torch.manual_seed(0)
+    plain = torchvision.models.resnet18(num_classes=7)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "swin_t"])
+def test_another_number_of_channels_keeps_the_scale_of_the_first_layer(name):
+    """Outputs of the adapted first layer on noise are as large as those of torchvision's own."""
+    sizes = {}
+    for channels in (1, 3, 12):
+        first = next(layer for layer in build(name, channels=channels).modules() if isinstance(layer, nn.Conv2d))
+        assert first.in_channels == channels
+        sizes[channels] = F.conv2d(torch.randn(2, channels, 64, 64), first.weight, stride=first.stride).std().item()
+    assert sizes[1] == pytest.approx(sizes[3], rel=0.15)
+    assert sizes[12] == pytest.approx(sizes[3], rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["convnet", "resnet18", "googlenet"])
+def test_weights_are_a_function_of_torchs_seed(name):
+    np.random.seed(1)  # noqa: NPY002 - the generator that some initialisers of old used
+    one = build(name, channels=1, seed=3).state_dict()
+    np.random.seed(2)  # noqa: NPY002
+    again, other = build(name, channels=1, seed=3).state_dict(), build(name, channels=1, seed=4).state_dict()
+    assert all(torch.equal(one[key], again[key]) for key in one)
+    assert any(not torch.equal(one[key], other[key]) for key in one)
+
+
+def test_checking_the_shapes_draws_nothing_and_counts_nothing():
+    model = build("resnet18")
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    torchvision.models.resnet18(num_classes=7)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.bn1.num_batches_tracked == 0
+    assert model.training
+
+
+def test_float64_starts_at_the_weights_of_float32():
+    single, double = build("resnet18"), build("resnet18", dtype="float64")
+    for one, two in zip(single.parameters(), double.parameters(), strict=True):
+        assert two.dtype == torch.float64
+        assert torch.equal(one.double(), two)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "reason"),
+    [
+        ("alexnet", 28, "Output size is too small"),
+        ("vit_b_16", 28, "indivisible by patch size"),
+        ("maxvit_t", 28, "not divisible by partition size"),
+        ("inception_v3", 32, "Kernel size can't be greater"),
+        ("convnext_tiny", 28, "Kernel size can't be greater"),
+        ("vgg11", 28, "Output size is too small"),
+    ],
+)
+def test_a_size_that_does_not_suit(name, side, reason):
+    with pytest.raises(RecipeError, match=f"model.name is {name}.*{side}x{side} pixels.*") as raised, init_empty_weights():
+        build(name, side=side)
+    assert reason in str(raised.value)
+    assert "data.image_size" in str(raised.value)
+
+
+def test_vit_wants_squares():
+    with pytest.raises(RecipeError, match=r"32x48 pixels.*square"):
+        models.build(ModelRecipe(name="vit_b_16"), channels=3, image_size=(32, 48), num_classes=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("resnet20", "resnet"), ("vit_b16", "vit_b_16"), ("convnt", "convnet"), ("fcn_resnet50", "resnet50")]
+)
+def test_unknown_name(name, near):
+    with pytest.raises(RecipeError, match=f"model.name is '{name}': .* did you mean [^?]*{near}"):
+        build(name)
+
+
+def test_sync_batchnorm():
+    model = build("resnet18", sync_batchnorm=True)
+    with pytest.raises(RecipeError, match=r"model\.sync_batchnorm is true, but the run is on CPU"):
+        models.synchronize_batchnorm(model, device_type="cpu")
+    converted = models.synchronize_batchnorm(model, device_type="cuda")
+    assert isinstance(converted.bn1, nn.SyncBatchNorm)
+    assert models.topology_dependence(converted) == []
+    with pytest.raises(RecipeError, match="convnet has no batch normalisation"):
+        build("convnet", sync_batchnorm=True)
+
+
+def test_topology_dependence_names_the_layers():
+    assert models.topology_dependence(build("convnet")) == []
+    (batch,) = models.topology_dependence(build("resnet18"))
+    assert batch.startswith("20 batch normalisation layers (bn1, ...)")
+    (dropout,) = models.topology_dependence(build("alexnet"))
+    assert dropout.startswith("2 layers (classifier.0, ...) with dropout")
+    assert len(models.topology_dependence(build("efficientnet_b0"))) == 2
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_loss_against_the_formula_in_float64(dtype, smoothing):
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(6, 4, generator=generator, dtype=torch.float64)).to(dtype)
+    indices = torch.randint(0, 4, (6,), generator=generator)
+    wanted = (1 - smoothing) * F.one_hot(indices, 4).double() + smoothing / 4
+    log_shares = logits.double() - logits.double().exp().sum(1, keepdim=True).log()
+    expected = -(wanted * log_shares).sum()
+
+    loss_sum, count = models.loss_sum_and_count(logits, indices, label_smoothing=smoothing)
+    assert count == 6
+    assert loss_sum.shape == ()
+    assert loss_sum.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(loss_sum.double(), expected, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
+
+    mixed, _ = models.loss_sum_and_count(logits, F.one_hot(indices, 4).float(), label_smoothing=smoothing)
+    torch.testing.assert_close(mixed, loss_sum)

@@ -1,0 +1,145 @@
+"""The learning rate of a step and the length of a run, against torch's own schedulers and as properties."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
+
+from app.errors import DataError
+from app.recipe import OptimRecipe, TrainRecipe
+from app.schedule import Length, length_in_steps, lr_at
+
+
+def rates(optim: OptimRecipe, *, total_steps: int, steps_per_epoch: int = 10, global_batch_size: int = 64) -> list[float]:
+    return [
+        lr_at(
+            step,
+            optim=optim,
+            global_batch_size=global_batch_size,
+            steps_per_epoch=steps_per_epoch,
+            total_steps=total_steps,
+        )
+        for step in range(total_steps)
+    ]
+
+
+def torch_rates(make, *, peak: float, total_steps: int) -> list[float]:
+    """The rates of a torch scheduler: the reference."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler: LRScheduler = make(optimizer)
+    found = []
+    for _ in range(total_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def warm_then(after, *, steps: int):
+    def make(optimizer):
+        warm_up = LinearLR(optimizer, start_factor=1 / steps, end_factor=1.0, total_iters=steps - 1)
+        return SequentialLR(optimizer, [warm_up, after(optimizer)], milestones=[steps])
+
+    return make
+
+
+@pytest.mark.parametrize("final_ratio", [0.0, 0.1])
+def test_cosine_after_warmup_is_that_of_torch(final_ratio):
+    optim = OptimRecipe(lr=0.3, schedule="cosine", warmup_steps=7, final_lr_ratio=final_ratio)
+    make = warm_then(lambda optimizer: CosineAnnealingLR(optimizer, T_max=93, eta_min=0.3 * final_ratio), steps=7)
+    assert rates(optim, total_steps=100) == pytest.approx(torch_rates(make, peak=0.3, total_steps=100), rel=1e-9)
+
+
+def test_cosine_without_warmup_is_that_of_torch():
+    expected = torch_rates(lambda optimizer: CosineAnnealingLR(optimizer, T_max=50), peak=0.3, total_steps=50)
+    assert rates(OptimRecipe(lr=0.3), total_steps=50) == pytest.approx(expected, rel=1e-9)
+
+
+def test_step_decay_is_that_of_torch():
+    optim = OptimRecipe(lr=0.1, schedule="step", decay_epochs=(3, 6, 8), decay_factor=0.1)
+    expected = torch_rates(lambda optimizer: MultiStepLR(optimizer, [30, 60, 80], gamma=0.1), peak=0.1, total_steps=90)
+    assert rates(optim, total_steps=90) == pytest.approx(expected, rel=1e-9)
+
+
+def test_constant_after_a_warmup_in_epochs():
+    optim = OptimRecipe(lr=0.2, schedule="constant", warmup_epochs=0.5)
+    assert rates(optim, total_steps=8) == pytest.approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2, 0.2, 0.2])
+
+
+def test_the_published_imagenet_schedule():
+    """Goyal et al. 2017, table 1 and section 5.1: 0.1 for 256 samples, so 3.2 for 8,192; a tenth after 30, 60 and 80 epochs."""
+    optim = OptimRecipe(name="sgd", lr=0.1, lr_reference_batch=256, schedule="step", warmup_epochs=5)
+    found = rates(optim, global_batch_size=8192, steps_per_epoch=156, total_steps=90 * 156)
+    by_epoch = found[156 // 2 :: 156]
+    assert by_epoch[5:30] == pytest.approx([3.2] * 25)
+    assert by_epoch[30:60] == pytest.approx([0.32] * 30)
+    assert by_epoch[60:80] == pytest.approx([0.032] * 20)
+    assert by_epoch[80:90] == pytest.approx([0.0032] * 10)
+    assert found[0] == pytest.approx(3.2 / (5 * 156))
+
+
+optim_recipes = st.builds(
+    OptimRecipe,
+    lr=st.floats(1e-6, 10),
+    lr_reference_batch=st.none() | st.integers(1, 1024),
+    schedule=st.sampled_from(["cosine", "step", "constant"]),
+    warmup_steps=st.none() | st.integers(0, 300),
+    final_lr_ratio=st.floats(0, 1),
+    decay_epochs=st.lists(st.floats(0.5, 20), min_size=1, max_size=3).map(tuple),
+    decay_factor=st.floats(0.01, 1),
+)
+
+
+@settings(deadline=None)
+@given(optim=optim_recipes, total_steps=st.integers(1, 200), batch=st.integers(1, 4096))
+def test_between_zero_and_the_peak_and_never_up_after_the_warmup(optim, total_steps, batch):
+    peak = optim.lr * batch / optim.lr_reference_batch if optim.lr_reference_batch else optim.lr
+    found = rates(optim, total_steps=total_steps, global_batch_size=batch)
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in found)
+    warm_up = optim.warmup_steps or 0
+    assert found[:warm_up] == sorted(found[:warm_up])
+    assert found[warm_up:] == sorted(found[warm_up:], reverse=True)
+    if warm_up < total_steps:
+        assert math.isclose(found[warm_up], max(found)) or optim.schedule == "step"
+
+
+@settings(deadline=None)
+@given(optim=optim_recipes, total_steps=st.integers(2, 200))
+def test_no_jumps(optim, total_steps):
+    """From one step to the next, the rate moves by no more than a straight warm-up or the steepest part of a cosine does."""
+    optim = replace(optim, schedule="cosine", lr_reference_batch=None)
+    warm_up = optim.warmup_steps or 0
+    limit = optim.lr * max(1 / warm_up if warm_up else 0, math.pi / 2 / max(1, total_steps - warm_up))
+    found = rates(optim, total_steps=total_steps)
+    assert max(abs(after - before) for before, after in pairwise(found)) <= limit * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(optim=optim_recipes, total_steps=st.integers(1, 100), factor=st.integers(2, 8))
+def test_linear_scaling(optim, total_steps, factor):
+    optim = replace(optim, lr_reference_batch=256)
+    one, many = (rates(optim, total_steps=total_steps, global_batch_size=size) for size in (256, 256 * factor))
+    assert many == pytest.approx([factor * rate for rate in one], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        (TrainRecipe(epochs=3), Length(15, 45)),
+        (TrainRecipe(steps=7), Length(15, 7)),
+        (TrainRecipe(), Length(15, 150)),
+    ],
+)
+def test_length(train, expected):
+    assert length_in_steps(train, dataset_size=1000, global_batch_size=64) == expected
+
+
+def test_data_smaller_than_one_global_batch():
+    assert length_in_steps(TrainRecipe(epochs=1), dataset_size=64, global_batch_size=64) == Length(1, 1)
+    with pytest.raises(DataError, match=r"63 samples.*takes 64.*train\.global_batch_size to 63"):
+        length_in_steps(TrainRecipe(epochs=1), dataset_size=63, global_batch_size=64)
