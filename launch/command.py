@@ -1,0 +1,56 @@
+"""The command that starts the processes of one node. Pure: the same topology and preset give the same command.
+
+    python -m accelerate.commands.launch --config_file PRESET --num_processes N ... -m app.train ...
+
+is `accelerate launch ...` with this very interpreter; an `accelerate` on the PATH may belong to another environment, or be
+missing where the environment is not activated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from app.errors import PresetError
+from app.topology import Topology
+from launch.preset import Preset
+
+
+def accelerate_argv(
+    topology: Topology,
+    preset: Preset,
+    app_args: Sequence[str],
+    *,
+    module: str = "app.train",
+    mixed_precision: str | None = None,
+) -> list[str]:
+    """Return the arguments of the `accelerate launch` that starts this node's processes of `module`, program first.
+
+    `mixed_precision` replaces the preset's. With one process, the presets for several work as they are: their process is a
+    group of one, with a RANK and a WORLD_SIZE like any other (only the option --multi_gpu refuses it, which a file does not
+    set). Raises PresetError for a preset that starts one process where the topology has more: Accelerate would start it
+    without a word.
+    """
+    if preset.is_single_process and topology.world_size > 1:
+        raise PresetError(
+            f"preset {preset.name} starts 1 process, and this run has {topology.world_size}: "
+            f"{topology.described('processes_per_node')}, {topology.described('num_nodes')}. Use a preset for several "
+            "processes, such as multi_gpu, or 1 process"
+        )
+    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset.path)]
+    argv += ["--num_processes", str(topology.world_size)]
+    if preset.is_single_process:
+        # The training says what went wrong itself: --quiet drops the launcher's traceback about it (only here it can).
+        argv += ["--quiet"]
+    else:
+        argv += ["--num_machines", str(topology.num_nodes), *_meeting_point(topology)]
+    if mixed_precision is not None:
+        argv += ["--mixed_precision", mixed_precision]
+    return [*argv, "-m", module, *app_args]
+
+
+def _meeting_point(topology: Topology) -> list[str]:
+    port = ["--main_process_port", str(topology.port)]
+    if topology.num_nodes == 1:
+        return port
+    return ["--machine_rank", str(topology.node_rank), "--main_process_ip", topology.head_address, *port]

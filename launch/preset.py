@@ -1,0 +1,196 @@
+"""Presets: Accelerate's own files that say how processes cooperate, found by name or path, read and checked.
+
+A preset knows nothing of machines: numbers of processes, addresses and ports come from the command line. It shares no key
+with a recipe. `accelerate launch` accepts a good deal more and then ignores it, or starts something else than it seems to
+say; what would go wrong without a word is refused here, before anything is started. Facts: accelerate 1.15,
+`commands/launch.py` (`_validate_launch_command`) and `utils/launch.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.errors import PresetError
+
+_SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
+
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
+_SECTION_OF = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
+
+# Keys that a preset may hold. A key of a section that Accelerate does not know is ignored by it without a word.
+_KEYS = {
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes",
+    "main_training_function", "dynamo_backend", "dynamo_config", "fp8_config", "deepspeed_config", "fsdp_config",
+}  # fmt: skip
+_SECTION_KEYS = {
+    "deepspeed_config": {
+        "zero_stage", "zero3_init_flag", "zero3_save_16bit_model", "offload_optimizer_device", "offload_param_device",
+        "offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_config_file", "deepspeed_multinode_launcher",
+        "deepspeed_moe_layer_cls_names",
+    },
+    "fsdp_config": {
+        "fsdp_version", "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_min_num_params", "fsdp_offload_params",
+        "fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type", "fsdp_ignored_modules",
+        "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload",
+    },
+}  # fmt: skip
+
+# Keys that Accelerate knows and a preset must not hold, with what to do instead.
+_MACHINE = "it belongs to the machine: leave it out, {} says it"
+_IGNORED = "accelerate launch ignores it in a file: leave it out, and give --{} on its command line if it is needed"
+_REFUSED = {
+    "num_machines": _MACHINE.format("--num_machines"),
+    "machine_rank": _MACHINE.format("--machine_rank"),
+    "main_process_ip": _MACHINE.format("--main_process_ip"),
+    "main_process_port": _MACHINE.format("--main_process_port"),
+    "gpu_ids": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
+    "rdzv_backend": _IGNORED.format("rdzv_backend"),
+    "same_network": _IGNORED.format("same_network"),
+    "enable_cpu_affinity": _IGNORED.format("enable_cpu_affinity"),
+    "downcast_bf16": _IGNORED.format("downcast_bf16"),
+    "gradient_accumulation_steps": "it is derived from the recipe: leave it out; train.max_micro_batch=N bounds memory",
+    "gradient_clipping": "clipping is learnt behaviour: leave it out and set optim.clip_norm in the recipe",
+    "deepspeed_hostfile": _MACHINE.format("--num_machines"),
+    "deepspeed_inclusion_filter": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
+    "deepspeed_exclusion_filter": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
+    "fsdp_sharding_strategy": "it is FSDP 1's: leave it out and set fsdp_reshard_after_forward",
+    "fsdp_backward_prefetch": "FSDP2 has no such setting: leave it out",
+    "fsdp_forward_prefetch": "FSDP2 has no such setting: leave it out",
+    "fsdp_use_orig_params": "FSDP2 has no such setting: leave it out",
+    "fsdp_sync_module_states": "FSDP2 has no such setting: leave it out",
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A checked preset."""
+
+    name: str
+    """Name of the shipped preset, or of the file without its ending."""
+    path: Path
+    """The file, absolute: what `accelerate launch --config_file` gets."""
+    distributed_type: str
+    """NO, MULTI_GPU, DEEPSPEED or FSDP."""
+
+    @property
+    def is_single_process(self) -> bool:
+        """Whether it starts one process whatever number is asked for."""
+        return self.distributed_type == "NO"
+
+
+def names() -> list[str]:
+    """Names of the presets that come with the package, sorted."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+
+
+def load(name_or_path: str) -> Preset:
+    """Find, read and check a preset. Raises PresetError with everything that is wrong with it, one problem a line."""
+    path = _find(name_or_path)
+    settings = _read(path)
+    problems = list(_problems(settings))
+    if problems:
+        raise PresetError("\n".join(f"preset {path}: {problem}" for problem in problems))
+    return Preset(path.stem, path.absolute(), settings["distributed_type"])
+
+
+def _find(name_or_path: str) -> Path:
+    """The file of a shipped name or of a path; a shipped name goes before a file of that name."""
+    path = Path(name_or_path)
+    if name_or_path in names():
+        return _SHIPPED / f"{name_or_path}.yaml"
+    if path.is_file():
+        return path
+    what = "there is no such file" if path.suffix or len(path.parts) > 1 else "there is no preset and no file of that name"
+    raise PresetError(f"preset {name_or_path}: {what}; {_suggest(path.stem, names())}")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise PresetError(f"preset {path}: it cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise PresetError(f"preset {path}: it is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise PresetError(f"preset {path}: it must hold `key: value` lines, such as `distributed_type: MULTI_GPU`")
+    return settings
+
+
+def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Everything that is wrong, in the order of the file but for the types that decide the rest."""
+    kind = settings.get("distributed_type")
+    yield from _type_problems(kind)
+    yield from _precision_problems(settings.get("mixed_precision"))
+    for key, value in settings.items():
+        yield from _key_problems(key, value, _KEYS)
+        if key in _SECTION_KEYS and kind in _TYPES and key != _SECTION_OF.get(kind):
+            yield f"{key}: distributed_type is {kind}, so Accelerate would ignore it; leave it out or change distributed_type"
+        elif key in _SECTION_KEYS and not isinstance(value, dict):
+            yield f"{key} is {value!r}: it must hold `key: value` lines"
+    if kind == "NO" and settings.get("num_processes", 1) != 1:
+        yield f"num_processes is {settings['num_processes']}: distributed_type NO starts 1 process; use MULTI_GPU for more"
+    if kind != "NO" and "num_processes" in settings:
+        yield f"num_processes is {settings['num_processes']}: {_MACHINE.format('--num_processes (samerun: --processes)')}"
+    if kind != "NO" and settings.get("use_cpu"):
+        yield f"use_cpu is true: accelerate launch ignores it with distributed_type {kind}; leave it out"
+    if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        yield f"compute_environment is {settings['compute_environment']!r}: it must be LOCAL_MACHINE, on a cluster as well"
+    section = _SECTION_OF.get(kind) if isinstance(kind, str) else None
+    if section and isinstance(settings.get(section, {}), dict):
+        yield from _section_problems(section, settings.get(section, {}))
+
+
+def _type_problems(kind: Any) -> Iterator[str]:
+    if kind == "MULTI_CPU":
+        yield (
+            "distributed_type is MULTI_CPU: on one machine Accelerate starts one process for it, whatever number is asked for; "
+            "use MULTI_GPU, which runs on the CPU through gloo where there is no GPU"
+        )
+    elif kind is False:
+        yield "distributed_type is NO without quotes, which YAML reads as false: write 'NO'"
+    elif kind not in _TYPES:
+        yield f"distributed_type is {kind!r}: {_suggest(str(kind), _TYPES)}"
+
+
+def _precision_problems(precision: Any) -> Iterator[str]:
+    if precision is False:
+        yield "mixed_precision is no without quotes, which YAML reads as false: write 'no'"
+    elif precision is not None and precision not in PRECISIONS:
+        yield f"mixed_precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}"
+
+
+def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]:
+    if key in _REFUSED:
+        yield f"{key} is {value!r}: {_REFUSED[key]}"
+    elif key not in known:
+        yield f"{key}: a preset holds no such key; {_suggest(key, sorted(known))}"
+
+
+def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in settings.items():
+        # Accelerate takes fsdp's keys with their prefix and without.
+        full = f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp_") else key
+        yield from _key_problems(full, value, _SECTION_KEYS[section])
+    if section == "fsdp_config":
+        version = settings.get("fsdp_version", settings.get("version", 1))
+        if str(version) != "2":
+            yield f"fsdp_version is {version}: it must be 2; version 1 is another program, which this one does not support"
+    elif settings.get("deepspeed_multinode_launcher") != "standard":
+        launcher = settings.get("deepspeed_multinode_launcher", "missing, which means pdsh")
+        yield (
+            f"deepspeed_multinode_launcher is {launcher}: it must be standard, as the command is run on every machine; "
+            "the others log in to the machines from one of them"
+        )
+
+
+def _suggest(word: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}There is {', '.join(known)}"

@@ -1,0 +1,248 @@
+"""Launching on this machine: topology, the command line, and `samerun` itself.
+
+The golden file holds the exact command for every preset; after an intended change:
+    PYTHONPATH=. python tests/test_launch.py > tests/golden/accelerate_argv.txt
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import PresetError, TopologyError
+from app.topology import Topology
+from launch import cli, local, preset
+from launch.command import accelerate_argv
+
+ROOT = Path(cli.__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden" / "accelerate_argv.txt"
+TWO_NODES = Topology(num_nodes=2, processes_per_node=4, node_rank=1, head_address="node-a", port=29501)
+
+
+def placed(command):
+    """A command without what differs between machines."""
+    folder = str(ROOT / "accelerate_configs")
+    return shlex.join(word.replace(sys.executable, "PYTHON").replace(folder, "PRESETS") for word in command)
+
+
+def golden_lines():
+    app_args = ["--recipe", "digits", "--run-dir", "runs/with space", "optim.lr=0.1", "augment.crop_padding=2"]
+    yield "# command of each preset on one node with 1 and 2 processes, and on node 1 of two with 4 processes each"
+    for name in preset.names():
+        for topology in (Topology(), Topology(processes_per_node=2), TWO_NODES):
+            file = preset.load(name)
+            if topology.world_size == 1 or not file.is_single_process:
+                yield placed(accelerate_argv(topology, file, app_args))
+    yield placed(accelerate_argv(Topology(), preset.load("fsdp2"), [], mixed_precision="bf16"))
+
+
+def test_the_commands_are_those_of_the_golden_file():
+    assert list(golden_lines()) == GOLDEN.read_text().splitlines()
+
+
+@pytest.mark.parametrize("topology", [Topology(processes_per_node=2), TWO_NODES])
+@pytest.mark.parametrize("name", ["cpu", "single_gpu"])
+def test_a_preset_for_one_process_refuses_more(name, topology):
+    with pytest.raises(PresetError, match=f"preset {name} starts 1 process, and this run has {topology.world_size}.*multi_gpu"):
+        accelerate_argv(topology, preset.load(name), [])
+
+
+# Topology ------------------------------------------------------------------------------------------------------------------
+
+
+@given(num_nodes=st.integers(1, 1000), processes=st.integers(1, 16), data=st.data())
+def test_every_node_of_a_run_can_be_described(num_nodes, processes, data):
+    rank = data.draw(st.integers(0, num_nodes - 1))
+    topology = Topology(
+        num_nodes=num_nodes, processes_per_node=processes, node_rank=rank, head_address="node-a", port=29500
+    )  # fmt: skip
+    assert topology.world_size == sum(processes for _ in range(num_nodes))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_nodes": 0}, ["num_nodes is 0 (SLURM_NNODES)", "at least 1"]),
+        ({"processes_per_node": 0}, ["processes_per_node is 0 (default)"]),
+        ({"node_rank": -1}, ["node_rank is -1"]),
+        ({"node_rank": 1}, ["node_rank is 1", "num_nodes is 1", "0 to 0"]),
+        ({"num_nodes": 2, "node_rank": 2, "head_address": "a", "port": 1}, ["node_rank is 2", "(SLURM_NNODES)", "0 to 1"]),
+        ({"port": 65536}, ["port is 65536"]),
+        ({"port": -1}, ["port is -1"]),
+        ({"head_address": ""}, ["head_address is ''"]),
+        ({"hosts": ("a", "b")}, ["hosts is ('a', 'b')"]),
+        ({"num_nodes": 2, "head_address": "a"}, ["port is 0", "2 nodes"]),
+        ({"num_nodes": 2, "port": 29500}, ["head_address is '127.0.0.1'", "reach node 0"]),
+        ({"num_nodes": 2, "head_address": "127.0.1.1", "port": 29500}, ["127.0.1.1"]),
+        ({"num_nodes": 2, "head_address": "localhost", "port": 29500}, ["localhost"]),
+        ({"num_nodes": 2, "head_address": "::1", "port": 29500}, ["::1"]),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(values, words):
+    with pytest.raises(TopologyError) as caught:
+        Topology(**values, origins={"num_nodes": "SLURM_NNODES"})
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+VISIBLE = ["", "0", "0,1", "3,1,2", "-1", "0,-1,1", "0,1,-1", "NoDevFiles", "none", " 0 , 1", "0,0", "0,1,0",
+           "GPU-5ebe9f43,GPU-8932f937", "MIG-a/1/0", "GPU-a,GPU-a"]  # fmt: skip
+
+
+@pytest.mark.parametrize("visible", VISIBLE)
+def test_devices_are_counted_as_torch_counts_them(visible, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    expected = len(torch.cuda._parse_visible_devices())
+    count, origin = local.count_accelerators({"CUDA_VISIBLE_DEVICES": visible}, device_folder=tmp_path)
+    assert (count, origin) == (expected, f"CUDA_VISIBLE_DEVICES={visible}")
+
+
+def test_without_a_list_the_device_files_are_counted(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia0x", "null"):
+        (tmp_path / name).touch()
+    assert local.count_accelerators({}, device_folder=tmp_path)[0] == 3
+    assert local.find({}, device_folder=tmp_path).processes_per_node == 3
+    assert local.find({"CUDA_VISIBLE_DEVICES": "1"}, device_folder=tmp_path).processes_per_node == 1
+    assert local.find({"CUDA_VISIBLE_DEVICES": ""}, device_folder=tmp_path).processes_per_node == 1
+    asked = local.find({}, processes=5, device_folder=tmp_path)
+    assert (asked.world_size, asked.origins) == (5, {"processes_per_node": "--processes"})
+
+
+def test_zero_processes_are_refused():
+    with pytest.raises(TopologyError, match="--processes is 0"):
+        local.find({}, processes=0)
+
+
+# samerun -------------------------------------------------------------------------------------------------------------------
+
+
+def dry_run(capsys, *arguments):
+    code = cli.main(["launch", "--dry-run", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_dry_run_prints_the_command_and_passes_the_rest_on(capsys):
+    code, out, err = dry_run(
+        capsys, "--preset", "fsdp2", "--processes", "2", "--run-dir", "a b", "optim.lr=0.1", "--trackers", "none"
+    )
+    app_args = ["--recipe", "digits", "--run-dir", "a b", "optim.lr=0.1", "--trackers", "none"]
+    assert code == 0
+    assert shlex.split(out) == accelerate_argv(Topology(processes_per_node=2), preset.load("fsdp2"), app_args)
+    assert "global batch 64 = 32 samples x 1 passes x 2 processes" in err
+
+
+@pytest.mark.parametrize(
+    ("devices", "arguments", "chosen", "processes"),
+    [
+        ("", [], "cpu", "1"),
+        ("0", [], "single_gpu", "1"),
+        ("0,1", [], "multi_gpu", "2"),
+        ("", ["--processes", "2"], "multi_gpu", "2"),
+        ("0,1", ["--processes", "1"], "single_gpu", "1"),
+        ("0,1", ["--preset", "cpu"], "cpu", "1"),
+        ("0,1", ["--preset", "deepspeed_zero3"], "deepspeed_zero3", "2"),
+        ("0", ["--preset", "multi_gpu"], "multi_gpu", "1"),
+    ],
+)
+def test_what_is_not_said_is_chosen_and_said(capsys, monkeypatch, devices, arguments, chosen, processes):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    code, out, err = dry_run(capsys, *arguments)
+    command = shlex.split(out)
+    assert code == 0
+    assert Path(command[command.index("--config_file") + 1]).stem == chosen
+    assert command[command.index("--num_processes") + 1] == processes
+    assert f"preset {chosen} (" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["--recipe", "digit"], 3, "did you mean digits"),
+        (["optim.lrr=1"], 3, "optim.lr"),
+        (["--processes", "3"], 3, "train.global_batch_size is 64"),
+        (["--preset", "multi_cpu"], 4, "multi_gpu"),
+        (["--preset", "cpu", "--processes", "2"], 4, "starts 1 process"),
+        (["--processes", "0"], 5, "--processes is 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_an_exit_code(capsys, arguments, exit_code, words):
+    code, out, err = dry_run(capsys, *arguments)
+    assert (code, out) == (exit_code, "")
+    assert words in err.splitlines()[-1]
+
+
+def test_without_dry_run_samerun_becomes_that_command(capsys, monkeypatch):
+    """Only the system call is replaced: it would end the tests."""
+    became = []
+    monkeypatch.setattr(os, "execvp", lambda file, argv: became.append((file, argv)))
+    arguments = ["--preset", "multi_gpu", "--processes", "2", "optim.lr=0.1"]
+    cli.main(["launch", *arguments])
+    printed = shlex.split(dry_run(capsys, *arguments)[1].splitlines()[-1])
+    assert became == [(sys.executable, printed)]
+
+
+def test_an_unknown_command_names_the_known(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lauch"])
+    assert ended.value.code == 2
+    assert "launch" in capsys.readouterr().err
+
+
+def started(code):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_launching_needs_none_of_the_heavy_libraries():
+    """With them made impossible to import, as on a login node; all modules of launch are imported."""
+    modules = sorted(f"launch.{path.stem}" for path in (ROOT / "launch").glob("*.py") if path.stem != "__init__")
+    assert len(modules) >= 4
+    result = started(f"""
+import importlib, sys
+for name in ("torch", "accelerate", "numpy", "rich", "datasets", "deepspeed", "transformers", "psutil"):
+    sys.modules[name] = None
+for name in {modules}:
+    importlib.import_module(name)
+from launch.cli import main
+sys.exit(main(["launch", "--dry-run", "--processes", "2"]))
+""")
+    assert result.returncode == 0, result.stderr
+    assert "multi_gpu.yaml" in result.stdout
+
+
+def test_help_is_at_once():
+    """Less than 0.15 s of processor time, the best of three; not even YAML is imported."""
+    code = "import sys; from launch.cli import main\ntry: main(['--help'])\nfinally: assert 'yaml' not in sys.modules"
+    durations_s = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = started(code)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert result.returncode == 0, result.stderr
+        assert "parity" in result.stdout
+        durations_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(durations_s) < 0.15
+
+
+def test_local_sh_hands_every_argument_on_as_it_is(tmp_path):
+    fake = tmp_path / "samerun"
+    fake.write_text('#!/bin/sh\nfor word in "$@"; do printf "<%s>" "$word"; done\n')
+    fake.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [ROOT / "launch" / "local.sh", "--run-dir", "a b", "data.path=$HOME/*"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "<launch><--run-dir><a b><data.path=$HOME/*>"
+
+
+if __name__ == "__main__":
+    print("\n".join(golden_lines()))
