@@ -1,0 +1,44 @@
+# make demo       install into .venv and train the embedded default on 2 processes of this machine's CPU
+# make test       install into .venv and run every test but the slow ones
+# make test-full  every test
+# make lint       linter, formatter and type checker
+# PYTHON=python3.12 chooses the interpreter that .venv is made from.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+.PHONY: demo test test-full lint format
+
+demo: $(VENV)/.installed
+	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
+
+test: $(VENV)/.installed-dev
+	$(RUN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: $(VENV)/.installed-dev
+	$(RUN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+$(RUN)/python:
+	$(PYTHON) -m venv $(VENV) || { \
+	    echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv python3-dev g++" >&2; \
+	    rm -rf $(VENV); exit 1; }
+
+# torch comes from the registry with its GPU libraries, several GB; they run on CPU as well.
+$(VENV)/.installed: pyproject.toml | $(RUN)/python
+	$(RUN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(RUN)/python
+	$(RUN)/python -m pip install --quiet --editable .[dev]
+	touch $@ $(VENV)/.installed

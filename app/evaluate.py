@@ -1,0 +1,79 @@
+"""Score a finished run again: `python -m app.evaluate RUN [--split train] [--json] [key=value ...]`.
+
+With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. The run's own recipe says which
+data; `data.*` overrides point it elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from app import recipe_file, run_folder
+from app.batching import BatchPlan
+from app.errors import SamerunError
+from app.launched import Launched, read
+from app.scores import Evaluation
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the scores of a finished run; ends the process with the error's exit code if that fails."""
+    parser = argparse.ArgumentParser(prog="python -m app.evaluate", description="Score a finished run again.")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--split", choices=("test", "train"), default="test", help="which split to score (default: test)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the run")
+    arguments = parser.parse_intermixed_args(argv)
+    launched = Launched()
+    try:
+        launched = read(os.environ)
+        classes, scores = _score(launched, arguments)
+    except SamerunError as error:
+        from app.runtime import leave_with
+
+        leave_with(error, launched.rank)
+    if launched.rank == 0:
+        sys.stdout.write(json.dumps(asdict(scores)) + "\n" if arguments.json else _table(classes, scores))
+
+
+def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Evaluation]:
+    import torch
+
+    from app import exported, session
+    from app.runtime import Runtime
+
+    model, config = exported.load(arguments.run)
+    recipe = recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
+    share = max(1, recipe.train.global_batch_size // launched.world_size)
+    micro_batch = min(share, recipe.train.max_micro_batch or share)
+    plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
+    runtime = Runtime(launched, plan)
+    source = getattr(session.open_data(runtime, recipe), arguments.split)
+    preparation = session.build_preparation(runtime, recipe, source)
+    model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.model.dtype)))
+    scores = session.evaluation_of(runtime, model, source, preparation)()
+    runtime.close()
+    return config.classes, scores
+
+
+def _table(classes: tuple[str, ...], scores: Evaluation) -> str:
+    lines = [
+        f"samples         {scores.samples:,}",
+        f"accuracy        {scores.accuracy:.4f}",
+        f"top-5 accuracy  {scores.top5_accuracy:.4f}",
+        f"loss            {scores.loss:.4f}",
+        "",
+        "accuracy by class",
+    ]
+    width = max(len(name) for name in classes)
+    for name, accuracy in zip(classes, scores.class_accuracy, strict=True):
+        lines.append(f"  {name:{width}}  " + ("no samples" if accuracy is None else f"{accuracy:.4f}"))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The training loop: the only one, and the same for every preset, device and number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from app.average import WeightAverage
+from app.console import Display
+from app.data.augment import Preparation
+from app.data.loader import Batch, batches_of
+from app.metrics import Metrics
+from app.models import loss_sum_and_count
+from app.optim import set_learning_rate
+from app.recipe import Recipe
+from app.runtime import Runtime
+from app.schedule import Length
+from app.scores import Evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Everything the loop uses, prepared for this process."""
+
+    recipe: Recipe
+    runtime: Runtime
+    model: torch.nn.Module
+    optimizer: Any
+    average: WeightAverage | None
+    batches: Iterable[Batch]
+    preparation: Preparation
+    length: Length
+    learning_rate_at: Callable[[int], float]
+    evaluate: Callable[[], Evaluation]
+    metrics: Metrics
+    display: Display
+
+
+def train(run: Training) -> Evaluation:
+    """Take every step of the recipe and return the scores of the final weights on the test set."""
+    accelerator, model, optimizer, metrics = run.runtime.accelerator, run.model, run.optimizer, run.metrics
+    clip_norm, grad_norm = run.recipe.optim.clip_norm, None
+    batches = iter(batches_of(run.batches))
+    model.train()
+    for step in range(run.length.total_steps):
+        set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
+        for _ in range(run.runtime.plan.accumulation):
+            batch = metrics.clock.wait_for(batches)
+            with accelerator.accumulate(model):
+                inputs, targets = run.preparation.train(batch)
+                loss_sum, count = loss_sum_and_count(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)
+                accelerator.backward(loss_sum / count)
+                if accelerator.sync_gradients and clip_norm is not None:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics.add(loss_sum, batch["samples"])
+        if run.average is not None:
+            run.average.update()
+        metrics.end_step(step + 1)
+        epoch, is_last = step // run.length.steps_per_epoch, step + 1 == run.length.total_steps
+        if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
+            run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate, grad_norm=grad_norm))
+        if is_last or _ends_evaluated_epoch(run, step):
+            scores = _test(run, step + 1, epoch)
+    return scores
+
+
+def _ends_evaluated_epoch(run: Training, step: int) -> bool:
+    epochs_done, rest = divmod(step + 1, run.length.steps_per_epoch)
+    every = run.recipe.train.evaluate_every_epochs
+    return rest == 0 and every > 0 and epochs_done % every == 0
+
+
+def _test(run: Training, step: int, epoch: int) -> Evaluation:
+    with run.metrics.clock.paused(), run.average.applied() if run.average else nullcontext():
+        scores = run.evaluate()
+    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics())
+    run.display.say(f"epoch {epoch}: test accuracy {scores.accuracy:.4f}, test loss {scores.loss:.4f}")
+    return scores

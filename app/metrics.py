@@ -1,0 +1,121 @@
+"""What a run measures of itself: the loss over whole global batches, the rate, the wait, and where they are written.
+
+Nothing here makes the device wait between two logs: losses stay tensors until they are logged, and one reduction then
+covers all steps since the last log. Only the main process writes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from app import run_folder
+from app.errors import TrainingError
+
+
+@dataclass
+class Clock:
+    """Seconds of training, with pauses (evaluation, saving) kept apart."""
+
+    _since_s: float = field(default_factory=time.perf_counter)
+    _spent_s: float = 0.0
+    waiting_s: float = 0.0
+    """Time the training waited for data."""
+
+    @property
+    def training_s(self) -> float:
+        """Time since the start, without pauses."""
+        return self._spent_s + time.perf_counter() - self._since_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the block as training."""
+        self._spent_s = self.training_s
+        try:
+            yield
+        finally:
+            self._since_s = time.perf_counter()
+
+    def wait_for(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, counting the time until it is there."""
+        start_s = time.perf_counter()
+        batch = next(batches)
+        self.waiting_s += time.perf_counter() - start_s
+        return batch
+
+
+class Metrics:
+    """Collects each step's loss, and writes a line every so many steps."""
+
+    def __init__(self, accelerator: Accelerator, run_dir: Path, *, global_batch_size: int, record_samples: bool) -> None:
+        self.clock = Clock()
+        self._accelerator, self._run_dir, self._global_batch_size = accelerator, run_dir, global_batch_size
+        self._record_samples = record_samples
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        self._samples: list[int] = []
+        self._logged_steps, self._logged_training_s, self._logged_waiting_s = 0, 0.0, 0.0
+
+    def add(self, loss_sum: torch.Tensor, samples: torch.Tensor) -> None:
+        """Take in one forward pass: its summed loss (scalar) and its sample numbers (int64 [micro-batch])."""
+        self._loss_sum += loss_sum.detach()
+        if self._record_samples:
+            self._samples += self._accelerator.gather(samples).tolist()
+
+    def end_step(self, step: int) -> None:
+        """Finish step `step` (1 is the first); writes its samples if they are recorded."""
+        if self._record_samples:
+            self._append(run_folder.SAMPLES, {"step": step, "samples": self._samples})
+            self._samples = []
+
+    def log(self, step: int, *, epoch: int, learning_rate: float, grad_norm: Any) -> dict[str, Any]:
+        """Write the line of step `step`, covering all steps since the last line, and return it. All ranks call it.
+
+        Raises TrainingError, on all ranks, if the loss is not finite.
+        """
+        steps = step - self._logged_steps
+        loss = self._accelerator.reduce(self._loss_sum, "sum").item() / (steps * self._global_batch_size)
+        if not torch.isfinite(torch.tensor(loss)):
+            raise TrainingError(
+                f"the loss is {loss} somewhere in steps {self._logged_steps + 1} to {step} (learning rate {learning_rate:g}): "
+                "lower optim.lr, lengthen the warm-up, or set optim.clip_norm."
+            )
+        training_s = self.clock.training_s
+        elapsed_s = training_s - self._logged_training_s
+        line = {
+            "step": step,
+            "samples_seen": step * self._global_batch_size,
+            "epoch": epoch,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "samples_per_s": steps * self._global_batch_size / elapsed_s,
+            "data_wait_share": (self.clock.waiting_s - self._logged_waiting_s) / elapsed_s,
+            "training_s": training_s,
+        }
+        self._loss_sum.zero_()
+        self._logged_steps, self._logged_training_s, self._logged_waiting_s = step, training_s, self.clock.waiting_s
+        self._write(run_folder.METRICS, line)
+        return line
+
+    def record_evaluation(self, step: int, *, epoch: int, scores: Mapping[str, float]) -> None:
+        """Write down the named scores of the weights after `step` steps."""
+        place = {"step": step, "samples_seen": step * self._global_batch_size, "epoch": epoch}
+        self._write(run_folder.EVALUATIONS, {**place, **scores})
+
+    def _write(self, name: str, line: dict[str, Any]) -> None:
+        self._append(name, line)
+        numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
+        self._accelerator.log(numbers, step=line["step"])
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        if self._accelerator.is_main_process:
+            with (self._run_dir / name).open("a") as file:
+                file.write(json.dumps(line) + "\n")

@@ -1,0 +1,124 @@
+"""The run folder: all that a run leaves behind, written by one process.
+
+    recipe.yaml       the resolved recipe; `--recipe RUN/recipe.yaml` repeats the run
+    preset.yaml       the preset it ran under, where the launcher's command line names one
+    run.json          processes, hosts and devices, batch plan, versions, commit, command
+    metrics.jsonl     one line per logged step
+    evaluations.jsonl one line per evaluation on the test set
+    samples.jsonl     with log.samples: the samples of each step
+    result.json       at the end: steps, samples, test scores, throughput
+    model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
+
+Files appear whole or not at all: each is written beside its name and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from app.errors import RunFolderError
+
+RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
+METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
+MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The preset file this process was launched with."""
+
+    name: str
+    """File name without its ending."""
+    text: str
+
+
+def create(run_dir: str | None, recipe_name: str) -> Path:
+    """Make the run folder and return its path: `run_dir`, or `runs/<recipe>-<time>`.
+
+    Raises RunFolderError if it holds a run already or cannot be written.
+    """
+    path = Path(run_dir) if run_dir else _unused(Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (path / RECIPE).exists():
+        raise RunFolderError(f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, or delete the folder.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        write_text(path / METRICS, "")
+    except OSError as error:
+        raise RunFolderError(f"the run folder {path} cannot be written: {error.strerror}. Choose another --run-dir.") from error
+    return path
+
+
+def _unused(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file so that it is never seen half-written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write `values` as an indented JSON file, whole or not at all."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON file's object. Raises RunFolderError if it is missing or broken."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunFolderError(f"{path} is missing: {path.parent} is not the folder of a finished run.") from None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}.") from error
+    return values
+
+
+def launched_preset() -> Preset | None:
+    """Return the preset that `accelerate launch` read for this process, or None if it was started otherwise.
+
+    Accelerate hands on what the preset says, but not its name: the command line of the parent process has it.
+    """
+    try:
+        parent = psutil.Process().parent()
+        command = parent.cmdline() if parent else []
+        directory = parent.cwd() if parent else ""
+    except psutil.Error:  # the parent is gone, or belongs to somebody else: then its name is not known
+        return None
+    for position, word in enumerate(command):
+        if word == "--config_file" and position + 1 < len(command):
+            path = Path(directory, command[position + 1])
+        elif word.startswith("--config_file="):
+            path = Path(directory, word.partition("=")[2])
+        else:
+            continue
+        return Preset(path.stem, path.read_text()) if path.is_file() else None
+    return None
+
+
+def source_commit() -> str | None:
+    """Return the git commit of this program's checkout, with `+changes` if files differ from it; None outside git."""
+    checkout = Path(__file__).parent.parent
+    if not (checkout / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    return f"{commit}+changes" if git("status", "--porcelain", "--untracked-files=no") else commit or None

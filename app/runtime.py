@@ -1,0 +1,228 @@
+"""The process group and the device: the only room that builds an `Accelerator`.
+
+Promises: the Accelerator is built from what the launcher promised and from the batch plan, never from defaults; on a
+machine without an accelerator every preset runs on CPU through gloo, sharded as it would be on GPUs; `together` turns an
+error of one rank into the same error of all; `close` leaves no process hanging. `handshake` then checks what was built.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.tracking import filter_trackers, get_available_trackers
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+)
+
+from app.batching import BatchPlan
+from app.errors import PresetError, SamerunError, TrackerError
+from app.launched import Launched
+
+
+class Runtime:
+    """The processes that train together, seen from one of them."""
+
+    def __init__(
+        self,
+        launched: Launched,
+        plan: BatchPlan,
+        *,
+        clip_norm: float | None = None,
+    ) -> None:
+        """Join the process group and take a device.
+
+        `clip_norm` is the recipe's gradient clipping norm. Raises PresetError if the preset contradicts the recipe.
+        """
+        _refuse_other_clipping(launched, clip_norm)
+        self.launched = launched
+        self.plan = plan
+        self.accelerator = _build_accelerator(
+            launched,
+            plan,
+            clip_norm or 0.0,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that writes."""
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    def input_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the type that the model's inputs must have: DeepSpeed casts weights to the preset's precision, inputs not."""
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return half.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
+
+    def seed(self, seed: int, *, per_rank: bool) -> None:
+        """Seed the generators of Python, NumPy and torch: alike everywhere, or differently on each rank."""
+        set_seed((seed + (self.launched.rank if per_rank else 0)) % 2**32)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank, in the order of the ranks."""
+        values: list[Any] = gather_object([value])
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """Return the main process's picklable `value` on every rank."""
+        return broadcast_object_list([value])[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all.
+
+        Without it the ranks that went well would wait for the others in the next collective. Other exceptions are faults of
+        the program: they pass with their traceback and the launcher ends the other ranks.
+        """
+        mine: SamerunError | None = None
+        try:
+            yield
+        except SamerunError as error:
+            mine = error
+        errors = self.gather(None if mine is None else (type(mine), str(mine), socket.gethostname()))
+        failed = [rank for rank, error in enumerate(errors) if error is not None]
+        if failed:
+            kind, text, host = errors[failed[0]]
+            everywhere = len(failed) == len(errors)
+            raise kind(text if everywhere else f"rank {failed[0]} of {len(errors)} on {host}: {text}") from mine
+
+    def start_trackers(self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Start the named Accelerate trackers; those that write files write them into the run folder.
+
+        Raises TrackerError, naming those that are installed, for a tracker that is unknown or not installed.
+        """
+        installed = sorted(tracker.value for tracker in get_available_trackers())
+        for name in names:
+            if name not in installed:
+                raise TrackerError(
+                    f"--trackers has {name!r}, which is not installed here: choose from {', '.join(installed)}; or none."
+                )
+        self.accelerator.project_configuration.set_directories(str(run_dir))
+        self.accelerator.log_with = filter_trackers(list(names), str(run_dir))
+        scalars = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()}
+        self.accelerator.init_trackers("samerun", scalars)
+
+    def average_buffers(self, model: torch.nn.Module) -> None:
+        """Give every rank the mean of the ranks' floating-point buffers (running statistics of batch norms).
+
+        Each rank has seen other samples. DDP would copy rank 0's, ZeRO and FSDP2 would leave them apart.
+        """
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if buffers and self.plan.world_size > 1:
+            flat = self.accelerator.reduce(torch.cat([buffer.detach().flatten().double() for buffer in buffers]), "mean")
+            for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
+
+    def close(self, *prepared: Any) -> None:
+        """Finish the trackers and leave the process group.
+
+        The prepared objects have to be released first: gloo with a live DDP model aborts at random at interpreter exit.
+        """
+        self.accelerator.wait_for_everyone()
+        self.accelerator.free_memory(*prepared)
+        self.accelerator.end_training()
+
+
+def leave_with(error: SamerunError, rank: int) -> NoReturn:
+    """Print the error's text and end this process with its exit code, whatever the other ranks do.
+
+    Rank 0 speaks at once. The others wait a moment: where all have the same error, the launcher ends them before they
+    repeat it. `os._exit` skips destructors, in which a process group with a missing member could hang.
+    """
+    if rank != 0:
+        time.sleep(1.0)
+    who = f"[rank {rank} on {socket.gethostname()}] " if rank != 0 else ""
+    print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
+    sys.stdout.flush()
+    os._exit(error.exit_code)
+
+
+def _refuse_other_clipping(launched: Launched, clip_norm: float | None) -> None:
+    asked = launched.gradient_clipping
+    if asked is not None and asked != (clip_norm or 0.0):
+        raise PresetError(
+            f"the preset's gradient_clipping is {asked} and the recipe's optim.clip_norm is {clip_norm}: clipping belongs to "
+            "the recipe. Remove it from the preset."
+        )
+
+
+def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) -> Accelerator:
+    on_cpu = launched.use_cpu or not torch.accelerator.is_available()
+    settings: dict[str, Any] = {
+        # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),
+        # The samplers yield global micro-batches, Accelerate deals equal contiguous slices of them to the ranks.
+        "dataloader_config": DataLoaderConfiguration(split_batches=True, even_batches=True, non_blocking=not on_cpu),
+        # Running statistics are averaged before they are used (`average_buffers`), so DDP need not send them every step.
+        "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    }
+    if launched.strategy == "deepspeed":
+        settings["deepspeed_plugin"] = _deepspeed_plugin(plan, clip_norm)
+    if on_cpu:
+        return _accelerator_on_cpu(launched, settings)
+    return Accelerator(**settings)
+
+
+def _deepspeed_plugin(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
+    """Complete the preset's DeepSpeed settings with what the recipe and the plan decide."""
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=plan.accumulation, gradient_clipping=clip_norm)
+    config = plugin.deepspeed_config
+    # DeepSpeed 0.19 clips at 1.0 unless it is told 0.0, and Accelerate does not pass 0.0 on.
+    config["gradient_clipping"] = clip_norm
+    config["train_micro_batch_size_per_gpu"] = plan.micro_batch
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    accumulation = config["gradient_accumulation_steps"]
+    if accumulation != plan.accumulation:
+        raise PresetError(
+            f"the DeepSpeed config's gradient_accumulation_steps is {accumulation}, and the recipe needs {plan.accumulation}: "
+            'it is derived from train.global_batch_size. Write "auto" there.'
+        )
+    return plugin
+
+
+# ---- Only for machines without an accelerator ------------------------------------------------------------------------
+# Presets are for GPUs. So that each of them can be tried and tested anywhere, this section makes the same sharding run on
+# CPU through gloo; nothing outside it knows. The facts were measured with accelerate 1.15, deepspeed 0.19 and torch 2.15.
+
+
+def _accelerator_on_cpu(launched: Launched, settings: dict[str, Any]) -> Accelerator:
+    if launched.strategy == "deepspeed":
+        # With cpu=True Accelerate would drop DeepSpeed; without a backend it would see one process where DeepSpeed sees all.
+        settings["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
+        # Small models stay below DeepSpeed's threshold for sharding a parameter: 0 shards all, as large models are.
+        settings["deepspeed_plugin"].deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return Accelerator(**settings)
+    if launched.strategy == "fsdp2":
+        plugin = settings["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+        accelerator = Accelerator(cpu=True, **settings)
+        # Accelerate knows FSDP on accelerators only and has fallen back to DDP. These attributes are all that it asks for.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if launched.mixed_precision != "no":
+            plugin.set_mixed_precision(launched.mixed_precision)
+        return accelerator
+    return Accelerator(cpu=True, **settings)

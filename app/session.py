@@ -1,0 +1,244 @@
+"""A run from its parts: opens the run folder and the data, prepares the model, and writes what is left at the end.
+
+Every step that can fail on one rank alone is agreed upon by all of them (`Runtime.together`).
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from app import console, exported, handshake, models, optim, recipe_file, run_folder, schedule
+from app.average import WeightAverage
+from app.data import loader
+from app.data.augment import Preparation
+from app.data.open import download_data
+from app.data.open import open_data as open_sources
+from app.data.order import EvalBatches, TrainBatches
+from app.data.source import Source
+from app.loop import Training
+from app.metrics import Metrics
+from app.recipe import Recipe
+from app.recipe_file import LoadedRecipe
+from app.runtime import Runtime
+from app.scores import Evaluation, evaluate
+
+
+@dataclass(frozen=True)
+class Data:
+    """The two splits of a recipe's data."""
+
+    train: Source
+    test: Source
+
+
+def open_run_folder(runtime: Runtime, loaded: LoadedRecipe, wanted: str | None, *, trackers: str) -> Path:
+    """Make the run folder on the main process, write what is known at the start, and return its path on all ranks."""
+    hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
+    path: Path | None = None
+    with runtime.together():
+        if runtime.is_main:
+            path = run_folder.create(wanted, loaded.name)
+            preset = run_folder.launched_preset()
+            if preset is not None:
+                run_folder.write_text(path / run_folder.PRESET, preset.text)
+            run_folder.write_json(path / run_folder.RUN, _describe(runtime, loaded, preset, hosts))
+            run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
+    path = runtime.from_main(path)
+    names = [name for name in trackers.split(",") if name and name != "none"]
+    with runtime.together():
+        runtime.start_trackers(names, path, recipe_file.flat(loaded.recipe))
+    return path
+
+
+def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: run_folder.Preset | None, hosts: list[str]) -> dict[str, Any]:
+    plan = runtime.plan
+    return {
+        "recipe": loaded.name,
+        "recipe_digest": recipe_file.digest(loaded.recipe),
+        "preset": preset.name if preset else None,
+        "strategy": runtime.launched.strategy,
+        "mixed_precision": runtime.launched.mixed_precision,
+        "world_size": plan.world_size,
+        "ranks": hosts,
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "global_batch_size": plan.global_batch_size,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "directory": str(Path.cwd()),
+        "commit": run_folder.source_commit(),
+        "versions": {"python": sys.version.split()[0], **handshake.versions()},
+    }
+
+
+def open_data(runtime: Runtime, recipe: Recipe) -> Data:
+    """Open both splits on every rank, after one process of each node has downloaded what is missing and allowed."""
+    with runtime.together():
+        if runtime.launched.local_rank == 0:
+            download_data(recipe)
+    with runtime.together():
+        return Data(*open_sources(recipe))
+
+
+def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: Path) -> Training:
+    """Build and prepare everything the loop uses, after all ranks agreed that it is the same run."""
+    recipe, plan = loaded.recipe, runtime.plan
+    with runtime.together():
+        length = schedule.length_in_steps(recipe.train, dataset_size=len(data.train), global_batch_size=plan.global_batch_size)
+        model = build_model(runtime, recipe, data.train)
+        preparation = build_preparation(runtime, recipe, data.train)
+    handshake.check_agreement(runtime.accelerator, _facts(loaded, data, model))
+    display = console.display(total_steps=length.total_steps, is_main=runtime.is_main)
+    display.say(_banner(runtime, loaded, data, length, run_dir))
+    for note in models.topology_dependence(model):
+        display.say(f"note: {note}")
+
+    model, optimizer, batches = runtime.accelerator.prepare(
+        model, optim.build(recipe.optim, model), _train_loader(runtime, recipe, data.train, length)
+    )
+    handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
+    # From here on ranks may draw differently: dropout on different samples must not repeat itself.
+    runtime.seed(recipe.seed, per_rank=True)
+    decay = recipe.train.ema_decay
+    return Training(
+        recipe=recipe,
+        runtime=runtime,
+        model=model,
+        optimizer=optimizer,
+        average=None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay),
+        batches=batches,
+        preparation=preparation,
+        length=length,
+        learning_rate_at=_learning_rate(recipe, length),
+        evaluate=evaluation_of(runtime, model, data.test, preparation),
+        metrics=Metrics(
+            runtime.accelerator, run_dir, global_batch_size=plan.global_batch_size, record_samples=recipe.log.samples
+        ),
+        display=display,
+    )
+
+
+def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Module:
+    """Return the recipe's model for these samples, on the CPU, with weights that depend on the seed alone."""
+    runtime.seed(recipe.seed, per_rank=False)
+    model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
+    if recipe.model.sync_batchnorm:
+        model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
+    return model.to(memory_format=torch.channels_last) if recipe.model.channels_last else model
+
+
+def build_preparation(runtime: Runtime, recipe: Recipe, source: Source) -> Preparation:
+    """Return what turns uint8 batches of `source` into the model's inputs."""
+    return Preparation(
+        data=recipe.data,
+        augment=recipe.augment,
+        seed=recipe.seed,
+        channels=source.channels,
+        num_classes=len(source.classes),
+        dtype=runtime.input_dtype(getattr(torch, recipe.model.dtype)),
+        channels_last=recipe.model.channels_last,
+    )
+
+
+def evaluation_of(
+    runtime: Runtime, model: torch.nn.Module, source: Source, preparation: Preparation
+) -> Callable[[], Evaluation]:
+    """Return the function that scores `model` on all of `source`, in micro-batches of the plan's size."""
+    batches = EvalBatches(size=len(source), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
+    prepared = runtime.accelerator.prepare(_loader(runtime, source, batches))
+    return functools.partial(evaluate, runtime, model, prepared, preparation, size=len(source), num_classes=len(source.classes))
+
+
+def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
+    """Write the weights and the result, and close the process group."""
+    runtime, recipe, length = training.runtime, training.recipe, training.length
+    with training.average.applied() if training.average else nullcontext():
+        weights = runtime.accelerator.get_state_dict(training.model)
+    training_s = training.metrics.clock.training_s
+    samples_seen = length.total_steps * runtime.plan.global_batch_size
+    if runtime.is_main:
+        config = exported.ModelConfig(
+            model=recipe.model,
+            channels=data.train.channels,
+            image_size=data.train.image_size,
+            resize_size=recipe.data.resize_size,
+            classes=data.train.classes,
+            mean=recipe.data.mean,
+            std=recipe.data.std,
+        )
+        exported.save(run_dir, config, weights)
+        result = {
+            "steps": length.total_steps,
+            "samples_seen": samples_seen,
+            **scores.as_metrics(),
+            "test_samples": scores.samples,
+            "test_class_accuracy": dict(zip(data.test.classes, scores.class_accuracy, strict=True)),
+            "samples_per_s": samples_seen / training_s,
+            "training_s": training_s,
+            "world_size": runtime.plan.world_size,
+            "preset": run_folder.read_json(run_dir / run_folder.RUN)["preset"],
+        }
+        run_folder.write_json(run_dir / run_folder.RESULT, result)
+    training.display.say(
+        f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_seen / training_s:,.0f} samples/s\n"
+        f"run folder {run_dir}"
+    )
+    training.display.close()
+    runtime.close(training.model, training.optimizer, training.batches)
+
+
+def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:
+    return {
+        "recipe": recipe_file.digest(loaded.recipe),
+        "training data": f"{len(data.train)} samples, {data.train.fingerprint}",
+        "test data": f"{len(data.test)} samples, {data.test.fingerprint}",
+        "initial weights": handshake.weights_digest(model),
+        **{f"version of {package}": number for package, number in handshake.versions().items()},
+    }
+
+
+def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Data, length: schedule.Length, run_dir: Path) -> str:
+    plan = runtime.plan
+    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    return (
+        f"recipe {loaded.name} on {processes} ({runtime.launched.strategy}, {runtime.device.type}), run folder {run_dir}\n"
+        f"global batch {plan.global_batch_size} = {plan.micro_batch} samples x {plan.accumulation} passes x {processes}; "
+        f"{len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, {length.total_steps} steps"
+    )
+
+
+def _learning_rate(recipe: Recipe, length: schedule.Length) -> Callable[[int], float]:
+    return functools.partial(
+        schedule.lr_at,
+        optim=recipe.optim,
+        global_batch_size=recipe.train.global_batch_size,
+        steps_per_epoch=length.steps_per_epoch,
+        total_steps=length.total_steps,
+    )
+
+
+def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: schedule.Length) -> DataLoader:
+    batches = TrainBatches(
+        size=len(source),
+        seed=recipe.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batches_per_step=runtime.plan.accumulation,
+        first_step=0,
+        last_step=length.total_steps,
+    )
+    return _loader(runtime, source, batches)
+
+
+def _loader(runtime: Runtime, source: Source, batches: TrainBatches | EvalBatches) -> DataLoader:
+    return loader.build(source, batches, local_world_size=runtime.launched.local_world_size, device=runtime.device)

@@ -1,0 +1,78 @@
+"""Train: `accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.train --recipe RECIPE [key=value ...]`.
+
+Puts the parts together and runs them; decides nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from app import recipe_file
+from app.batching import BatchPlan
+from app.errors import SamerunError
+from app.launched import Launched, read
+from app.recipe_file import LoadedRecipe
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one training from the command line; ends the process with the error's exit code if it fails."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    launched = Launched()
+    try:
+        loaded = recipe_file.load(arguments.recipe, arguments.overrides)
+        if arguments.print_recipe:
+            print(recipe_file.render(loaded))  # noqa: T201 - what was asked for
+            return
+        launched = read(os.environ)
+        _train(launched, loaded, arguments)
+    except SamerunError as error:
+        from app.runtime import leave_with
+
+        leave_with(error, launched.rank)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.train",
+        description="Train what a recipe says, on the processes that a preset starts.",
+        epilog="recipe keys:\n\n" + recipe_file.reference() if {"-h", "--help"} & set(argv) else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    parser.add_argument("--run-dir", help="folder for all that the run writes (default: runs/<recipe>-<time>)")
+    parser.add_argument(
+        "--trackers",
+        default="tensorboard",
+        help="comma-separated Accelerate trackers, such as tensorboard,wandb; or none (default: tensorboard)",
+    )
+    parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
+    return parser.parse_intermixed_args(argv)
+
+
+def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespace) -> None:
+    recipe = loaded.recipe
+    plan = BatchPlan.fit(
+        global_batch_size=recipe.train.global_batch_size,
+        world_size=launched.world_size,
+        max_micro_batch=recipe.train.max_micro_batch,
+        even=recipe.augment.mixes_pairs,
+    )
+    # Only now the slow imports: what was wrong so far has been said.
+    from app import handshake, session
+    from app.loop import train
+    from app.runtime import Runtime
+
+    runtime = Runtime(launched, plan, clip_norm=recipe.optim.clip_norm)
+    handshake.check_group(runtime.accelerator, launched, plan)
+    run_dir = session.open_run_folder(runtime, loaded, arguments.run_dir, trackers=arguments.trackers)
+    data = session.open_data(runtime, recipe)
+    training = session.prepare(runtime, loaded, data, run_dir)
+    scores = train(training)
+    session.finish(training, data, run_dir, scores)
+
+
+if __name__ == "__main__":
+    main()

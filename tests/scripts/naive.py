@@ -1,0 +1,24 @@
+"""What most training scripts do: a plain Accelerator. Then our checks look at what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from accelerate import Accelerator
+
+from app import handshake
+from app.batching import BatchPlan
+from app.errors import SamerunError
+from app.launched import read
+
+launched = read(os.environ)
+accelerator = Accelerator(cpu="--cpu" in sys.argv)
+plan = BatchPlan(global_batch_size=8, world_size=launched.world_size, accumulation=1)
+try:
+    handshake.check_group(accelerator, launched, plan)
+except SamerunError as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(error.exit_code)
+print("the handshake found nothing wrong", flush=True)
+os._exit(0)

@@ -1,0 +1,55 @@
+"""What every source must do, for the tests of each kind."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from app.data.source import Source
+
+
+def everything(source: Source) -> tuple[torch.Tensor, torch.Tensor]:
+    indices = np.arange(len(source))
+    return source.fetch(indices, indices)
+
+
+class Batches(Dataset):
+    """A source as a DataLoader's workers see it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.source.fetch(np.array(indices), np.array(indices))
+
+
+def check_workers_and_pickling(source: Source) -> None:
+    """Forked workers and a pickled copy must fetch what this process does."""
+    images, labels = everything(source)
+    batches = [list(range(start, min(start + 4, len(source)))) for start in range(0, len(source), 4)]
+    loader = DataLoader(
+        Batches(source), batch_sampler=batches, collate_fn=lambda batch: batch, num_workers=1, multiprocessing_context="fork"
+    )
+    fetched = list(loader)
+    assert torch.equal(torch.cat([batch[0] for batch in fetched]), images)
+    assert torch.equal(torch.cat([batch[1] for batch in fetched]), labels)
+    copy = pickle.loads(pickle.dumps(source))
+    assert torch.equal(everything(copy)[0], images)
+    assert copy.fingerprint == source.fingerprint
+
+
+def check_contract(source: Source) -> None:
+    images, labels = everything(source)
+    assert images.dtype == torch.uint8
+    assert images.shape == (len(source), source.channels, *source.image_size)
+    assert images.is_contiguous()
+    assert labels.dtype == torch.int64
+    assert labels.shape == (len(source),)
+    assert 0 <= int(labels.min()) <= int(labels.max()) < len(source.classes)
+    picked = np.array([len(source) - 1, 0, 0])
+    some, some_labels = source.fetch(picked, picked)
+    assert torch.equal(some, images[picked])
+    assert torch.equal(some_labels, labels[picked])

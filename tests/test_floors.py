@@ -1,0 +1,105 @@
+"""Who may import whom (a room only rooms of lower floors), and that the launcher starts without the heavy libraries."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+
+# From the ground up; each entry is a room: modules that belong together and may use each other.
+FLOORS: list[list[tuple[str, ...]]] = [
+    [("app.errors",)],
+    [("app.recipe", "app.recipe_keys", "app.recipe_file"), ("app.topology",), ("app.batching",), ("app.launched",)],
+    [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",)],
+    [("app.runtime",), ("app.handshake",), ("app.console",), ("app.metrics",)],
+    [("app.average",), ("app.scores",), ("app.exported",)],
+    [("app.loop",)],
+    [("app.session",)],
+    [("app.train",)],
+    [("app.evaluate",), ("app.predict",), ("app.parity", "app.curves")],
+]
+LAUNCHER_FLOOR = 1  # launch/ sees the floors up to this one
+
+
+def modules() -> dict[str, Path]:
+    files = [*(REPOSITORY / "app").rglob("*.py"), *(REPOSITORY / "launch").rglob("*.py")]
+    names = {".".join(file.relative_to(REPOSITORY).with_suffix("").parts): file for file in files}
+    return {name: file for name, file in names.items() if not name.endswith("__init__")}
+
+
+def place(module: str) -> tuple[int, tuple[str, ...]] | None:
+    """The floor and the room of a module."""
+    for floor, rooms in enumerate(FLOORS):
+        for room in rooms:
+            if any(module == part or module.startswith(part + ".") for part in room):
+                return floor, room
+    return None
+
+
+def imports(file: Path) -> set[str]:
+    """Every module of ours that a file imports, anywhere in it."""
+    known = modules()
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            below = {f"{node.module}.{name.name}" for name in node.names}
+            found |= {name if name in known else node.module for name in below}
+    return {name for name in found if name.split(".")[0] in ("app", "launch") and name not in ("app", "launch")}
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(modules()) >= 25
+    assert "app.errors" in imports(REPOSITORY / "app" / "recipe.py")
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if name.startswith("app.")])
+def test_a_room_imports_only_rooms_of_lower_floors(module: str) -> None:
+    here = place(module)
+    assert here is not None, f"{module} has no room: give it a floor here"
+    for imported in imports(modules()[module]):
+        if imported.startswith("launch."):
+            assert here[0] == len(FLOORS) - 1, f"{module} imports {imported}: only tools on top start processes"
+            continue
+        there = place(imported)
+        assert there is not None
+        assert there[0] < here[0] or there[1] == here[1], f"{module} (floor {here[0]}) imports {imported} ({there[0]})"
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if name.startswith("launch.") and name != "launch.cli"])
+def test_the_launcher_sees_only_the_lower_floors(module: str) -> None:
+    for imported in imports(modules()[module]):
+        there = place(imported)
+        assert imported.startswith("launch.") or (there is not None and there[0] <= LAUNCHER_FLOOR), imported
+
+
+def test_the_launcher_runs_without_torch() -> None:
+    names = [name for name in modules() if name.startswith("launch.")]
+    heavy = "{'torch', 'numpy', 'accelerate', 'deepspeed', 'datasets', 'rich'}"
+    check = f"import sys, {', '.join(names)}; sys.exit(str({heavy} & set(sys.modules) or ''))"
+    finished = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert finished.stderr.strip() == ""
+
+
+def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> None:
+    allowed = {
+        "os.environ": {"app.train", "app.evaluate", "launch.cli", "launch.local"},
+        "torch.distributed": {"app.runtime", "app.handshake", "app.average"},
+        "distributed_type": {"app.runtime", "app.handshake", "app.average", "app.launched", "launch.preset"},
+    }
+    for words, rooms in allowed.items():
+        users = {name for name, file in modules().items() if words in file.read_text()}
+        assert users <= rooms, f"{words} is used in {users - rooms}"
+
+
+def test_the_loop_is_one_screen() -> None:
+    tree = ast.parse((REPOSITORY / "app" / "loop.py").read_text())
+    (loop,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+    assert loop.end_lineno is not None
+    assert loop.end_lineno - loop.lineno + 1 <= 60

@@ -1,0 +1,156 @@
+"""Each trap that would train something else without a word is started on purpose, with real processes, and stops."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from processes import REPOSITORY, Finished, Started, accelerate, free_port, read, read_lines, train
+
+pytestmark = pytest.mark.multiproc
+
+NAIVE = str(REPOSITORY / "tests" / "scripts" / "naive.py")
+SHORT = ("--recipe", "digits", "train.steps=3", "log.every_steps=1")
+
+
+def preset(folder: Path, text: str) -> Path:
+    path = folder / "preset.yaml"
+    path.write_text("compute_environment: LOCAL_MACHINE\nnum_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\n" + text)
+    return path
+
+
+def naive(config: Path | str, *arguments: str, processes: int = 2) -> Finished:
+    return Started(accelerate(config, target=(NAIVE, *arguments), processes=processes)).wait()
+
+
+def test_multi_cpu_starts_one_process_where_two_were_asked_for(tmp_path: Path) -> None:
+    config = preset(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    finished = train(config, tmp_path / "run", *SHORT)
+    assert finished.returncode != 0
+    assert "TopologyError: `accelerate launch` was asked for several processes" in finished.output
+    assert "multi_gpu.yaml" in finished.output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: the trap is a machine without one")
+def test_a_plain_accelerator_under_multi_gpu_without_gpus_is_two_copies() -> None:
+    finished = naive("multi_gpu")
+    assert finished.returncode != 0
+    assert "TopologyError: the launcher started 2 processes, but Accelerate sees 1" in finished.output
+    assert "unsynchronised copies" in finished.output
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: the trap is a machine without one")
+@pytest.mark.parametrize(
+    ("config", "arguments", "sentence"),
+    [
+        ("deepspeed_zero2", (), "the launcher started 2 processes, but Accelerate sees 1"),
+        ("deepspeed_zero2", ("--cpu",), "the preset asks for deepspeed, and Accelerate made MULTI_CPU of it"),
+        ("fsdp2", (), "the preset asks for fsdp2, and Accelerate made NO of it"),
+        ("fsdp2", ("--cpu",), "the preset asks for fsdp2, and Accelerate made MULTI_CPU of it"),
+    ],
+)
+def test_sharding_that_silently_is_none(config: str, arguments: tuple[str, ...], sentence: str) -> None:
+    finished = naive(config, *arguments)
+    assert finished.returncode != 0
+    assert sentence in finished.output
+
+
+def test_the_checks_pass_where_nothing_is_wrong() -> None:
+    assert "found nothing wrong" in naive("multi_gpu", "--cpu").check().output
+
+
+def test_fsdp_1_is_refused(tmp_path: Path) -> None:
+    config = preset(tmp_path, "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n")
+    finished = train(config, tmp_path / "run", *SHORT, processes=2)
+    assert finished.returncode != 0
+    assert "PresetError: the preset's fsdp_version is 1" in finished.output
+
+
+def test_accumulation_from_the_preset_or_the_environment_is_refused(tmp_path: Path) -> None:
+    zero2 = (REPOSITORY / "accelerate_configs" / "deepspeed_zero2.yaml").read_text()
+    config = preset(tmp_path, "")
+    config.write_text(zero2.replace("deepspeed_config:", "deepspeed_config:\n  gradient_accumulation_steps: 7"))
+    for finished in (
+        train(config, tmp_path / "preset", *SHORT, processes=2),
+        train("cpu", tmp_path / "env", *SHORT, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}),
+    ):
+        assert finished.returncode != 0
+        assert "PresetError: ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 7" in finished.output
+
+
+def test_clipping_from_the_preset_is_refused(tmp_path: Path) -> None:
+    zero2 = (REPOSITORY / "accelerate_configs" / "deepspeed_zero2.yaml").read_text()
+    config = preset(tmp_path, "")
+    config.write_text(zero2.replace("deepspeed_config:", "deepspeed_config:\n  gradient_clipping: 0.5"))
+    finished = train(config, tmp_path / "run", *SHORT, processes=2)
+    assert finished.returncode != 0
+    assert "PresetError: the preset's gradient_clipping is 0.5" in finished.output
+
+
+def test_deepspeed_does_not_clip_at_its_own_default(tmp_path: Path) -> None:
+    """DeepSpeed clips at 1.0 unless it is told otherwise; without clipping the first gradients here are far larger."""
+    arguments = (*SHORT, "optim.name=sgd", "optim.lr=0.05", "optim.warmup_epochs=null", "data.std=0.02")
+    clipped = train("cpu", tmp_path / "clipped", *arguments, "optim.clip_norm=1.0").check()
+    reference = train("cpu", tmp_path / "cpu", *arguments, "optim.clip_norm=null").check()
+    train("deepspeed_zero2", tmp_path / "zero2", *arguments, "optim.clip_norm=null", processes=2).check()
+    losses = {
+        name: [line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl")] for name in ("clipped", "cpu", "zero2")
+    }
+    assert losses["zero2"] == pytest.approx(losses["cpu"], rel=1e-5), reference.output
+    assert losses["clipped"][-1] != pytest.approx(losses["cpu"][-1], rel=1e-2), clipped.output
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "srun started 2 processes"),
+        ("OMPI_COMM_WORLD_SIZE", "mpirun (Open MPI) started 2 processes"),
+        ("PMI_SIZE", "mpiexec (PMI) started 2 processes"),
+    ],
+)
+def test_python_started_by_a_scheduler_without_the_environment_stops(tmp_path: Path, name: str, sentence: str) -> None:
+    command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path / "run"), *SHORT]
+    finished = Started(command, env={name: "2"}).wait()
+    assert finished.returncode == 5
+    assert f"TopologyError: {sentence}" in finished.output
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "run").exists()
+
+
+def two_nodes(run_dir: Path, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[Finished, Finished]:
+    """Start one process on each of two nodes, which here are this machine twice, with arguments of its own."""
+    port = str(free_port())
+    nodes = []
+    for rank, arguments in enumerate((first, second)):
+        options = ("--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1")
+        target = ("-m", "app.train", "--run-dir", str(run_dir), "--trackers", "none", *SHORT, *arguments)
+        options += ("--main_process_port", port)
+        nodes.append(Started(accelerate("multi_node", *options, target=target, processes=2)))
+    one, other = (node.wait() for node in nodes)
+    return one, other
+
+
+def test_two_nodes_train_one_run(tmp_path: Path) -> None:
+    for finished in two_nodes(tmp_path / "run", (), ()):
+        finished.check()
+    assert read(tmp_path / "run" / "result.json")["world_size"] == 2
+
+
+def test_nodes_with_different_recipes_stop_before_the_first_step(tmp_path: Path) -> None:
+    one, other = two_nodes(tmp_path / "run", ("seed=1",), ("seed=2",))
+    assert one.returncode != 0
+    assert other.returncode != 0
+    assert "the ranks would not train the same run. They differ in recipe: rank 0" in one.output
+    assert "initial weights: rank 0" in one.output
+    assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
+
+
+def test_nodes_with_different_data_stop_before_the_first_step(tmp_path: Path) -> None:
+    fake = ("data.source=fakedata", "data.image_size=8", "data.fake_train_samples=256")
+    one, _ = two_nodes(tmp_path / "run", fake, (*fake, "data.fake_train_samples=320"))
+    assert one.returncode != 0
+    assert "training data: rank 0" in one.output
+    assert "has 256 samples" in one.output
+    assert "has 320 samples" in one.output

@@ -1,0 +1,392 @@
+"""Data that lives in memory: digits, idx files, CIFAR, and what is common to all sources."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import pickle
+import re
+import struct
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sources import check_contract, check_workers_and_pickling, everything
+from torchvision import datasets
+from torchvision.transforms.v2 import functional as F
+
+from app import recipe_file
+from app.data import arrays, idx
+from app.data.open import OPEN, download_data, open_data
+from app.data.source import check_labels, fingerprint, spread
+from app.errors import DataError, RecipeError
+from app.recipe import AugmentRecipe, DataRecipe, Recipe
+
+REPOSITORY = Path(__file__).parent.parent
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+
+def recipe(source: str, path: Path | None = None, **keys) -> Recipe:
+    return Recipe(data=DataRecipe(source=source, path=None if path is None else str(path), **keys))
+
+
+def write_idx(folder: Path, name: str, array: np.ndarray, *, compress: bool = False) -> Path:
+    header = struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape)
+    content = header + array.astype(np.uint8).tobytes()
+    path = folder / (name + ".gz" if compress else name)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content) if compress else content)
+    return path
+
+
+def write_mnist(folder: Path, *, compress: bool = False, train_size: int = 30, test_size: int = 7) -> None:
+    random = np.random.default_rng(train_size)
+    for prefix, size in (("train", train_size), ("t10k", test_size)):
+        write_idx(folder, f"{prefix}-images-idx3-ubyte", random.integers(0, 256, (size, 28, 28)), compress=compress)
+        write_idx(folder, f"{prefix}-labels-idx1-ubyte", random.integers(0, 10, size), compress=compress)
+
+
+# Digits
+
+
+def test_digits_are_the_first_1797_of_the_original_and_split_by_five() -> None:
+    train, test = open_data(recipe("digits"))
+    assert (len(train), len(test)) == (1438, 359)
+    assert (train.channels, train.image_size, train.classes) == (1, (8, 8), tuple("0123456789"))
+    assert not train.decodes
+    for source in (train, test):
+        check_contract(source)
+        images, _ = everything(source)
+        assert (int(images.min()), int(images.max())) == (0, 255)
+    # The first ten samples of the original are the digits 0 to 9; samples 4 and 9 are in the test split.
+    assert everything(train)[1][:8].tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert everything(test)[1][:2].tolist() == [4, 9]
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    """The hash is of `sklearn.datasets.load_digits()`: its images, then its targets, as uint8."""
+    with np.load(Path(arrays.__file__).with_name("digits.npz")) as file:
+        images, labels = file["images"], file["labels"]
+    original = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+    assert hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == original
+    for source, rows in zip(open_data(recipe("digits")), (np.arange(1797) % 5 != 4, np.arange(1797) % 5 == 4), strict=True):
+        opened, opened_labels = everything(source)
+        np.testing.assert_array_equal(opened[:, 0].numpy(), np.floor(images[rows] / 16 * 255))
+        np.testing.assert_array_equal(opened_labels.numpy(), labels[rows])
+
+
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
+def test_digits_come_out_of_workers() -> None:
+    check_workers_and_pickling(open_data(recipe("digits"))[1])
+
+
+def test_arrays_are_resized_once_as_torchvision_would() -> None:
+    stored, _ = everything(open_data(recipe("digits"))[0])
+    resized, _ = everything(open_data(recipe("digits", image_size=12))[0])
+    assert torch.equal(resized, F.resize(stored, [12, 12], antialias=True))
+    cropped, _ = everything(open_data(recipe("digits", image_size=12, resize_size=15))[0])
+    assert torch.equal(cropped, F.center_crop(F.resize(stored, [15, 15], antialias=True), [12, 12]))
+
+
+def test_arrays_can_be_cropped_at_random() -> None:
+    asked = replace(recipe("digits", image_size=8), augment=AugmentRecipe(resized_crop_min_area=0.3))
+    train, test = open_data(asked)
+    plain_train, plain_test = open_data(recipe("digits"))
+    assert train.decodes
+    assert not test.decodes
+    assert not torch.equal(everything(train)[0], everything(plain_train)[0])
+    assert torch.equal(everything(train)[1], everything(plain_train)[1])
+    assert torch.equal(everything(test)[0], everything(plain_test)[0])
+    assert train.fingerprint == plain_train.fingerprint
+
+
+# idx files
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("inside", [".", "MNIST/raw"])
+def test_mnist_equals_torchvisions_reading(tmp_path: Path, inside: str, compress: bool) -> None:
+    write_mnist(tmp_path / inside, compress=compress)
+    write_mnist(tmp_path / "plain/MNIST/raw")
+    for source, is_train in zip(open_data(recipe("mnist", tmp_path)), (True, False), strict=True):
+        reference = datasets.MNIST(tmp_path / "plain", train=is_train)
+        check_contract(source)
+        images, labels = everything(source)
+        assert torch.equal(images[:, 0], reference.data)
+        assert torch.equal(labels, reference.targets)
+
+
+def test_fashion_mnist_has_its_own_folder_and_classes(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "MNIST/raw", train_size=5)
+    write_mnist(tmp_path / "FashionMNIST/raw", train_size=6)
+    train, _ = open_data(recipe("fashion_mnist", tmp_path))
+    assert len(train) == 6
+    assert train.classes == tuple(datasets.FashionMNIST.classes)
+
+
+def test_the_usual_places_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(idx.DEBIAN, "mnist", str(tmp_path / "debian"))
+    write_mnist(tmp_path / "debian", train_size=3, compress=True)
+    assert len(open_data(recipe("mnist"))[0]) == 3
+    write_mnist(tmp_path / "data/MNIST/raw", train_size=4)
+    assert len(open_data(recipe("mnist"))[0]) == 4
+    write_mnist(tmp_path / "data", train_size=5)
+    assert len(open_data(recipe("mnist"))[0]) == 5
+
+
+def test_missing_files_name_every_place_and_both_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(idx.DEBIAN, "mnist", "no/such/folder")
+    write_mnist(tmp_path / "data")
+    (tmp_path / "data/t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError) as caught:
+        open_data(recipe("mnist"))
+    for part in ("data, data/MNIST/raw, no/such/folder", "data.path", "data.download=true", "t10k-labels-idx1-ubyte"):
+        assert part in str(caught.value)
+
+
+def test_a_given_path_is_the_only_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_mnist(tmp_path / "data")
+    with pytest.raises(DataError, match=r"Looked in: \S*elsewhere, \S*elsewhere/MNIST/raw\. "):
+        open_data(recipe("mnist", tmp_path / "elsewhere"))
+
+
+def damage(path: Path, kind: str) -> None:
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[:-1], "longer": content + b"x", "empty": b"", "text": b"<html>not found"}[kind])
+
+
+@pytest.mark.parametrize("kind", ["truncated", "longer", "empty", "text"])
+@pytest.mark.parametrize("name", idx.FILES)
+def test_a_damaged_idx_file_is_named(tmp_path: Path, name: str, kind: str) -> None:
+    write_mnist(tmp_path)
+    damage(tmp_path / name, kind)
+    with pytest.raises(DataError, match=rf"{name} (is not an idx file|holds \d+ bytes of data, but)"):
+        open_data(recipe("mnist", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["truncated", "text"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, kind: str) -> None:
+    write_mnist(tmp_path, compress=True)
+    damage(tmp_path / "train-images-idx3-ubyte.gz", kind)
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz cannot be read \(.+\); replace the file"):
+        open_data(recipe("mnist", tmp_path))
+
+
+def test_images_and_labels_of_different_number(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    write_idx(tmp_path, "train-labels-idx1-ubyte", np.zeros(29))
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte holds 30 images, but \S+train-labels-idx1-ubyte 29 labels"):
+        open_data(recipe("mnist", tmp_path))
+
+
+def test_an_illegal_label_is_named_with_its_sample(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    write_idx(tmp_path, "t10k-labels-idx1-ubyte", np.array([0, 1, 9, 10, 255, 0, 0]))
+    expected = rf"sample 3 of the test split of {tmp_path} has label 10, but labels must be in 0\.\.9 \(2 of 7 are not\)"
+    with pytest.raises(DataError, match=expected):
+        open_data(recipe("mnist", tmp_path))
+
+
+def test_an_empty_split(tmp_path: Path) -> None:
+    write_mnist(tmp_path, test_size=0)
+    with pytest.raises(DataError, match=r"the test split of .* holds no samples"):
+        open_data(recipe("mnist", tmp_path))
+
+
+@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs the package dataset-fashion-mnist")
+def test_debians_fashion_mnist_is_found_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train, test = open_data(recipe("fashion_mnist"))
+    assert (len(train), len(test)) == (60_000, 10_000)
+    for source in (train, test):
+        _, labels = everything(source)
+        assert torch.bincount(labels).tolist() == [len(source) // 10] * 10
+    # The mean pixel that the data set's users normalise with: 0.2860.
+    assert float(everything(train)[0].float().mean() / 255) == pytest.approx(0.2860, abs=5e-5)
+
+
+# Downloads
+
+
+def no_network(*args: object, **kwargs: object) -> None:
+    raise urllib.error.URLError("no network in tests")
+
+
+def test_nothing_is_downloaded_unasked_or_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    download_data(recipe("mnist", tmp_path / "not-asked"))
+    assert not (tmp_path / "not-asked").exists()
+    write_mnist(tmp_path)
+    download_data(recipe("mnist", tmp_path, download=True))
+    download_data(recipe("digits", download=True))
+
+
+@pytest.mark.parametrize("source", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
+def test_a_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    with pytest.raises(
+        DataError, match=rf"^data\.source={source} cannot be downloaded into {tmp_path}: .+\. Where there is no"
+    ):
+        download_data(recipe(source, tmp_path, download=True))
+
+
+# CIFAR
+
+
+def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[datasets.CIFAR10]) -> None:
+    """Write a small copy of the python version, and tell torchvision its checksums."""
+    folder, random = root / kind.base_folder, np.random.default_rng(0)
+    folder.mkdir(parents=True)
+
+    def write(name: str, content: dict[str, object]) -> list[str]:
+        (folder / name).write_bytes(pickle.dumps(content))
+        return [name, hashlib.md5((folder / name).read_bytes()).hexdigest()]
+
+    def batch() -> dict[str, object]:
+        labels = random.integers(0, 10, 6).tolist()
+        label_key = "labels" if kind is datasets.CIFAR10 else "fine_labels"
+        return {"data": random.integers(0, 256, (6, 3072)).astype(np.uint8), label_key: labels}
+
+    monkeypatch.setattr(kind, "train_list", [write(name, batch()) for name, _ in kind.train_list])
+    monkeypatch.setattr(kind, "test_list", [write(name, batch()) for name, _ in kind.test_list])
+    count = 10 if kind is datasets.CIFAR10 else 100
+    name, md5 = write(kind.meta["filename"], {kind.meta["key"]: [f"class {label}" for label in range(count)]})
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "filename": name, "md5": md5})
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cifar10", datasets.CIFAR10), ("cifar100", datasets.CIFAR100)])
+def test_cifar_equals_torchvisions_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> None:
+    write_cifar(tmp_path, monkeypatch, kind)
+    for path in (tmp_path, tmp_path / kind.base_folder):
+        for source, is_train in zip(open_data(recipe(name, path)), (True, False), strict=True):
+            reference = kind(tmp_path, train=is_train)
+            check_contract(source)
+            images, labels = everything(source)
+            assert torch.equal(images, torch.stack([F.pil_to_tensor(picture) for picture, _ in reference]))
+            assert labels.tolist() == reference.targets
+            assert source.classes == tuple(reference.classes)
+    download_data(recipe(name, tmp_path, download=True))
+
+
+def test_cifar_in_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_cifar(tmp_path / "data", monkeypatch, datasets.CIFAR10)
+    assert len(open_data(recipe("cifar10"))[0]) == 30
+
+
+def test_missing_or_damaged_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        DataError, match=r"no folder \S+cifar-10-batches-py\. Unpack cifar-10-python\.tar\.gz .*data\.download=true"
+    ):
+        open_data(recipe("cifar10", tmp_path))
+    write_cifar(tmp_path, monkeypatch, datasets.CIFAR10)
+    damage(tmp_path / "cifar-10-batches-py/data_batch_3", "truncated")
+    (tmp_path / "cifar-10-batches-py/test_batch").unlink()
+    with pytest.raises(DataError, match=r"data_batch_3, test_batch missing or damaged"):
+        open_data(recipe("cifar10", tmp_path))
+
+
+# Made-up data
+
+
+def test_fake_data_equals_torchvisions() -> None:
+    keys = {"image_size": 9, "fake_train_samples": 11, "fake_test_samples": 5, "fake_classes": 4, "fake_channels": 3}
+    train, test = open_data(recipe("fakedata", **keys))
+    for source, offset in ((train, 0), (test, 11)):
+        reference = datasets.FakeData(len(source), (3, 9, 9), 4, random_offset=offset)
+        check_contract(source)
+        images, labels = everything(source)
+        assert torch.equal(images, torch.stack([F.pil_to_tensor(reference[index][0]) for index in range(len(source))]))
+        assert labels.tolist() == [reference[index][1] for index in range(len(source))]
+    assert train.decodes
+    assert train.fingerprint != test.fingerprint
+
+
+def test_fake_data_leaves_the_random_state_alone() -> None:
+    train, _ = open_data(recipe("fakedata", image_size=4))
+    before = torch.get_rng_state()
+    train.fetch(np.arange(3), np.arange(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fake_data_needs_a_size() -> None:
+    with pytest.raises(RecipeError, match=r"fakedata needs data\.image_size"):
+        open_data(recipe("fakedata"))
+
+
+# What all share
+
+
+def test_every_kind_of_data_can_be_opened() -> None:
+    assert set(OPEN) == set(get_args(get_type_hints(DataRecipe)["source"]))
+
+
+@given(st.integers(1, 10_000), st.integers(1, 100))
+def test_spread_covers_both_ends_without_repeating(size: int, count: int) -> None:
+    indices = spread(size, count)
+    assert indices[0] == 0
+    assert indices == sorted(set(indices))
+    assert len(indices) == min(size, count)
+    assert indices[-1] == (size - 1 if count > 1 else 0)
+
+
+def test_the_fingerprint_is_of_the_data_alone(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "here")
+    write_mnist(tmp_path / "there", compress=True)
+    here, there = (open_data(recipe("mnist", tmp_path / name)) for name in ("here", "there"))
+    assert [source.fingerprint for source in here] == [source.fingerprint for source in there]
+    assert open_data(recipe("mnist", tmp_path / "here", image_size=20))[0].fingerprint == here[0].fingerprint
+
+
+def test_the_fingerprint_stays_what_it_was() -> None:
+    """A run resumes only on data with the fingerprint it began with: changing how it is made breaks every saved run."""
+    assert open_data(recipe("digits"))[0].fingerprint == "d118e20b4255d954ec0116139752093315cf7857423996f3c2aa254224574f39"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: {**parts, "classes": ["a", "c"]},
+        lambda parts: {**parts, "size": 4},
+        lambda parts: {**parts, "listing": b"x"},
+        lambda parts: {**parts, "content": lambda index: bytes([index, index == 2])},
+    ],
+)
+def test_the_fingerprint_sees_each_part(change) -> None:
+    parts = {"classes": ["a", "b"], "size": 3, "content": lambda index: bytes([index, 0]), "listing": b""}
+    assert fingerprint(**change(parts)) != fingerprint(**parts)
+
+
+@given(st.lists(st.integers(-3, 12), min_size=1, max_size=50))
+def test_check_labels_finds_the_first_illegal_one(labels: list[int]) -> None:
+    illegal = [index for index, label in enumerate(labels) if not 0 <= label < 10]
+    if not illegal:
+        check_labels(np.array(labels), 10, where="here")
+        return
+    with pytest.raises(DataError, match=rf"^sample {illegal[0]} of here has label {labels[illegal[0]]}, .* 0\.\.9"):
+        check_labels(np.array(labels), 10, where="here")
+
+
+def test_the_guide_names_every_kind_and_only_keys_and_commands_that_exist() -> None:
+    guide = (REPOSITORY / "docs/data.md").read_text()
+    for kind in OPEN:
+        assert f"`{kind}`" in guide
+    keys = re.findall(r"\b(data|augment)\.(\w+)", guide.replace("app/data/", "").replace("docs/data.md", ""))
+    sections = {"data": DataRecipe(), "augment": AugmentRecipe()}
+    assert len(keys) > 30
+    for section, key in keys:
+        assert hasattr(sections[section], key), f"{section}.{key}"
+    commands = re.findall(r"-m app\.train --recipe (\S+) (.+)", guide)
+    assert len(commands) == 3
+    for name, overrides in commands:
+        assert recipe_file.load(name, overrides.split()).recipe.data.source in OPEN

@@ -1,0 +1,411 @@
+"""What the `datasets` library opens, against its own rows; never on the network."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from datasets import Array2D, Array3D, ClassLabel, Dataset, DatasetDict, Features, List, Value
+from PIL import Image
+from sources import check_contract, check_workers_and_pickling, everything
+from torchvision.transforms.v2 import functional as F
+
+from app.data import hub
+from app.data.open import download_data, open_data
+from app.errors import DataError, RecipeError
+from app.recipe import AugmentRecipe, DataRecipe, Recipe
+
+NAMES = ["ant", "bee", "cat"]
+PICTURES = Features({"image": datasets.Image(), "label": ClassLabel(names=NAMES)})
+
+
+@pytest.fixture(autouse=True)
+def own_cache_and_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def no_network(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"a connection was tried: {args}")
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def recipe(path: Path | str | None, *, crop: float | None = None, **keys) -> Recipe:
+    data = DataRecipe(source="huggingface", path=None if path is None else str(path), **keys)
+    return Recipe(data=data, augment=AugmentRecipe(resized_crop_min_area=crop))
+
+
+def pixels(size: int, *, shape: tuple[int, ...] = (6, 5, 3)) -> np.ndarray:
+    return np.random.default_rng(size).integers(0, 256, (size, *shape)).astype(np.uint8)
+
+
+def pictures(size: int = 9, *, shape: tuple[int, ...] = (6, 5, 3), **columns: list) -> Dataset:
+    images = [Image.fromarray(array) for array in pixels(size, shape=shape)]
+    return Dataset.from_dict({"image": images, "label": [index % 3 for index in range(size)]}, features=PICTURES)
+
+
+def table(train: dict, test: dict | None = None, features: Features | None = None) -> DatasetDict:
+    splits = {"train": train, "test": train if test is None else test}
+    return DatasetDict({name: Dataset.from_dict(columns, features=features) for name, columns in splits.items()})
+
+
+def save(folder: Path, splits: DatasetDict | None = None) -> Path:
+    (splits or DatasetDict(train=pictures(9), test=pictures(4))).save_to_disk(folder)
+    return folder
+
+
+def reference(rows: Dataset) -> tuple[torch.Tensor, list[int]]:
+    return torch.stack([F.pil_to_tensor(row["image"]) for row in rows]), [row["label"] for row in rows]
+
+
+# Every kind of file
+
+
+def as_saved(folder: Path) -> Path:
+    return save(folder)
+
+
+def as_parquet(folder: Path) -> Path:
+    folder.mkdir()
+    pictures(9).to_parquet(folder / "train-00000-of-00001.parquet")
+    pictures(4).to_parquet(folder / "test-00000-of-00001.parquet")
+    return folder
+
+
+def as_arrow(folder: Path) -> Path:
+    folder.mkdir()
+    for name, size in (("train", 9), ("test", 4)):
+        pictures(size).save_to_disk(folder / name)
+        (folder / name / "data-00000-of-00001.arrow").rename(folder / f"{name}.arrow")
+        shutil.rmtree(folder / name)
+    return folder
+
+
+def as_pictures(folder: Path) -> Path:
+    for name, size in (("train", 9), ("test", 4)):
+        for index, row in enumerate(pictures(size)):
+            file = folder / name / NAMES[row["label"]] / f"{index}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            row["image"].save(file)
+    return folder
+
+
+@pytest.mark.parametrize("write", [as_saved, as_parquet, as_arrow, as_pictures])
+def test_rows_are_those_of_the_library(tmp_path: Path, write) -> None:
+    path = write(tmp_path / "rows")
+    opened = open_data(recipe(path))
+    for source, name, size in zip(opened, ("train", "test"), (9, 4), strict=True):
+        rows = datasets.load_from_disk(path / name) if write is as_saved else datasets.load_dataset(str(path), split=name)
+        check_contract(source)
+        assert (len(source), source.channels, source.image_size, source.classes) == (size, 3, (6, 5), tuple(NAMES))
+        images, labels = everything(source)
+        expected, expected_labels = reference(rows)
+        assert torch.equal(images, expected)
+        assert labels.tolist() == expected_labels
+    assert not opened[0].decodes, "so little data is kept in memory"
+
+
+def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
+    pictures(10).to_parquet(tmp_path / "all.parquet")
+    train, test = open_data(recipe(tmp_path / "all.parquet", train_split="train[:70%]", test_split="train[70%:]"))
+    expected, _ = reference(pictures(10))
+    assert torch.equal(torch.cat([everything(train)[0], everything(test)[0]]), expected)
+    assert (len(train), len(test)) == (7, 3)
+
+
+def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_parquet(tmp_path / "rows")
+    monkeypatch.chdir(tmp_path)
+    assert len(open_data(recipe("rows"))[0]) == 9
+
+
+def test_other_names_of_splits_and_columns(tmp_path: Path) -> None:
+    rows = pictures(5).rename_columns({"image": "img", "label": "fine"})
+    save(tmp_path / "rows", DatasetDict(learn=rows, check=rows))
+    keys = {"train_split": "learn", "test_split": "check", "image_column": "img", "label_column": "fine"}
+    assert len(open_data(recipe(tmp_path / "rows", **keys))[0]) == 5
+
+
+def test_the_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
+    here, there = open_data(recipe(save(tmp_path / "a"))), open_data(recipe(as_parquet(tmp_path / "b")))
+    assert [source.fingerprint for source in here] == [source.fingerprint for source in there]
+    assert here[0].fingerprint != here[1].fingerprint
+
+
+# Kinds of pictures
+
+
+def test_all_gray_pictures_stay_gray_and_mixed_ones_become_rgb(tmp_path: Path) -> None:
+    gray = pictures(7, shape=(6, 5))
+    train, _ = open_data(recipe(save(tmp_path / "gray", DatasetDict(train=gray, test=gray))))
+    assert train.channels == 1
+    assert torch.equal(everything(train)[0], reference(gray)[0])
+    mixed = datasets.concatenate_datasets([gray, pictures(2)])
+    train, _ = open_data(recipe(save(tmp_path / "mixed", DatasetDict(train=mixed, test=gray))))
+    assert train.channels == 3
+    assert torch.equal(everything(train)[0][:7], reference(gray)[0].expand(-1, 3, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape", "feature"),
+    [
+        ("HW", (4, 6), Array2D((4, 6), "uint8")),
+        ("HWC", (4, 6, 3), Array3D((4, 6, 3), "uint8")),
+        ("CHW", (3, 4, 6), Array3D((3, 4, 6), "uint8")),
+        ("HW", (4, 6), List(List(Value("int64")))),
+        ("HWC", (4, 6, 3), List(List(List(Value("uint8"))))),
+    ],
+)
+def test_arrays_keep_their_channels(tmp_path: Path, stored: str, shape: tuple, feature: object) -> None:
+    images = pixels(8, shape=shape)
+    rows = table({"image": images, "label": [0, 1] * 4}, features=Features({"image": feature, "label": Value("int64")}))
+    train, _ = open_data(recipe(save(tmp_path / "rows", rows)))
+    check_contract(train)
+    expected = images[:, None] if stored == "HW" else np.moveaxis(images, stored.index("C") + 1, 1)
+    np.testing.assert_array_equal(everything(train)[0].numpy(), expected)
+
+
+def test_encoded_bytes_are_pictures_too(tmp_path: Path) -> None:
+    original = pictures(4)
+    encoded = []
+    for row in original:
+        file = io.BytesIO()
+        row["image"].save(file, "PNG")
+        encoded.append(file.getvalue())
+    features = Features({"image": Value("binary"), "label": Value("int64")})
+    rows = table({"image": encoded, "label": original["label"]}, features=features)
+    train, _ = open_data(recipe(save(tmp_path / "rows", rows)))
+    assert torch.equal(everything(train)[0], reference(original)[0])
+
+
+def test_sizes_may_differ_when_one_is_asked_for(tmp_path: Path) -> None:
+    rows = datasets.concatenate_datasets([pictures(3), pictures(2, shape=(9, 7, 3))])
+    path = save(tmp_path / "rows", DatasetDict(train=rows, test=rows))
+    train, test = open_data(recipe(path, image_size=8, crop=0.5))
+    assert train.decodes
+    assert not test.decodes
+    images, _ = everything(test)
+    for index, row in enumerate(rows):
+        resized = F.resize(F.pil_to_tensor(row["image"]), [8], antialias=True)
+        assert torch.equal(images[index], F.center_crop(resized, [8, 8]))
+    assert not torch.equal(everything(train)[0], images)
+    with pytest.raises(DataError, match=r"^sample 3 of the train split of .* is 7x9 pixels .* 5x6 .* data\.image_size brings"):
+        open_data(recipe(path))
+
+
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
+def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "rows")
+    in_memory, _ = open_data(recipe(path))
+    monkeypatch.setattr(hub, "IN_MEMORY_BYTES", 9 * 6 * 5 * 3 - 1)
+    source, test = open_data(recipe(path))
+    assert source.decodes
+    assert not test.decodes
+    assert source.fingerprint == in_memory.fingerprint
+    assert torch.equal(everything(source)[0], everything(in_memory)[0])
+    check_workers_and_pickling(source)
+
+
+# Kinds of labels
+
+
+def test_strings_are_numbered_by_the_training_split(tmp_path: Path) -> None:
+    rows = table({"image": list(pixels(4)), "label": ["b", "a", "c", "a"]}, {"image": list(pixels(2)), "label": ["c", "a"]})
+    train, test = open_data(recipe(save(tmp_path / "rows", rows)))
+    assert train.classes == test.classes == ("a", "b", "c")
+    assert everything(train)[1].tolist() == [1, 0, 2, 0]
+    assert everything(test)[1].tolist() == [2, 0]
+
+
+def test_integers_name_themselves(tmp_path: Path) -> None:
+    rows = table({"image": list(pixels(3)), "label": [0, 2, 1]})
+    assert open_data(recipe(save(tmp_path / "rows", rows)))[0].classes == ("0", "1", "2")
+
+
+FOUR = list(pixels(4))
+
+
+@pytest.mark.parametrize(
+    ("splits", "text"),
+    [
+        (
+            table({"image": FOUR, "label": [0, 1, -1, 0]}),
+            r"^sample 2 of the train split of \S+ has label -1, but labels must be in 0\.\.1 \(1 of 4 are not\)",
+        ),
+        (
+            table({"image": FOUR, "label": [0, 1, 1, 0]}, {"image": FOUR, "label": [0, 1, 1, 2]}),
+            r"^sample 3 of the test split of \S+ has label 2, but labels must be in 0\.\.1",
+        ),
+        (
+            table({"image": FOUR, "label": ["a", "b", "a", "a"]}, {"image": FOUR, "label": ["a", "z", "a", "a"]}),
+            r"^sample 1 of the test split of \S+ has label 'z', which no training sample has; legal are 'a', 'b'$",
+        ),
+        (
+            table({"image": FOUR, "label": [0, None, 1, None]}),
+            r"^sample 1 of the train split of \S+ has no label \(2 of 4 have none\)",
+        ),
+        (
+            table({"image": FOUR, "label": [0.5, 1, 1, 0]}),
+            r"^data\.label_column=label: the train split of \S+ holds double there; labels are",
+        ),
+        (
+            table({"image": FOUR, "label": [0, 1, 10**9, 0]}),
+            r"^data\.label_column=label: .* holds 1000000000; labels are 0 up to",
+        ),
+        (
+            DatasetDict(train=pictures(3), test=pictures(3).cast_column("label", ClassLabel(names=["x", "y", "z"]))),
+            r"^data\.label_column=label: the train split .* \['ant', 'bee', 'cat'\], the test split .* \['x', 'y', 'z'\]",
+        ),
+        (
+            table({"image": [], "label": []}, features=PICTURES),
+            r"^data\.path=\S+: one of the splits train and test holds no samples$",
+        ),
+        (table({"image": ["a"], "label": [0]}), r"^data\.image_column=image: .* holds string there, not images"),
+        (
+            table({"image": [*pixels(2), None], "label": [0, 1, 0]}),
+            r"^sample 2 of the train split of \S+ has no image; leave it out$",
+        ),
+        (
+            table(
+                {"image": [*pixels(2, shape=(4, 4)), None], "label": [0, 1, 0]},
+                features=Features({"image": Array2D((4, 4), "uint8"), "label": Value("int64")}),
+            ),
+            r"^sample 2 of the train split of \S+ has no image; leave it out$",
+        ),
+        (
+            table({"image": [*pictures(2)["image"], None], "label": [0, 1, 0]}, features=PICTURES),
+            r"^sample 2 of the train split of \S+ has no image; leave it out$",
+        ),
+        (table({"image": [[[1, 2], [3]]], "label": [0]}), r"^sample 0 of .* is an array with rows of different lengths; store"),
+        (table({"image": [[[0.5, 2], [3, 4]]], "label": [0]}), r"^sample 0 of .* is an array of float\d+; store whole numbers"),
+        (table({"image": [[[1, 256], [3, 4]]], "label": [0]}), r"^sample 0 of .* has numbers in 1\.\.256; store whole numbers"),
+        (table({"image": [[1, 2, 3]], "label": [0]}), r"^sample 0 of .* has shape \(3,\); store \[H, W\]"),
+        (table({"image": list(pixels(1, shape=(5, 5, 2))), "label": [0]}), r"^sample 0 of .* has shape \(5, 5, 2\); store"),
+    ],
+)
+def test_what_is_wrong_with_the_rows_is_named(tmp_path: Path, splits: DatasetDict, text: str) -> None:
+    path = save(tmp_path / "rows", splits)
+    with pytest.raises(DataError, match=text):
+        open_data(recipe(path))
+
+
+# What is not there, or not readable
+
+
+def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
+    path = as_pictures(tmp_path / "rows")
+    (path / "train/ant/3.png").write_bytes((path / "train/ant/3.png").read_bytes()[:60])
+    named = rf"^{path}/train/ant/3\.png \(sample 1 of the train split of {path}\) cannot be read as an image"
+    with pytest.raises(DataError, match=named):
+        open_data(recipe(path))
+    train, _ = open_data(recipe(path, image_size=6, crop=0.5))
+    with pytest.raises(DataError, match=named):
+        everything(train)
+
+
+def test_a_picture_that_is_gone_is_named(tmp_path: Path) -> None:
+    path = as_pictures(tmp_path / "rows")
+    open_data(recipe(path))
+    (tmp_path / "elsewhere").mkdir()
+    for file in (tmp_path / "cache").rglob("*.arrow"):  # they hold the pictures' paths
+        shutil.copy(file, tmp_path / "elsewhere" / f"{file.stem.split('-')[1]}.arrow")
+    (path / "train/bee/4.png").unlink()
+    text = rf"^{path}/train/bee/4\.png \(sample 4 of the train split of .*elsewhere\) cannot be read"
+    with pytest.raises(DataError, match=text):
+        open_data(recipe(tmp_path / "elsewhere"))
+
+
+def test_missing_columns_list_those_there_are(tmp_path: Path) -> None:
+    path = save(tmp_path / "rows")
+    with pytest.raises(DataError, match=r"^data\.image_column=img: the train split of \S+ has the columns image, label; name"):
+        open_data(recipe(path, image_column="img"))
+    with pytest.raises(DataError, match=r"^data\.label_column=fine: the train split of \S+ has the columns image, label; name"):
+        open_data(recipe(path, label_column="fine"))
+
+
+def test_missing_splits_list_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^data\.test_split=val: \S+ has the splits test, train; name one of these$"):
+        open_data(recipe(save(tmp_path / "saved"), test_split="val"))
+    with pytest.raises(DataError, match=r"data\.test_split=val: Unknown split \"val\"\. Should be one of \['train', 'test'\]"):
+        open_data(recipe(as_parquet(tmp_path / "files"), test_split="val"))
+    pictures().save_to_disk(tmp_path / "single")
+    with pytest.raises(
+        DataError, match=r"single is a single Dataset without splits; save a DatasetDict with .* train and test$"
+    ):
+        open_data(recipe(tmp_path / "single"))
+
+
+def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        DataError, match=r"empty cannot be opened with .*: The directory at \S+empty doesn't contain any data files"
+    ):
+        open_data(recipe(tmp_path / "empty"))
+    (tmp_path / "broken").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / f"broken/{name}.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(DataError, match=r"broken cannot be opened with .*Parquet magic bytes not found"):
+        open_data(recipe(tmp_path / "broken"))
+    (tmp_path / "notes.txt").write_text("no pictures")
+    with pytest.raises(
+        DataError, match=r"notes\.txt is a file of no known kind \(\.parquet, \.arrow\); give one of these, or a"
+    ):
+        open_data(recipe(tmp_path / "notes.txt"))
+    with pytest.raises(DataError, match=r"no/such/folder cannot be opened with .*: Couldn't find any data file"):
+        open_data(recipe(tmp_path / "no/such/folder"))
+
+
+def test_a_path_is_needed() -> None:
+    with pytest.raises(RecipeError, match=r"^data\.source=huggingface needs data\.path"):
+        open_data(recipe(None))
+
+
+# The hub
+
+
+@pytest.mark.parametrize("name", ["mnist", "someone/something"])
+def test_an_unknown_name_is_one_sentence_without_the_network(name: str) -> None:
+    before = (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity())
+    expected = (
+        rf"^data\.path={name} is no file or folder here, and the cache .* set data\.download=true to get it from the hub$"
+    )
+    with pytest.raises(DataError, match=expected):
+        open_data(recipe(name))
+    assert (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()) == before
+
+
+def test_what_was_downloaded_before_is_opened_without_the_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = as_parquet(tmp_path / "something")
+    datasets.load_dataset(str(path))
+    (tmp_path / "cache/something").rename(tmp_path / "cache/someone___something")  # where the hub's someone/something goes
+    train, _ = open_data(recipe("someone/something"))
+    assert torch.equal(everything(train)[0], reference(pictures(9))[0])
+    assert capfd.readouterr().err == ""
+
+
+def test_a_failed_download_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # or it tries for 23 seconds
+    with pytest.raises(
+        DataError, match=r"^data\.path=someone/something .* cannot be downloaded from the hub: Couldn't reach .+"
+    ):
+        download_data(recipe("someone/something", download=True))
+
+
+def test_nothing_is_downloaded_that_is_here_or_unasked(tmp_path: Path) -> None:
+    download_data(recipe(save(tmp_path / "rows"), download=True))
+    download_data(recipe("someone/something"))
+
+
+def test_an_empty_split_of_files(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path / "rows")
+    pictures(0).to_parquet(path / "test-00000-of-00001.parquet")
+    with pytest.raises(DataError, match=r"test_split=test: Instruction \"test\" corresponds to no data"):
+        open_data(recipe(path))

@@ -1,0 +1,141 @@
+"""Whole runs: what a user starts and what is left in the run folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from processes import REPOSITORY, Finished, Started, accelerate, read, read_lines
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.multiproc
+
+SHORT = ("--recipe", "digits", "train.epochs=2", "optim.warmup_epochs=0.5")
+
+
+def alone(run_dir: Path, *arguments: str) -> Finished:
+    """One process without a launcher, whose exit code is the run's own."""
+    command = [sys.executable, "-m", "app.train", "--run-dir", str(run_dir), "--trackers", "none", *SHORT, *arguments]
+    return Started(command).wait()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two epochs on two processes, with every file a run can leave."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    target = ("-m", "app.train", "--run-dir", str(folder), *SHORT, "log.samples=true", "log.every_steps=5")
+    Started(accelerate("multi_gpu", target=target, processes=2)).wait().check()
+    return folder
+
+
+def test_the_run_folder_holds_all_that_is_promised(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"recipe.yaml", "preset.yaml", "run.json", "metrics.jsonl", "evaluations.jsonl", "result.json"}
+    assert names >= {"samples.jsonl", "model.safetensors", "model.json"}
+    assert not [name for name in names if name.startswith(".")]
+    assert (run / "preset.yaml").read_text() == (REPOSITORY / "accelerate_configs" / "multi_gpu.yaml").read_text()
+    facts = read(run / "run.json")
+    assert facts["preset"] == "multi_gpu"
+    assert (facts["world_size"], facts["micro_batch"], facts["accumulation"]) == (2, 32, 1)
+    assert len(facts["ranks"]) == 2
+    assert facts["versions"]["torch"] == torch.__version__
+    assert any(run.rglob("events.out.tfevents.*")), "TensorBoard is on by default"
+
+
+def test_metrics_have_a_line_per_logged_step(run: Path) -> None:
+    lines = read_lines(run / "metrics.jsonl")
+    steps = 2 * (1438 // 64)
+    assert [line["step"] for line in lines] == [*range(5, steps, 5), steps]
+    for line in lines:
+        assert {"samples_seen", "epoch", "loss", "learning_rate", "samples_per_s", "data_wait_share"} <= line.keys()
+        assert line["samples_seen"] == 64 * line["step"]
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+
+
+def test_each_epoch_uses_each_sample_at_most_once(run: Path) -> None:
+    lines = read_lines(run / "samples.jsonl")
+    assert len(lines) == 44
+    for epoch in range(2):
+        samples = [sample for line in lines[22 * epoch : 22 * epoch + 22] for sample in line["samples"]]
+        assert len(samples) == len(set(samples)) == 22 * 64
+        assert all(sample // 1438 == epoch for sample in samples)
+
+
+def test_the_result_counts_every_test_sample(run: Path) -> None:
+    result = read(run / "result.json")
+    assert result["test_samples"] == 359
+    assert (result["steps"], result["samples_seen"], result["world_size"], result["preset"]) == (44, 44 * 64, 2, "multi_gpu")
+    assert result["test_accuracy"] > 0.8
+    assert result["test_accuracy"] == read_lines(run / "evaluations.jsonl")[-1]["test_accuracy"]
+
+
+def test_evaluating_the_run_again_gives_the_same_scores(run: Path) -> None:
+    finished = Started([sys.executable, "-m", "app.evaluate", str(run), "--json"]).wait().check()
+    scores = json.loads(finished.output.splitlines()[-1])
+    result = read(run / "result.json")
+    assert scores["accuracy"] == result["test_accuracy"]
+    assert scores["samples"] == result["test_samples"]
+    assert scores["loss"] == pytest.approx(result["test_loss"], rel=1e-6)
+
+
+def test_predicting_a_picture(run: Path, tmp_path: Path) -> None:
+    with np.load(REPOSITORY / "app" / "data" / "digits.npz") as digits:
+        images, labels = digits["images"], digits["labels"]
+    files = []
+    for index in range(50):
+        pixels = images[index] if images.max() > 16 else (images[index] * 255.0 / 16).round().astype("uint8")
+        Image.fromarray(pixels).save(tmp_path / f"{index}.png")
+        files.append(str(tmp_path / f"{index}.png"))
+    finished = Started([sys.executable, "-m", "app.predict", str(run), *files, "--json", "--top", "1"]).wait().check()
+    predictions = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    right = sum(prediction["classes"][0] == str(labels[index]) for index, prediction in enumerate(predictions))
+    assert len(predictions) == 50
+    assert right >= 40
+
+
+def test_the_weights_are_plain(run: Path) -> None:
+    weights = load_file(run / "model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert not [name for name in weights if name.startswith(("module.", "_orig_mod."))]
+
+
+def test_a_run_folder_that_holds_a_run_is_not_overwritten(run: Path) -> None:
+    before = (run / "result.json").read_bytes()
+    finished = alone(run)
+    assert finished.returncode == 7
+    assert "RunFolderError" in finished.output
+    assert "holds a run already" in finished.output
+    assert (run / "result.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (("optim.lrr=1",), 3, "optim.lr"),
+        (("train.global_batch_size=63", "augment.mixup=0.2"), 3, "must be even"),
+        (("train.global_batch_size=2048",), 6, "1438"),
+        (("data.source=imagefolder", "data.path=nowhere", "data.image_size=8"), 6, "nowhere"),
+        (("optim.lr=1e9", "optim.clip_norm=null", "optim.name=sgd"), 8, "the loss is"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], code: int, sentence: str) -> None:
+    finished = alone(tmp_path / "run", *arguments)
+    assert finished.returncode == code, finished.output
+    assert sentence in finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_printing_the_recipe_needs_no_torch() -> None:
+    check = (
+        "import sys; from app.train import main; main(['--recipe', 'digits', '--print-recipe', 'optim.lr=0.5']);"
+        "assert 'torch' not in sys.modules"
+    )
+    finished = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "command line" in finished.stdout
+    assert "digits.yaml:" in finished.stdout
