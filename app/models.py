@@ -91,7 +91,10 @@ def topology_dependence(model: nn.Module) -> list[str]:
 
 
 def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Sequential:
-    """Two convolutions that halve the image, and two linear layers."""
+    """Two convolutions, each followed by halving the image, and two linear layers.
+
+    ReLU comes after the pooling: the two commute, and there is a quarter of the values left (a sixth of a step saved).
+    """
     height, width = (side // 4 for side in image_size)
     if height == 0 or width == 0:
         raise RecipeError(f"model.name is convnet, which needs images of 4x4 pixels at least; these have {_size(image_size)}")
@@ -100,12 +103,12 @@ def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int],
         OrderedDict(
             conv1=nn.Conv2d(channels, first, kernel_size=3, padding=1),
             norm1=_norm(recipe.norm, first),
-            relu1=nn.ReLU(),
             pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
             conv2=nn.Conv2d(first, second, kernel_size=3, padding=1),
             norm2=_norm(recipe.norm, second),
-            relu2=nn.ReLU(),
             pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
             flatten=nn.Flatten(),
             hidden=nn.Linear(second * height * width, recipe.hidden),
             relu3=nn.ReLU(),

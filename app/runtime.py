@@ -7,6 +7,7 @@ error of one rank into the same error of all; `close` leaves no process hanging.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -209,6 +210,8 @@ def _deepspeed_plugin(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
 
 
 def _accelerator_on_cpu(launched: Launched, settings: dict[str, Any]) -> Accelerator:
+    # Accelerate imports DeepSpeed under any preset when it unwraps a model, and that warns of what is known here.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     if launched.strategy == "deepspeed":
         # With cpu=True Accelerate would drop DeepSpeed; without a backend it would see one process where DeepSpeed sees all.
         settings["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))

@@ -201,6 +201,15 @@ def test_sizes_may_differ_when_one_is_asked_for(tmp_path: Path) -> None:
         open_data(recipe(path))
 
 
+def test_arrays_of_different_channels_are_named(tmp_path: Path) -> None:
+    rows = table({"image": list(pixels(4)), "label": [0, 1, 0, 1]}, {"image": list(pixels(2, shape=(6, 5))), "label": [0, 1]})
+    path = save(tmp_path / "rows", rows)
+    with pytest.raises(
+        DataError, match=r"^sample 0 of the test split of .* 5x6 pixels with 1 channel\(s\), .* store all pictures"
+    ):
+        open_data(recipe(path))
+
+
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "rows")

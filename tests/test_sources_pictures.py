@@ -284,6 +284,14 @@ def test_an_unreadable_picture_is_named_when_it_is_fetched(tmp_path: Path, kind:
         train.fetch(np.arange(12), np.arange(12))
 
 
+def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "train/ant/0.jpg").unlink()
+    (tmp_path / "train/ant/0.jpg").symlink_to("nowhere.jpg")
+    with pytest.raises(DataError, match=r"train/ant/0\.jpg cannot be read \(No such file or directory\); mend it or leave"):
+        open_data(recipe(tmp_path))
+
+
 def test_file_names_of_any_bytes(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "train/ant/0.jpg").rename(tmp_path / "train/ant" / "0 \u00e9\udcff.jpg")

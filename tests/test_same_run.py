@@ -1,0 +1,165 @@
+"""The same run on any topology: real processes under every preset, compared step by step with one process.
+
+The comparison is written out here rather than taken from `samerun parity`, which is tested against it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import REPOSITORY, Finished, Started, read, read_lines, train
+
+pytestmark = pytest.mark.multiproc
+
+STEPS = 100
+# Everything that could depend on the topology: clipping, every augmentation that is not drawn per picture's content, mixing
+# of pairs, the average of the weights. The ConvNet's group norms keep no batch statistics.
+RECIPE = (
+    "--recipe",
+    "digits",
+    f"train.steps={STEPS}",
+    "train.evaluate_every_epochs=0",
+    "train.label_smoothing=0.1",
+    "train.ema_decay=0.95",
+    "augment.crop_padding=1",
+    "augment.flip=0.5",
+    "augment.erase=0.25",
+    "augment.mixup=0.2",
+    "augment.cutmix=0.5",
+    "optim.clip_norm=0.5",
+    "log.every_steps=1",
+    "log.samples=true",
+)
+OPTIMIZERS = {
+    "adamw": ("optim.name=adamw", "optim.lr=0.003"),
+    "sgd": ("optim.name=sgd", "optim.lr=0.05", "optim.momentum=0.9", "optim.weight_decay=0.001"),
+}
+# preset, processes, accumulation
+TOPOLOGIES = [
+    ("cpu", 1, 2),
+    ("multi_gpu", 2, 1),
+    ("multi_gpu", 2, 2),
+    ("multi_gpu", 4, 1),
+    ("deepspeed_zero1", 2, 1),
+    ("deepspeed_zero2", 2, 1),
+    ("deepspeed_zero3", 2, 1),
+    ("fsdp2", 2, 1),
+]
+# One optimizer is enough for what differs from the above in less than the loop can see.
+MORE_TOPOLOGIES = [("single_gpu", 1, 1), ("multi_node", 2, 1), ("deepspeed_zero3_offload", 2, 1), ("fsdp2", 2, 2)]
+
+
+def run(folder: Path, preset: str, processes: int, accumulation: int, *arguments: str) -> Path:
+    micro_batch = 64 // (processes * accumulation)
+    launched = None if preset in ("cpu", "single_gpu") else processes
+    bound = f"train.max_micro_batch={micro_batch}"
+    train(preset, folder, *RECIPE, bound, *arguments, processes=launched).check()
+    facts = read(folder / "run.json")
+    assert (facts["world_size"], facts["accumulation"], facts["preset"]) == (processes, accumulation, preset)
+    return folder
+
+
+def column(run_dir: Path, name: str) -> list[Any]:
+    lines = read_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [line[name] for line in lines]
+
+
+def samples(run_dir: Path) -> list[list[int]]:
+    lines = read_lines(run_dir / "samples.jsonl")
+    assert [len(line["samples"]) for line in lines] == [64] * STEPS
+    return [line["samples"] for line in lines]
+
+
+def assert_same_run(one: Path, other: Path, *, first_20: float, all_100: float) -> None:
+    assert samples(one) == samples(other)
+    assert column(one, "learning_rate") == column(other, "learning_rate")
+    losses = list(zip(column(one, "loss"), column(other, "loss"), strict=True))
+    differences = [abs(a - b) / abs(a) for a, b in losses]
+    print(f"{other.name}: largest relative difference {max(differences[:20]):.1e}, {max(differences):.1e}")
+    assert max(differences[:20]) <= first_20, losses[:20]
+    assert max(differences) <= all_100, losses
+    # The average of the weights is what is evaluated.
+    results = [read(folder / "result.json") for folder in (one, other)]
+    assert results[1]["test_loss"] == pytest.approx(results[0]["test_loss"], rel=all_100)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("references")
+    return {name: run(folder / name, "cpu", 1, 1, *chosen) for name, chosen in OPTIMIZERS.items()}
+
+
+def test_the_reference_learns(references: dict[str, Path]) -> None:
+    for reference in references.values():
+        losses = column(reference, "loss")
+        assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+        assert max(column(reference, "grad_norm")) > 0.5, "nothing was clipped"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("preset", "processes", "accumulation"), TOPOLOGIES)
+def test_float32(
+    references: dict[str, Path], tmp_path: Path, preset: str, processes: int, accumulation: int, optimizer: str
+) -> None:
+    name = f"{preset}-{processes}x{accumulation}-{optimizer}"
+    other = run(tmp_path / name, preset, processes, accumulation, *OPTIMIZERS[optimizer])
+    assert_same_run(references[optimizer], other, first_20=1e-5, all_100=1e-4)
+
+
+@pytest.mark.parametrize(("preset", "processes", "accumulation"), MORE_TOPOLOGIES)
+def test_the_other_presets(references: dict[str, Path], tmp_path: Path, preset: str, processes: int, accumulation: int) -> None:
+    other = run(tmp_path / f"{preset}-{processes}", preset, processes, accumulation, *OPTIMIZERS["adamw"])
+    assert_same_run(references["adamw"], other, first_20=1e-5, all_100=1e-4)
+
+
+@pytest.fixture(scope="module")
+def double_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("double") / "reference", "cpu", 1, 1, *OPTIMIZERS["adamw"], "model.dtype=float64")
+
+
+@pytest.mark.parametrize(("preset", "processes", "accumulation"), [("multi_gpu", 2, 2), ("fsdp2", 2, 1)])
+def test_float64_leaves_no_doubt(
+    double_reference: Path, tmp_path: Path, preset: str, processes: int, accumulation: int
+) -> None:
+    arguments = (*OPTIMIZERS["adamw"], "model.dtype=float64")
+    other = run(tmp_path / f"{preset}-{processes}", preset, processes, accumulation, *arguments)
+    assert_same_run(double_reference, other, first_20=1e-9, all_100=1e-9)
+
+
+def parity(folder: Path, *arguments: str) -> Finished:
+    command = [sys.executable, "-m", "launch.cli", "parity", "--recipe", "digits", "--keep", str(folder), *arguments]
+    return Started(command).wait()
+
+
+def test_samerun_parity_passes_what_is_the_same(tmp_path: Path) -> None:
+    finished = parity(tmp_path, "--presets", "multi_gpu,fsdp2", "--processes", "2", "--steps", "6").check()
+    assert "fsdp2" in finished.output
+
+
+def test_samerun_parity_fails_what_is_not(tmp_path: Path) -> None:
+    """Batch statistics are those of a micro-batch, so these runs cannot be the same."""
+    arguments = ("--presets", "multi_gpu", "--processes", "2", "--steps", "6", "model.norm=batch")
+    assert parity(tmp_path, *arguments).returncode == 1
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_the_evaluation_counts_every_sample_once(references: dict[str, Path], processes: int) -> None:
+    """359 test samples are a prime: no number of processes, and no batch, divides them."""
+    command = [sys.executable, "-m", "app.evaluate", str(references["adamw"]), "--json"]
+    alone = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launcher += [str(REPOSITORY / "accelerate_configs" / "multi_gpu.yaml"), "--main_process_port", "0"]
+    finished = Started([*launcher, "--num_processes", str(processes), *command[1:]]).wait().check()
+    (scores,) = [line for line in finished.output.splitlines() if line.startswith("{")]
+    one, many = (json.loads(line) for line in (alone.splitlines()[-1], scores))
+    assert many["samples"] == one["samples"] == 359
+    assert many["accuracy"] == one["accuracy"]
+    assert many["top5_accuracy"] == one["top5_accuracy"]
+    assert many["class_accuracy"] == one["class_accuracy"]
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
