@@ -32,6 +32,8 @@ class Topology:
     """TCP port on machine 0. 0, on one machine only: `accelerate launch` takes a free one when it starts."""
     hosts: tuple[str, ...] = ()
     """Names of the machines in the order of their rank, where known."""
+    threads_per_process: int | None = None
+    """CPU threads of each process (OMP_NUM_THREADS). None: what the environment says."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where a value came from, by field name ("--processes", "CUDA_VISIBLE_DEVICES=0,1"); a field not in it is a default."""
 
@@ -60,6 +62,8 @@ def _problems(topology: Topology) -> list[str]:
         problems.append(f"{topology.described('port')}: it must be a TCP port, 1 to 65535, or 0 for any free one")
     if not topology.head_address:
         problems.append(f"{topology.described('head_address')}: it must be the name or the address of node 0")
+    if topology.threads_per_process is not None and topology.threads_per_process < 1:
+        problems.append(f"{topology.described('threads_per_process')}: it must be at least 1")
     if topology.hosts and len(topology.hosts) != topology.num_nodes:
         problems.append(f"{topology.described('hosts')}: {topology.described('num_nodes')}, so there must be as many names")
     if topology.num_nodes > 1:

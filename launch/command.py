@@ -9,7 +9,7 @@ missing where the environment is not activated.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from app.errors import PresetError
 from app.topology import Topology
@@ -38,6 +38,9 @@ def accelerate_argv(
             "processes, such as multi_gpu, or 1 process"
         )
     argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset.path)]
+    if topology.threads_per_process is not None:
+        # Not --num_cpu_threads_per_process, which Accelerate drops under DeepSpeed; torchrun would then set 1.
+        argv = ["env", f"OMP_NUM_THREADS={topology.threads_per_process}", *argv]
     argv += ["--num_processes", str(topology.world_size)]
     if preset.is_single_process:
         # The training says what went wrong itself: --quiet drops the launcher's traceback about it (only here it can).
@@ -47,6 +50,15 @@ def accelerate_argv(
     if mixed_precision is not None:
         argv += ["--mixed_precision", mixed_precision]
     return [*argv, "-m", module, *app_args]
+
+
+def argv_of_every_node(argv: Sequence[str], topology: Topology) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of every node and its command, made from that of one (`argv`): only the machine rank differs."""
+    for node_rank, host in enumerate(topology.hosts):
+        own = list(argv)
+        if topology.num_nodes > 1:
+            own[own.index("--machine_rank") + 1] = str(node_rank)
+        yield host, own
 
 
 def _meeting_point(topology: Topology) -> list[str]:

@@ -1,0 +1,213 @@
+"""`samerun launch`: find out where this is, check the run as far as it can be without torch, and become what runs it.
+
+On one machine that is `accelerate launch`. In an allocation it is first the scheduler's command that starts `samerun launch`
+once on every node, and there the `accelerate launch` of that node. Nothing is started beside this process: it becomes each
+in turn, so that signals and exit codes are the run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from app.batching import BatchPlan
+from app.errors import TopologyError
+from app.recipe_file import load as load_recipe
+from app.topology import Topology
+from launch import find, local, preset
+from launch.allocation import Allocation
+from launch.command import accelerate_argv, argv_of_every_node
+from launch.preset import PRECISIONS, Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """All that was found out and checked."""
+
+    allocation: Allocation | None
+    topology: Topology
+    preset: Preset
+    preset_origin: str
+    recipe: str
+    recipe_origin: str
+    plan: BatchPlan
+    argv: list[str]
+    """The `accelerate launch` of this node, or of node 0 where this process is not on its node yet."""
+    start: list[str]
+    """What starts `samerun launch` on every node, or nothing."""
+
+
+def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
+    """Run `samerun launch` with these arguments: it returns only for --dry-run and --explain. Raises SamerunError."""
+    options, passed_on = _parser().parse_known_args(argv)
+    found = _find_out(options, passed_on, argv, environment)
+    if found.topology.node_rank == 0:  # or each node would say the same
+        _introduce(found, say)
+    if options.explain:
+        sys.stdout.writelines(_explanation(found))
+    if options.dry_run:
+        sys.stdout.writelines(_commands(found))
+    if options.explain or options.dry_run:
+        return 0
+    if not found.start:
+        _check_port(found.topology)
+    command = found.start or found.argv
+    say(shlex.join(command))
+    os.execvp(command[0], command)  # noqa: S606 - a shell would stand between
+    return 0
+
+
+def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str], environment: Mapping[str, str]) -> _Launch:
+    allocation = find.find(environment, processes=options.processes, processes_per_node=options.processes_per_node)
+    chosen = preset.load(options.preset) if options.preset else None
+    topology = allocation.topology if allocation else _this_machine(chosen, options.processes, environment)
+    if options.port is not None:
+        topology = replace(topology, port=options.port, origins={**topology.origins, "port": "--port"})
+    origin = "--preset"
+    if chosen is None:
+        chosen, origin = _default_preset(topology, environment), "chosen for these processes; --preset says otherwise"
+    app_args = ["--recipe", options.recipe or "digits"]
+    app_args += ["--run-dir", options.run_dir] if options.run_dir else []
+    command = accelerate_argv(topology, chosen, [*app_args, *passed_on], mixed_precision=options.mixed_precision)
+    start: list[str] = []
+    if allocation and allocation.start:
+        told = ["--processes-per-node", str(topology.processes_per_node)]
+        start = [*allocation.start, sys.executable, "-m", "launch.cli", "launch", *told, *argv]
+    return _Launch(
+        allocation=allocation,
+        topology=topology,
+        preset=chosen,
+        preset_origin=origin,
+        recipe=options.recipe or "digits",
+        recipe_origin="--recipe" if options.recipe else "default",
+        plan=_fit(
+            options.recipe or "digits", [word for word in passed_on if "=" in word and not word.startswith("-")], topology
+        ),
+        argv=command,
+        start=start,
+    )
+
+
+def _this_machine(chosen: Preset | None, processes: int | None, environment: Mapping[str, str]) -> Topology:
+    if chosen and chosen.is_single_process and processes is None:
+        return local.find(environment, processes=1, origin=f"preset {chosen.name}")
+    return local.find(environment, processes=processes)
+
+
+def _default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset:
+    if topology.num_nodes > 1:
+        return preset.load("multi_node")
+    if topology.world_size > 1:
+        return preset.load("multi_gpu")
+    return preset.load("single_gpu" if local.count_accelerators(environment)[0] else "cpu")
+
+
+def _fit(name_or_path: str, overrides: list[str], topology: Topology) -> BatchPlan:
+    """Refuse now what every process would refuse after its slow imports, and divide the batch."""
+    recipe = load_recipe(name_or_path, overrides).recipe
+    return BatchPlan.fit(
+        global_batch_size=recipe.train.global_batch_size,
+        world_size=topology.world_size,
+        max_micro_batch=recipe.train.max_micro_batch,
+        even=recipe.augment.mixes_pairs,
+    )
+
+
+def _introduce(found: _Launch, say: Callable[[str], None]) -> None:
+    say(f"preset {found.preset.name} ({found.preset_origin}), {found.topology.described('processes_per_node')}")
+    say(_division(found.plan))
+    if found.start and found.allocation:
+        where = f"{found.allocation.scheduler} on {_listed(found.topology.hosts)}"
+        say(f"{where}; {found.allocation.start_origin}, so {found.start[0]} starts it on each node")
+
+
+def _division(plan: BatchPlan) -> str:
+    return (
+        f"global batch {plan.global_batch_size} = "
+        f"{plan.micro_batch} samples x {plan.accumulation} passes x {plan.world_size} processes"
+    )
+
+
+def _listed(hosts: tuple[str, ...]) -> str:
+    shown = ", ".join(hosts[:8])
+    return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
+
+
+def _commands(found: _Launch) -> Iterator[str]:
+    """The lines of --dry-run: the command that this process would become and, across an allocation, each node's own."""
+    if not found.start:
+        yield shlex.join(found.argv) + "\n"
+        return
+    yield shlex.join(found.start) + "\n"
+    for node_rank, (host, own) in enumerate(argv_of_every_node(found.argv, found.topology)):
+        yield f"# node {node_rank}, {host}:\n{shlex.join(own)}\n"
+
+
+def _explanation(found: _Launch) -> Iterator[str]:
+    """The lines of --explain: name, value and origin of everything that was decided."""
+    topology, plan = found.topology, found.plan
+    names = ["num_nodes", "processes_per_node", "node_rank", "head_address", "port", "threads_per_process"]
+    rows = [(name, getattr(topology, name), topology.origins.get(name, "default")) for name in names]
+    where = found.allocation.scheduler if found.allocation else "this machine"
+    rows = [("runs in", where, "its variables" if found.allocation else "no scheduler's variables"), *rows]
+    if topology.hosts:
+        rows.append(("hosts", _listed(topology.hosts), topology.origins.get("hosts", "default")))
+    rows += [
+        ("world_size", topology.world_size, "num_nodes x processes_per_node"),
+        ("preset", found.preset.name, found.preset_origin),
+        ("recipe", found.recipe, found.recipe_origin),
+        ("global_batch_size", plan.global_batch_size, "recipe, train.global_batch_size"),
+        ("micro_batch", plan.micro_batch, "global_batch_size / (world_size x accumulation)"),
+        ("accumulation", plan.accumulation, "as few passes as train.max_micro_batch allows"),
+    ]
+    if found.start and found.allocation:
+        rows.append(("started by", found.start[0], found.allocation.start_origin))
+    width = max(len(str(value)) for _, value, _ in rows)
+    yield from (f"{name:<20} {value!s:<{width}}  {origin}".rstrip() + "\n" for name, value, origin in rows)
+
+
+def _check_port(topology: Topology) -> None:
+    """On node 0 of several, see that the port is free: else its processes would fail with a traceback after their imports."""
+    if topology.num_nodes == 1 or topology.node_rank != 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what just closed is free
+        try:
+            probe.bind(("", topology.port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise TopologyError(
+                f"{topology.described('port')} is in use on {topology.head_address}, node 0: choose a free one with --port N"
+            ) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun launch",
+        usage="%(prog)s [options] [app.train options] [key=value ...]",
+        description="Train a recipe, on this machine or across the allocation of the scheduler's job that this is part of: "
+        "check it, print the command that runs it, and become it.",
+        epilog="Other options and key=value go to app.train; `python -m app.train --help` lists them and all recipe keys.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--preset", help="name of a shipped preset, or path of an Accelerate config file (default: multi_node "
+                        "for several nodes, multi_gpu for several processes on one, else single_gpu, or cpu where there is "
+                        "no accelerator)")  # fmt: skip
+    parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
+    parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation (default: "
+                        "one per GPU; without GPUs, the tasks per node that the job asked for)")  # fmt: skip
+    parser.add_argument("--port", type=int, help="TCP port on node 0, where the processes meet (default: made from the job's "
+                        "id; on one node any that is free)")  # fmt: skip
+    parser.add_argument("--recipe", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    parser.add_argument("--run-dir", help="folder for all that the run writes (default: runs/<recipe>-<time>)")
+    parser.add_argument("--mixed-precision", choices=PRECISIONS, help="instead of the preset's, which is fp32 in those shipped")
+    parser.add_argument("--dry-run", action="store_true", help="check all, print the command of every node, and stop")
+    parser.add_argument("--explain", action="store_true", help="print every value and where it came from, and stop")
+    return parser

@@ -1,0 +1,357 @@
+"""Slurm's environments, captured from real jobs, as allocations, and what `samerun launch` makes of them.
+
+The golden file holds every value and every command for each shape of job; after an intended change:
+    PYTHONPATH=. python tests/test_slurm.py > tests/golden/slurm.txt
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import TopologyError
+from launch import find, preset, slurm
+from launch.command import accelerate_argv, argv_of_every_node
+from launch.start import launch
+
+ROOT = Path(find.__file__).parent.parent
+ENVIRONMENTS = Path(__file__).parent / "environments" / "slurm"
+GOLDEN = Path(__file__).parent / "golden" / "slurm.txt"
+
+# `scontrol show --details job` of Slurm 22.05, shortened, in a cluster where the lines of a node end so.
+DESCRIBED = """JobId=30 JobName=interactive
+   NumNodes=2 NumCPUs=8 NumTasks=2 CPUs/Task=4 ReqB:S:C:T=0:0:*:*
+   JOB_GRES=gpu:4
+     Nodes=node[1-2] CPU_IDs=0-3 Mem=4096 GRES=gpu:2(IDX:0-1)
+   TresPerNode=gres:gpu:2
+"""
+UNEVEN = """   JOB_GRES=gpu:a100:3
+     Nodes=node1 CPU_IDs=0 Mem=1024 GRES=gpu:a100:2(IDX:0-1)
+     Nodes=node2 CPU_IDs=0 Mem=1024 GRES=gpu:a100:1(IDX:0)
+"""
+
+
+def captured(name):
+    lines = (ENVIRONMENTS / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def found(name, described=DESCRIBED, **options):
+    environment = captured(name) if isinstance(name, str) else name
+    host = environment.get("SLURMD_NODENAME", "head")
+    return slurm.find(environment, hostname=host, has_srun=True, describe_job=lambda job_id: described, **options)
+
+
+def golden_lines():
+    for path in sorted(ENVIRONMENTS.glob("*.txt")):
+        yield f"## {path.stem}: {path.read_text().splitlines()[0].removeprefix('# ')}"
+        try:
+            allocation = found(path.stem)
+        except TopologyError as error:
+            yield f"TopologyError: {error}"
+            continue
+        topology = allocation.topology
+        for field in dataclasses.fields(topology):
+            if field.name != "origins":
+                yield f"{field.name} = {getattr(topology, field.name)!r}  ({topology.origins.get(field.name, 'default')})"
+        if allocation.start:
+            yield f"{shlex.join(allocation.start)} samerun launch  # {allocation.start_origin}"
+        argv = accelerate_argv(topology, preset.load("multi_gpu"), ["--recipe", "digits"])
+        for host, own in argv_of_every_node(argv, topology) if allocation.start else [("this node", argv)]:
+            command = shlex.join(own).replace(sys.executable, "PYTHON").replace(str(ROOT / "accelerate_configs"), "PRESETS")
+            yield f"{host}: {command}"
+
+
+def test_values_and_commands_are_those_of_the_golden_file():
+    assert len(list(ENVIRONMENTS.glob("*.txt"))) >= 20
+    assert list(golden_lines()) == GOLDEN.read_text().splitlines()
+
+
+def test_outside_slurm_there_is_no_allocation():
+    assert slurm.find({}) is None
+    assert slurm.find({"SLURM_CONF": "/etc/slurm/slurm.conf", "PATH": "/bin"}) is None
+
+
+@pytest.mark.parametrize("shape", ["2node-1task-gres2", "cpucluster-2node"])
+def test_a_task_finds_what_the_batch_script_said_of_its_node(shape):
+    """The batch script prints the commands before anything is started; each task must come to the same."""
+    batch = found(f"{shape}-batch").topology
+    task = found(f"{shape}-step-task1", processes_per_node=batch.processes_per_node).topology
+    assert dataclasses.replace(batch, node_rank=1) == task
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS": "8"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS": "a100:8"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "gpu:a100:4"}, 4),
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "2(x2)"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "3"}, 3),
+        ({"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({}, 1),
+    ],
+)
+def test_gpus_are_counted_in_every_spelling(said, expected):
+    environment = {name: value for name, value in captured("cpucluster-2node-batch").items() if "NTASKS" not in name}
+    topology = found(environment | said).topology
+    assert (topology.processes_per_node, topology.world_size) == (expected, 2 * expected)
+    assert all(f"{name}={value}" in topology.origins["processes_per_node"] for name, value in said.items() if expected != 4)
+
+
+def test_in_a_task_the_visible_devices_count():
+    environment = captured("2node-1task-gres2-step-task1")
+    assert found(environment | {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}).topology.processes_per_node == 3
+    with pytest.raises(TopologyError, match=r"--processes-per-node is 2, but node2 has 1 GPUs .*CUDA_VISIBLE_DEVICES=0\)"):
+        found(environment | {"CUDA_VISIBLE_DEVICES": "0"}, processes_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "described", "words"),
+    [
+        (
+            "2node-gpus3-uneven-batch",
+            "",
+            ["SLURM_GPUS=3", "SLURM_GPUS_ON_NODE=2", "--gpus-per-node=1", "--processes-per-node 1"],
+        ),
+        ("salloc-2node-gres2-shell", UNEVEN, ["scontrol show job: 1, 2", "--gpus-per-node=1"]),
+        (
+            captured("cpucluster-2node-batch") | {"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "3,2"},
+            "",
+            ["--processes-per-node 1 to 4"],
+        ),
+    ],
+)
+def test_different_numbers_of_gpus_are_refused_with_the_legal_choices(environment, described, words):
+    with pytest.raises(TopologyError) as caught:
+        found(environment, described)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert found(environment, described, processes_per_node=1).topology.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node[1-2]", ["node1", "node2"]),
+        ("node[01-03,7],gpu-b[2]", ["node01", "node02", "node03", "node7", "gpu-b2"]),
+        ("node[3,1]", ["node3", "node1"]),
+        ("b1,a1", ["b1", "a1"]),
+        ("rack[1-2]n[1-2]", ["rack1n1", "rack1n2", "rack2n1", "rack2n2"]),
+        ("jwb[0009-0010].juwels", ["jwb0009.juwels", "jwb0010.juwels"]),
+    ],
+)
+def test_lists_of_nodes_keep_their_order(nodelist, hosts):
+    environment = captured("cpucluster-2node-batch") | {"SLURM_JOB_NODELIST": nodelist, "SLURM_JOB_NUM_NODES": str(len(hosts))}
+    topology = found(environment).topology
+    assert list(topology.hosts) == hosts
+    if len(hosts) > 1:
+        assert topology.head_address == hosts[0]
+
+
+@pytest.mark.parametrize(("name", "head"), [("jwb0001", "jwb0001i"), ("jwb0001.juwels", "jwb0001i.juwels")])
+def test_the_fast_network_has_names_of_its_own(name, head):
+    environment = captured("cpucluster-2node-batch") | {"SLURM_JOB_NODELIST": f"{name},other", slurm.HOST_SUFFIX: "i"}
+    topology = found(environment).topology
+    assert topology.head_address == head
+    assert topology.origins["head_address"] == f"first of SLURM_JOB_NODELIST={name},other, SAMERUN_HOST_SUFFIX=i"
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "threads"),
+    [
+        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, 4, 4),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16,8"}, 4, 2),
+        ({"SLURM_JOB_CPUS_PER_NODE": "2(x2)"}, 4, 1),
+        # asked for fewer CPUs than an exclusive node has
+        ({"SLURM_JOB_CPUS_PER_NODE": "128(x2)", "SLURM_CPUS_PER_TASK": "6", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4, 6),
+        ({"SLURM_JOB_CPUS_PER_NODE": "32(x2)", "SLURM_CPUS_PER_TASK": "32", "SLURM_TASKS_PER_NODE": "1(x2)"}, 4, 8),
+        ({"OMP_NUM_THREADS": "3"}, 4, None),
+    ],
+)
+def test_threads_are_the_share_of_the_smallest_node(changes, processes, threads):
+    environment = captured("cpucluster-2node-batch") | changes
+    assert found(environment, processes_per_node=processes).topology.threads_per_process == threads
+
+
+# Ports ---------------------------------------------------------------------------------------------------------------------
+
+
+def port_of(job, step=0):
+    changes = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+    return found(captured("cpucluster-2node-step-task1") | changes).topology.port
+
+
+@given(job=st.integers(1, 2**32), other=st.integers(1, 19999), step=st.integers(0, 2**32 - 1))
+def test_jobs_with_neighbouring_ids_have_ports_of_their_own(job, other, step):
+    assert port_of(job, step) != port_of(job + other, step)
+    assert 1024 < port_of(job, step) < 32768
+
+
+def test_steps_of_a_job_have_ports_of_their_own():
+    assert len({port_of(7, step) for step in range(500)}) == 500
+
+
+def test_tasks_of_an_array_have_job_ids_of_their_own():
+    jobs = {captured(f"array-task{index}-batch")["SLURM_JOB_ID"] for index in (3, 4, 5)}
+    assert len({port_of(job) for job in jobs}) == 3
+
+
+def test_a_port_in_use_is_one_sentence(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = captured("2node-1task-gres2-step-task0") | {"SLURMD_NODENAME": socket.gethostname()}
+        with pytest.raises(TopologyError, match=f"port is {port} \\(--port\\) is in use on node1, node 0: .*--port N"):
+            launch(["--port", str(port)], environment, say=lambda text: None)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------------
+
+BATCH = captured("2node-1task-gres2-batch")
+TASK = captured("2node-1task-gres2-step-task1")
+
+
+@pytest.mark.parametrize(
+    ("environment", "hostname", "has_srun", "words"),
+    [
+        (BATCH, "laptop", False, ["SLURM_JOB_ID=18", "SLURMD_NODENAME=node1", "laptop", "left over", "env -u SLURM_JOB_ID"]),
+        (TASK, "laptop", False, ["SLURMD_NODENAME=node2", "laptop"]),
+        (captured("salloc-2node-gres2-shell"), "laptop", False, ["SLURM_JOB_ID=30", "no srun"]),
+        ({"SLURM_JOB_ID": "7"}, "laptop", True, ["SLURM_JOB_NUM_NODES is not"]),
+        (BATCH | {"SLURM_JOB_NODELIST": "node[1-"}, "node1", True, ["SLURM_JOB_NODELIST is 'node[1-'"]),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "two"}, "node1", True, ["SLURM_JOB_NUM_NODES is 'two'"]),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "3"}, "node1", True, ["hosts is ('node1', 'node2')", "SLURM_JOB_NUM_NODES=3"]),
+        (captured("het-batch"), "node1", True, ["heterogeneous", "SLURM_HET_SIZE=2"]),
+        (captured("2node-2task-gres2-step-task3"), "node2", True, ["srun started 4 tasks", "--ntasks-per-node=1"]),
+        (TASK | {"SLURM_STEP_NODELIST": "node[2,1]"}, "node2", True, ["SLURM_NODEID=1", "node[2,1]", "arbitrary"]),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(environment, hostname, has_srun, words):
+    with pytest.raises(TopologyError) as caught:
+        slurm.find(environment, hostname=hostname, has_srun=has_srun)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_container_without_srun_is_no_stale_environment():
+    assert slurm.find(TASK, hostname="node2.cluster.org", has_srun=False).topology.node_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "words"),
+    [
+        (BATCH, {"processes": 2}, ["--processes is 2", "2 nodes", "--processes-per-node 2"]),
+        ({}, {"processes_per_node": 2}, ["--processes-per-node is 2", "--processes 2"]),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, {}, ["RANK=0, LOCAL_RANK=0", "torchrun"]),
+    ],
+)
+def test_options_and_environments_that_contradict_are_refused(monkeypatch, environment, options, words):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    with pytest.raises(TopologyError) as caught:
+        find.find(environment, **options)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_on_one_node_processes_are_processes_of_that_node(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    environment = {name: value for name, value in captured("array-task3-batch").items() if name != "OMP_NUM_THREADS"}
+    assert find.find(environment, processes=3).topology.processes_per_node == 3
+
+
+# samerun -------------------------------------------------------------------------------------------------------------------
+
+
+def samerun(environment, *arguments, path):
+    """`samerun launch` as a process of its own, with an srun on the PATH that must not be called."""
+    never = path / "srun"
+    never.write_text("#!/bin/sh\nexit 99\n")
+    never.chmod(0o755)
+    given = {"PATH": f"{path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", "launch.cli", "launch", *arguments]
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+
+
+def test_a_dry_run_prints_the_command_of_every_node(tmp_path):
+    result = samerun(BATCH, "--dry-run", "--preset", "deepspeed_zero3", "optim.lr=0.1", path=tmp_path)
+    assert result.returncode == 0, result.stderr
+    srun, name1, node1, name2, node2 = result.stdout.splitlines()
+    start = shlex.split(srun)
+    assert start[0] == "srun"
+    told = ["launch", "--processes-per-node", "2", "--dry-run", "--preset", "deepspeed_zero3", "optim.lr=0.1"]
+    assert start[start.index("launch") :] == told
+    assert (name1, name2) == ("# node 0, node1:", "# node 1, node2:")
+    assert node1.replace("--machine_rank 0", "--machine_rank 1") == node2
+    assert "--num_processes 4" in node1
+    assert node1.startswith("env OMP_NUM_THREADS=2 ")
+
+
+def test_every_value_is_explained_with_its_source(tmp_path):
+    result = samerun(BATCH, "--explain", "train.global_batch_size=128", path=tmp_path)
+    assert result.returncode == 0, result.stderr
+    rows = {name: (value, source) for name, value, source in (re.split("  +", line) for line in result.stdout.splitlines())}
+    assert rows["runs in"][0] == "Slurm job 18"
+    assert rows["num_nodes"] == ("2", "SLURM_JOB_NUM_NODES=2")
+    assert rows["processes_per_node"] == ("2", "SLURM_GPUS_ON_NODE=2")
+    assert rows["port"] == ("12018", "SLURM_JOB_ID=18, its first step")
+    assert rows["head_address"] == ("node1", "first of SLURM_JOB_NODELIST=node[1-2]")
+    assert rows["world_size"][0] == "4"
+    assert rows["micro_batch"][0] == "32"
+    assert rows["preset"][0] == "multi_node"
+
+
+def test_ten_thousand_nodes_take_less_than_a_third_of_a_second(tmp_path):
+    """Processor time of the whole process, the best of three, and the same answer on the first, a middle and the last node."""
+    many = {"SLURM_JOB_NUM_NODES": "10000", "SLURM_STEP_NUM_NODES": "10000", "SLURM_STEP_NUM_TASKS": "10000"}
+    many |= {"SLURM_JOB_NODELIST": "n[00001-10000]", "SLURM_STEP_NODELIST": "n[00001-10000]"}
+    large = "train.global_batch_size=40000"
+    durations_s = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        batch = samerun(BATCH | many, "--dry-run", "--recipe", "cifar10", large, path=tmp_path)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert batch.returncode == 0, batch.stderr
+        durations_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    commands = dict(re.findall(r"^# node \d+, (\w+):\n(.*)$", batch.stdout, flags=re.MULTILINE))
+    assert len(commands) == 10000
+    for rank in (0, 4999, 9999):
+        host = f"n{rank + 1:05}"
+        node = TASK | many | {"SLURM_NODEID": str(rank), "SLURMD_NODENAME": host, "OMP_NUM_THREADS": ""}
+        del node["OMP_NUM_THREADS"]
+        task = samerun(node, "--processes-per-node", "2", "--dry-run", "--recipe", "cifar10", large, path=tmp_path)
+        assert task.stdout.strip() == commands[host]
+    assert min(durations_s) < 0.3, durations_s
+
+
+def test_the_job_script_has_resources_and_one_call():
+    script = (ROOT / "launch" / "multinode.sh").read_text().splitlines()
+    assert [line for line in script if not line.startswith("#")] == ['exec samerun launch "$@"']
+    assert os.access(ROOT / "launch" / "multinode.sh", os.X_OK)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck (apt-get install shellcheck)")
+def test_the_scripts_are_clean():
+    scripts = sorted((ROOT / "launch").glob("*.sh"))
+    assert len(scripts) >= 2
+    finished = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout
+
+
+if __name__ == "__main__":
+    print("\n".join(golden_lines()))
