@@ -1,0 +1,170 @@
+"""PBS (OpenPBS and PBS Pro; Torque as far as it uses the same names): a job's hosts, as `Topology`, and what PBS knows of it.
+
+Pure: the environment is a mapping passed in, files are read through a function passed in. Facts: OpenPBS 23.06.
+
+- $PBS_NODEFILE has a line per MPI process (`mpiprocs`, 1 by default), grouped by host. No variable tells the number of hosts,
+  processes or GPUs. It is not set in tasks that pbs_tmrsh or pbsdsh start on the first host, so the batch script
+  finds out and tells the hosts.
+- A remote task has a minimal PATH, the home folder and nothing that the batch script exported.
+- Two chunks may land on one host unless the job says `place=scatter`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from app.errors import TopologyError
+from launch import hosts
+from launch.allocation import Allocation
+from launch.local import count_accelerators
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What `qstat -f -F json $PBS_JOBID` tells of a job and the environment does not."""
+
+    walltime_s: int | None = None
+    """Seconds it may run; None: no limit. PBS warns nobody: SIGTERM to every process at the limit, SIGKILL 10 s later."""
+    started: datetime | None = None
+    """Beginning of this run by the PBS server's clock, without time zone; None before it."""
+    run_count: int = 0
+    """Runs so far, this one included: above 1 it was requeued. Nothing in the environment tells."""
+    rerunnable: bool = False
+    """Whether PBS may requeue it (`qsub -r y`, the default)."""
+    gpus: Mapping[str, int]
+    """GPUs (`ngpus`) on each of its hosts, by the names of PBS's nodes; empty before it runs."""
+
+    @property
+    def ends(self) -> datetime | None:
+        """The moment of the limit by the PBS server's clock, where there is one and the job has started."""
+        if self.started is None or self.walltime_s is None:
+            return None
+        return self.started + timedelta(seconds=self.walltime_s)
+
+
+def find(
+    environment: Mapping[str, str],
+    *,
+    processes_per_node: int | None = None,
+    gpus: Mapping[str, int] | None = None,
+    read: Callable[[str], str] = lambda path: Path(path).read_text(),
+    device_folder: Path = Path("/dev"),
+) -> Allocation | None:
+    """Return the job that `environment` belongs to, seen from its batch script on the first host, or None outside of PBS jobs.
+
+    Processes on a host are `processes_per_node` where given; else as many as GPUs, which are those of `gpus` (by host, from
+    `parse_job`), else those visible here; else the lines of $PBS_NODEFILE. What `launch/spread.py` started on a host
+    is not looked at here: it has been told (`hosts.find`). Raises TopologyError.
+    """
+    if "PBS_JOBID" not in environment or hosts.NODE_RANK in environment:
+        return None
+    job_id = environment["PBS_JOBID"]
+    if environment.get("PBS_TASKNUM", "1") != "1":
+        raise TopologyError(
+            f"pbs_tmrsh, pbsdsh or mpirun started this process (PBS_JOBID={job_id}, "
+            f"PBS_TASKNUM={environment['PBS_TASKNUM']}): each would start the whole run. Call `samerun launch` once, in the "
+            "batch script or a shell of qsub -I"
+        )
+    slots = count_hosts(environment, read=read)
+    here, origin = count_accelerators(environment, device_folder=device_folder)
+    job = hosts.topology(
+        slots,
+        slots_origin="PBS_NODEFILE",
+        accelerators=({"this host": here}, f"{origin} on this host") if gpus is None else (gpus, "exec_vnode of qstat -f"),
+        asked=processes_per_node,
+        port=(port(job_id), f"PBS_JOBID={job_id}"),
+    )
+    threads, threads_origin = _threads(environment, job.processes_per_node)
+    if threads is not None:
+        job = hosts.with_threads(job, threads, threads_origin)
+    return hosts.allocation(environment, f"PBS job {job_id}", job, starter="pbs_tmrsh")
+
+
+def count_hosts(environment: Mapping[str, str], *, read: Callable[[str], str]) -> dict[str, int]:
+    """Return the lines of $PBS_NODEFILE for each host, in the order of the hosts. Raises TopologyError where it has none."""
+    job = f"PBS_JOBID is {environment.get('PBS_JOBID')}"
+    path = environment.get("PBS_NODEFILE")
+    if path is None:
+        raise TopologyError(
+            f"{job}, but PBS_NODEFILE is not set: start the run from the batch script (launch/multinode.pbs), or unset "
+            "PBS_JOBID to run on this machine alone"
+        )
+    try:
+        counts = Counter(read(path).split())
+    except OSError as error:
+        raise TopologyError(
+            f"{job}, but PBS_NODEFILE, {path}, cannot be read ({error.strerror}): if these variables are left over from "
+            "another job, unset PBS_JOBID; else start the run from the batch script"
+        ) from error
+    if not counts:
+        raise TopologyError(f"{job}, but PBS_NODEFILE, {path}, is empty: a job has at least one host")
+    return dict(counts)
+
+
+def port(job_id: str) -> int:
+    """Return a port for a job id such as `14.head` or, of an array, `14[1].head` (Torque also `14-1.head`).
+
+    Raises TopologyError for an id without number.
+    """
+    numbers = re.match(r"(\d+)(?:\[(\d+)\]|-(\d+))?", job_id)
+    if numbers is None:
+        raise TopologyError(f"PBS_JOBID is {job_id!r}: it must begin with a number, as 14.head or 14[1].head")
+    return hosts.port_of_job(int(numbers[1]), int(numbers[2] or numbers[3] or 0))
+
+
+def _threads(environment: Mapping[str, str], processes_per_node: int) -> tuple[int | None, str]:
+    """CPU threads of each process. PBS sets NCPUS and OMP_NUM_THREADS to the CPUs of a chunk, whatever its processes."""
+    threads, cpus = environment.get("OMP_NUM_THREADS"), environment.get("NCPUS")
+    if threads is not None and threads != cpus:
+        return hosts.number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={threads}"
+    if cpus is not None:
+        return max(hosts.number(environment, "NCPUS") // processes_per_node, 1), f"NCPUS={cpus}, divided by the processes"
+    return None, ""
+
+
+def parse_job(text: str, *, job_id: str) -> Job:
+    """Return what `text`, the output of `qstat -f -F json`, says of a job. Raises TopologyError where it says nothing of it."""
+    try:
+        # strict=False: a line break in a variable of the job arrives as it is.
+        attributes = json.loads(text, strict=False)["Jobs"][job_id]
+        asked = attributes.get("Resource_List", {})
+        started = attributes.get("stime")
+        return Job(
+            walltime_s=_seconds(asked["walltime"]) if "walltime" in asked else None,
+            started=datetime.strptime(started, "%a %b %d %H:%M:%S %Y") if started else None,
+            run_count=int(attributes.get("run_count", 0)),
+            rerunnable=attributes.get("Rerunable") == "True",
+            gpus=_gpus(attributes.get("exec_vnode", "")),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TopologyError(
+            f"`qstat -f -F json {job_id}` did not describe the job ({error!r}): {text[:200]!r}. It must be asked for inside "
+            "the job or by its owner, while the job exists"
+        ) from error
+
+
+def _seconds(walltime: Any) -> int:
+    """`01:30:00`, `30:00` or seconds, as a number of seconds."""
+    seconds = 0
+    for part in str(walltime).split(":"):
+        seconds = seconds * 60 + int(part)
+    return seconds
+
+
+def _gpus(exec_vnode: str) -> dict[str, int]:
+    """GPUs by node of `(node1:ncpus=2:ngpus=2)+(node2[0]:ncpus=2:ngpus=1+node2[1]:ngpus=1)`: brackets number a node's parts."""
+    counts: dict[str, int] = {}
+    for part in re.split(r"[()+]+", exec_vnode):
+        if part:
+            node, *resources = part.split(":")
+            gpus = sum(int(value) for name, _, value in (each.partition("=") for each in resources) if name == "ngpus")
+            node = node.partition("[")[0]
+            counts[node] = counts.get(node, 0) + gpus
+    return counts

@@ -1,0 +1,140 @@
+"""Start one command on every host of a job, and end them all when one fails.
+
+    python -m launch.spread STARTER SAMERUN_HOSTS=HOST,HOST,... SAMERUN_PORT=PORT [NAME=VALUE ...] COMMAND...
+
+STARTER is what reaches a host, one of `hosts.STARTERS`. Something started so has neither the environment nor the folder of
+this process, so every command brings them along, with these variables and its SAMERUN_NODE_RANK.
+
+The exit code is that of the host that failed first. The others have some seconds then to end by themselves, which they do
+when their processes lose a peer; what is left is stopped on its host, since a remote shell may die and leave its command
+running, or wait for ever for a host that is gone. A batch system ends everything itself at the job's end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from launch import hosts
+
+# What belongs to the host it was set on, or is set anew on every host by its batch system.
+_STAYS = re.compile(
+    r"PBS_.*|SGE_.*|JOB_.*|PE|PE_HOSTFILE|NCPUS|NSLOTS|NHOSTS|NQUEUES|QUEUE|ENVIRONMENT|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|"
+    r"CUDA_DEVICE_ORDER|HOST|HOSTNAME|TMP|TMPDIR|PWD|OLDPWD|SHLVL|TERM|_|SSH_.*|DISPLAY|XDG_.*|DBUS_.*"
+)
+# A command line can be read by everybody on its host.
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)(API_?|ACCESS_?|PRIVATE_?)?KEY(_|$)", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # bash exports functions under other names
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, *, grace_s: float = 5.0) -> int:
+    """Run the command of `arguments` on its hosts, in `folder` with `environment`; return the first bad exit code, else 0.
+
+    After a failure, the others have `grace_s` seconds to end by themselves, and as many from SIGTERM to SIGKILL.
+    """
+    starter, told, argv = _parse(arguments)
+    names = told[hosts.HOSTS].split(",")
+    own = {host: {**told, hosts.NODE_RANK: str(rank)} for rank, host in enumerate(names)}
+    commands = {
+        host: host_command(starter, host, argv, folder=folder, variables={**carried(environment), **own[host]})
+        for host in names
+    }
+    started = {host: subprocess.Popen(command, stdin=subprocess.DEVNULL) for host, command in commands.items()}
+    failed = _first_failure(started)
+    if failed is None:
+        return 0
+    code = started[failed].returncode
+    sys.stderr.write(f"samerun: {failed} ended with exit code {code}; ending the other hosts\n")
+    left = _still_running(started, seconds=grace_s)
+    scripts = {host: stop_script(own[host], seconds=grace_s) for host in left}
+    _stop([host_starter(starter, host, script) for host, script in scripts.items()], seconds=grace_s + 5)
+    for host in left:
+        started[host].kill()
+    return 128 - code if code < 0 else code  # a starter that was killed itself: -9 is 137, as a shell says it
+
+
+def carried(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a batch script that its remote commands must bring along, by name.
+
+    Left out is what belongs to one host or its batch system (a scheduler's variables, TMPDIR, the visible devices, the number
+    of threads), and everything whose name speaks of a token, key or password: `qsub -v NAME` hands it to every host unseen.
+    """
+    names = sorted(name for name in environment if _NAME.fullmatch(name))
+    return {name: environment[name] for name in names if not _STAYS.fullmatch(name) and not _SECRET.search(name)}
+
+
+def host_command(starter: str, host: str, argv: Sequence[str], *, folder: str, variables: Mapping[str, str]) -> list[str]:
+    """Return the arguments that run `argv` on `host` in `folder`, with `variables` in its environment.
+
+    `starter` is a key of `hosts.STARTERS`; `argv` begins with an absolute path, as PBS's own PATH on a host is next to nothing.
+    """
+    exported = "".join(f" {name}={shlex.quote(value)}" for name, value in variables.items())
+    parts = [f"cd {shlex.quote(folder)}", *([f"export{exported}"] if exported else []), f"exec {shlex.join(argv)}"]
+    return host_starter(starter, host, " && ".join(parts))
+
+
+def host_starter(starter: str, host: str, script: str) -> list[str]:
+    """Return the arguments that run a script of bash on `host`."""
+    words = [word.format(host=host) for word in hosts.STARTERS[starter]]
+    return [*words, shlex.join(["/bin/bash", "-c", script])] if starter == "ssh" else [*words, "/bin/bash", "-c", script]
+
+
+def stop_script(marks: Mapping[str, str], *, seconds: float) -> str:
+    """Return a script of bash that ends every process with these variables in its environment: SIGTERM, later SIGKILL.
+
+    So it finds those whose parent is gone, and needs no file with a number that may have become another process's.
+    """
+    files = "/proc/[0-9]*/environ"
+    for name, value in marks.items():
+        files = f"$(grep -lszxF {shlex.quote(f'{name}={value}')} {files} /dev/null)"
+    found = f'pids=$(for file in {files}; do file=${{file#/proc/}}; echo "${{file%/environ}}"; done)'
+    return (
+        f'stop() {{ {found}; [ -z "$pids" ] || kill -s "$1" $pids 2>/dev/null; }}; stop TERM; sleep {seconds}; stop KILL; true'
+    )
+
+
+def _parse(arguments: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
+    """The starter, the variables, and the command, which begins with the first word that is no variable."""
+    starter, *rest = arguments
+    told = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, rest))
+    return starter, told, rest[len(told) :]
+
+
+def _first_failure(started: Mapping[str, subprocess.Popen[bytes]]) -> str | None:
+    """Wait until one host fails, and return it, or until all have ended well."""
+    while True:
+        codes = {host: process.poll() for host, process in started.items()}
+        failed = next((host for host, code in codes.items() if code), None)
+        if failed is not None or None not in codes.values():
+            return failed
+        time.sleep(0.2)
+
+
+def _still_running(started: Mapping[str, subprocess.Popen[bytes]], *, seconds: float) -> list[str]:
+    end = time.monotonic() + seconds
+    left = list(started)
+    while left and time.monotonic() < end:
+        left = [host for host in left if started[host].poll() is None]
+        time.sleep(0.2)
+    return left
+
+
+def _stop(commands: Iterable[Sequence[str]], *, seconds: float) -> None:
+    """Run the commands all at once, and give up on hosts that do not answer."""
+    running = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for command in commands]
+    end = time.monotonic() + seconds
+    for process in running:
+        try:
+            process.wait(timeout=max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:  # the host is gone
+            process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ, os.getcwd()))  # noqa: PTH109 - a string is what is passed on

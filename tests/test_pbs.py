@@ -1,0 +1,322 @@
+"""PBS: captured jobs of a real two-node OpenPBS 23.06, and the commands that their batch scripts run on the hosts.
+
+The golden file holds, for every captured shape of job, what is found and the command of each host; after an intended change:
+    PYTHONPATH=. python tests/test_pbs.py > tests/golden/pbs.txt
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections import Counter
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import TopologyError
+from launch import hosts, pbs, spread
+
+CAPTURED = Path(__file__).parent / "environments" / "pbs"
+GOLDEN = Path(__file__).parent / "golden" / "pbs.txt"
+NO_DEVICES = Path(__file__).parent / "environments"  # a folder without device files
+SHAPES = sorted(path.name.removesuffix("-batch.txt") for path in CAPTURED.glob("*-batch.txt") if "rerun" not in path.name)
+
+
+def environment(name):
+    lines = (CAPTURED / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def found(name, nodefile=None, **options):
+    text = (CAPTURED / f"nodefile-{nodefile or name.removesuffix('-batch')}.txt").read_text()
+    return pbs.find(environment(name), read=lambda path: text, device_folder=NO_DEVICES, **options)
+
+
+def topology_of(name, nodefile=None, **options):
+    return found(name, nodefile, **options).topology
+
+
+def golden_lines():
+    yield "# each captured job: its hosts and meeting point, what starts it, and the command that this runs on each host"
+    argv = ["/home/user/venv/bin/samerun", "launch", "data.path=with space"]
+    for shape in SHAPES:
+        yield f"\n{shape}: {(CAPTURED / f'{shape}-batch.txt').read_text().splitlines()[0]}"
+        try:
+            job = found(f"{shape}-batch")
+        except TopologyError as error:
+            yield f"refused: {error}"
+            continue
+        topology = job.topology
+        meeting_point = f"{topology.head_address}:{topology.port}"
+        yield f"{job.scheduler}: {topology.num_nodes} x {topology.processes_per_node} at {meeting_point}"
+        yield shlex.join(job.start).replace(sys.executable, "PYTHON") or "(nothing to start)"
+    yield "\n# on a host, by each starter"
+    variables = {"PATH": "/home/user/venv/bin:/usr/bin", "SAMERUN_NODE_RANK": "0"}
+    for starter in hosts.STARTERS:
+        yield shlex.join(spread.host_command(starter, "node1", argv, folder="/home/user", variables=variables))
+    yield "\n# what ends it on a host"
+    yield spread.stop_script({"SAMERUN_PORT": "20003", "SAMERUN_NODE_RANK": "1"}, seconds=5)
+
+
+def test_what_is_found_and_run_is_that_of_the_golden_file():
+    assert "\n".join(golden_lines()).splitlines() == GOLDEN.read_text().splitlines()
+
+
+# Hosts and processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("select-2x2", (("node1", "node2"), 2)),
+        ("select-2x4-mpiprocs1", (("node1", "node2"), 1)),
+        ("select-2x2-ngpus2", (("node1", "node2"), 1)),
+        ("select-2x2-ngpus2-mpiprocs2", (("node1", "node2"), 2)),
+        ("select-4x1", (("node1", "node2"), 2)),
+        ("nodes-2-ppn2", (("node1", "node2"), 2)),
+        ("ompthreads", (("node1", "node2"), 2)),
+        ("ncpus-only", (("node1",), 1)),
+        ("default", (("node2",), 1)),
+        ("array-1", (("node2",), 1)),
+    ],
+)
+def test_the_hosts_of_a_captured_job(shape, expected):
+    topology = topology_of(f"{shape}-batch")
+    assert (topology.hosts, topology.processes_per_node) == expected
+    assert topology.num_nodes == len(topology.hosts)
+    assert topology.node_rank == 0
+    if topology.num_nodes > 1:
+        assert topology.head_address == "node1"
+
+
+def test_every_captured_job_was_looked_at():
+    assert len(SHAPES) >= 13
+    assert sum("qsub" in line for line in golden_lines()) == len(SHAPES)
+
+
+def test_an_interactive_job_is_a_job():
+    assert topology_of("interactive-shell", "interactive").hosts == ("node1", "node2")
+
+
+@pytest.mark.parametrize("host", [1, 2])
+def test_a_task_that_was_told_nothing_is_refused_on_either_host(host):
+    task = {1: "select-2x2-pbsdsh-task00000002", 2: "select-2x2-pbsdsh-task20000001"}[host]
+    with pytest.raises(TopologyError, match="each would start the whole run"):
+        found(task, "select-2x2")
+
+
+def test_a_task_that_was_told_finds_its_place():
+    batch = found("select-2x2-batch")
+    task = environment("select-2x2-pbsdsh-task20000001")
+    told = dict(word.split("=") for word in batch.start[4:]) | {"SAMERUN_NODE_RANK": "1"}
+    assert pbs.find(task | told) is None
+    place = hosts.find(task | told, processes_per_node=2)
+    assert place.topology == replace(batch.topology, node_rank=1)
+    assert place.start == ()
+
+
+def test_outside_of_a_job_there_is_nothing():
+    assert pbs.find({"PATH": "/bin"}) is None
+
+
+def lines_of(counts):
+    return "".join(f"{host}\n" * count for host, count in counts.items())
+
+
+@given(counts=st.dictionaries(st.from_regex(r"[a-z]{1,4}[0-9]{1,3}", fullmatch=True), st.integers(1, 9), min_size=1))
+def test_hosts_are_the_unique_lines_in_order(counts):
+    text = lines_of(counts)
+    slots = pbs.count_hosts({"PBS_JOBID": "1.head", "PBS_NODEFILE": "file"}, read=lambda path: text)
+    assert list(slots.items()) == list(counts.items())
+
+
+JOB = {"PBS_JOBID": "7.head", "PBS_NODEFILE": "file", "PBS_NODENUM": "0"}
+
+
+def processes(counts, devices=None, **options):
+    given_devices = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
+    job = pbs.find(JOB | given_devices, read=lambda path: lines_of(counts), device_folder=NO_DEVICES, **options)
+    found = job.topology
+    return found.processes_per_node, found.origins["processes_per_node"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "devices", "options", "expected"),
+    [
+        (1, None, {}, (1, "PBS_NODEFILE")),
+        (4, None, {}, (4, "PBS_NODEFILE")),
+        (4, 0, {}, (4, "PBS_NODEFILE")),  # the cgroup hook empties the list in jobs without GPUs
+        (1, 4, {}, (4, "CUDA_VISIBLE_DEVICES=0,1,2,3 on this host")),
+        (2, 4, {}, (2, "PBS_NODEFILE")),  # mpiprocs=2 was said
+        (64, 4, {}, (4, "CUDA_VISIBLE_DEVICES=0,1,2,3 on this host")),  # a line for every core
+        (1, 8, {"gpus": {"a": 2, "b": 2}}, (2, "exec_vnode of qstat -f")),  # devices of other jobs are visible too
+        (1, 4, {"processes_per_node": 3}, (3, "--processes-per-node")),
+    ],
+)
+def test_processes_on_a_host(lines, devices, options, expected):
+    assert processes({"a": lines, "b": lines}, devices, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "words"),
+    [
+        ({"a": 1, "b": 4}, {}, ["1 on a; 4 on b (PBS_NODEFILE)", "--processes-per-node 1 (2 processes in all)"]),
+        ({"a": 6, "b": 4, "c": 4}, {}, ["4 on b, c; 6 on a", "--processes-per-node 1 to 4 (12 processes in all)"]),
+        ({"a": 1, "b": 1}, {"gpus": {"a": 2, "b": 1}}, ["1 on b; 2 on a (exec_vnode", "--processes-per-node 1 (2 proc"]),
+        ({"a": 1, "b": 1}, {"gpus": {"a": 2, "b": 0}}, ["0 on b; 2 on a (exec_vnode", "--processes-per-node 1 (2 proc"]),
+        ({f"n{i}": 1 + (i == 7) for i in range(9)}, {}, ["1 on n0, n1, n2 and 5 more; 2 on n7"]),
+    ],
+)
+def test_hosts_that_are_not_alike_are_refused_with_what_can_be_asked_for(counts, options, words):
+    with pytest.raises(TopologyError) as refusal:
+        processes(counts, **options)
+    assert [word for word in words if word not in str(refusal.value)] == []
+    assert processes(counts, **options, processes_per_node=1)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"PBS_JOBID": "7.head"}, ["7.head", "PBS_NODEFILE is not set", "batch script"]),
+        (JOB | {"PBS_NODEFILE": "/no/such/file"}, ["/no/such/file", "No such file", "unset PBS_JOBID"]),
+        (JOB | {"PBS_NODEFILE": os.devnull}, ["/dev/null, is empty"]),
+        (JOB | {"PBS_JOBID": "head", "PBS_NODEFILE": str(CAPTURED / "nodefile-select-2x2.txt")}, ["PBS_JOBID is 'head'"]),
+        (
+            JOB | {"SAMERUN_STARTER": "rsh", "PBS_NODEFILE": str(CAPTURED / "nodefile-select-2x2.txt")},
+            ["SAMERUN_STARTER is 'rsh'"],
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(job, words):
+    with pytest.raises(TopologyError) as refusal:
+        pbs.find(job)
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"NCPUS": "8", "OMP_NUM_THREADS": "8"}, (4, "NCPUS=8, divided by the processes")),
+        ({"NCPUS": "1", "OMP_NUM_THREADS": "1"}, (1, "NCPUS=1, divided by the processes")),
+        ({"NCPUS": "8", "OMP_NUM_THREADS": "3"}, (3, "OMP_NUM_THREADS=3")),
+        ({"OMP_NUM_THREADS": "3"}, (3, "OMP_NUM_THREADS=3")),
+        ({}, (None, None)),
+    ],
+)
+def test_threads_of_a_process(said, expected):
+    topology = pbs.find(JOB | said, read=lambda path: "a\na\nb\nb\n", device_folder=NO_DEVICES).topology
+    assert (topology.threads_per_process, topology.origins.get("threads_per_process")) == expected
+
+
+# Ports ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_ports_of_jobs_near_each_other_differ():
+    singles = [pbs.port(f"{number}.head") for number in range(1000, 1097)]
+    array = [pbs.port(f"999[{index}].head") for index in range(20000)]
+    assert len(set(array)) == len(array)
+    assert len(set(singles)) == len(singles)
+    neighbours = [pbs.port(f"{number}.head") for number in range(1000, 1096)] + array[:100]
+    assert len(set(neighbours)) == len(neighbours)
+
+
+@pytest.mark.parametrize("job_id", ["14[1].head", "14-1.head", "14[1]", "14[1].head.example.org"])
+def test_the_spellings_of_a_subjob(job_id):
+    assert pbs.port(job_id) == pbs.port("14[1].head") == pbs.port("14.head") + 97
+
+
+# What qstat tells ----------------------------------------------------------------------------------------------------------
+
+
+def as_json(name):
+    """A captured `qstat -xf` in the shape of `qstat -f -F json`, which nests a.b and numbers only counts."""
+    lines = (CAPTURED / f"qstat-{name}.txt").read_text().splitlines()
+    job_id = lines[1].removeprefix("Job Id: ")
+    job = {}
+    for line in lines[2:]:
+        key, separator, value = line.strip().partition(" = ")
+        if separator:
+            *outer, inner = key.split(".")
+            (job.setdefault(outer[0], {}) if outer else job)[inner] = value
+    job["run_count"] = int(job["run_count"])
+    return json.dumps({"Jobs": {job_id: job}}), job_id
+
+
+def test_the_captured_json():
+    text = (CAPTURED / "qstat-json.txt").read_text().split("\n", 1)[1]
+    job = pbs.parse_job(text, job_id="24.head")
+    assert job == pbs.Job(
+        started=datetime(2026, 11, 21, 10, 7, 16), run_count=1, rerunnable=True, gpus={"node1": 0, "node2": 0}
+    )
+    assert job.ends is None
+    # A line break inside a value is not JSON, but PBS writes it as it is.
+    assert pbs.parse_job(text.replace("a b", "a\nb"), job_id="24.head") == job
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("walltime", (20, datetime(2026, 11, 21, 10, 4, 5), 1, {"node1": 0, "node2": 0})),
+        ("rerun", (180, datetime(2026, 11, 21, 10, 8, 38), 2, {"node1": 0, "node2": 0})),
+        ("ngpus", (None, None, 1, {"node1": 2, "node2": 2})),
+        ("free-4x1", (None, None, 1, {"node1": 0, "node2": 0})),
+    ],
+)
+def test_captured_jobs(name, expected):
+    text, job_id = as_json(name)
+    job = pbs.parse_job(text, job_id=job_id)
+    assert (job.walltime_s, job.ends, job.run_count, job.gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("vnodes", "expected"),
+    [
+        ("(a:ncpus=2:ngpus=2)+(b:ncpus=2:ngpus=1)", {"a": 2, "b": 1}),
+        ("(a:ngpus=1)+(a:ngpus=1)", {"a": 2}),
+        ("(a[0]:ncpus=2:ngpus=1:mem=4gb+a[1]:ngpus=1)+(b[0]:ngpus=2)", {"a": 2, "b": 2}),
+        ("", {}),
+    ],
+)
+def test_gpus_of_the_nodes(vnodes, expected):
+    job = pbs.parse_job(json.dumps({"Jobs": {"1": {"exec_vnode": vnodes}}}), job_id="1")
+    assert job.gpus == expected
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("01:02:03", 3723), ("02:03", 123), ("7200", 7200), ("100:00:00", 360000)])
+def test_walltimes(text, seconds):
+    job = pbs.parse_job(json.dumps({"Jobs": {"1": {"Resource_List": {"walltime": text}}}}), job_id="1")
+    assert job.walltime_s == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "qstat: Unknown Job Id 1",
+        "{}",
+        '{"Jobs": {"2": {}}}',
+        '{"Jobs": {"1": []}}',
+        '{"Jobs": {"1": {"stime": "now"}}}',
+        '{"Jobs": {"1": {"Resource_List": {"walltime": "x"}}}}',
+    ],
+)
+def test_what_is_no_description_of_the_job_is_refused(text):
+    with pytest.raises(TopologyError, match="qstat -f -F json 1` did not describe the job"):
+        pbs.parse_job(text, job_id="1")
+
+
+def test_a_large_job_is_translated_at_once():
+    counts = Counter({f"x{number:05}": 8 for number in range(10_000)})
+    text = lines_of(counts)
+    topology = pbs.find(JOB, read=lambda path: text, device_folder=NO_DEVICES).topology
+    assert (topology.num_nodes, topology.world_size, topology.head_address) == (10_000, 80_000, "x00000")
+
+
+if __name__ == "__main__":
+    print("\n".join(golden_lines()))

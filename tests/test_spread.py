@@ -1,0 +1,159 @@
+"""A list of hosts, and one command on each of them: the remote shell is a script that runs on this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import TopologyError
+from launch import hosts, spread
+
+ROOT = Path(hosts.__file__).parent.parent
+
+
+# The list ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_the_users_is_started_by_ssh():
+    found = hosts.find({"SAMERUN_HOSTS": "a, b,c", "CUDA_VISIBLE_DEVICES": "0,1"})
+    topology = found.topology
+    assert (topology.hosts, topology.head_address, topology.port) == (("a", "b", "c"), "a", 29500)
+    assert (topology.processes_per_node, topology.origins["processes_per_node"]) == (2, "CUDA_VISIBLE_DEVICES=0,1")
+    assert found.start == (sys.executable, "-m", "launch.spread", "ssh", "SAMERUN_HOSTS=a,b,c", "SAMERUN_PORT=29500")
+
+
+def test_one_host_needs_no_starter_and_any_port():
+    found = hosts.find({"SAMERUN_HOSTS": "a", "CUDA_VISIBLE_DEVICES": ""})
+    assert (found.start, found.topology.num_nodes, found.topology.port) == ((), 1, 0)
+
+
+def test_no_list_is_nothing():
+    assert hosts.find({}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"SAMERUN_HOSTS": "a,b,a"}, "different hosts"),
+        ({"SAMERUN_HOSTS": ""}, "SAMERUN_HOSTS is ''"),
+        ({"SAMERUN_HOSTS": "a,,b"}, "SAMERUN_HOSTS is 'a,,b'"),
+        ({"SAMERUN_HOSTS": "a,b", "SAMERUN_PORT": "x"}, "SAMERUN_PORT is 'x'"),
+        ({"SAMERUN_HOSTS": "a,b", "SAMERUN_STARTER": "rsh"}, "pbs_tmrsh, mpiexec, qrsh, ssh"),
+        ({"SAMERUN_HOSTS": "a,b", "SAMERUN_NODE_RANK": "2"}, "node_rank is 2"),
+        ({"SAMERUN_HOSTS": "localhost,b"}, "reach node 0"),
+    ],
+)
+def test_a_list_that_cannot_be_is_refused(environment, words):
+    with pytest.raises(TopologyError, match=words):
+        hosts.find({"CUDA_VISIBLE_DEVICES": ""} | environment)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**6))
+def test_a_port_is_one_that_linux_does_not_deal_out(number, index):
+    assert 12000 <= hosts.port_of_job(number, index) < 32000
+
+
+# What a host runs ----------------------------------------------------------------------------------------------------------
+
+TEXTS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=20)
+
+
+@given(
+    starter=st.sampled_from(sorted(hosts.STARTERS)),
+    folder=st.sampled_from([".", "a b", "it's", "$HOME", "a;b", "`x`"]),
+    value=TEXTS,
+)
+def test_a_real_shell_gets_folder_variables_and_arguments_as_they_are(tmp_path_factory, starter, folder, value):
+    """As PBS starts it: no shell around, another folder, a bare environment; ssh hands its arguments to a shell in one line."""
+    project = tmp_path_factory.mktemp("job") / folder
+    project.mkdir(exist_ok=True)
+    argv = ["/bin/sh", "-c", 'printf "%s\\0" "$PWD" "$VALUE" "$PATH" "$@"', "sh", value, "last"]
+    command = spread.host_command(
+        starter, "node1", argv, folder=str(project), variables={"VALUE": value, "PATH": "/opt/x:/bin"}
+    )
+    own = command[command.index("node1") + 1 :]
+    own = ["/bin/sh", "-c", " ".join(own)] if starter == "ssh" else own
+    result = subprocess.run(own, env={"PATH": "/bin:/usr/bin"}, cwd="/", capture_output=True, check=True)
+    assert result.stdout.decode().split("\0")[:-1] == [str(project), value, "/opt/x:/bin", value, "last"]
+
+
+def test_what_is_brought_along_and_what_is_not():
+    kept = {"PATH": "/venv/bin", "NCCL_DEBUG": "INFO", "HF_HOME": "/data", "MONKEY": "1", "KEYBOARD": "us", "PYTHONPATH": "."}
+    left = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "BASH_FUNC_ml%%", "OMP_NUM_THREADS",
+            "PBS_JOBID", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR", "PE_HOSTFILE"]  # fmt: skip
+    assert spread.carried(kept | dict.fromkeys(left, "x")) == kept
+
+
+# Starting and ending -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Run a command on "hosts" of this machine by a stand-in of pbs_tmrsh: a bare environment, no shell, the root folder."""
+    stand_in = tmp_path / "pbs_tmrsh"
+    stand_in.write_text('#!/bin/sh\nhost=$1; shift; cd / && exec env -i PATH=/bin:/usr/bin HOSTNAME="$host" "$@"\n')
+    stand_in.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "MINE": "a b"}
+    program = "import os, sys; from launch.spread import main; sys.exit(main(sys.argv[1:], os.environ, os.getcwd(), grace_s=3))"
+    command = [sys.executable, "-c", program, "pbs_tmrsh", "SAMERUN_HOSTS=n1,n2,n3", f"SAMERUN_PORT={os.getpid()}"]
+
+    def run(script, *arguments):
+        argv = [*command, "/bin/bash", "-c", script, "bash", *arguments]
+        return subprocess.run(argv, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+
+    return run
+
+
+def test_every_host_runs_it_and_knows_which_one_it_is(start, tmp_path):
+    result = start('echo "$SAMERUN_NODE_RANK $HOSTNAME $SAMERUN_HOSTS $MINE $PWD $1"', "x y")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.splitlines()) == [f"{rank} n{rank + 1} n1,n2,n3 a b {tmp_path} x y" for rank in range(3)]
+
+
+def test_the_exit_code_is_that_of_the_host_that_failed_and_the_others_end_by_themselves(start):
+    result = start('[ $HOSTNAME = n2 ] && exit 42; sleep 2; echo "$HOSTNAME ends"; exit 1')
+    assert result.returncode == 42
+    assert "n2 ended with exit code 42" in result.stderr
+    assert sorted(result.stdout.splitlines()) == ["n1 ends", "n3 ends"]
+
+
+def test_what_does_not_end_is_ended_with_all_its_processes(start, tmp_path):
+    """n1 ignores SIGTERM and has a child in a session of its own; n2 fails."""
+    script = (
+        'echo $$ >> "$1"; [ $HOSTNAME = n2 ] && exit 3; trap "" TERM; setsid sleep 300 & echo $! >> "$1"; sleep 300; sleep 300'
+    )
+    pids = tmp_path / "pids"
+    began_s = time.monotonic()
+    result = start(script, str(pids))
+    assert result.returncode == 3
+    assert time.monotonic() - began_s < 15
+    numbers = [int(line) for line in pids.read_text().split()]
+    assert len(numbers) == 5
+    alive = [number for number in numbers if is_running(number)]
+    for number in alive:
+        os.kill(number, signal.SIGKILL)
+    assert alive == []
+
+
+def is_running(number):
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_command_line_can_be_pasted(start):
+    argv = spread.host_command("ssh", "node1", ["/bin/echo", "it's"], folder="/", variables={"A": "$B"})
+    pasted = subprocess.run(
+        ["/bin/sh", "-c", f'ssh() {{ shift 3; sh -c "$*"; }}; {shlex.join(argv)}'], capture_output=True, check=True
+    )
+    assert pasted.stdout == b"it's\n"
