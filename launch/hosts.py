@@ -24,6 +24,8 @@ PORT = "SAMERUN_PORT"
 """Variable: TCP port on the head where the processes meet."""
 THREADS = "SAMERUN_THREADS"
 """Variable: CPU threads of each process; not set: what the host's own environment says."""
+HOST_SUFFIX = "SAMERUN_HOST_SUFFIX"
+"""Variable: what turns a host's name into its name in the fast network, as for Slurm jobs."""
 STARTER = "SAMERUN_STARTER"
 """Variable: what reaches the hosts, a key of STARTERS, where it is not what the batch system brings."""
 
@@ -63,7 +65,10 @@ def find(environment: Mapping[str, str], *, processes_per_node: int | None = Non
 
 def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *, starter: str) -> Allocation:
     """Return `job` with what starts a command on all its hosts: nothing where this process was started so."""
-    if NODE_RANK in environment or job.num_nodes == 1:
+    if job.num_nodes == 1:
+        return Allocation(scheduler=scheduler, topology=job)
+    job = replace(job, head_address=with_suffix(job.head_address, environment))
+    if NODE_RANK in environment:
         return Allocation(scheduler=scheduler, topology=job)
     starter = environment.get(STARTER, starter)
     if starter not in STARTERS:
@@ -73,6 +78,12 @@ def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *,
         told[THREADS] = job.threads_per_process
     start = (sys.executable, "-m", "launch.spread", starter, *(f"{name}={value}" for name, value in told.items()))
     return Allocation(scheduler=scheduler, topology=job, start=start, start_origin="this host is one of several")
+
+
+def with_suffix(host: str, environment: Mapping[str, str]) -> str:
+    """Return the name of `host` in the fast network: `jwb0001.site` and SAMERUN_HOST_SUFFIX=i give `jwb0001i.site`."""
+    name, dot, domain = host.partition(".")
+    return f"{name}{environment.get(HOST_SUFFIX, '')}{dot}{domain}"
 
 
 def with_threads(job: Topology, threads: int, origin: str) -> Topology:

@@ -31,6 +31,13 @@ def test_a_list_of_the_users_is_started_by_ssh():
     assert found.start == (sys.executable, "-m", "launch.spread", "ssh", "SAMERUN_HOSTS=a,b,c", "SAMERUN_PORT=29500")
 
 
+def test_the_head_has_its_name_in_the_fast_network():
+    said = {"SAMERUN_HOSTS": "jwb1.site,jwb2.site", "SAMERUN_HOST_SUFFIX": "i", "CUDA_VISIBLE_DEVICES": ""}
+    heads = [hosts.find(said | told).topology.head_address for told in ({}, {"SAMERUN_NODE_RANK": "1"})]
+    assert heads == ["jwb1i.site", "jwb1i.site"]
+    assert "SAMERUN_HOSTS=jwb1.site,jwb2.site" in hosts.find(said).start
+
+
 def test_one_host_needs_no_starter_and_any_port():
     found = hosts.find({"SAMERUN_HOSTS": "a", "CUDA_VISIBLE_DEVICES": ""})
     assert (found.start, found.topology.num_nodes, found.topology.port) == ((), 1, 0)

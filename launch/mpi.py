@@ -1,0 +1,230 @@
+"""One process per rank, started by mpirun, mpiexec or srun: its environment in torchrun's words.
+
+For those who start `mpirun -n 8 python -m app.train ...` or one srun task per GPU: nothing is launched again, the variables
+are translated. Pure: the environment is a mapping passed in, files are read through a function passed in.
+
+Ranks come from what started the processes, and the innermost knows: under mpirun in a Slurm job SLURM_PROCID is 0 in every
+rank, as Slurm only started mpirun's daemons. What no starter tells a rank is the machine of rank 0 and a port. Both are
+read from the job that they run in, or asked for.
+
+LOCAL_RANK counts the processes of a node. It is the index of a device only where they see all devices of the node, which
+is not so after `srun --gpus-per-task=1`, where each sees its own as device 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import TopologyError
+from launch.hosts import number, with_suffix
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnvironment:
+    """One process of a run."""
+
+    starter: str
+    """What started it, for messages."""
+    rank: int
+    """Index of this process in 0..world_size-1."""
+    world_size: int
+    """Processes of the run."""
+    local_rank: int
+    """Index of this process among those of its node."""
+    local_world_size: int
+    """Processes on this node; another node may have another number."""
+    head_address: str
+    """Name or address of the machine of rank 0."""
+    head_origin: str
+    """Where that was read."""
+    port: int
+    """TCP port there, where the processes meet."""
+    port_origin: str
+    """Where that was read."""
+
+    def variables(self) -> dict[str, str]:
+        """What torchrun would have set."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.head_address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+@dataclass(frozen=True)
+class _Starter:
+    """The variables in which a starter tells a process its place."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    tell: str
+    """How the user tells every rank a variable."""
+
+    @property
+    def told(self) -> tuple[str, str, str, str]:
+        return self.rank, self.world_size, self.local_rank, self.local_world_size
+
+
+# The innermost first. PALS sets no size of its own, but Cray PMI's; Slurm's Cray plugin sets both. Open MPI: "Environment
+# variables set for MPI applications" in its documentation. PMI, srun: captured. Others: Slurm's plugin mpi/cray_shasta, and
+# the scripts of ALCF's users.
+_STARTERS = (
+    _Starter("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+             "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -x {}={} ..."),
+    _Starter("mpirun (MVAPICH2)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+             "MV2_COMM_WORLD_LOCAL_SIZE", "mpirun -env {} {} ..."),
+    _Starter("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpiexec -genv {} {} ..."),
+    _Starter("mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "mpiexec --env {}={} ..."),
+    _Starter("mpiexec (Cray PMI)", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "export {}={}"),
+    _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "export {}={}"),
+)  # fmt: skip
+# How a process is told the name of its own machine.
+_OWN_NAMES = ("PMIX_HOSTNAME", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "SLURMD_NODENAME")
+# Names of one start of one job, the same in all its ranks and different in others at the same time.
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PBS_JOBID", "SLURM_JOB_ID", "JOB_ID")
+_DEFAULT_PORT = 29500
+
+
+def translate(
+    environment: Mapping[str, str],
+    *,
+    read: Callable[[str], str] = lambda path: Path(path).read_text(),
+) -> RankEnvironment | None:
+    """Return the place of this process among those that were started with it, or None where MPI or srun started none, or
+    torchrun did in between (RANK and LOCAL_RANK are there).
+
+    MASTER_ADDR and MASTER_PORT in `environment` are taken as they are. Without them the head is the first host of the job,
+    and the port follows from the job's id. Raises TopologyError where a number cannot be, where WORLD_SIZE says another,
+    and where the head cannot be known: plain mpirun over several machines, or a rank 0 that is not on the first host.
+    """
+    if "RANK" in environment and "LOCAL_RANK" in environment:
+        return None
+    starter = next((each for each in _STARTERS if all(name in environment for name in each.told)), None)
+    if starter is None:
+        _refuse_lonely_ranks(environment)
+        return None
+    rank, world_size = number(environment, starter.rank), number(environment, starter.world_size)
+    local_rank, local_world_size = number(environment, starter.local_rank), _local_world_size(environment, starter)
+    if not (rank < world_size and local_rank < local_world_size <= world_size):
+        raise TopologyError(f"{_said(environment, *starter.told)} of {starter.name} do not fit together: start the run anew")
+    if environment.get("WORLD_SIZE", str(world_size)) != str(world_size):
+        raise TopologyError(
+            f"{_said(environment, 'WORLD_SIZE')}, but {starter.name} says {_said(environment, starter.world_size)}: "
+            "unset WORLD_SIZE, which the job's script need not set"
+        )
+    head, head_origin = _head(environment, starter, rank, alone=local_world_size == world_size, read=read)
+    port, port_origin = _port(environment, starter)
+    return RankEnvironment(
+        starter=starter.name,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        head_address=head,
+        head_origin=head_origin,
+        port=port,
+        port_origin=port_origin,
+    )
+
+
+def _refuse_lonely_ranks(environment: Mapping[str, str]) -> None:
+    """Several processes that are not told their places on their nodes: each would take the first device."""
+    for name in ("PMI_SIZE", "PALS_LOCAL_SIZE"):
+        if name in environment and number(environment, name) > 1:
+            known = ", ".join(f"{each.local_rank} with {each.world_size}" for each in _STARTERS)
+            raise TopologyError(
+                f"{_said(environment, name)}: several processes were started, but none is told its place on its node. "
+                f"There should be one of {known}. Start one `samerun launch` per node instead, which starts the others"
+            )
+
+
+def _local_world_size(environment: Mapping[str, str], starter: _Starter) -> int:
+    if starter.name != "srun":
+        return number(environment, starter.local_world_size)
+    counts = _said_counts(environment.get(starter.local_world_size, ""))
+    node = number(environment, "SLURM_NODEID")
+    count = next(itertools.islice(counts, node, None), None)
+    if count is None:
+        raise TopologyError(f"{_said(environment, starter.local_world_size, 'SLURM_NODEID')}: there is no number for this node")
+    return count
+
+
+def _said_counts(text: str) -> itertools.chain[int]:
+    """`2(x3),1` is 2, 2, 2, 1."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return itertools.chain.from_iterable(itertools.repeat(int(count), int(times or 1)) for count, times in parts)
+
+
+def _head(
+    environment: Mapping[str, str], starter: _Starter, rank: int, *, alone: bool, read: Callable[[str], str]
+) -> tuple[str, str]:
+    """The machine of rank 0, and where it was read."""
+    if "MASTER_ADDR" in environment:
+        return environment["MASTER_ADDR"], "MASTER_ADDR"
+    if alone:
+        return "127.0.0.1", "all processes are on one machine"
+    hosts, origin = _hosts(environment, starter, read)
+    if not hosts:
+        raise TopologyError(
+            f"{starter.name} started processes on several machines, and nothing tells which of them has rank 0: give its "
+            f"name or address as MASTER_ADDR, as in `{starter.tell.format('MASTER_ADDR', 'node1')}`, where node1 is the first "
+            "of the hosts"
+        )
+    own = next((environment[name] for name in _OWN_NAMES if name in environment), "")
+    if rank == 0 and _short(own) in map(_short, hosts) and _short(own) != _short(hosts[0]):
+        raise TopologyError(
+            f"rank 0 is on {own}, and the others would look for it on {hosts[0]}, the first host of {origin}: say where it is, "
+            f"as in `{starter.tell.format('MASTER_ADDR', own)}`, or give {starter.name} the hosts in their order"
+        )
+    return with_suffix(hosts[0], environment), f"first host of {origin}"
+
+
+def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[str], str]) -> tuple[list[str], str]:
+    """The machines of the job, the head first, and where they were read; none where it is no job of a batch system."""
+    nodelist = "SLURM_STEP_NODELIST" if starter.name == "srun" else "SLURM_JOB_NODELIST"
+    if nodelist in environment:
+        from hostlist import BadHostlist, expand_hostlist
+
+        try:
+            return expand_hostlist(environment[nodelist]), nodelist
+        except BadHostlist as error:
+            raise TopologyError(f"{_said(environment, nodelist)} is no list of nodes: {error}") from error
+    for name in ("PBS_NODEFILE", "PE_HOSTFILE"):
+        if name in environment:
+            try:
+                lines = read(environment[name]).splitlines()
+            except OSError:  # the file is on the first host only: then it is as if it were not there
+                continue
+            return [line.split()[0] for line in lines if line.strip()], name
+    return [], ""
+
+
+def _port(environment: Mapping[str, str], starter: _Starter) -> tuple[int, str]:
+    """A port for this start of this job, 12000 to 31999: below those that Linux deals out."""
+    if "MASTER_PORT" in environment:
+        return number(environment, "MASTER_PORT"), "MASTER_PORT"
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if starter.name == "srun" else _JOB_NAMES
+    there = [name for name in names if name in environment][: len(names) if starter.name == "srun" else 1]
+    if not there:
+        return _DEFAULT_PORT, "default"
+    said = _said(environment, *there)
+    return 12000 + zlib.crc32(said.encode()) % 20000, said
+
+
+def _short(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _said(environment: Mapping[str, str], *names: str) -> str:
+    return ", ".join(f"{name}={environment.get(name, '(not set)')}" for name in names)

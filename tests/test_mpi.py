@@ -1,0 +1,216 @@
+"""One process per rank, translated: environments captured from real mpirun, mpiexec and srun.
+
+The golden file holds what every captured rank becomes; after an intended change:
+    PYTHONPATH=. python tests/test_mpi.py > tests/golden/mpi.txt
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import TopologyError
+from launch import mpi
+
+CAPTURED = Path(__file__).parent / "environments" / "mpi"
+GOLDEN = Path(__file__).parent / "golden" / "mpi.txt"
+STARTS = sorted({path.stem.rpartition("-rank")[0] for path in CAPTURED.glob("*-rank*.txt")})
+FILES = {"/var/spool/pbs/aux/5.head": "node1\nnode1\nnode2\nnode2\n"}
+
+
+def environments(start):
+    """The environment of every rank of a start, in the order of the file names."""
+    for path in sorted(CAPTURED.glob(f"{start}-rank*.txt")):
+        lines = path.read_text().splitlines()
+        yield dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def translated(environment, **said):
+    return mpi.translate(environment | said, read=FILES.__getitem__)
+
+
+def without_head(environment):
+    """The job's script had set these, for its own program."""
+    return {name: value for name, value in environment.items() if not name.startswith("MASTER_")}
+
+
+def golden_lines():
+    yield "# what each captured rank becomes; MASTER_ADDR and MASTER_PORT of the job's script left out"
+    for start in STARTS:
+        yield f"\n{(CAPTURED / f'{start}-rank0.txt').read_text().splitlines()[0]}"
+        for environment in map(without_head, environments(start)):
+            try:
+                rank = translated(environment)
+            except TopologyError as error:
+                yield f"refused: {error}"
+                continue
+            variables = " ".join(f"{name}={value}" for name, value in rank.variables().items())
+            yield f"{variables}  ({rank.starter}; {rank.head_origin}; {rank.port_origin})"
+
+
+def test_every_captured_rank_becomes_what_the_golden_file_says():
+    assert "\n".join(golden_lines()).splitlines() == GOLDEN.read_text().splitlines()
+
+
+def test_there_is_something_to_look_at():
+    assert len(STARTS) >= 8
+    assert sum(1 for start in STARTS for _ in environments(start)) >= 25
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_ranks_of_a_start_are_one_group(start):
+    """Whatever the starter: ranks 0 to n-1, local ranks 0 to m-1 on each machine, one meeting point."""
+    ranks = [translated(environment, MASTER_ADDR="node1") for environment in map(without_head, environments(start))]
+    world_size = len(ranks)
+    assert sorted(rank.rank for rank in ranks) == list(range(world_size))
+    assert {rank.world_size for rank in ranks} == {world_size}
+    places = Counter((rank.local_rank, rank.local_world_size) for rank in ranks)
+    for (local_rank, size), count in places.items():
+        assert 0 <= local_rank < size
+        assert count == places[0, size]  # on as many machines as there are of this size
+    assert len({(rank.head_address, rank.port) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "starter", "head"),
+    [
+        ("slurm-mpirun", "mpirun (Open MPI)", "node1"),
+        ("pbs-mpirun", "mpirun (Open MPI)", "node1"),
+        ("srun-pmi2", "srun", "node1"),
+        ("srun-gpu-per-task", "srun", "node1"),
+        ("srun-3-of-4", "srun", "node1"),
+        ("hydra-1node", "mpiexec (PMI)", "127.0.0.1"),
+    ],
+)
+def test_who_started_it_and_where_they_meet(start, starter, head):
+    for environment in map(without_head, environments(start)):
+        rank = translated(environment)
+        assert (rank.starter, rank.head_address) == (starter, head)
+        assert 12000 <= rank.port < 32000 or rank.port_origin == "default"
+
+
+def test_under_mpirun_slurms_rank_is_that_of_its_daemon():
+    seen = list(environments("slurm-mpirun"))
+    assert [environment["SLURM_PROCID"] for environment in seen] == ["0"] * 4  # the trap
+    assert [translated(environment).rank for environment in seen] == [0, 1, 2, 3]
+
+
+def test_nodes_may_have_different_numbers_of_tasks():
+    sizes = [(rank.rank, rank.local_rank, rank.local_world_size) for rank in map(translated, environments("srun-3-of-4"))]
+    assert sizes == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
+
+
+@pytest.mark.parametrize("start", ["rsh-mpirun", "hydra"])
+def test_plain_mpirun_across_machines_is_told_what_to_give(start):
+    for environment in environments(start):
+        with pytest.raises(TopologyError, match=r"nothing tells which of them has rank 0: give.*MASTER_ADDR.*node1"):
+            translated(environment)
+        rank = translated(environment, MASTER_ADDR="node1", MASTER_PORT="1234")
+        assert rank.variables()["MASTER_ADDR"] == "node1"
+        assert (rank.port, rank.port_origin) == (1234, "MASTER_PORT")
+
+
+def test_what_the_user_said_of_the_meeting_point_is_taken():
+    for environment in environments("slurm-mpirun"):
+        rank = translated(environment)
+        assert (rank.head_origin, rank.variables()["MASTER_PORT"]) == ("MASTER_ADDR", environment["MASTER_PORT"])
+
+
+def test_the_name_in_the_fast_network():
+    environment = without_head(next(environments("srun-pmi2")))
+    assert translated(environment, SAMERUN_HOST_SUFFIX="i").head_address == "node1i"
+
+
+def test_starts_at_the_same_time_have_ports_of_their_own():
+    environment = without_head(next(environments("srun-pmi2")))
+    ports = {
+        translated(environment, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step)).port for job in range(4) for step in range(4)
+    }
+    assert len(ports) == 16
+
+
+# What nobody could capture here --------------------------------------------------------------------------------------------
+
+PALS = {"PALS_RANKID": "5", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4", "PMI_RANK": "5",
+        "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_APID": "a1b2",
+        "PBS_JOBID": "9.polaris"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "starter"),
+    [
+        (PALS, "mpiexec (PALS)"),
+        ({name: value for name, value in PALS.items() if name[:5] != "PALS_"}, "mpiexec (Cray PMI)"),
+        ({f"MV2_COMM_WORLD_{name}": value for name, value in
+          {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}.items()}, "mpirun (MVAPICH2)"),
+    ],
+)  # fmt: skip
+def test_starters_as_they_are_described(environment, starter):
+    rank = mpi.translate(environment | {"PBS_NODEFILE": "file"}, read=lambda path: "x1.site\nx2.site\n")
+    assert rank.starter == starter
+    assert (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size) == (5, 8, 1, 4)
+    assert (rank.head_address, rank.head_origin) == ("x1.site", "first host of PBS_NODEFILE")
+
+
+def test_a_nodefile_that_is_not_on_this_host_is_as_if_not_there():
+    with pytest.raises(TopologyError, match=r"nothing tells which"):
+        mpi.translate(PALS | {"PBS_NODEFILE": "/no/such/file"})
+
+
+# Nothing to translate, and what cannot be ----------------------------------------------------------------------------------
+
+
+def test_processes_that_nobody_started_together_are_none():
+    assert mpi.translate({"PATH": "/bin"}) is None
+    assert mpi.translate({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # the batch script
+
+
+def test_ranks_of_torchrun_are_told_already():
+    for environment in environments("slurm-mpirun"):
+        assert translated(environment, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1") is None
+
+
+@pytest.mark.parametrize(
+    ("start", "said", "words"),
+    [
+        ("slurm-mpirun", {"OMPI_COMM_WORLD_RANK": "4"}, ["OMPI_COMM_WORLD_RANK=4", "OMPI_COMM_WORLD_SIZE=4", "do not fit"]),
+        ("slurm-mpirun", {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, ["OMPI_COMM_WORLD_LOCAL_SIZE=5", "do not fit"]),
+        ("slurm-mpirun", {"OMPI_COMM_WORLD_SIZE": "x"}, ["OMPI_COMM_WORLD_SIZE is 'x'", "whole number"]),
+        ("slurm-mpirun", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=4", "unset WORLD_SIZE"]),
+        ("slurm-mpirun", {"MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
+        ("srun-gpu-per-task", {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "no number for this node"]),
+        ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST=node[1-", "no list of nodes"]),
+        ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[2,1]"}, ["rank 0 is on node1", "MASTER_ADDR=node1"]),
+        ("pbs-mpirun", {"PMIX_HOSTNAME": "node2"}, ["rank 0 is on node2", "look for it on node1", "-x MASTER_ADDR=node2"]),
+    ],
+)
+def test_what_cannot_be_is_refused(start, said, words):
+    environment = next(environments(start))
+    with pytest.raises(TopologyError) as refusal:
+        translated(without_head(environment), **said)
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_ranks_that_do_not_know_their_place_on_the_node_are_refused():
+    with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*none is told its place"):
+        mpi.translate({"PMI_RANK": "1", "PMI_SIZE": "4"})
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5), st.data())
+def test_slurms_counts_of_tasks(groups, data):
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in groups)
+    counts = [count for count, times in groups for _ in range(times)]
+    node = data.draw(st.integers(0, len(counts) - 1))
+    rank = mpi.translate({
+        "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": str(sum(counts)), "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
+        "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "a",
+    })  # fmt: skip
+    assert rank.local_world_size == counts[node]
+
+
+if __name__ == "__main__":
+    print("\n".join(golden_lines()))
