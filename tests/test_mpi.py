@@ -6,6 +6,7 @@ The golden file holds what every captured rank becomes; after an intended change
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -210,6 +211,29 @@ def test_slurms_counts_of_tasks(groups, data):
         "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "a",
     })  # fmt: skip
     assert rank.local_world_size == counts[node]
+
+
+# The script ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, "<-np><2>"),
+        ({"NP": "8"}, "<-np><8>"),
+        ({"NP": "4", "MASTER_ADDR": "node1", "MPIRUN": "mpirun --host node1:2,node2:2"},
+         "<--host><node1:2,node2:2><-np><4><-x><MASTER_ADDR>"),
+    ],
+)  # fmt: skip
+def test_the_script_starts_a_process_for_each_rank(tmp_path, said, expected):
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/sh\nprintf "<%s>" "$@"; exit 42\n')
+    fake.chmod(0o755)
+    command = [str(Path(mpi.__file__).parent / "mpirun.sh"), "--run-dir", "a b", "data.path=$HOME/*"]
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", **said}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout == f"{expected}<python><-m><app.train><--run-dir><a b><data.path=$HOME/*>"
+    assert result.returncode == 42
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -316,6 +317,26 @@ def test_a_large_job_is_translated_at_once():
     text = lines_of(counts)
     topology = pbs.find(JOB, read=lambda path: text, device_folder=NO_DEVICES).topology
     assert (topology.num_nodes, topology.world_size, topology.head_address) == (10_000, 80_000, "x00000")
+
+
+# The batch script ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_script_hands_the_arguments_on_and_starts_in_the_project(tmp_path):
+    """As PBS starts it: in the home folder, with a PATH that is not the user's."""
+    fake, project = tmp_path / "bin" / "samerun", tmp_path / "my project"
+    fake.parent.mkdir()
+    project.mkdir()
+    fake.write_text('#!/bin/sh\nprintf "<%s>" "$PWD" "$@"; exit 42\n')
+    fake.chmod(0o755)
+    said = {"SAMERUN_ARGS": "--preset multi_node --run-dir 'a b' 'data.path=$HOME/*'", "PATH": "/bin:/usr/bin"}
+    batch = environment("select-2x2-batch") | said | {"PBS_O_WORKDIR": str(project), "PBS_O_PATH": str(fake.parent)}
+    script = Path(pbs.__file__).parent / "multinode.pbs"
+    result = subprocess.run(["/bin/bash", str(script)], env=batch, cwd="/", capture_output=True, text=True, check=False)
+    assert result.stdout == f"<{project}><launch><--preset><multi_node><--run-dir><a b><data.path=$HOME/*>"
+    assert result.returncode == 42
+    elsewhere = batch | {"PBS_O_WORKDIR": "/no/such/folder"}
+    assert subprocess.run(["/bin/bash", str(script)], env=elsewhere, capture_output=True, check=False).returncode == 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""Grid Engine (SGE, Son of Grid Engine, Univa): a job's hosts as an `Allocation`.
+
+Pure: the environment is a mapping passed in, files are read through a function passed in. Facts: 8.1.9.
+
+- $PE_HOSTFILE, in jobs of a parallel environment (`qsub -pe NAME SLOTS`), has a line per host: name, slots, queue, processors.
+  The batch script runs on the first. A job without one is this machine, whatever the number of its cores.
+- What `qrsh -inherit` starts on a host is told its own slots only, and nothing of the other hosts.
+- SGE_TASK_ID is the text `undefined` outside of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from app.errors import TopologyError
+from launch import hosts
+from launch.allocation import Allocation
+from launch.local import count_accelerators
+
+
+def find(
+    environment: Mapping[str, str],
+    *,
+    processes_per_node: int | None = None,
+    read: Callable[[str], str] = lambda path: Path(path).read_text(),
+    device_folder: Path = Path("/dev"),
+) -> Allocation | None:
+    """Return the job that `environment` belongs to, seen from its batch script on the first host, or None outside of such jobs.
+
+    Processes on a host are `processes_per_node` where given; else as many as GPUs visible here; else its slots. What
+    `launch/spread.py` started on a host is not looked at here: it has been told (`hosts.find`). Raises TopologyError.
+    """
+    if hosts.NODE_RANK in environment or "SGE_ROOT" not in environment or "PE" not in environment:
+        return None
+    job_id = environment.get("JOB_ID", "")
+    if environment.get("JOB_SCRIPT") == "QRSH" and "PE_HOSTFILE" not in environment:
+        raise TopologyError(
+            f"qrsh -inherit or mpirun started this process (JOB_ID={job_id}, JOB_SCRIPT=QRSH): each would start the whole run. "
+            "Call `samerun launch` once, in the batch script"
+        )
+    slots = _count_slots(environment, read)
+    here, origin = count_accelerators(environment, device_folder=device_folder)
+    job = hosts.topology(
+        slots,
+        slots_origin="PE_HOSTFILE",
+        accelerators=({"this host": here}, f"{origin} on this host"),
+        asked=processes_per_node,
+        port=_port(environment),
+    )
+    threads = max(min(slots.values()) // job.processes_per_node, 1), "slots of PE_HOSTFILE, divided by the processes"
+    if "OMP_NUM_THREADS" in environment:
+        threads = hosts.number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={environment['OMP_NUM_THREADS']}"
+    return hosts.allocation(environment, f"Grid Engine job {job_id}", hosts.with_threads(job, *threads), starter="qrsh")
+
+
+def _count_slots(environment: Mapping[str, str], read: Callable[[str], str]) -> dict[str, int]:
+    """Slots of each host, in the order of the file; a host may have lines for several queues."""
+    path = environment.get("PE_HOSTFILE", "")
+    slots: dict[str, int] = {}
+    try:
+        for line in read(path).splitlines():
+            if line.strip():
+                host, count, *_ = line.split()
+                slots[host] = slots.get(host, 0) + int(count)
+    except (OSError, ValueError) as error:
+        raise TopologyError(
+            f"JOB_ID is {environment.get('JOB_ID')}, but PE_HOSTFILE, {path!r}, cannot be read ({error}): if the variables are "
+            "left over from another job, unset PE; else start the run from the batch script"
+        ) from error
+    if not slots:
+        raise TopologyError(f"PE_HOSTFILE, {path}, is empty: a job has at least one host")
+    return slots
+
+
+def _port(environment: Mapping[str, str]) -> tuple[int, str]:
+    task = environment.get("SGE_TASK_ID", "undefined")
+    job_number = hosts.number(environment, "JOB_ID")
+    if task == "undefined":
+        return hosts.port_of_job(job_number), f"JOB_ID={job_number}"
+    return hosts.port_of_job(job_number, hosts.number(environment, "SGE_TASK_ID")), f"JOB_ID={job_number}, SGE_TASK_ID={task}"
