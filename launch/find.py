@@ -1,7 +1,7 @@
 """Where this process is: in which scheduler's allocation, or in none.
 
-The first that recognises its variables answers. Who comes first matters: an mpirun inside a Slurm job leaves Slurm's
-variables in place with the rank of its daemon, 0 everywhere, so a finder for MPI must go before Slurm's.
+The first that recognises its variables answers. What a user or `launch/spread.py` says of the hosts goes before what a
+scheduler's variables say.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from app.errors import TopologyError
-from launch import slurm
+from launch import hosts, pbs, slurm
 from launch.allocation import Allocation
 
 
@@ -21,7 +21,15 @@ class Finder(Protocol):
         """Return the allocation that an environment is part of, or None if it is of another kind. Raises TopologyError."""
 
 
-FINDERS: dict[str, Finder] = {"Slurm": slurm.find}
+FINDERS: tuple[Finder, ...] = (hosts.find, slurm.find, pbs.find)
+
+# How many processes something else started, each of which would launch a whole run. A task of srun is no such case: Slurm's
+# own variables tell whether it is the only one of its node, and PMI's are there for every task.
+_STARTED_BY = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
+    "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)",
+    "PMI_SIZE": "mpiexec (PMI)",
+}
 
 
 def find(
@@ -33,7 +41,8 @@ def find(
     one that was given has no meaning here, and for an environment in which something else starts the processes already.
     """
     _refuse_torchrun(environment)
-    for finder in FINDERS.values():
+    _refuse_mpi(environment)
+    for finder in FINDERS:
         allocation = finder(environment, processes_per_node=processes if processes_per_node is None else processes_per_node)
         if allocation is None:
             continue
@@ -61,3 +70,14 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
             "several, and `samerun launch` would start more from each. Start `samerun launch` once, or unset "
             f"{', '.join(set_by_torchrun)} if they are left over"
         )
+
+
+def _refuse_mpi(environment: Mapping[str, str]) -> None:
+    for name, starter in _STARTED_BY.items():
+        size = environment.get(name, "1")
+        if size != "1" and (name != "PMI_SIZE" or "SLURM_STEP_ID" not in environment):
+            program = starter.split()[0]
+            raise TopologyError(
+                f"{starter} started {size} processes ({name}={size}), and each would launch the whole run. Start "
+                f"`samerun launch` once, without {program}, or let {program} start `python -m app.train` itself"
+            )

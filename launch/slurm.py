@@ -23,10 +23,8 @@ from hostlist import BadHostlist, expand_hostlist
 from app.errors import TopologyError
 from app.topology import Topology
 from launch.allocation import Allocation
+from launch.hosts import HOST_SUFFIX, with_suffix
 from launch.local import count_accelerators
-
-HOST_SUFFIX = "SAMERUN_HOST_SUFFIX"
-"""Variable: what turns a node's name into its name in the fast network, such as `i` on JUWELS (jwb0001 -> jwb0001i)."""
 
 # Below the ports that Linux hands out by itself (32768 and up); two jobs meet only if their ids differ by a multiple of 20000.
 _FIRST_PORT, _PORTS = 12000, 20000
@@ -256,11 +254,10 @@ def _counts(text: str) -> list[int]:
 
 
 def _head(view: _View, hosts: tuple[str, ...]) -> tuple[str, str]:
-    name = hosts[0] if hosts else ""
-    origin = f"first of {view.said(view.name('NODELIST'))}" if hosts else "no list of nodes"
-    suffix = view.environment.get(HOST_SUFFIX, "")
-    host, dot, domain = name.partition(".")
-    return f"{host}{suffix}{dot}{domain}", f"{origin}, {HOST_SUFFIX}={suffix}" if suffix else origin
+    if not hosts:
+        return "", "no list of nodes"
+    head, origin = with_suffix(hosts[0], view.environment), f"first of {view.said(view.name('NODELIST'))}"
+    return head, origin if head == hosts[0] else f"{origin}, {view.said(HOST_SUFFIX)}"
 
 
 def _port(view: _View) -> tuple[int, str]:

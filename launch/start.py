@@ -77,7 +77,7 @@ def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str]
     command = accelerate_argv(topology, chosen, [*app_args, *passed_on], mixed_precision=options.mixed_precision)
     start: list[str] = []
     if allocation and allocation.start:
-        told = ["--processes-per-node", str(topology.processes_per_node)]
+        told = [] if options.processes_per_node else ["--processes-per-node", str(topology.processes_per_node)]
         start = [*allocation.start, sys.executable, "-m", "launch.cli", "launch", *told, *argv]
     return _Launch(
         allocation=allocation,
@@ -105,7 +105,9 @@ def _default_preset(topology: Topology, environment: Mapping[str, str]) -> Prese
         return preset.load("multi_node")
     if topology.world_size > 1:
         return preset.load("multi_gpu")
-    return preset.load("single_gpu" if local.count_accelerators(environment)[0] else "cpu")
+    # Nodes may have accelerators that this machine has not; single_gpu runs on the CPU where there is none.
+    has_accelerator = bool(topology.hosts) or local.count_accelerators(environment)[0] > 0
+    return preset.load("single_gpu" if has_accelerator else "cpu")
 
 
 def _fit(name_or_path: str, overrides: list[str], topology: Topology) -> BatchPlan:

@@ -167,7 +167,7 @@ def test_lists_of_nodes_keep_their_order(nodelist, hosts):
 
 @pytest.mark.parametrize(("name", "head"), [("jwb0001", "jwb0001i"), ("jwb0001.juwels", "jwb0001i.juwels")])
 def test_the_fast_network_has_names_of_its_own(name, head):
-    environment = captured("cpucluster-2node-batch") | {"SLURM_JOB_NODELIST": f"{name},other", slurm.HOST_SUFFIX: "i"}
+    environment = captured("cpucluster-2node-batch") | {"SLURM_JOB_NODELIST": f"{name},other", "SAMERUN_HOST_SUFFIX": "i"}
     topology = found(environment).topology
     assert topology.head_address == head
     assert topology.origins["head_address"] == f"first of SLURM_JOB_NODELIST={name},other, SAMERUN_HOST_SUFFIX=i"
@@ -260,6 +260,8 @@ def test_a_container_without_srun_is_no_stale_environment():
         (BATCH, {"processes": 2}, ["--processes is 2", "2 nodes", "--processes-per-node 2"]),
         ({}, {"processes_per_node": 2}, ["--processes-per-node is 2", "--processes 2"]),
         ({"RANK": "0", "LOCAL_RANK": "0"}, {}, ["RANK=0, LOCAL_RANK=0", "torchrun"]),
+        (BATCH | {"OMPI_COMM_WORLD_SIZE": "4"}, {}, ["mpirun (Open MPI) started 4", "python -m app.train"]),
+        ({"PMI_SIZE": "4"}, {}, ["mpiexec (PMI) started 4"]),
     ],
 )
 def test_options_and_environments_that_contradict_are_refused(monkeypatch, environment, options, words):
@@ -314,6 +316,14 @@ def test_every_value_is_explained_with_its_source(tmp_path):
     assert rows["world_size"][0] == "4"
     assert rows["micro_batch"][0] == "32"
     assert rows["preset"][0] == "multi_node"
+
+
+def test_a_node_with_one_gpu_has_the_same_default_seen_from_salloc_and_from_its_task(tmp_path):
+    """The shell of salloc sees no device, the task does; what the one announces the other must run."""
+    task = captured("1node-gres2-step-task0") | {"CUDA_VISIBLE_DEVICES": "0", "SLURMD_NODENAME": socket.gethostname()}
+    batch = {name: value for name, value in captured("1node-gpus1-batch").items() if name != "CUDA_VISIBLE_DEVICES"}
+    for environment in (task, batch):
+        assert "single_gpu.yaml" in samerun(environment, "--dry-run", path=tmp_path).stdout
 
 
 def test_ten_thousand_nodes_take_less_than_a_third_of_a_second(tmp_path):
