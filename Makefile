@@ -1,5 +1,6 @@
 # make demo       install into .venv and train the embedded default on 2 processes of this machine's CPU
-# make test       install into .venv and run every test but the slow ones
+# make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install the Slurm
+#                 that some of them run on a lab of namespaces (elsewhere they are skipped, and say so)
 # make test-full  every test
 # make lint       linter, formatter and type checker
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
@@ -9,16 +10,21 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full lint format
+.PHONY: demo test test-full slurm lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev | slurm
 	$(RUN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-full: $(VENV)/.installed-dev
+test-full: $(VENV)/.installed-dev | slurm
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
+
+slurm:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v slurmctld >/dev/null; then \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 >/dev/null \
+	    || echo "no Slurm could be installed: its tests will be skipped" >&2; fi
 
 lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .

@@ -349,6 +349,24 @@ def test_ten_thousand_nodes_take_less_than_a_third_of_a_second(tmp_path):
     assert min(durations_s) < 0.3, durations_s
 
 
+def test_the_document_speaks_of_commands_and_variables_that_are_there(tmp_path):
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    slurm_part = text.split("\n## Slurm\n")[1].split("\n## ")[0]
+    launches = re.findall(r"^(?:exec )?samerun (launch .*?)(?:  +#.*)?$", slurm_part, flags=re.MULTILINE)
+    assert len(launches) >= 4
+    for command in launches:
+        _, *words = shlex.split(command.replace("$SLURM_ARRAY_TASK_ID", "3"))
+        result = samerun(BATCH, *words, "--dry-run", path=tmp_path)
+        assert result.returncode == 0, result.stderr
+    source = "".join(path.read_text() for path in (ROOT / "launch").glob("*.py"))
+    variables = set(re.findall(r"`((?:SLURM|SAMERUN)_\w+)", slurm_part))
+    assert len(variables) >= 8
+    for variable in variables:
+        # The view of a job or a step puts some names together.
+        name = re.sub(r"^SLURM_(JOB|STEP)_(?=NODELIST)", "", variable)
+        assert f'"{name}"' in source, variable
+
+
 def test_the_job_script_has_resources_and_one_call():
     script = (ROOT / "launch" / "multinode.sh").read_text().splitlines()
     assert [line for line in script if not line.startswith("#")] == ['exec samerun launch "$@"']
