@@ -37,8 +37,15 @@ def _parity(argv: list[str]) -> int:
     return parity.main(argv)
 
 
+def _doctor(argv: list[str]) -> int:
+    from launch import doctor
+
+    return doctor.doctor(argv, os.environ, say=_say)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
+    "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
 }
 

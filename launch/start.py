@@ -71,7 +71,7 @@ def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str]
         topology = replace(topology, port=options.port, origins={**topology.origins, "port": "--port"})
     origin = "--preset"
     if chosen is None:
-        chosen, origin = _default_preset(topology, environment), "chosen for these processes; --preset says otherwise"
+        chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset says otherwise"
     app_args = ["--recipe", options.recipe or "digits"]
     app_args += ["--run-dir", options.run_dir] if options.run_dir else []
     command = accelerate_argv(topology, chosen, [*app_args, *passed_on], mixed_precision=options.mixed_precision)
@@ -100,7 +100,8 @@ def _this_machine(chosen: Preset | None, processes: int | None, environment: Map
     return local.find(environment, processes=processes)
 
 
-def _default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset:
+def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset:
+    """Return the preset for these processes where the user names none."""
     if topology.num_nodes > 1:
         return preset.load("multi_node")
     if topology.world_size > 1:

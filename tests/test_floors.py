@@ -21,7 +21,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("app.loop",)],
     [("app.session",)],
     [("app.train",)],
-    [("app.evaluate",), ("app.predict",), ("app.parity", "app.curves")],
+    [("app.evaluate",), ("app.predict",), ("app.parity", "app.curves"), ("app.doctor", "app.probe", "app.diagnosis")],
 ]
 LAUNCHER_FLOOR = 1  # launch/ sees the floors up to this one
 
@@ -89,8 +89,8 @@ def test_the_launcher_runs_without_torch() -> None:
 
 def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> None:
     allowed = {
-        "os.environ": {"app.train", "app.evaluate", "launch.cli", "launch.local", "launch.spread"},
-        "torch.distributed": {"app.runtime", "app.handshake", "app.average"},
+        "os.environ": {"app.train", "app.evaluate", "app.doctor", "launch.cli", "launch.local", "launch.spread"},
+        "torch.distributed": {"app.runtime", "app.handshake", "app.average", "app.probe"},
         "distributed_type": {"app.runtime", "app.handshake", "app.average", "app.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():
