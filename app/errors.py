@@ -8,6 +8,7 @@
     +-- RunFolderError   7  the run folder cannot be used
     +-- TrainingError    8  the training itself went wrong (a loss that is not finite)
     +-- TrackerError     9  a tracker that was asked for cannot be had
+    +-- SubmitError     10  a job cannot be submitted as it was asked for
 
 The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
 see, because `train.py` prints it without a traceback.
@@ -64,3 +65,9 @@ class TrackerError(SamerunError):
     """A tracker that was asked for is unknown or not installed."""
 
     exit_code = 9
+
+
+class SubmitError(SamerunError):
+    """The job cannot be submitted: its options are wrong, or the scheduler refuses it."""
+
+    exit_code = 10

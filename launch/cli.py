@@ -31,6 +31,12 @@ def _launch(argv: list[str]) -> int:
     return start.launch(argv, os.environ, say=_say)
 
 
+def _submit(argv: list[str]) -> int:
+    from launch import submit
+
+    return submit.submit(argv, os.environ, say=_say)
+
+
 def _parity(argv: list[str]) -> int:
     from app import parity
 
@@ -45,6 +51,7 @@ def _doctor(argv: list[str]) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
+    "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
     "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
 }

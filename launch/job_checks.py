@@ -1,0 +1,171 @@
+"""What can be wrong with a job before it is in a queue: each check returns its problems, a sentence each, and raises nothing.
+
+The options are those of `launch/submit.py`, as the user wrote them. Standard library and PyYAML only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from app.batching import BatchPlan
+from app.errors import PresetError, RecipeError
+from app.recipe import Recipe
+from app.recipe_file import load as load_recipe
+from app.topology import Topology
+from launch import job_script, preset
+from launch.command import accelerate_argv
+from launch.job_script import SUBMITTERS, Scheduler
+from launch.sweep import Combination
+
+# What a scheduler's option must not say, because one of ours does and is checked, or because it is told to the user.
+_LOG = "the log lies beside the script: nothing"
+_OURS: Mapping[Scheduler, Mapping[str, str]] = {
+    "slurm": {
+        "--nodes": "--nodes", "-N": "--nodes", "--gpus-per-node": "--gpus-per-node", "--time": "--time", "-t": "--time",
+        "--account": "--account", "-A": "--account", "--partition": "--partition", "-p": "--partition",
+        "--job-name": "--job-name", "-J": "--job-name", "--array": "--array", "-a": "--array", "--output": _LOG, "-o": _LOG,
+    },
+    "pbs": {
+        "-N": "--job-name", "-l walltime": "--time", "-A": "--account", "-q": "--partition", "-J": "--array", "-o": _LOG,
+    },
+}  # fmt: skip
+
+
+def is_count(text: str | None) -> bool:
+    """Whether it is a whole number, at least 1."""
+    return text is not None and text.isascii() and text.isdecimal() and int(text) > 0
+
+
+def form_problems(options: argparse.Namespace) -> Iterator[str]:
+    """What is missing, and what is not of the form it must have."""
+    for name in ("nodes", "processes_per_node", "cpus_per_node"):
+        value = getattr(options, name)
+        if value is not None and not is_count(value):
+            yield f"--{name.replace('_', '-')} is {value!r}: it must be a whole number, at least 1"
+    if options.nodes is None:
+        yield "--nodes is not given: say how many machines the job gets"
+    gpus = options.gpus_per_node
+    if gpus is not None and not re.fullmatch(r"([\w.-]+:)?0*[1-9]\d*", gpus, re.ASCII):
+        yield f"--gpus-per-node is {gpus!r}: it must be a whole number, at least 1, as 4 (for Slurm also a100:4)"
+    if options.time is None:
+        yield "--time is not given: say how long the job may run, as 01:30:00 (hours:minutes:seconds)"
+    elif not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", options.time, re.ASCII) or not options.time.strip("0:"):
+        yield f"--time is {options.time!r}: it must be hours:minutes:seconds, and not nothing, as 01:30:00"
+    for name in ("account", "partition", "job_name"):
+        value = getattr(options, name)
+        if value is not None and not re.fullmatch(r"\w[\w.+@,-]*", value, re.ASCII):
+            yield f"--{name.replace('_', '-')} is {value!r}: it must be a word of letters, digits and _.+@,-"
+        elif name == "job_name" and value is not None and set("@,") & set(value):
+            yield f"--job-name is {value!r}: it must be a word of letters, digits and _.+-, as files are named after it"
+
+
+def choose_scheduler(options: argparse.Namespace, environment: Mapping[str, str]) -> Scheduler:
+    """Return where the job goes: Slurm where sbatch is on the PATH, as its sites often have a qsub that calls sbatch."""
+    there: list[Scheduler] = [name for name in SUBMITTERS if _is_there(name, environment)]
+    scheduler: Scheduler = options.scheduler or (there[0] if there else "slurm")
+    return scheduler
+
+
+def scheduler_problems(options: argparse.Namespace, scheduler: Scheduler, environment: Mapping[str, str]) -> Iterator[str]:
+    """What keeps the job from being handed over, and which of the scheduler's own options cannot be taken over."""
+    command = SUBMITTERS[scheduler][0]
+    if options.scheduler is None and not any(_is_there(name, environment) for name in SUBMITTERS):
+        yield "neither sbatch nor qsub is on the PATH: submit on a login node, or say --scheduler with --dry-run"
+    elif not options.dry_run and not _is_there(scheduler, environment):
+        yield f"--scheduler is {scheduler}, but {command} is not on the PATH: submit on a login node, or use --dry-run"
+    elif not options.dry_run and scheduler == "pbs" and "SGE_ROOT" in environment:
+        yield "SGE_ROOT is set, so this qsub is Grid Engine's: call `samerun launch` in a script of qsub -pe instead"
+    if scheduler == "pbs" and ":" in (options.gpus_per_node or ""):
+        yield f"--gpus-per-node is {options.gpus_per_node!r}: for PBS a number; say the kind by --qsub-option='-l select=...'"
+    for option in options.qsub_option if scheduler == "slurm" else options.sbatch_option:
+        yield f"{option!r} is an option of another scheduler, and the job goes to {command}: leave it out"
+    for option in options.sbatch_option if scheduler == "slurm" else options.qsub_option:
+        ours = _OURS[scheduler].get(job_script.key(option))
+        if ours:
+            yield f"--{command}-option is {option!r}: {ours} says that; leave it out"
+        elif not option.startswith("-") or not option.isprintable():
+            yield f"--{command}-option is {option!r}: it must begin with - and be one line, as it would stand in a script"
+
+
+def _is_there(scheduler: Scheduler, environment: Mapping[str, str]) -> bool:
+    return shutil.which(SUBMITTERS[scheduler][0], path=environment.get("PATH")) is not None
+
+
+def preset_problems(options: argparse.Namespace, topology: Topology | None) -> list[str]:
+    """What is wrong with the preset, by itself and, where the size of the job could be read, on as many processes."""
+    try:
+        chosen = preset.load(options.preset) if options.preset else None
+        if chosen and topology:
+            accelerate_argv(topology, chosen, [])
+    except PresetError as error:
+        return str(error).splitlines()
+    return []
+
+
+def divide(
+    options: argparse.Namespace, *, world_size: int | None, combinations: Sequence[Combination]
+) -> tuple[list[str], list[str]]:
+    """Return how the global batch is divided, in words, and all problems of the recipe; each once for a whole sweep.
+
+    A problem of some tasks names them. Without `world_size` (it could not be read) the batch is not divided.
+    """
+    batches: dict[str, None] = {}
+    found: dict[str, list[int]] = {}
+    changes = [combination.overrides for combination in combinations] or [()]
+    for index, overrides in enumerate(changes):
+        problems: Sequence[str] = ()
+        try:
+            recipe = load_recipe(options.recipe, [*options.overrides, *overrides]).recipe
+            problems = () if options.data_on_nodes else list(_data_problems(recipe))
+            if world_size:
+                batches[_division(recipe, world_size)] = None
+        except RecipeError as error:
+            problems = [*problems, *error.problems]
+        for problem in problems:
+            found.setdefault(problem, []).append(index)
+    return list(batches), [
+        problem if len(tasks) == len(changes) else f"{problem} (task {', '.join(map(str, tasks))} of --array)"
+        for problem, tasks in found.items()
+    ]
+
+
+def _division(recipe: Recipe, world_size: int) -> str:
+    plan = BatchPlan.fit(
+        global_batch_size=recipe.train.global_batch_size,
+        world_size=world_size,
+        max_micro_batch=recipe.train.max_micro_batch,
+        even=recipe.augment.mixes_pairs,
+    )
+    return (
+        f"global batch {plan.global_batch_size} = "
+        f"{plan.micro_batch} samples x {plan.accumulation} passes x {plan.world_size} processes"
+    )
+
+
+def _data_problems(recipe: Recipe) -> Iterator[str]:
+    """Whether data.path is there, where it is a path for sure: a name of the hub looks like a relative one."""
+    path = Path(recipe.data.path or "")
+    is_name = recipe.data.source == "huggingface" and not path.is_absolute()
+    if not (is_name or recipe.data.download or path.exists()):
+        yield (
+            f"data.path is {recipe.data.path!r}: there is no such file or folder. Correct it, or if only the nodes of the job "
+            "have it, say --data-on-nodes"
+        )
+
+
+def folder_problems(folders: Sequence[Path], *, resumes: bool) -> Iterator[str]:
+    """Which folders cannot be made and written, or hold a run already (no problem for one that `resumes`)."""
+    above = {next(path for path in (folder, *folder.absolute().parents) if path.exists()): folder for folder in folders}
+    for nearest, folder in above.items():  # of a sweep, one folder for all that cannot be
+        if not nearest.is_dir():
+            yield f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            yield f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
+    for folder in folders:
+        if (folder / "recipe.yaml").is_file() and not resumes:
+            yield f"{folder} holds a run already (it has a recipe.yaml): choose another --run-dir, or delete the folder"

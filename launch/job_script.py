@@ -1,0 +1,106 @@
+"""The script of a job: requests as plain directives of the scheduler, then one command, whose words are quoted once, here.
+
+The script decides nothing: what differs between nodes or tasks, the command reads from its environment itself. It holds no
+value of the environment that it was made in, so no token and no password. Pure; standard library only.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Scheduler = Literal["slurm", "pbs"]
+SUBMITTERS: dict[Scheduler, tuple[str, ...]] = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
+"""The command that takes the path of a script and prints the id of the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job to be written down; its texts have been checked, so none has a line break or a space but `command`."""
+
+    name: str
+    nodes: int
+    gpus_per_node: str | None
+    """How many, or for Slurm of which kind as well, `a100:4`. None: the job asks for no GPU."""
+    cpus_per_node: int | None
+    """None: whole nodes under Slurm, what the site gives by default under PBS."""
+    time: str
+    """Limit, as hours:minutes:seconds."""
+    account: str | None
+    partition: str | None
+    """Partition or queue."""
+    log: str
+    """File for the output; `{index}` in it becomes the scheduler's word for the index of an array task."""
+    tasks: Sequence[str] = ()
+    """Name of each task of an array, in the order of the indices. Empty: no array."""
+    options: Sequence[str] = ()
+    """More options of the scheduler, each as it would stand in a script."""
+    folder: str
+    """Where the command runs."""
+    command: Sequence[str]
+
+
+def render(job: Job, scheduler: Scheduler) -> str:
+    """Return the text of the script."""
+    prefix = "#SBATCH" if scheduler == "slurm" else "#PBS"
+    requests = list(_slurm(job) if scheduler == "slurm" else _pbs(job))
+    given = {key(option) for option in job.options}
+    lines = [
+        "#!/bin/sh",
+        f"# Written by `samerun submit` for {SUBMITTERS[scheduler][0]}.",
+        *(f"{prefix} {request}" for request in requests if key(request) not in given),
+        *(f"{prefix} {option}" for option in job.options),
+        *(["# The tasks of the array, by their run folders:"] if job.tasks else []),
+        *(f"#   {task}" for task in job.tasks),
+        f"cd {shlex.quote(job.folder)} || exit",
+        # A job of PBS has the PATH of a login shell; pbs_tmrsh, which reaches the other nodes, is in PBS's own folder.
+        *(["PATH=$PBS_O_PATH:$PATH:/opt/pbs/bin"] if scheduler == "pbs" else []),
+        f"exec {shlex.join(job.command)}",
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def key(option: str) -> str:
+    """Return what an option sets: `--mem` for `--mem=0`, `-l select` for `-l select=2:ncpus=8`, `-q` for `-q debug`."""
+    words = option.replace("=", " ").split()
+    return " ".join(words[:2]) if words[:1] == ["-l"] else words[0] if words else ""
+
+
+def _slurm(job: Job) -> Iterator[str]:
+    yield f"--job-name={job.name}"
+    yield f"--nodes={job.nodes}"
+    yield "--ntasks-per-node=1"
+    yield "--exclusive"
+    yield "--mem=0"
+    if job.gpus_per_node:
+        yield f"--gpus-per-node={job.gpus_per_node}"
+    if job.cpus_per_node:
+        yield f"--cpus-per-task={job.cpus_per_node}"
+    yield f"--time={job.time}"
+    if job.account:
+        yield f"--account={job.account}"
+    if job.partition:
+        yield f"--partition={job.partition}"
+    if job.tasks:
+        yield f"--array=0-{len(job.tasks) - 1}"
+    yield f"--output={job.log.format(index='%a')}"
+    yield "--open-mode=append"  # a requeued job goes on in its log instead of beginning it anew
+
+
+def _pbs(job: Job) -> Iterator[str]:
+    yield f"-N {job.name}"
+    cpus = f":ncpus={job.cpus_per_node}" if job.cpus_per_node else ""
+    gpus = f":ngpus={job.gpus_per_node}" if job.gpus_per_node else ""
+    yield f"-l select={job.nodes}{cpus}{gpus}"
+    yield "-l place=scatter:excl"  # else two chunks may land on one node
+    yield f"-l walltime={job.time}"
+    if job.account:
+        yield f"-A {job.account}"
+    if job.partition:
+        yield f"-q {job.partition}"
+    if job.tasks:
+        yield f"-J 0-{len(job.tasks) - 1}"
+    yield "-j oe"
+    yield f"-o {job.log.format(index='^array_index^')}"

@@ -1,0 +1,227 @@
+"""`samerun submit`: check a job as far as it can be without torch, write its script, and hand it to Slurm or PBS.
+
+What would fail after hours in the queue fails here, all at once: recipe and preset, every combination of a sweep, the batch
+on as many processes as the job will have, paths, and the form of the options. The script is kept in runs/submitted/, and its
+log lands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import SubmitError
+from app.topology import Topology
+from launch import job_checks, job_script, start, sweep
+from launch.job_script import SUBMITTERS, Job, Scheduler
+from launch.sweep import Combination
+
+_RUNS = Path("runs")
+_SCRIPTS = _RUNS / "submitted"
+_SCHEDULERS = {"slurm": "Slurm", "pbs": "PBS"}
+
+
+def submit(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
+    """Run `samerun submit` with these arguments. Prints the job's id, or with --dry-run its script. Raises SamerunError."""
+    if argv[:1] == ["--task-of"]:
+        return _run_task(argv[1:], environment, say=say)
+    ours, passed_on = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options = _parser().parse_intermixed_args(ours)
+    plan = _check(options, passed_on, environment)
+    _introduce(plan, say)
+    text = job_script.render(plan.job, plan.scheduler)
+    if options.dry_run:
+        sys.stdout.write(text)
+        return 0
+    plan.script.parent.mkdir(parents=True, exist_ok=True)
+    plan.script.write_text(text)
+    job_id = _hand_over(plan, environment)
+    say(f"{_SCHEDULERS[plan.scheduler]} job {job_id}, submitted by {plan.script}")
+    sys.stdout.write(f"{job_id}\n")
+    return 0
+
+
+def _introduce(plan: _Plan, say: Callable[[str], None]) -> None:
+    for batch in plan.batches:
+        say(batch)
+    for index, folder in enumerate(plan.run_folders):
+        task = f"task {index}, {' '.join(plan.combinations[index].overrides)}: " if plan.combinations else ""
+        say(f"{task}run folder {folder}, log {plan.job.log.format(index=index)}")
+
+
+def _run_task(argv: Sequence[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
+    """In a task of an array: become `samerun launch` with the combination of the task, in a run folder of its own."""
+    text, runs, *launch_argv = argv
+    index, combination = sweep.chosen(text, environment)
+    say(f"task {index} of the array: {' '.join(combination.overrides)}")
+    run_dir = str(Path(runs) / combination.folder)
+    return start.launch(["--run-dir", run_dir, *launch_argv, *combination.overrides], environment, say=say)
+
+
+def _hand_over(plan: _Plan, environment: Mapping[str, str]) -> str:
+    """Give the script to the scheduler and return the id of the job."""
+    command = [*SUBMITTERS[plan.scheduler], str(plan.script)]
+    finished = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise SubmitError(
+            f"`{shlex.join(command)}` ended with exit code {finished.returncode} and submitted nothing: "
+            f"{finished.stderr.strip() or 'it does not say why'}. The script is kept: {plan.script}"
+        )
+    return finished.stdout.strip().partition(";")[0]  # of several clusters, sbatch names the one as well
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A job that has been checked."""
+
+    job: Job
+    scheduler: Scheduler
+    script: Path
+    batches: list[str]
+    """How the global batch is divided, once for each different way in a sweep."""
+    combinations: list[Combination]
+    run_folders: list[Path]
+
+
+def _check(options: argparse.Namespace, passed_on: Sequence[str], environment: Mapping[str, str]) -> _Plan:
+    """Raises SubmitError with everything that is wrong, one problem a line."""
+    scheduler = job_checks.choose_scheduler(options, environment)
+    problems = [*job_checks.form_problems(options), *job_checks.scheduler_problems(options, scheduler, environment)]
+    combinations = _sweep(options, problems)
+    topology = _topology(options)
+    problems += job_checks.preset_problems(options, topology)
+    world_size = topology.world_size if topology else None
+    batches, found = job_checks.divide(options, world_size=world_size, combinations=combinations)
+    name = options.job_name or _job_name(options.recipe)
+    stem = _unused(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = Path(options.run_dir or _RUNS / stem)
+    run_folders = [run_dir / combination.folder for combination in combinations] or [run_dir]
+    resumes = any(word.startswith("--resume") for word in passed_on)
+    problems += [*found, *job_checks.folder_problems([_SCRIPTS, *run_folders], resumes=resumes)]
+    if problems:
+        raise SubmitError("\n".join(problems))
+    return _Plan(
+        job=_job(options, scheduler, name=name, stem=stem, command=_command(options, passed_on, run_dir)),
+        scheduler=scheduler,
+        script=_SCRIPTS / f"{stem}.sh",
+        batches=batches,
+        combinations=combinations,
+        run_folders=run_folders,
+    )
+
+
+def _sweep(options: argparse.Namespace, problems: list[str]) -> list[Combination]:
+    """The combinations of --array; what is wrong with them is added to `problems`."""
+    if options.array is None:
+        return []
+    twice = sweep.keys(options.array) & {word.partition("=")[0] for word in options.overrides}
+    problems += [f"{key} is given by --array and by {key}=...: leave out one of them" for key in sorted(twice)]
+    try:
+        return sweep.parse(options.array)
+    except SubmitError as error:
+        problems += str(error).splitlines()
+        return []
+
+
+def _topology(options: argparse.Namespace) -> Topology | None:
+    """The job as it will be, but for where its processes meet, which is not known yet; None if its size cannot be read."""
+    processes_per_node = _processes_per_node(options)
+    if not job_checks.is_count(options.nodes) or not job_checks.is_count(processes_per_node):
+        return None
+    by = "--processes-per-node" if options.processes_per_node else "--gpus-per-node" if options.gpus_per_node else "default"
+    return Topology(
+        num_nodes=int(options.nodes),
+        processes_per_node=int(processes_per_node),
+        head_address="the-first-node",
+        port=1,
+        origins={"num_nodes": "--nodes", "processes_per_node": by},
+    )
+
+
+def _processes_per_node(options: argparse.Namespace) -> str:
+    return str(options.processes_per_node or (options.gpus_per_node or "1").rpartition(":")[2])
+
+
+def _job_name(recipe: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", Path(recipe).stem).lstrip("._+-") or "samerun"
+
+
+def _job(options: argparse.Namespace, scheduler: Scheduler, *, name: str, stem: str, command: Sequence[str]) -> Job:
+    tasks = [combination.folder for combination in sweep.parse(options.array)] if options.array else []
+    return Job(
+        name=name,
+        nodes=int(options.nodes),
+        gpus_per_node=options.gpus_per_node,
+        cpus_per_node=int(options.cpus_per_node) if options.cpus_per_node else None,
+        time=options.time,
+        account=options.account,
+        partition=options.partition,
+        log=str(_SCRIPTS / (f"{stem}-{{index}}.out" if tasks else f"{stem}.out")),
+        tasks=tasks,
+        options=options.sbatch_option if scheduler == "slurm" else options.qsub_option,
+        folder=str(Path.cwd()),
+        command=command,
+    )
+
+
+def _command(options: argparse.Namespace, passed_on: Sequence[str], run_dir: Path) -> list[str]:
+    """The one command of the script. The run is told its number of processes, as that is what was checked."""
+    words = ["--processes-per-node", _processes_per_node(options), "--recipe", options.recipe]
+    words += ["--preset", options.preset] if options.preset else []
+    samerun = [sys.executable, "-m", "launch.cli"]
+    if options.array:
+        return [*samerun, "submit", "--task-of", options.array, str(run_dir), *words, *passed_on, *options.overrides]
+    return [*samerun, "launch", "--run-dir", str(run_dir), *words, *passed_on, *options.overrides]
+
+
+def _unused(stem: str) -> str:
+    number, candidate = 1, stem
+    while (_SCRIPTS / f"{candidate}.sh").exists():
+        number += 1
+        candidate = f"{stem}-{number}"
+    return candidate
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun submit",
+        usage="%(prog)s --nodes N --time HH:MM:SS [options] [key=value ...] [-- options of samerun launch or app.train]",
+        description="Check a job, write its script to runs/submitted/ and submit it to Slurm or PBS. The job has whole nodes.",
+        epilog="The script of an array calls `samerun submit --task-of SWEEP RUN_FOLDERS ...`, which is `samerun launch ...` "
+        "with the combination of its task.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nodes", metavar="N", help="machines")
+    processes = parser.add_mutually_exclusive_group()
+    processes.add_argument("--gpus-per-node", metavar="G", help="GPUs of each, and as many processes; for Slurm also a100:4")
+    processes.add_argument(
+        "--processes-per-node", metavar="P", help="processes on each, where the job has no GPUs (default: 1)"
+    )
+    parser.add_argument(
+        "--cpus-per-node", metavar="C", help="CPUs of each (default: Slurm all of them, PBS what the site gives)"
+    )
+    parser.add_argument("--time", metavar="HH:MM:SS", help="limit of the job; of each task of an array")
+    parser.add_argument("--account", metavar="A", help="who pays")
+    parser.add_argument("--partition", metavar="Q", help="partition or queue")
+    parser.add_argument("--job-name", metavar="J", help="name of the job (default: the recipe's)")
+    parser.add_argument("--scheduler", choices=SUBMITTERS, help="default: the one whose sbatch or qsub is on the PATH")
+    parser.add_argument("--preset", metavar="P", help="name of a shipped preset, or path (default: as samerun launch chooses)")
+    parser.add_argument("--recipe", metavar="R", default="digits", help="name of a shipped recipe, or path (default: digits)")
+    parser.add_argument("--run-dir", metavar="D", help="run folder, of a sweep the folder of its run folders (default: "
+                        "runs/<name>-<time>)")  # fmt: skip
+    parser.add_argument("--array", metavar="SWEEP", help="a task for each combination, as 'optim.lr=0.1,0.2;seed=0,1'")
+    parser.add_argument("--data-on-nodes", action="store_true", help="do not look for data.path here: only the nodes have it")
+    parser.add_argument("--sbatch-option", metavar="OPTION", action="append", default=[], help="one more line for Slurm, as "
+                        "--sbatch-option=--constraint=a100; may be given several times")  # fmt: skip
+    parser.add_argument("--qsub-option", metavar="OPTION", action="append", default=[], help="one more line for PBS, as "
+                        "--qsub-option='-l filesystems=home'")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check all, print the script, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
+    return parser

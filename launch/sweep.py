@@ -1,0 +1,92 @@
+"""A sweep: every combination of a few recipe values, one for each task of a job array.
+
+    optim.lr=0.1,0.2;seed=0,1     four combinations, of which the last key changes fastest
+    model.channels=[8,16],[32,64] a comma within brackets belongs to the value
+
+The same text gives the same combinations in the same order, before the queue and in every task. Pure; standard library only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.errors import SubmitError, TopologyError
+
+_INDICES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX")
+_LONGEST_NAME = 120  # characters; file systems take 255
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What one task of the array trains."""
+
+    overrides: tuple[str, ...]
+    """`key=value` for the recipe."""
+    folder: str
+    """Name of its run folder, different for each: `2-lr=0.2-seed=0`, its index first."""
+
+
+def parse(text: str) -> list[Combination]:
+    """Return the combinations in the order of their indices. Raises SubmitError with all that is wrong, one problem a line."""
+    values, problems = _values(text)
+    if not problems and len(list(itertools.product(*values.values()))) < 2:  # PBS refuses an array of one
+        problems.append(f"--array is {text!r}, which is one run: give its values as key=value, without --array")
+    if problems:
+        raise SubmitError("\n".join(problems))
+    combinations = list(itertools.product(*values.values()))
+    width = len(str(len(combinations) - 1))
+    return [
+        Combination(tuple(f"{key}={value}" for key, value in chosen.items()), f"{index:0{width}}-{_name(chosen)}")
+        for index, chosen in enumerate(dict(zip(values, combination, strict=True)) for combination in combinations)
+    ]
+
+
+def keys(text: str) -> set[str]:
+    """Return the recipe keys that the sweep changes."""
+    return set(_values(text)[0])
+
+
+def chosen(text: str, environment: Mapping[str, str]) -> tuple[int, Combination]:
+    """Return the combination of the array task that `environment` is in, with its index. Raises TopologyError elsewhere."""
+    combinations = parse(text)
+    name = next((name for name in _INDICES if name in environment), None)
+    if name is None:
+        raise TopologyError(
+            f"none of {', '.join(_INDICES)} is set: this is for a job array, as the script of `samerun submit` starts it"
+        )
+    index = environment[name]
+    if not index.isdecimal() or int(index) >= len(combinations):
+        raise TopologyError(
+            f"{name} is {index!r}, but the sweep {text!r} has {len(combinations)} combinations: "
+            f"submit the array with the indices 0 to {len(combinations) - 1}"
+        )
+    return int(index), combinations[int(index)]
+
+
+def _values(text: str) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of each key, and what is wrong with them."""
+    values: dict[str, list[str]] = {}
+    problems = []
+    for part in text.split(";"):
+        key, equals, listed = (word.strip() for word in part.partition("="))
+        choices = [value.strip() for value in re.split(r",(?![^\[]*\])", listed)]
+        if not equals or not key or not all(choices):
+            problems.append(f"--array has {part!r}: expected key=value,value, as in 'optim.lr=0.1,0.2;seed=0,1'")
+        elif key in values:
+            problems.append(f"--array has {key} twice: give all its values in one list")
+        elif len(set(choices)) < len(choices):
+            problems.append(f"--array has {part!r}: a value stands there twice, and both runs would be the same")
+        else:
+            values[key] = choices
+    return values, problems
+
+
+def _name(chosen: Mapping[str, str]) -> str:
+    """Key and value of each, without what is awkward in a path; the section of a key only where two keys need it."""
+    leaves = [key.rpartition(".")[2] for key in chosen]
+    names = [key if leaves.count(leaf) > 1 else leaf for key, leaf in zip(chosen, leaves, strict=True)]
+    values = [re.sub(r"[^A-Za-z0-9.+-]+", "_", value).strip("_") for value in chosen.values()]
+    return "-".join(f"{name}={value}" for name, value in zip(names, values, strict=True))[:_LONGEST_NAME]
