@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from hostlist import BadHostlist, expand_hostlist
-
 from app.errors import TopologyError
 from app.topology import Topology
 from launch.allocation import Allocation
@@ -154,6 +152,8 @@ def _short(name: str) -> str:
 
 def _hosts(view: _View) -> tuple[str, ...]:
     """Names in the order of the node ranks, which is Slurm's and not the alphabet's: `node[3,1]` is node3, node1."""
+    from hostlist import BadHostlist, expand_hostlist  # only in Slurm's jobs, so that elsewhere nothing asks for it
+
     name = view.name("NODELIST")
     try:
         return tuple(expand_hostlist(view.environment.get(name, "")))

@@ -171,7 +171,7 @@ def _explanation(found: _Launch) -> Iterator[str]:
     ]
     if found.start and found.allocation:
         rows.append(("started by", found.start[0], found.allocation.start_origin))
-    width = max(len(str(value)) for _, value, _ in rows)
+    width = min(max(len(str(value)) for _, value, _ in rows), 32)  # long lists of hosts stick out
     yield from (f"{name:<20} {value!s:<{width}}  {origin}".rstrip() + "\n" for name, value, origin in rows)
 
 

@@ -68,7 +68,7 @@ class Lab:
         """What a job, or every task of an array, has written so far."""
         return "".join(path.read_text() for path in sorted(self._outputs.glob(f"{job}-*.out")))
 
-    def wait(self, job: str, timeout_s: float = 240) -> Job:
+    def wait(self, job: str, timeout_s: float = 420) -> Job:
         """Wait for a job (of an array: `ID_INDEX`) to be over."""
         deadline_s = time.monotonic() + timeout_s
         while (facts := self._facts(job))["JobState"] not in _OVER:
