@@ -4,7 +4,8 @@ Pure: the environment is a mapping passed in, files are read through a function 
 
 - $PE_HOSTFILE, in jobs of a parallel environment (`qsub -pe NAME SLOTS`), has a line per host: name, slots, queue, processors.
   The batch script runs on the first. A job without one is this machine, whatever the number of its cores.
-- What `qrsh -inherit` starts on a host is told its own slots only, and nothing of the other hosts.
+- What `qrsh -inherit` starts on a host is told its own slots only, and nothing of the other hosts. With -noshell it gets its
+  arguments as they are; without, a shell takes them apart once more. qrsh ends with its exit code, 128 + n after a signal.
 - SGE_TASK_ID is the text `undefined` outside of arrays.
 """
 

@@ -7,15 +7,21 @@ this process, so every command brings them along, with these variables and its S
 
 The exit code is that of the host that failed first. The others have some seconds then to end by themselves, which they do
 when their processes lose a peer; what is left is stopped on its host, since a remote shell may die and leave its command
-running, or wait for ever for a host that is gone. A batch system ends everything itself at the job's end.
+running, or wait for ever for a host that is gone.
+
+SIGTERM and SIGINT become a SIGTERM to every process on the hosts, which then have all the time that they need, to save for
+instance: the job lives as long as this process. PBS says SIGTERM to all of them itself, so it is not said again. The
+second signal of a kind ends this process at once.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -41,18 +47,30 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
     starter, told, argv = _parse(arguments)
     names = told[hosts.HOSTS].split(",")
     own = {host: {**told, hosts.NODE_RANK: str(rank)} for rank, host in enumerate(names)}
-    commands = {
-        host: host_command(starter, host, argv, folder=folder, variables={**carried(environment), **own[host]})
-        for host in names
+    asked_to_end: list[int] = []
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        asked_to_end.append(number)
+        if starter != "pbs_tmrsh" or number != signal.SIGTERM:
+            for host in names:
+                _start(host_starter(starter, host, stop_script(own[host])))
+
+    # Ignored in what is started from here on: a starter that dies of a signal to the whole job cannot tell how its host ended.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    variables = carried(environment)
+    started = {
+        host: _start(host_command(starter, host, argv, folder=folder, variables={**variables, **own[host]})) for host in names
     }
-    started = {host: subprocess.Popen(command, stdin=subprocess.DEVNULL) for host, command in commands.items()}
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
     failed = _first_failure(started)
     if failed is None:
         return 0
     code = started[failed].returncode
     sys.stderr.write(f"samerun: {failed} ended with exit code {code}; ending the other hosts\n")
-    left = _still_running(started, seconds=grace_s)
-    scripts = {host: stop_script(own[host], seconds=grace_s) for host in left}
+    left = _still_running(started, seconds=math.inf if asked_to_end else grace_s)
+    scripts = {host: stop_script(own[host], kill_after_s=grace_s) for host in left}
     _stop([host_starter(starter, host, script) for host, script in scripts.items()], seconds=grace_s + 5)
     for host in left:
         started[host].kill()
@@ -85,18 +103,17 @@ def host_starter(starter: str, host: str, script: str) -> list[str]:
     return [*words, shlex.join(["/bin/bash", "-c", script])] if starter == "ssh" else [*words, "/bin/bash", "-c", script]
 
 
-def stop_script(marks: Mapping[str, str], *, seconds: float) -> str:
-    """Return a script of bash that ends every process with these variables in its environment: SIGTERM, later SIGKILL.
+def stop_script(marks: Mapping[str, str], *, kill_after_s: float | None = None) -> str:
+    """Return a script of bash that says SIGTERM to every process with these variables in its environment, then SIGKILL.
 
     So it finds those whose parent is gone, and needs no file with a number that may have become another process's.
     """
     files = "/proc/[0-9]*/environ"
     for name, value in marks.items():
         files = f"$(grep -lszxF {shlex.quote(f'{name}={value}')} {files} /dev/null)"
+    then = "" if kill_after_s is None else f"; sleep {kill_after_s}; stop KILL"
     found = f'pids=$(for file in {files}; do file=${{file#/proc/}}; echo "${{file%/environ}}"; done)'
-    return (
-        f'stop() {{ {found}; [ -z "$pids" ] || kill -s "$1" $pids 2>/dev/null; }}; stop TERM; sleep {seconds}; stop KILL; true'
-    )
+    return f'stop() {{ {found}; [ -z "$pids" ] || kill -s "$1" $pids 2>/dev/null; }}; stop TERM{then}; true'
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
@@ -104,6 +121,11 @@ def _parse(arguments: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
     starter, *rest = arguments
     told = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, rest))
     return starter, told, rest[len(told) :]
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C is for this process."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _first_failure(started: Mapping[str, subprocess.Popen[bytes]]) -> str | None:
@@ -127,7 +149,7 @@ def _still_running(started: Mapping[str, subprocess.Popen[bytes]], *, seconds: f
 
 def _stop(commands: Iterable[Sequence[str]], *, seconds: float) -> None:
     """Run the commands all at once, and give up on hosts that do not answer."""
-    running = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for command in commands]
+    running = [_start(command) for command in commands]
     end = time.monotonic() + seconds
     for process in running:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -62,7 +63,7 @@ def golden_lines():
     for starter in hosts.STARTERS:
         yield shlex.join(spread.host_command(starter, "node1", argv, folder="/home/user", variables=variables))
     yield "\n# what ends it on a host"
-    yield spread.stop_script({"SAMERUN_PORT": "20003", "SAMERUN_NODE_RANK": "1"}, seconds=5)
+    yield spread.stop_script({"SAMERUN_PORT": "20003", "SAMERUN_NODE_RANK": "1"}, kill_after_s=5)
 
 
 def test_what_is_found_and_run_is_that_of_the_golden_file():
@@ -335,6 +336,8 @@ def test_the_batch_script_hands_the_arguments_on_and_starts_in_the_project(tmp_p
     result = subprocess.run(["/bin/bash", str(script)], env=batch, cwd="/", capture_output=True, text=True, check=False)
     assert result.stdout == f"<{project}><launch><--preset><multi_node><--run-dir><a b><data.path=$HOME/*>"
     assert result.returncode == 42
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True)
     elsewhere = batch | {"PBS_O_WORKDIR": "/no/such/folder"}
     assert subprocess.run(["/bin/bash", str(script)], env=elsewhere, capture_output=True, check=False).returncode == 1
 

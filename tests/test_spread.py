@@ -104,18 +104,46 @@ def test_what_is_brought_along_and_what_is_not():
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Run a command on "hosts" of this machine by a stand-in of pbs_tmrsh: a bare environment, no shell, the root folder."""
-    stand_in = tmp_path / "pbs_tmrsh"
-    stand_in.write_text('#!/bin/sh\nhost=$1; shift; cd / && exec env -i PATH=/bin:/usr/bin HOSTNAME="$host" "$@"\n')
-    stand_in.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "MINE": "a b"}
-    program = "import os, sys; from launch.spread import main; sys.exit(main(sys.argv[1:], os.environ, os.getcwd(), grace_s=3))"
-    command = [sys.executable, "-c", program, "pbs_tmrsh", "SAMERUN_HOSTS=n1,n2,n3", f"SAMERUN_PORT={os.getpid()}"]
+def begin(tmp_path):
+    """Start a command on "hosts" of this machine by a stand-in of a remote shell: a bare environment, the root folder.
 
-    def run(script, *arguments):
-        argv = [*command, "/bin/bash", "-c", script, "bash", *arguments]
-        return subprocess.run(argv, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    A real one hands no ignored signals on either.
+    """
+    for starter in ("pbs_tmrsh", "ssh"):
+        stand_in = tmp_path / starter
+        stand_in.write_text("""#!/bin/bash
+bare() { cd / && exec env -i --default-signal=TERM PATH=/bin:/usr/bin HOSTNAME="$host" "$@"; }
+[ "$1" = -o ] && host=$3 && shift 3 && bare /bin/sh -c "$*"
+host=$1; shift; bare "$@"
+""")
+        stand_in.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "MINE": "a b"}
+    call = "sys.exit(main(sys.argv[1:], os.environ, os.getcwd(), grace_s=2))"
+    program = f"import os, sys; from launch.spread import main; {call}"
+
+    def run(script, *arguments, starter="pbs_tmrsh"):
+        told = ["SAMERUN_HOSTS=n1,n2,n3", f"SAMERUN_PORT={os.getpid()}"]
+        argv = [sys.executable, "-c", program, starter, *told, "/bin/bash", "-c", script, "bash", *arguments]
+        pipe = subprocess.PIPE
+        begun.append(subprocess.Popen(argv, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
+        return begun[-1]
+
+    begun = []
+    yield run
+    for process in begun:
+        process.kill()
+    mark = {"SAMERUN_PORT": str(os.getpid())}
+    subprocess.run(["/bin/bash", "-c", spread.stop_script(mark, kill_after_s=0)], check=True)
+
+
+@pytest.fixture
+def start(begin):
+    """Run it to its end."""
+
+    def run(*arguments):
+        process = begin(*arguments)
+        out, err = process.communicate(timeout=20)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     return run
 
@@ -127,7 +155,7 @@ def test_every_host_runs_it_and_knows_which_one_it_is(start, tmp_path):
 
 
 def test_the_exit_code_is_that_of_the_host_that_failed_and_the_others_end_by_themselves(start):
-    result = start('[ $HOSTNAME = n2 ] && exit 42; sleep 2; echo "$HOSTNAME ends"; exit 1')
+    result = start('[ $HOSTNAME = n2 ] && exit 42; sleep 1; echo "$HOSTNAME ends"; exit 1')
     assert result.returncode == 42
     assert "n2 ended with exit code 42" in result.stderr
     assert sorted(result.stdout.splitlines()) == ["n1 ends", "n3 ends"]
@@ -149,6 +177,29 @@ def test_what_does_not_end_is_ended_with_all_its_processes(start, tmp_path):
     for number in alive:
         os.kill(number, signal.SIGKILL)
     assert alive == []
+
+
+@pytest.mark.parametrize(("starter", "number"), [("ssh", signal.SIGTERM), ("ssh", signal.SIGINT), ("pbs_tmrsh", signal.SIGINT)])
+def test_a_signal_reaches_every_host_and_leaves_it_the_time_it_needs(begin, starter, number):
+    """n2 has saved at once and ends as a launcher does, with 1; the others take longer than the time after a failure."""
+    trap = 'trap "[ $HOSTNAME = n2 ] || sleep 3; echo $HOSTNAME saved; exit 1" TERM'
+    process = begin(f"{trap}; echo up; while :; do sleep 0.1; done", starter=starter)
+    assert [process.stdout.readline() for _ in range(3)] == ["up\n"] * 3
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert (sorted(out.splitlines()), process.returncode) == (["n1 saved", "n2 saved", "n3 saved"], 1)
+
+
+def test_pbs_says_sigterm_to_everything_and_this_waits(begin, tmp_path):
+    """To this process, what it started and what that started: nobody dies of it but by the command's own doing."""
+    pids = tmp_path / "pids"
+    trap = 'trap "[ $HOSTNAME = n2 ] || sleep 3; echo $HOSTNAME saved; exit 1" TERM'
+    process = begin(f'{trap}; echo $$ >> "$1"; echo up; while :; do sleep 0.1; done', str(pids))
+    assert [process.stdout.readline() for _ in range(3)] == ["up\n"] * 3
+    for number in (process.pid, *map(int, pids.read_text().split())):
+        os.kill(number, signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert (sorted(out.splitlines()), process.returncode) == (["n1 saved", "n2 saved", "n3 saved"], 1)
 
 
 def is_running(number):
