@@ -23,7 +23,7 @@ test-full: $(VENV)/.installed-dev | slurm
 
 slurm:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v slurmctld >/dev/null; then \
-	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 >/dev/null \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps >/dev/null \
 	    || echo "no Slurm could be installed: its tests will be skipped" >&2; fi
 
 lint: $(VENV)/.installed-dev

@@ -16,7 +16,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from app.errors import TopologyError
 from app.topology import Topology
@@ -58,7 +58,8 @@ class _View:
         return int(found[1])
 
     def said(self, *names: str) -> str:
-        return ", ".join(f"{name}={self.environment[name]}" for name in names)
+        """The variables with their values, for messages: `SLURM_NODEID=1`."""
+        return ", ".join(f"{name}={self.environment.get(name, '(not set)')}" for name in names)
 
 
 _UNSET = "To run on this machine only, whatever Slurm's variables say: env -u SLURM_JOB_ID samerun launch ..."
@@ -82,38 +83,30 @@ def find(
     if "SLURM_JOB_ID" not in environment:
         return None
     view = _View(environment, in_task=_is_task(environment))
-    _refuse_what_cannot_be(
-        view, hostname or socket.gethostname(), shutil.which("srun") is not None if has_srun is None else has_srun
-    )
-    hosts = _hosts(view)
+    has_srun = shutil.which("srun") is not None if has_srun is None else has_srun
+    _refuse_what_cannot_be(view, hostname or socket.gethostname(), has_srun)
     num_nodes = view.number(view.name("NUM_NODES"))
-    node_rank, rank_origin = (view.number("SLURM_NODEID"), view.said("SLURM_NODEID")) if view.in_task else (0, "the first node")
-    _refuse_other_order(view, hosts, node_rank)
-    gpus, gpus_origin = _gpus_per_node(view, num_nodes, processes_per_node, describe_job or _scontrol)
-    processes, processes_origin = _processes(view, processes_per_node, gpus, gpus_origin)
-    threads, threads_origin = _threads(view, processes)
-    head, head_origin = _head(view, hosts)
-    port, port_origin = _port(view) if num_nodes > 1 else (0, "one node: any that is free")
-    topology = Topology(
-        num_nodes=num_nodes,
-        processes_per_node=processes,
-        node_rank=node_rank,
-        head_address=head,
-        port=port,
-        hosts=hosts,
-        threads_per_process=threads,
-        origins={
-            "num_nodes": view.said(view.name("NUM_NODES")),
-            "processes_per_node": processes_origin,
-            "node_rank": rank_origin,
-            "head_address": head_origin,
-            "port": port_origin,
-            "hosts": view.said(view.name("NODELIST")),
-            "threads_per_process": threads_origin,
-        },
-    )
-    start, start_origin = ((), "") if view.in_task else _srun(view, num_nodes, min(gpus, processes))
+    gpus = _gpus_per_node(view, num_nodes, processes_per_node, describe_job or _scontrol)
+    topology = _topology(view, num_nodes, _processes(view, processes_per_node, *gpus))
+    start, start_origin = ((), "") if view.in_task else _srun(view, num_nodes, min(gpus[0], topology.processes_per_node))
     return Allocation(scheduler=f"Slurm job {view.job_id}", topology=topology, start=start, start_origin=start_origin)
+
+
+def _topology(view: _View, num_nodes: int, processes: tuple[int, str]) -> Topology:
+    hosts = _hosts(view)
+    node_rank = (view.number("SLURM_NODEID"), view.said("SLURM_NODEID")) if view.in_task else (0, "the first node")
+    _refuse_other_order(view, hosts, node_rank[0])
+    found: dict[str, tuple[Any, str]] = {
+        "num_nodes": (num_nodes, view.said(view.name("NUM_NODES"))),
+        "processes_per_node": processes,
+        "node_rank": node_rank,
+        "head_address": _head(view, hosts),
+        "port": _port(view) if num_nodes > 1 else (0, "one node: any that is free"),
+        "hosts": (hosts, view.said(view.name("NODELIST"))),
+        "threads_per_process": _threads(view, processes[0]),
+    }
+    values = {name: value for name, (value, _) in found.items()}
+    return Topology(**values, origins={name: origin for name, (_, origin) in found.items()})
 
 
 def _is_task(environment: Mapping[str, str]) -> bool:
@@ -133,7 +126,7 @@ def _refuse_what_cannot_be(view: _View, hostname: str, has_srun: bool) -> None:
         raise TopologyError(
             f"{job} is set, {there} and has no srun: the variables are left over from a job, or were copied. {_UNSET}"
         )
-    if int(environment.get("SLURM_HET_SIZE", "1")) > 1:
+    if environment.get("SLURM_HET_SIZE", "1") != "1":
         raise TopologyError(
             f"{job} is a heterogeneous job ({view.said('SLURM_HET_SIZE')}): a run needs the same processes on every node. "
             "Ask for one kind of node, with sbatch --nodes=N"

@@ -15,7 +15,7 @@ from pathlib import Path
 from processes import REPOSITORY, Finished, Started
 
 _SCRIPT = REPOSITORY / "tests" / "slurm-lab"
-_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
+_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv", "pkill")
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -25,7 +25,7 @@ def why_not() -> str | None:
         return "the Slurm lab makes namespaces: it needs Linux and root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
-        return f"the Slurm lab needs {', '.join(missing)}: apt-get install slurm-wlm munge iproute2 util-linux"
+        return f"the Slurm lab needs {', '.join(missing)}: apt-get install slurm-wlm munge iproute2 procps"
     probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "mount", "--make-rprivate", "/"]
     if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
         return "the Slurm lab may not make namespaces here: in a container it needs --privileged"

@@ -183,6 +183,7 @@ def test_the_fast_network_has_names_of_its_own(name, head):
         ({"SLURM_JOB_CPUS_PER_NODE": "128(x2)", "SLURM_CPUS_PER_TASK": "6", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4, 6),
         ({"SLURM_JOB_CPUS_PER_NODE": "32(x2)", "SLURM_CPUS_PER_TASK": "32", "SLURM_TASKS_PER_NODE": "1(x2)"}, 4, 8),
         ({"OMP_NUM_THREADS": "3"}, 4, None),
+        ({"SLURM_JOB_CPUS_PER_NODE": ""}, 4, 1),
     ],
 )
 def test_threads_are_the_share_of_the_smallest_node(changes, processes, threads):
