@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 OUTLIER = 3.0
@@ -120,7 +120,7 @@ class Problem:
     """What, with the figure and what it should be."""
     host: str | None = None
     """The node to leave out; None where none can be blamed."""
-    rank: int | None = field(default=None)
+    rank: int | None = None
     """The process, where it is one alone."""
 
     def __str__(self) -> str:
@@ -206,14 +206,13 @@ def _shared_devices(ranks: Sequence[Rank]) -> list[Problem]:
 
 
 def _differences(ranks: Sequence[Rank]) -> list[Problem]:
-    """What is not as on most nodes; where there is no majority, not as on rank 0."""
-    facts = {rank.rank: {"device": rank.device_name, **rank.versions} for rank in ranks}
-    first_of = {rank.host: rank.rank for rank in reversed(ranks)}
+    """What is not as on most ranks; where there is no majority, not as on rank 0."""
+    facts = [(rank.host, {"device": rank.device_name, **rank.versions}) for rank in ranks]
     problems = []
-    for what in dict.fromkeys(name for found in facts.values() for name in found):
-        usual, count = Counter(found.get(what, "none") for found in facts.values()).most_common(1)[0]
-        for host in dict.fromkeys(rank.host for rank in ranks):
-            value = facts[first_of[host]].get(what, "none")
+    for what in dict.fromkeys(name for _, found in facts for name in found):
+        values = [(host, found.get(what, "none")) for host, found in facts]
+        usual, count = Counter(value for _, value in values).most_common(1)[0]
+        for host, value in dict.fromkeys(values):
             if value != usual:
                 problems.append(Problem(text=f"{what} is {value}; {count} of {len(ranks)} ranks have {usual}", host=host))
     return problems
@@ -244,7 +243,9 @@ def _bad_folders(nodes: Mapping[str, Node]) -> list[Problem]:
 
 def _slow_ranks(ranks: Sequence[Rank]) -> list[Problem]:
     rates = {rank.rank: rank.points / rank.elapsed_s for rank in ranks}
-    free = {rank.rank: float(rank.free_bytes) for rank in ranks if rank.free_bytes is not None}
+    # The memory of a CPU is its machine's: one rank of it speaks for all.
+    owners = [rank for rank in ranks if rank.device != "cpu" or rank.node is not None]
+    free = {rank.rank: float(rank.free_bytes) for rank in owners if rank.free_bytes is not None}
     problems = [
         Problem(
             text=f"{ranks[rank].device} draws {rates[rank] / 1e6:.1f} million points/s, the others {usual / 1e6:.1f}",

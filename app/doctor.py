@@ -30,8 +30,6 @@ from app.launched import Launched, read
 if TYPE_CHECKING:
     from app.runtime import Runtime
 
-PATIENCE_S = 60.0
-"""Longest time of one measurement."""
 _SEED = 1
 
 
@@ -41,7 +39,9 @@ def main(argv: list[str] | None = None) -> None:
     launched = Launched()
     try:
         launched = read(os.environ)
-        examination = _examine(launched, Path(options.run_dir), os.environ.get("MASTER_ADDR", "localhost"))
+        examination = _examine(
+            launched, Path(options.run_dir), head=os.environ.get("MASTER_ADDR", "localhost"), seconds=options.patience
+        )
     except SamerunError as error:
         from app.runtime import leave_with
 
@@ -71,27 +71,27 @@ def as_json(examination: Examination, problems: Sequence[Problem]) -> dict[str, 
     }
 
 
-def _examine(launched: Launched, run_dir: Path, head: str) -> Examination:
-    """Measure everything, and return it on all ranks."""
+def _examine(launched: Launched, run_dir: Path, *, head: str, seconds: float) -> Examination:
+    """Measure everything, each thing in at most so many seconds, and return it on all ranks."""
     from app import handshake, probe
     from app.runtime import Runtime
 
     plan = BatchPlan(global_batch_size=launched.world_size, world_size=launched.world_size, accumulation=1)
-    with _patience(launched, "joining the process group"):
+    with patience("joining the process group", launched, seconds=seconds):
         runtime = Runtime(launched, plan)
         handshake.check_group(runtime.accelerator, launched, plan)
         first_ranks = [rank for rank, index in enumerate(runtime.gather(launched.local_rank)) if index == 0]
     device = runtime.device
-    with _patience(launched, "the devices, each alone"):
+    with patience("the devices, each alone", launched, seconds=seconds):
         runtime.accelerator.wait_for_everyone()
         points, hits, elapsed_s = probe.draw_points(device, seed=_SEED + launched.rank)
-    with _patience(launched, "the sums of all ranks"):
+    with patience("the sums of all ranks", launched, seconds=seconds):
         summed_points, summed_hits = probe.all_reduce_sum([points, hits], device)
         all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
-    with _patience(launched, "clocks and links"):
+    with patience("clocks and links", launched, seconds=seconds):
         clock_ms, clock_error_ms = probe.compare_clock(first_ranks, device)
         link_gb_per_s = probe.time_link(first_ranks, device)
-    with _patience(launched, "writing to the run folder"):
+    with patience("writing to the run folder", launched, seconds=seconds):
         node = probe.write_files(run_dir) if launched.local_rank == 0 else None
         if node is not None:
             node = replace(node, clock_ms=clock_ms, clock_error_ms=clock_error_ms, link_gb_per_s=link_gb_per_s)
@@ -100,7 +100,7 @@ def _examine(launched: Launched, run_dir: Path, head: str) -> Examination:
             rank=launched.rank,
             host=socket.gethostname(),
             address=probe.address_towards(head),
-            device=str(device),
+            device=device.type if device.type == "cpu" else str(device),
             device_name=probe.device_name(device),
             free_bytes=free_bytes,
             total_bytes=total_bytes,
@@ -140,7 +140,7 @@ def _with_neighbours(ranks: Sequence[Rank], first_ranks: Sequence[int]) -> tuple
 
 
 @contextmanager
-def _patience(launched: Launched, what: str) -> Iterator[None]:
+def patience(what: str, launched: Launched, *, seconds: float) -> Iterator[None]:
     """Say what is measured, and end this process if it takes too long: a collective that lacks a rank waits for ever."""
     from app.runtime import leave_with
 
@@ -148,10 +148,10 @@ def _patience(launched: Launched, what: str) -> Iterator[None]:
         sys.stderr.write(f"samerun doctor: {what}\n")
         sys.stderr.flush()
     stuck = TopologyError(
-        f"{what}: not over after {PATIENCE_S:.0f} s. Those that say so wait for each other or for one that does not: leave its "
-        "node out, or see whether NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME must name the network"
+        f"{what}: not over after {seconds:g} s (--patience). Ranks that say so wait for each other, or for one that does not: "
+        "leave its node out, or see whether NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME must name the network"
     )
-    timer = threading.Timer(PATIENCE_S, leave_with, (stuck, launched.rank))
+    timer = threading.Timer(seconds, leave_with, (stuck, launched.rank))
     timer.daemon = True
     timer.start()
     try:
@@ -165,7 +165,12 @@ def _show(examination: Examination, problems: Sequence[Problem]) -> None:
     from rich.table import Table
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    table = Table(title=f"{len(examination.ranks)} processes on {len(examination.nodes)} nodes", title_justify="left")
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"processes: {len(examination.ranks)}, nodes: {len(examination.nodes)}")
+    table = Table()
     for rank in examination.ranks:
         cells = {**_cells(rank), **_node_cells(rank.node)}
         if not table.columns:
@@ -174,10 +179,9 @@ def _show(examination: Examination, problems: Sequence[Problem]) -> None:
         table.add_row(*cells.values())
     console.print(table)
     if examination.all_reduces:
+        say("all-reduce of float32, algorithm bandwidth in GB/s (bytes / time of the slowest rank):")
         console.print(_all_reduce_table(examination.all_reduces))
-    num_points = examination.summed_points
-    say: Any = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731 - one setting for all
-    say(f"pi is {examination.pi:.6f} by {num_points:,} random points, summed over {len(examination.ranks)} processes")
+    say(f"pi is {examination.pi:.6f} by {examination.summed_points:,} random points of all processes")
     say("rank 0 has " + ", ".join(f"{name} {version}" for name, version in examination.ranks[0].versions.items()))
     for problem in problems:
         say(f"WRONG {problem}")
@@ -219,8 +223,7 @@ def _node_cells(node: Node | None) -> Mapping[str, str]:
 def _all_reduce_table(all_reduces: Sequence[AllReduce]) -> Any:
     from rich.table import Table
 
-    title = "all-reduce of float32: algorithm bandwidth in GB/s, bytes / time of the slowest rank"
-    table = Table("bytes", "median", "least", "most", "sums", title=title, title_justify="left")
+    table = Table("bytes", "median", "least", "most", "sums")
     for found in all_reduces:
         rates = [f"{rate:.3f}" for rate in (statistics.median(found.gb_per_s), min(found.gb_per_s), max(found.gb_per_s))]
         table.add_row(f"{found.size_bytes:,}", *rates, "WRONG" if found.wrong_ranks else "right")
@@ -234,6 +237,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", default="runs", help="folder that a run would write to (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="longest time of one measurement; then "
+                        "a rank is stuck (default: 60)")  # fmt: skip
     parser.add_argument("--exit-code-file", metavar="FILE", help="write the exit code there, for each node, instead of ending "
                         "with it: a launcher would print a traceback for what is only bad news")  # fmt: skip
     return parser.parse_args(argv)

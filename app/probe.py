@@ -25,7 +25,7 @@ from app.diagnosis import Node
 from app.handshake import versions
 
 # A second or less for each, on a CPU through gloo as on GPUs through NCCL.
-_POINTS = {"cpu": (2**20, 32)}
+_POINTS = {"cpu": (2**20, 16)}
 _POINTS_ON_ACCELERATOR = (2**24, 64)
 """Random points drawn at a time, and how many times."""
 _SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24)}

@@ -25,6 +25,9 @@ from launch import find, local
 from launch.command import accelerate_argv
 from launch.start import default_preset
 
+_MEETING_S = 30.0
+"""Longest time from the first node that is ready to the last."""
+
 
 def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun doctor` with these arguments and return its exit code. Raises SamerunError."""
@@ -41,21 +44,21 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         say(shlex.join(command))
         os.execvp(command[0], command)  # noqa: S606 - a shell would stand between
     if topology.num_nodes > 1:
-        meet(topology)
+        meet(topology, timeout_s=min(options.patience, _MEETING_S))
     return _run(topology, options, environment)
 
 
 def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="samerun-doctor-") as folder:
         exit_code_file = Path(folder) / "exit-code"
-        arguments = ["--run-dir", options.run_dir, "--exit-code-file", str(exit_code_file)]
+        arguments = ["--run-dir", options.run_dir, "--patience", str(options.patience), "--exit-code-file", str(exit_code_file)]
         arguments += ["--json"] if options.json else []
         command = accelerate_argv(topology, default_preset(topology, environment), arguments, module="app.doctor")
         ended = subprocess.run(command, check=False).returncode
         return ended or int(exit_code_file.read_text())
 
 
-def meet(topology: Topology, *, timeout_s: float = 30.0) -> None:
+def meet(topology: Topology, *, timeout_s: float) -> None:
     """Wait until every node has reached node 0 at the run's port. Raises TopologyError on all, naming those that did not.
 
     Node 0 listens there as the run's would, the others try until the time is over: they may start earlier.
@@ -73,7 +76,7 @@ def _await_others(topology: Topology, timeout_s: float) -> None:
             listener = stack.enter_context(socket.create_server(("", topology.port), backlog=topology.num_nodes))
         except OSError as error:
             raise TopologyError(
-                f"{topology.described('port')} cannot be listened at on {topology.head_address}, node 0: {error.strerror}. "
+                f"{topology.described('port')} cannot be listened at on {topology.head_address}, node 0: {os.strerror(error.errno or 0)}. "
                 "Choose a free one with --port N"
             ) from error
         arrived: dict[int, socket.socket] = {}
@@ -116,7 +119,7 @@ def _reach_head(topology: Topology, timeout_s: float) -> None:
             if time.monotonic() > deadline_s:
                 raise TopologyError(
                     f"{socket.gethostname()}, node {topology.node_rank}, cannot reach node 0 in {timeout_s:.0f} s: "
-                    f"{topology.described('head_address')}, {topology.described('port')}, {error}. If the nodes have other names "
+                    f"{topology.described('head_address')}, {topology.described('port')}, {error}. If nodes have other names "
                     "in the fast network, set SAMERUN_HOST_SUFFIX; if a firewall is between, choose another --port"
                 ) from error
             time.sleep(0.2)
@@ -143,4 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-dir", default="runs", help="folder that a run would write to (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="longest time of one measurement; then "
+                        "a rank is stuck (default: 60)")  # fmt: skip
     return parser
