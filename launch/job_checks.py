@@ -151,21 +151,23 @@ def _data_problems(recipe: Recipe) -> Iterator[str]:
     """Whether data.path is there, where it is a path for sure: a name of the hub looks like a relative one."""
     path = Path(recipe.data.path or "")
     is_name = recipe.data.source == "huggingface" and not path.is_absolute()
-    if not (is_name or recipe.data.download or path.exists()):
+    if not (is_name or recipe.data.download or os.access(path, os.R_OK)):
         yield (
-            f"data.path is {recipe.data.path!r}: there is no such file or folder. Correct it, or if only the nodes of the job "
-            "have it, say --data-on-nodes"
+            f"data.path is {recipe.data.path!r}: there is no such file or folder, or you may not read it. Correct it, or if "
+            "only the nodes of the job have it, say --data-on-nodes"
         )
 
 
 def folder_problems(folders: Sequence[Path], *, resumes: bool) -> Iterator[str]:
     """Which folders cannot be made and written, or hold a run already (no problem for one that `resumes`)."""
-    above = {next(path for path in (folder, *folder.absolute().parents) if path.exists()): folder for folder in folders}
+    above = {
+        next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK)): folder for folder in folders
+    }
     for nearest, folder in above.items():  # of a sweep, one folder for all that cannot be
         if not nearest.is_dir():
             yield f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
         elif not os.access(nearest, os.W_OK | os.X_OK):
             yield f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
     for folder in folders:
-        if (folder / "recipe.yaml").is_file() and not resumes:
+        if os.access(folder / "recipe.yaml", os.F_OK) and not resumes:
             yield f"{folder} holds a run already (it has a recipe.yaml): choose another --run-dir, or delete the folder"

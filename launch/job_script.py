@@ -15,6 +15,9 @@ Scheduler = Literal["slurm", "pbs"]
 SUBMITTERS: dict[Scheduler, tuple[str, ...]] = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 """The command that takes the path of a script and prints the id of the job."""
 
+# Options of a user that replace a request of ours under another name.
+_REPLACES = {"--oversubscribe": "--exclusive", "-s": "--exclusive", "--mem-per-cpu": "--mem", "--mem-per-gpu": "--mem"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -36,7 +39,7 @@ class Job:
     tasks: Sequence[str] = ()
     """Name of each task of an array, in the order of the indices. Empty: no array."""
     options: Sequence[str] = ()
-    """More options of the scheduler, each as it would stand in a script."""
+    """More options of the scheduler, each as it would stand in a script. One replaces the request for the same thing."""
     folder: str
     """Where the command runs."""
     command: Sequence[str]
@@ -46,7 +49,7 @@ def render(job: Job, scheduler: Scheduler) -> str:
     """Return the text of the script."""
     prefix = "#SBATCH" if scheduler == "slurm" else "#PBS"
     requests = list(_slurm(job) if scheduler == "slurm" else _pbs(job))
-    given = {key(option) for option in job.options}
+    given = {_REPLACES.get(key(option), key(option)) for option in job.options}
     lines = [
         "#!/bin/sh",
         f"# Written by `samerun submit` for {SUBMITTERS[scheduler][0]}.",

@@ -1,0 +1,413 @@
+"""`samerun submit`: what is checked before the queue, the scripts, and real jobs on a real Slurm.
+
+The golden file holds the scripts; after an intended change:
+    PYTHONPATH=. python tests/test_submit.py > tests/golden/submit.txt
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import resource
+import shlex
+import shutil
+import string
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import slurm_lab
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import REPOSITORY, clean_environment, read
+
+from app.errors import SubmitError, TopologyError
+from launch import sweep
+
+GOLDEN = Path(__file__).parent / "golden" / "submit.txt"
+SLURM = ("--scheduler", "slurm", "--dry-run", "--nodes", "2", "--time", "01:30:00")
+PBS = ("--scheduler", "pbs", *SLURM[2:])
+SITE = ("--account", "def-me", "--partition", "gpu")
+RUN = ("--preset", "deepspeed_zero3", "--recipe", "digits")
+SWEEP = "optim.lr=0.1,0.2;seed=0,1;model.channels=[8,16],[32,64]"
+CASES = {
+    "slurm": (*SLURM, *SITE, *RUN, "--gpus-per-node", "a100:4", "optim.lr=0.1", "augment.crop_padding=2"),
+    "slurm, shared nodes": (*SLURM, *RUN, "--processes-per-node", "2", "--cpus-per-node", "8", "--sbatch-option=--mem=32G",
+                            "--sbatch-option=--oversubscribe", "--sbatch-option=--exclude=node[7-9]"),
+    "slurm, as little as can be said": SLURM,
+    "slurm, a sweep": (*SLURM, *RUN, "--gpus-per-node", "4", "--job-name", "rates", "--run-dir", "my runs", "--array", SWEEP,
+                       "train.epochs=2", "--", "--trackers", "none"),
+    "pbs": (*PBS, *SITE, *RUN, "--gpus-per-node", "4", "--cpus-per-node", "32", "--qsub-option=-l filesystems=home:eagle"),
+    "pbs, shared nodes": (*PBS, *RUN, "--processes-per-node", "2", "--qsub-option=-l place=scatter:shared"),
+    "pbs, a sweep": (*PBS, *RUN, "--gpus-per-node", "4", "--array", "seed=0,1,2"),
+}  # fmt: skip
+
+
+def samerun(folder, *arguments, **env):
+    """`samerun submit` typed in a folder."""
+    environment = {**clean_environment(), **env}
+    command = [sys.executable, "-m", "launch.cli", "submit", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def script(folder, *arguments):
+    finished = samerun(folder, *arguments)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def placed(text, folder):
+    """A text without what differs between machines and moments."""
+    text = text.replace(shlex.quote(str(folder)), "FOLDER").replace(sys.executable, "PYTHON")
+    return re.sub(r"\d{8}-\d{6}", "TIME", text)
+
+
+def golden_lines(folder):
+    for name, arguments in CASES.items():
+        yield f"==> {name}"
+        yield from placed(script(folder, *arguments), folder).splitlines()
+
+
+def problems(folder, *arguments, **env):
+    """What is wrong, line by line; nothing may have been written."""
+    finished = samerun(folder, *arguments, **env)
+    assert (finished.returncode, finished.stdout) == (SubmitError.exit_code, ""), finished.stderr
+    assert not (folder / "runs").exists()
+    assert finished.stderr.startswith("samerun: SubmitError: ")
+    return finished.stderr.removeprefix("samerun: SubmitError: ").splitlines()
+
+
+# Scripts -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_scripts_are_those_of_the_golden_file(tmp_path):
+    assert list(golden_lines(tmp_path)) == GOLDEN.read_text().splitlines()
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
+
+
+@pytest.mark.parametrize("checker", [("bash", "-n"), ("shellcheck", "--norc")], ids=["bash", "shellcheck"])
+def test_the_scripts_are_right_for_a_shell(tmp_path, checker):
+    if shutil.which(checker[0]) is None:
+        pytest.skip(f"needs {checker[0]} (apt-get install {checker[0]})")
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    for number, arguments in enumerate(CASES.values()):
+        (tmp_path / f"{number}.sh").write_text(script(folder, *arguments))
+    scripts = sorted(tmp_path.glob("*.sh"))
+    assert len(scripts) == len(CASES) >= 7
+    for path in scripts:
+        finished = subprocess.run([*checker, path], capture_output=True, text=True, check=False)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_a_script_holds_nothing_of_the_environment(tmp_path):
+    assert "hunter2" not in script(tmp_path, *SLURM) + samerun(tmp_path, *SLURM, HF_TOKEN="hunter2").stdout
+    assert "hunter2" not in samerun(tmp_path, *PBS, WANDB_API_KEY="hunter2").stdout
+
+
+def run_as_job(folder, text, **env):
+    """What `samerun launch --dry-run` of a script says, run elsewhere and without the environment it was made in."""
+    (folder / "job").write_text(text)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), **env}
+    finished = subprocess.run(["sh", folder / "job"], cwd="/", env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_task_trains_its_combination_in_a_folder_of_its_own(tmp_path, scheduler, index):
+    """The script is run by a shell; only what the job becomes in the end is printed (--dry-run) instead."""
+    folder = tmp_path / "it's $HOME"
+    folder.mkdir()
+    (folder / "a b*").touch()
+    arguments = ("--nodes", "1", "--time", "1:00:00", "--scheduler", scheduler, "--dry-run", "--processes-per-node", "2")
+    text = script(folder, *arguments, "--array", "optim.lr=0.1,0.2;seed=7,8", "data.path=a b*", "--", "--dry-run")
+    (tmp_path / "nodes").write_text("node1\n")
+    job = {
+        "slurm": {"SLURM_ARRAY_TASK_ID": str(index)},
+        "pbs": {"PBS_ARRAY_INDEX": str(index), "PBS_JOBID": f"14[{index}].head", "PBS_NODEFILE": str(tmp_path / "nodes"),
+                "PBS_O_PATH": "/usr/bin"},
+    }  # fmt: skip
+    if scheduler == "slurm":  # without Slurm's own variables `samerun launch` runs here, with --processes only
+        text = text.replace("--processes-per-node", "--processes")
+    finished = run_as_job(tmp_path, text, **job[scheduler])
+    command = shlex.split(finished.stdout)
+    lr, seed = [(lr, seed) for lr in ("0.1", "0.2") for seed in ("7", "8")][index]
+    assert command[-3:] == ["data.path=a b*", f"optim.lr={lr}", f"seed={seed}"]
+    run_dir = command[command.index("--run-dir") + 1]
+    assert re.fullmatch(rf"runs/digits-\d+-\d+/{index}-lr={lr}-seed={seed}", run_dir)
+    assert command[command.index("--num_processes") + 1] == "2"
+    assert f"task {index} of the array: optim.lr={lr} seed={seed}" in finished.stderr
+
+
+# What is wrong before the queue --------------------------------------------------------------------------------------------
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    arguments = ("--nodes", "0", "--time", "90", "--gpus-per-node", "two", "--account", "a b", "--preset", "multi_nod",
+                 "--recipe", "digit", "--run-dir", "file/run", "--sbatch-option=--nodes=3",
+                 "--array", "seed=1;seed=2")  # fmt: skip
+    said = problems(tmp_path, "--scheduler", "slurm", "--dry-run", *arguments)
+    expected = ["--nodes is '0'", "--gpus-per-node is 'two'", "--time is '90'", "--account is 'a b'",
+                "--sbatch-option is '--nodes=3'",
+                "--array has seed twice", "preset multi_nod", "recipe digit", "file/run cannot be made"]  # fmt: skip
+    assert [line[: len(start)] for line, start in zip(said, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nodes", "3"], ["train.global_batch_size is 64, which 3 processes", "use 1, 2, 4"]),
+        (["--gpus-per-node", "3"], ["which 6 processes"]),
+        (["--processes-per-node", "-1"], ["--processes-per-node is '-1'"]),
+        (["--processes-per-node", "1.5"], ["--processes-per-node is '1.5'"]),
+        (["--gpus-per-node", "a100:0"], ["--gpus-per-node is 'a100:0'"]),
+        (["--cpus-per-node", "all"], ["--cpus-per-node is 'all'"]),
+        (["--time", "00:00:00"], ["--time is '00:00:00'"]),
+        (["--time", "1:60:00"], ["--time is '1:60:00'"]),
+        (["--job-name", "a/b"], ["--job-name is 'a/b'"]),
+        (["--partition", "gpu\n#SBATCH --nodes=9"], ["--partition is 'gpu\\n#SBATCH"]),
+        (["--sbatch-option", "--comment=a\nrm -r x"], ["one line"]),
+        (["--sbatch-option", "debug"], ["must begin with -"]),
+        (["--sbatch-option=-t 5"], ["--time says that"]),
+        (["--qsub-option=-q debug"], ["'-q debug'", "another scheduler", "sbatch"]),
+        (["--preset", "cpu"], ["preset cpu starts 1 process, and this run has 2", "(--nodes)"]),
+        (["--preset", "no/such.yaml"], ["preset no/such.yaml: there is no such file"]),
+        (["--recipe", "no/such.yaml"], ["recipe no/such.yaml: there is no such file"]),
+        (["optim.lrr=1"], ["did you mean optim.lr?"]),
+        (["data.path=no/such"], ["data.path is 'no/such'", "--data-on-nodes"]),
+        (["--array", "seed=1"], ["--array is 'seed=1', which is one run"]),
+        (["--array", "seed=1,1"], ["a value stands there twice"]),
+        (["--array", "seed"], ["expected key=value,value"]),
+        (["--array", "seed=1,,2"], ["expected key=value,value"]),
+        (["--array", "seed=1,2", "seed=3"], ["seed is given by --array and by seed=..."]),
+        (["--array", "optim.lrr=1,2"], ["did you mean optim.lr?"]),
+        (["--array", "optim.lr=0.1,-1,-2"], ["optim.lr is -1.0", "(task 1 of --array)", "is -2.0", "(task 2 of --array)"]),
+        (["--array", "train.global_batch_size=64,63,65"], ["is 63, which 2 processes", "(task 1 of", "is 65", "(task 2 of"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_said_before_the_queue(tmp_path, arguments, words):
+    said = "\n".join(problems(tmp_path, *SLURM, *arguments))
+    assert [word for word in words if word not in said] == []
+
+
+def test_for_pbs_gpus_have_no_kind(tmp_path):
+    assert [
+        "--gpus-per-node is 'a100:4': for PBS a number" in line
+        for line in problems(tmp_path, *PBS, "--gpus-per-node", "a100:4")
+    ]
+
+
+def test_what_is_missing_is_said_too(tmp_path):
+    said = problems(tmp_path, "--scheduler", "slurm", "--dry-run")
+    assert [line.split(":")[0] for line in said] == ["--nodes is not given", "--time is not given"]
+
+
+def test_a_run_folder_that_is_in_use_or_cannot_be_is_refused(tmp_path):
+    used = tmp_path / "sweep" / "1-seed=8"
+    used.mkdir(parents=True)
+    (used / "recipe.yaml").touch()
+    arguments = (*SLURM, "--run-dir", "sweep", "--array", "seed=7,8")
+    (said,) = problems(tmp_path, *arguments)
+    assert said.startswith("sweep/1-seed=8 holds a run already")
+    assert samerun(tmp_path, *arguments, "--", "--resume", "auto").returncode == 0
+    (used / "file").touch()
+    (said,) = problems(tmp_path, *SLURM, "--run-dir", str(used / "file" / "run"))
+    assert f"because {used}/file is a file" in said
+
+
+@pytest.mark.parametrize("arguments", [["--data-on-nodes"], ["data.download=true", "data.source=mnist"],
+                                       ["data.source=huggingface", "data.path=org/name"]])  # fmt: skip
+def test_data_that_is_not_here_may_be_right(tmp_path, arguments):
+    assert samerun(tmp_path, *SLURM, "data.path=no/such", *arguments).returncode == 0
+
+
+# Sweeps --------------------------------------------------------------------------------------------------------------------
+
+VALUES = st.lists(st.text(string.ascii_letters + string.digits + "./ -+_:", min_size=1).filter(str.strip).map(str.strip),
+                  min_size=1, max_size=4, unique=True)  # fmt: skip
+SWEEPS = st.dictionaries(st.from_regex(r"[a-z]{1,4}(\.[a-z]{1,4})?", fullmatch=True), VALUES, min_size=1, max_size=3).filter(
+    lambda values: any(len(choices) > 1 for choices in values.values())
+)
+
+
+@given(values=SWEEPS)
+def test_a_sweep_is_every_combination_once_each_with_a_name_of_its_own(values):
+    text = ";".join(f"{key}={','.join(choices)}" for key, choices in values.items())
+    combinations = sweep.parse(text)
+    expected = [
+        tuple(f"{key}={one}" for key, one in zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
+    ]
+    assert [combination.overrides for combination in combinations] == expected
+    folders = [combination.folder for combination in combinations]
+    assert folders == sorted(set(folders)), "in the order of the indices"
+    assert all(re.fullmatch(r"[A-Za-z0-9.+=_-]{1,200}", folder) for folder in folders)
+    for index, combination in enumerate(combinations):
+        for name in ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX"):
+            assert sweep.chosen(text, {name: str(index)}) == (index, combination)
+
+
+def test_names_are_readable():
+    assert [each.folder for each in sweep.parse("optim.lr=1e-3,0.1;model.channels=[8,16]")] == [
+        "0-lr=1e-3-channels=8_16",
+        "1-lr=0.1-channels=8_16",
+    ]
+    assert sweep.parse("optim.name=sgd,adamw;model.name=convnet")[1].folder == "1-optim.name=adamw-model.name=convnet"
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "none of SLURM_ARRAY_TASK_ID, PBS_ARRAY_INDEX is set"),
+        ({"SLURM_ARRAY_TASK_ID": "2"}, "SLURM_ARRAY_TASK_ID is '2'.*0 to 1"),
+        ({"PBS_ARRAY_INDEX": "x"}, "PBS_ARRAY_INDEX is 'x'"),
+    ],
+)
+def test_a_task_outside_of_its_array_is_refused(environment, words):
+    with pytest.raises(TopologyError, match=words):
+        sweep.chosen("seed=0,1", environment)
+
+
+# Handing over --------------------------------------------------------------------------------------------------------------
+
+
+def with_programs(folder, **programs):
+    """A PATH on which there are only these shell scripts."""
+    folder.mkdir()
+    for name, lines in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("programs", "asked", "command", "job"),
+    [
+        ({"sbatch": "echo '22;main'"}, [], "sbatch --parsable", "22"),
+        ({"qsub": "echo 14.head"}, [], "qsub", "14.head"),
+        ({"sbatch": "echo 22", "qsub": "echo 14.head"}, [], "sbatch --parsable", "22"),
+        ({"sbatch": "echo 22", "qsub": "echo '14[].head'"}, ["--scheduler", "pbs"], "qsub", "14[].head"),
+    ],
+)
+def test_the_script_is_handed_to_the_scheduler_that_is_there(tmp_path, programs, asked, command, job):
+    record = tmp_path / "record"
+    programs = {name: f'echo "{name}" "$@" >{record}; {lines}' for name, lines in programs.items()}
+    path = with_programs(tmp_path / "bin", **programs)
+    finished = samerun(tmp_path, "--nodes", "2", "--time", "1:00:00", *asked, PATH=path)
+    assert (finished.returncode, finished.stdout) == (0, f"{job}\n"), finished.stderr
+    (kept,) = (tmp_path / "runs" / "submitted").glob("*.sh")
+    assert record.read_text() == f"{command} runs/submitted/{kept.name}\n"
+    assert f"log runs/submitted/{kept.stem}.out" in finished.stderr
+    assert f"run folder runs/{kept.stem}," in finished.stderr
+    assert f"job {job}, submitted by runs/submitted/{kept.name}" in finished.stderr
+    prefix = "#SBATCH --output=" if command.startswith("sbatch") else "#PBS -o "
+    assert f"{prefix}runs/submitted/{kept.stem}.out\n" in kept.read_text()
+
+
+def test_two_jobs_of_one_second_do_not_meet(tmp_path):
+    path = with_programs(tmp_path / "bin", sbatch="echo 22")
+    for _ in range(3):
+        assert samerun(tmp_path, "--nodes", "2", "--time", "1:00:00", PATH=path).returncode == 0
+    texts = [kept.read_text() for kept in (tmp_path / "runs" / "submitted").glob("*.sh")]
+    assert len({re.findall(r"--run-dir (\S+)", text)[0] for text in texts}) == 3
+
+
+def test_what_the_scheduler_refuses_is_said_in_its_words(tmp_path):
+    path = with_programs(tmp_path / "bin", sbatch="echo 'sbatch: error: invalid account' >&2; exit 1")
+    finished = samerun(tmp_path, "--nodes", "2", "--time", "1:00:00", PATH=path)
+    assert (finished.returncode, finished.stdout) == (SubmitError.exit_code, "")
+    assert re.search(r"exit code 1 .*invalid account.*The script is kept: runs/submitted/digits-\S+\.sh$", finished.stderr)
+
+
+def test_without_a_scheduler_that_is_said(tmp_path):
+    empty = with_programs(tmp_path / "bin")
+    job = ("--nodes", "2", "--time", "1:00:00")
+    assert "neither sbatch nor qsub" in problems(tmp_path, *job, PATH=empty)[0]
+    assert "neither sbatch nor qsub" in problems(tmp_path, *job, "--dry-run", PATH=empty)[0]
+    assert "qsub is not on the PATH" in problems(tmp_path, *job, "--scheduler", "pbs", PATH=empty)[0]
+    grid_engine = with_programs(tmp_path / "bin2", qsub="exit 1")
+    assert "Grid Engine" in problems(tmp_path, *job, PATH=grid_engine, SGE_ROOT="/opt/sge")[0]
+
+
+def test_it_is_quick_and_needs_none_of_the_heavy_libraries(tmp_path):
+    """Less than 0.3 s of processor time, the best of three, for a sweep of eight."""
+    heavy = ("torch", "accelerate", "numpy", "rich", "datasets", "deepspeed", "transformers", "psutil")
+    arguments = ["submit", *CASES["slurm, a sweep"]]
+    code = f"import sys\nsys.modules.update(dict.fromkeys({heavy}))\nfrom launch.cli import main\nsys.exit(main({arguments}))"
+    durations_s = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        finished = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, check=False
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert finished.returncode == 0, finished.stderr
+        durations_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(durations_s) < 0.3
+
+
+# A real Slurm --------------------------------------------------------------------------------------------------------------
+
+_WHY_NOT = slurm_lab.why_not()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm") / "lab"
+    with slurm_lab.lab(folder, tmp_path_factory.mktemp("outputs"), nodes=2, gpus_per_node=2) as up:
+        yield up
+        up.cancel_all()
+
+
+def submitted(lab, folder, *arguments):
+    """Submit on the head node, from a folder of the user's, and return the id."""
+    folder.mkdir()
+    command = (
+        f"cd {shlex.quote(str(folder))} && exec {shlex.quote(sys.executable)} -m launch.cli submit {shlex.join(arguments)}"
+    )
+    finished = lab.run("sh", "-c", command).check()
+    return finished.output.splitlines()[-1], finished.output
+
+
+REAL = ("--time", "00:05:00", "--preset", "multi_node", "train.steps=3", "log.every_steps=1")
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
+def test_a_submitted_job_trains_on_two_nodes(lab, tmp_path):
+    folder = tmp_path / "a project"
+    job_id, said = submitted(lab, folder, "--nodes", "2", "--gpus-per-node", "1", *REAL, "--", "--trackers", "none")
+    job = lab.wait(job_id)
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
+    run_dir, log = (re.findall(rf"{what} (runs/\S+?)(?:,|$)", said, flags=re.MULTILINE)[0] for what in ("run folder", "log"))
+    result = read(folder / run_dir / "result.json")
+    assert (result["steps"], result["world_size"], result["preset"]) == (3, 2, "multi_node")
+    assert [rank.split()[0] for rank in read(folder / run_dir / "run.json")["ranks"]] == ["node1", "node2"]
+    assert (folder / log).read_text() == job.output != ""
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
+def test_an_array_of_two_gives_two_run_folders(lab, tmp_path):
+    """Each on one node that it shares with the other's, side by side."""
+    folder = tmp_path / "project"
+    shared = ("--sbatch-option=--oversubscribe", "--sbatch-option=--mem=4G", "--cpus-per-node", "2", "--run-dir", "seeds")
+    job_id, _ = submitted(lab, folder, "--nodes", "1", *REAL, *shared, "--array", "seed=1,2", "--", "--trackers", "none")
+    jobs = [lab.wait(f"{job_id}_{index}") for index in (0, 1)]
+    assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs
+    assert sorted(path.name for path in (folder / "seeds").iterdir()) == ["0-seed=1", "1-seed=2"]
+    losses = [read(folder / "seeds" / name / "result.json")["test_loss"] for name in ("0-seed=1", "1-seed=2")]
+    assert losses[0] != losses[1]
+    for name, job, seed in zip(("0-seed=1", "1-seed=2"), jobs, (1, 2), strict=True):
+        assert f"seed: {seed}\n" in (folder / "seeds" / name / "recipe.yaml").read_text()
+        assert f"task {seed - 1} of the array: seed={seed}\n" in job.output
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as here:
+        print("\n".join(golden_lines(os.path.realpath(here))))
