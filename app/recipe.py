@@ -89,6 +89,10 @@ class ModelRecipe:
     """`convnet`, or any classification model of torchvision by its name (resnet18, vit_b_16, ...)."""
     norm: Literal["group", "batch"] = "group"
     """Normalisation of the convnet. Batch statistics depend on the micro-batch, group statistics do not."""
+    activation: Literal["relu", "gelu"] = "relu"
+    """Activation of the convnet. With gelu and average pooling it has no kinks, at which rounding decides a gradient."""
+    pooling: Literal["max", "average"] = "max"
+    """How the convnet halves the image."""
     channels: tuple[int, int] = (32, 64)
     """Output channels of the convnet's two convolutions."""
     hidden: int = 128

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,6 +126,13 @@ class Runtime:
         self.accelerator.log_with = filter_trackers(list(names), str(run_dir))
         scalars = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()}
         self.accelerator.init_trackers("samerun", scalars)
+
+    def prepare(self, *objects: Any) -> Any:
+        """Return the objects as `Accelerator.prepare` makes them: one alone, or a tuple."""
+        with warnings.catch_warnings():
+            # torch 2.15 has a new name for this option of DDP, which Accelerate 1.15 cannot pass on yet.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            return self.accelerator.prepare(*objects)
 
     def average_buffers(self, model: torch.nn.Module) -> None:
         """Give every rank the mean of the ranks' floating-point buffers (running statistics of batch norms).

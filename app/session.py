@@ -26,6 +26,7 @@ from app.data.open import download_data
 from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
+from app.errors import PresetError
 from app.loop import Training
 from app.metrics import Metrics
 from app.recipe import Recipe
@@ -104,7 +105,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: Path) -
     for note in models.topology_dependence(model):
         display.say(f"note: {note}")
 
-    model, optimizer, batches = runtime.accelerator.prepare(
+    model, optimizer, batches = runtime.prepare(
         model, optim.build(recipe.optim, model), _train_loader(runtime, recipe, data.train, length)
     )
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
@@ -130,7 +131,14 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: Path) -
 
 
 def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Module:
-    """Return the recipe's model for these samples, on the CPU, with weights that depend on the seed alone."""
+    """Return the recipe's model for these samples, on the CPU, with weights that depend on the seed alone.
+
+    Raises PresetError for float64 weights under DeepSpeed, which steps on float32 copies of them whatever their type.
+    """
+    if recipe.model.dtype == "float64" and runtime.launched.strategy == "deepspeed":
+        raise PresetError(
+            "model.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
+        )
     runtime.seed(recipe.seed, per_rank=False)
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
@@ -156,7 +164,7 @@ def evaluation_of(
 ) -> Callable[[], Evaluation]:
     """Return the function that scores `model` on all of `source`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(source), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
-    prepared = runtime.accelerator.prepare(_loader(runtime, source, batches))
+    prepared = runtime.prepare(_loader(runtime, source, batches))
     return functools.partial(evaluate, runtime, model, prepared, preparation, size=len(source), num_classes=len(source.classes))
 
 
