@@ -100,7 +100,7 @@ class ModelRecipe:
     sync_batchnorm: bool = False
     """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
     channels_last: bool = False
-    """Keep images and convolution weights in channels-last memory order."""
+    """Keep images in channels-last memory order, which convolutions and what follows them then follow."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
 

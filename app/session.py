@@ -143,7 +143,7 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
-    return model.to(memory_format=torch.channels_last) if recipe.model.channels_last else model
+    return model
 
 
 def build_preparation(runtime: Runtime, recipe: Recipe, source: Source) -> Preparation:

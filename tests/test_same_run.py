@@ -26,6 +26,7 @@ RECIPE = (
     f"train.steps={STEPS}",
     "model.activation=gelu",
     "model.pooling=average",
+    "model.channels_last=true",
     "train.evaluate_every_epochs=0",
     "train.label_smoothing=0.1",
     "train.ema_decay=0.95",
