@@ -8,15 +8,12 @@ error of one rank into the same error of all; `close` leaves no process hanging.
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -153,20 +150,6 @@ class Runtime:
         self.accelerator.wait_for_everyone()
         self.accelerator.free_memory(*prepared)
         self.accelerator.end_training()
-
-
-def leave_with(error: SamerunError, rank: int) -> NoReturn:
-    """Print the error's text and end this process with its exit code, whatever the other ranks do.
-
-    Rank 0 speaks at once. The others wait a moment: where all have the same error, the launcher ends them before they
-    repeat it. `os._exit` skips destructors, in which a process group with a missing member could hang.
-    """
-    if rank != 0:
-        time.sleep(1.0)
-    who = f"[rank {rank} on {socket.gethostname()}] " if rank != 0 else ""
-    print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
-    sys.stdout.flush()
-    os._exit(error.exit_code)
 
 
 def _refuse_other_clipping(launched: Launched, clip_norm: float | None) -> None:

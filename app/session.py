@@ -221,8 +221,9 @@ def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Data, length: schedule
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     return (
         f"recipe {loaded.name} on {processes} ({runtime.launched.strategy}, {runtime.device.type}), run folder {run_dir}\n"
-        f"global batch {plan.global_batch_size} = {plan.micro_batch} samples x {plan.accumulation} passes x {processes}; "
-        f"{len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, {length.total_steps} steps"
+        f"global batch {plan.global_batch_size} = micro-batch {plan.micro_batch} x accumulation {plan.accumulation} "
+        f"x {processes}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
+        f"{length.total_steps} steps"
     )
 
 

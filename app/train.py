@@ -11,7 +11,7 @@ import sys
 
 from app import recipe_file
 from app.batching import BatchPlan
-from app.errors import SamerunError
+from app.errors import SamerunError, leave_with
 from app.launched import Launched, read
 from app.recipe_file import LoadedRecipe
 
@@ -21,15 +21,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     launched = Launched()
     try:
-        loaded = recipe_file.load(arguments.recipe, arguments.overrides)
         if arguments.print_recipe:
-            print(recipe_file.render(loaded))  # noqa: T201 - what was asked for
+            sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
             return
         launched = read(os.environ)
-        _train(launched, loaded, arguments)
+        _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments)
     except SamerunError as error:
-        from app.runtime import leave_with
-
         leave_with(error, launched.rank)
 
 
