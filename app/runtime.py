@@ -108,17 +108,17 @@ class Runtime:
             everywhere = len(failed) == len(errors)
             raise kind(text if everywhere else f"rank {failed[0]} of {len(errors)} on {host}: {text}") from mine
 
-    def start_trackers(self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Start the named Accelerate trackers; those that write files write them into the run folder.
-
-        Raises TrackerError, naming those that are installed, for a tracker that is unknown or not installed.
-        """
+    def check_trackers(self, names: Sequence[str]) -> None:
+        """Raise TrackerError, naming those that are installed, for a tracker that is unknown or not installed."""
         installed = sorted(tracker.value for tracker in get_available_trackers())
         for name in names:
             if name not in installed:
                 raise TrackerError(
                     f"--trackers has {name!r}, which is not installed here: choose from {', '.join(installed)}; or none."
                 )
+
+    def start_trackers(self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Start the named Accelerate trackers; those that write files write them into the run folder."""
         self.accelerator.project_configuration.set_directories(str(run_dir))
         self.accelerator.log_with = filter_trackers(list(names), str(run_dir))
         scalars = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()}

@@ -64,9 +64,10 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
 
     runtime = Runtime(launched, plan, clip_norm=recipe.optim.clip_norm)
     handshake.check_group(runtime.accelerator, launched, plan)
-    run_dir = session.open_run_folder(runtime, loaded, arguments.run_dir, trackers=arguments.trackers)
     data = session.open_data(runtime, recipe)
-    training = session.prepare(runtime, loaded, data, run_dir)
+    parts = session.agree(runtime, loaded, data)
+    run_dir = session.open_run_folder(runtime, loaded, arguments.run_dir, trackers=arguments.trackers)
+    training = session.prepare(runtime, loaded, data, parts, run_dir)
     scores = train(training)
     session.finish(training, data, run_dir, scores)
 

@@ -122,6 +122,7 @@ def test_a_run_folder_that_holds_a_run_is_not_overwritten(run: Path) -> None:
         (("train.global_batch_size=2048",), 6, "1438"),
         (("data.source=imagefolder", "data.path=nowhere", "data.image_size=8"), 6, "nowhere"),
         (("optim.lr=1e9", "optim.clip_norm=null", "optim.name=sgd"), 8, "the loss is"),
+        (("--trackers", "tensorbord"), 9, "choose from tensorboard"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], code: int, sentence: str) -> None:
@@ -129,6 +130,7 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path, arguments: tuple[str, ..
     assert finished.returncode == code, finished.output
     assert sentence in finished.output
     assert "Traceback" not in finished.output
+    assert code == 8 or not (tmp_path / "run").exists(), "a mended run can use the folder"
 
 
 def photos(folder: Path, *, per_class: int) -> Path:
