@@ -101,8 +101,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_the_reference_learns(references: dict[str, Path]) -> None:
     for reference in references.values():
-        losses = column(reference, "loss")
-        assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+        # In 100 steps, with every augmentation on, from 1 in 10 by chance.
+        assert read(reference / "result.json")["test_accuracy"] > 0.5
         assert max(column(reference, "grad_norm")) > 0.5, "nothing was clipped"
 
 
