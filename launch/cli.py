@@ -81,7 +81,7 @@ def _check_recipe(name_or_path: str, overrides: list[str], topology: Topology) -
     )
     _say(
         f"global batch {plan.global_batch_size} = "
-        f"{plan.micro_batch} samples x {plan.accumulation} passes x {plan.world_size} processes"
+        f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes"
     )
 
 
