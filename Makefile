@@ -36,15 +36,15 @@ format: $(VENV)/.installed-dev
 	$(RUN)/ruff format .
 
 $(RUN)/python:
-	$(PYTHON) -m venv $(VENV) || { \
+	@$(PYTHON) -m venv $(VENV) || { \
 	    echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv python3-dev g++" >&2; \
 	    rm -rf $(VENV); exit 1; }
 
 # torch comes from the registry with its GPU libraries, several GB; they run on CPU as well.
 $(VENV)/.installed: pyproject.toml | $(RUN)/python
 	$(RUN)/python -m pip install --quiet --editable .
-	touch $@
+	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(RUN)/python
 	$(RUN)/python -m pip install --quiet --editable .[dev]
-	touch $@ $(VENV)/.installed
+	@touch $@ $(VENV)/.installed

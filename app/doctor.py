@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
             launched, Path(options.run_dir), head=os.environ.get("MASTER_ADDR", "localhost"), seconds=options.patience
         )
     except SamerunError as error:
-        from app.runtime import leave_with
+        from app.errors import leave_with
 
         leave_with(error, launched.rank)
     problems = diagnose(examination)
@@ -142,7 +142,7 @@ def _with_neighbours(ranks: Sequence[Rank], first_ranks: Sequence[int]) -> tuple
 @contextmanager
 def patience(what: str, launched: Launched, *, seconds: float) -> Iterator[None]:
     """Say what is measured, and end this process if it takes too long: a collective that lacks a rank waits for ever."""
-    from app.runtime import leave_with
+    from app.errors import leave_with
 
     if launched.rank == 0:
         sys.stderr.write(f"samerun doctor: {what}\n")

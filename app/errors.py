@@ -11,8 +11,16 @@
     +-- SubmitError     10  a job cannot be submitted as it was asked for
 
 The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
-see, because `train.py` prints it without a traceback.
+see, because `leave_with` prints it without a traceback.
 """
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from typing import NoReturn
 
 
 class SamerunError(Exception):
@@ -71,3 +79,17 @@ class SubmitError(SamerunError):
     """The job cannot be submitted: its options are wrong, or the scheduler refuses it."""
 
     exit_code = 10
+
+
+def leave_with(error: SamerunError, rank: int) -> NoReturn:
+    """Print the error's text and end this process with its exit code, whatever the other ranks do.
+
+    Rank 0 speaks at once. The others wait a moment: where all have the same error, the launcher ends them before they
+    repeat it. `os._exit` skips destructors, in which a process group with a missing member could hang.
+    """
+    if rank != 0:
+        time.sleep(1.0)
+    who = f"[rank {rank} on {socket.gethostname()}] " if rank != 0 else ""
+    print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
+    sys.stdout.flush()
+    os._exit(error.exit_code)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from app import recipe_file, run_folder
 from app.batching import BatchPlan
-from app.errors import SamerunError
+from app.errors import SamerunError, leave_with
 from app.launched import Launched, read
 from app.scores import Evaluation
 
@@ -33,8 +33,6 @@ def main(argv: list[str] | None = None) -> None:
         launched = read(os.environ)
         classes, scores = _score(launched, arguments)
     except SamerunError as error:
-        from app.runtime import leave_with
-
         leave_with(error, launched.rank)
     if launched.rank == 0:
         sys.stdout.write(json.dumps(asdict(scores)) + "\n" if arguments.json else _table(classes, scores))

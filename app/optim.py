@@ -7,14 +7,16 @@ from torch import nn
 
 from app.recipe import OptimRecipe
 
-# Kinds of device on which torch (2.8 and later) has fused SGD and AdamW: one pass over the weights instead of several.
+# Kinds of device on which torch (2.8 and later) has a fused AdamW: one pass over the weights instead of several. Its fused SGD
+# refuses FSDP2's tensors (torch 2.15) and saves little, since a step of SGD is short.
 _FUSED_DEVICES = {"cpu", "cuda"}
 
 
 def build(recipe: OptimRecipe, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
     """Return the optimizer of the model's trainable parameters, in two groups: with weight decay, and without.
 
-    Call it before the parameters are sharded: the groups follow from names and shapes. `fused` None: where supported.
+    Call it before the parameters are sharded: the groups follow from names and shapes. `fused`, for AdamW alone:
+    None is where supported.
     The learning rate is the recipe's until `set_learning_rate` sets that of a step.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -23,10 +25,10 @@ def build(recipe: OptimRecipe, model: nn.Module, *, fused: bool | None = None) -
         {"params": [parameter for name, parameter in named if not decays(name, parameter)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if recipe.name == "sgd":
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
     if fused is None:
         fused = all(parameter.device.type in _FUSED_DEVICES for _, parameter in named)
-    if recipe.name == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=fused)
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=fused)
 
 

@@ -130,7 +130,7 @@ def summary_table(reference: Outcome, outcomes: Sequence[Outcome], *, tolerance:
     """Return one row for each case: how far it is from the reference, its duration and the verdict."""
     assert reference.curve is not None
     table = Table(title=f"compared with {reference.case} over {len(reference.curve.losses)} steps")
-    for heading in ("case\n(processes x passes)", "largest relative\nloss difference", "at step"):
+    for heading in ("case\n(processes x accumulation)", "largest relative\nloss difference", "at step"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("learning\nrates", "samples", "seconds", "verdict"):
         table.add_column(heading, justify="right", no_wrap=True)

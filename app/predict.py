@@ -17,10 +17,9 @@ from app import exported
 from app.data.augment import Preparation
 from app.data.framing import Framing, resize
 from app.data.pictures import decode
-from app.errors import SamerunError
+from app.errors import SamerunError, leave_with
 from app.exported import ModelConfig
 from app.recipe import AugmentRecipe, DataRecipe
-from app.runtime import leave_with
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,10 @@ class ModelRecipe:
     """`convnet`, or any classification model of torchvision by its name (resnet18, vit_b_16, ...)."""
     norm: Literal["group", "batch"] = "group"
     """Normalisation of the convnet. Batch statistics depend on the micro-batch, group statistics do not."""
+    activation: Literal["relu", "gelu"] = "relu"
+    """Activation of the convnet. With gelu and average pooling it has no kinks, at which rounding decides a gradient."""
+    pooling: Literal["max", "average"] = "max"
+    """How the convnet halves the image."""
     channels: tuple[int, int] = (32, 64)
     """Output channels of the convnet's two convolutions."""
     hidden: int = 128
@@ -96,7 +100,7 @@ class ModelRecipe:
     sync_batchnorm: bool = False
     """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
     channels_last: bool = False
-    """Keep images and convolution weights in channels-last memory order."""
+    """Keep images in channels-last memory order, which convolutions and what follows them then follow."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
 

@@ -8,14 +8,12 @@ error of one rank into the same error of all; `close` leaves no process hanging.
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import sys
-import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -110,21 +108,28 @@ class Runtime:
             everywhere = len(failed) == len(errors)
             raise kind(text if everywhere else f"rank {failed[0]} of {len(errors)} on {host}: {text}") from mine
 
-    def start_trackers(self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Start the named Accelerate trackers; those that write files write them into the run folder.
-
-        Raises TrackerError, naming those that are installed, for a tracker that is unknown or not installed.
-        """
+    def check_trackers(self, names: Sequence[str]) -> None:
+        """Raise TrackerError, naming those that are installed, for a tracker that is unknown or not installed."""
         installed = sorted(tracker.value for tracker in get_available_trackers())
         for name in names:
             if name not in installed:
                 raise TrackerError(
                     f"--trackers has {name!r}, which is not installed here: choose from {', '.join(installed)}; or none."
                 )
+
+    def start_trackers(self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Start the named Accelerate trackers; those that write files write them into the run folder."""
         self.accelerator.project_configuration.set_directories(str(run_dir))
         self.accelerator.log_with = filter_trackers(list(names), str(run_dir))
         scalars = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()}
         self.accelerator.init_trackers("samerun", scalars)
+
+    def prepare(self, *objects: Any) -> Any:
+        """Return the objects as `Accelerator.prepare` makes them: one alone, or a tuple."""
+        with warnings.catch_warnings():
+            # torch 2.15 has a new name for this option of DDP, which Accelerate 1.15 cannot pass on yet.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            return self.accelerator.prepare(*objects)
 
     def average_buffers(self, model: torch.nn.Module) -> None:
         """Give every rank the mean of the ranks' floating-point buffers (running statistics of batch norms).
@@ -145,20 +150,6 @@ class Runtime:
         self.accelerator.wait_for_everyone()
         self.accelerator.free_memory(*prepared)
         self.accelerator.end_training()
-
-
-def leave_with(error: SamerunError, rank: int) -> NoReturn:
-    """Print the error's text and end this process with its exit code, whatever the other ranks do.
-
-    Rank 0 speaks at once. The others wait a moment: where all have the same error, the launcher ends them before they
-    repeat it. `os._exit` skips destructors, in which a process group with a missing member could hang.
-    """
-    if rank != 0:
-        time.sleep(1.0)
-    who = f"[rank {rank} on {socket.gethostname()}] " if rank != 0 else ""
-    print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
-    sys.stdout.flush()
-    os._exit(error.exit_code)
 
 
 def _refuse_other_clipping(launched: Launched, clip_norm: float | None) -> None:

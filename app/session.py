@@ -26,6 +26,7 @@ from app.data.open import download_data
 from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
+from app.errors import PresetError
 from app.loop import Training
 from app.metrics import Metrics
 from app.recipe import Recipe
@@ -43,7 +44,13 @@ class Data:
 
 
 def open_run_folder(runtime: Runtime, loaded: LoadedRecipe, wanted: str | None, *, trackers: str) -> Path:
-    """Make the run folder on the main process, write what is known at the start, and return its path on all ranks."""
+    """Make the run folder on the main process, write what is known at the start, and return its path on all ranks.
+
+    Comes after all that can be wrong with a run, so that a mended one can use the same folder.
+    """
+    names = [name for name in trackers.split(",") if name and name != "none"]
+    with runtime.together():
+        runtime.check_trackers(names)
     hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
     path: Path | None = None
     with runtime.together():
@@ -55,9 +62,7 @@ def open_run_folder(runtime: Runtime, loaded: LoadedRecipe, wanted: str | None, 
             run_folder.write_json(path / run_folder.RUN, _describe(runtime, loaded, preset, hosts))
             run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
     path = runtime.from_main(path)
-    names = [name for name in trackers.split(",") if name and name != "none"]
-    with runtime.together():
-        runtime.start_trackers(names, path, recipe_file.flat(loaded.recipe))
+    runtime.start_trackers(names, path, recipe_file.flat(loaded.recipe))
     return path
 
 
@@ -91,21 +96,38 @@ def open_data(runtime: Runtime, recipe: Recipe) -> Data:
         return Data(*open_sources(recipe))
 
 
-def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: Path) -> Training:
-    """Build and prepare everything the loop uses, after all ranks agreed that it is the same run."""
-    recipe, plan = loaded.recipe, runtime.plan
+@dataclass(frozen=True)
+class Parts:
+    """What all ranks agree upon before anything is written: the same model, data and length."""
+
+    model: torch.nn.Module
+    preparation: Preparation
+    length: schedule.Length
+
+
+def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
+    """Build the model on every rank, and check that recipe, data, weights and versions are the same on all."""
+    recipe = loaded.recipe
     with runtime.together():
-        length = schedule.length_in_steps(recipe.train, dataset_size=len(data.train), global_batch_size=plan.global_batch_size)
+        length = schedule.length_in_steps(
+            recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
+        )
         model = build_model(runtime, recipe, data.train)
         preparation = build_preparation(runtime, recipe, data.train)
     handshake.check_agreement(runtime.accelerator, _facts(loaded, data, model))
+    return Parts(model, preparation, length)
+
+
+def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path) -> Training:
+    """Distribute the model as the preset says, and return everything that the loop uses."""
+    recipe, length = loaded.recipe, parts.length
     display = console.display(total_steps=length.total_steps, is_main=runtime.is_main)
     display.say(_banner(runtime, loaded, data, length, run_dir))
-    for note in models.topology_dependence(model):
+    for note in models.topology_dependence(parts.model):
         display.say(f"note: {note}")
 
-    model, optimizer, batches = runtime.accelerator.prepare(
-        model, optim.build(recipe.optim, model), _train_loader(runtime, recipe, data.train, length)
+    model, optimizer, batches = runtime.prepare(
+        parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length)
     )
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     # From here on ranks may draw differently: dropout on different samples must not repeat itself.
@@ -118,24 +140,34 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: Path) -
         optimizer=optimizer,
         average=None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay),
         batches=batches,
-        preparation=preparation,
+        preparation=parts.preparation,
         length=length,
         learning_rate_at=_learning_rate(recipe, length),
-        evaluate=evaluation_of(runtime, model, data.test, preparation),
+        evaluate=evaluation_of(runtime, model, data.test, parts.preparation),
         metrics=Metrics(
-            runtime.accelerator, run_dir, global_batch_size=plan.global_batch_size, record_samples=recipe.log.samples
+            runtime.accelerator,
+            run_dir,
+            global_batch_size=runtime.plan.global_batch_size,
+            record_samples=recipe.log.samples,
         ),
         display=display,
     )
 
 
 def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Module:
-    """Return the recipe's model for these samples, on the CPU, with weights that depend on the seed alone."""
+    """Return the recipe's model for these samples, on the CPU, with weights that depend on the seed alone.
+
+    Raises PresetError for float64 weights under DeepSpeed, which steps on float32 copies of them whatever their type.
+    """
+    if recipe.model.dtype == "float64" and runtime.launched.strategy == "deepspeed":
+        raise PresetError(
+            "model.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
+        )
     runtime.seed(recipe.seed, per_rank=False)
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
-    return model.to(memory_format=torch.channels_last) if recipe.model.channels_last else model
+    return model
 
 
 def build_preparation(runtime: Runtime, recipe: Recipe, source: Source) -> Preparation:
@@ -156,7 +188,7 @@ def evaluation_of(
 ) -> Callable[[], Evaluation]:
     """Return the function that scores `model` on all of `source`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(source), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
-    prepared = runtime.accelerator.prepare(_loader(runtime, source, batches))
+    prepared = runtime.prepare(_loader(runtime, source, batches))
     return functools.partial(evaluate, runtime, model, prepared, preparation, size=len(source), num_classes=len(source.classes))
 
 
@@ -213,8 +245,9 @@ def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Data, length: schedule
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     return (
         f"recipe {loaded.name} on {processes} ({runtime.launched.strategy}, {runtime.device.type}), run folder {run_dir}\n"
-        f"global batch {plan.global_batch_size} = {plan.micro_batch} samples x {plan.accumulation} passes x {processes}; "
-        f"{len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, {length.total_steps} steps"
+        f"global batch {plan.global_batch_size} = micro-batch {plan.micro_batch} x accumulation {plan.accumulation} "
+        f"x {processes}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
+        f"{length.total_steps} steps"
     )
 
 

@@ -11,7 +11,7 @@ import sys
 
 from app import recipe_file
 from app.batching import BatchPlan
-from app.errors import SamerunError
+from app.errors import SamerunError, leave_with
 from app.launched import Launched, read
 from app.recipe_file import LoadedRecipe
 
@@ -21,15 +21,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     launched = Launched()
     try:
-        loaded = recipe_file.load(arguments.recipe, arguments.overrides)
         if arguments.print_recipe:
-            print(recipe_file.render(loaded))  # noqa: T201 - what was asked for
+            sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
             return
         launched = read(os.environ)
-        _train(launched, loaded, arguments)
+        _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments)
     except SamerunError as error:
-        from app.runtime import leave_with
-
         leave_with(error, launched.rank)
 
 
@@ -67,9 +64,10 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
 
     runtime = Runtime(launched, plan, clip_norm=recipe.optim.clip_norm)
     handshake.check_group(runtime.accelerator, launched, plan)
-    run_dir = session.open_run_folder(runtime, loaded, arguments.run_dir, trackers=arguments.trackers)
     data = session.open_data(runtime, recipe)
-    training = session.prepare(runtime, loaded, data, run_dir)
+    parts = session.agree(runtime, loaded, data)
+    run_dir = session.open_run_folder(runtime, loaded, arguments.run_dir, trackers=arguments.trackers)
+    training = session.prepare(runtime, loaded, data, parts, run_dir)
     scores = train(training)
     session.finish(training, data, run_dir, scores)
 

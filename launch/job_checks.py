@@ -143,7 +143,7 @@ def _division(recipe: Recipe, world_size: int) -> str:
     )
     return (
         f"global batch {plan.global_batch_size} = "
-        f"{plan.micro_batch} samples x {plan.accumulation} passes x {plan.world_size} processes"
+        f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes"
     )
 
 

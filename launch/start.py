@@ -133,7 +133,7 @@ def _introduce(found: _Launch, say: Callable[[str], None]) -> None:
 def _division(plan: BatchPlan) -> str:
     return (
         f"global batch {plan.global_batch_size} = "
-        f"{plan.micro_batch} samples x {plan.accumulation} passes x {plan.world_size} processes"
+        f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes"
     )
 
 

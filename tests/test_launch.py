@@ -138,7 +138,7 @@ def test_a_dry_run_prints_the_command_and_passes_the_rest_on(capsys):
     app_args = ["--recipe", "digits", "--run-dir", "a b", "optim.lr=0.1", "--trackers", "none"]
     assert code == 0
     assert shlex.split(out) == accelerate_argv(Topology(processes_per_node=2), preset.load("fsdp2"), app_args)
-    assert "global batch 64 = 32 samples x 1 passes x 2 processes" in err
+    assert "global batch 64 = micro-batch 32 x accumulation 1 x 2 processes" in err
 
 
 @pytest.mark.parametrize(

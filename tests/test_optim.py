@@ -141,9 +141,8 @@ def test_what_only_looks_like_a_matrix_does_not_decay(name, scales):
 
 def test_fused_where_supported_and_off_when_asked():
     model = models.build(ModelRecipe(), channels=1, image_size=(8, 8), num_classes=10)
-    for name in ("sgd", "adamw"):
-        assert optim.build(OptimRecipe(name=name), model).defaults["fused"] is True
-        assert optim.build(OptimRecipe(name=name), model, fused=False).defaults["fused"] is False
+    assert optim.build(OptimRecipe(name="adamw"), model).defaults["fused"] is True
+    assert optim.build(OptimRecipe(name="adamw"), model, fused=False).defaults["fused"] is False
 
 
 def test_frozen_weights_are_left_out():

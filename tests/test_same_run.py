@@ -18,11 +18,15 @@ pytestmark = pytest.mark.multiproc
 
 STEPS = 100
 # Everything that could depend on the topology: clipping, every augmentation that is not drawn per picture's content, mixing
-# of pairs, the average of the weights. The ConvNet's group norms keep no batch statistics.
+# of pairs, the average of the weights. Group norms keep no batch statistics. GELU and average pooling have no kinks: with ReLU
+# and maxima, two values that differ by rounding change places every few dozen steps, and one gradient of 200,000 with them.
 RECIPE = (
     "--recipe",
     "digits",
     f"train.steps={STEPS}",
+    "model.activation=gelu",
+    "model.pooling=average",
+    "model.channels_last=true",
     "train.evaluate_every_epochs=0",
     "train.label_smoothing=0.1",
     "train.ema_decay=0.95",
@@ -97,8 +101,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_the_reference_learns(references: dict[str, Path]) -> None:
     for reference in references.values():
-        losses = column(reference, "loss")
-        assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+        # In 100 steps, with every augmentation on, from 1 in 10 by chance.
+        assert read(reference / "result.json")["test_accuracy"] > 0.5
         assert max(column(reference, "grad_norm")) > 0.5, "nothing was clipped"
 
 
@@ -118,17 +122,20 @@ def test_the_other_presets(references: dict[str, Path], tmp_path: Path, preset: 
     assert_same_run(references["adamw"], other, first_20=1e-5, all_100=1e-4)
 
 
+# The ConvNet as it is by default, kinks included: here rounding is too small to meet one.
+DOUBLE = (*OPTIMIZERS["adamw"], "model.dtype=float64", "model.activation=relu", "model.pooling=max")
+
+
 @pytest.fixture(scope="module")
 def double_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("double") / "reference", "cpu", 1, 1, *OPTIMIZERS["adamw"], "model.dtype=float64")
+    return run(tmp_path_factory.mktemp("double") / "reference", "cpu", 1, 1, *DOUBLE)
 
 
-@pytest.mark.parametrize(("preset", "processes", "accumulation"), [("multi_gpu", 2, 2), ("fsdp2", 2, 1)])
+@pytest.mark.parametrize(("preset", "processes", "accumulation"), [("cpu", 1, 2), ("multi_gpu", 2, 2), ("fsdp2", 2, 1)])
 def test_float64_leaves_no_doubt(
     double_reference: Path, tmp_path: Path, preset: str, processes: int, accumulation: int
 ) -> None:
-    arguments = (*OPTIMIZERS["adamw"], "model.dtype=float64")
-    other = run(tmp_path / f"{preset}-{processes}", preset, processes, accumulation, *arguments)
+    other = run(tmp_path / f"{preset}-{processes}", preset, processes, accumulation, *DOUBLE)
     assert_same_run(double_reference, other, first_20=1e-9, all_100=1e-9)
 
 

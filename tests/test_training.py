@@ -122,12 +122,52 @@ def test_a_run_folder_that_holds_a_run_is_not_overwritten(run: Path) -> None:
         (("train.global_batch_size=2048",), 6, "1438"),
         (("data.source=imagefolder", "data.path=nowhere", "data.image_size=8"), 6, "nowhere"),
         (("optim.lr=1e9", "optim.clip_norm=null", "optim.name=sgd"), 8, "the loss is"),
+        (("--trackers", "tensorbord"), 9, "choose from tensorboard"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], code: int, sentence: str) -> None:
     finished = alone(tmp_path / "run", *arguments)
     assert finished.returncode == code, finished.output
     assert sentence in finished.output
+    assert "Traceback" not in finished.output
+    assert code == 8 or not (tmp_path / "run").exists(), "a mended run can use the folder"
+
+
+def photos(folder: Path, *, per_class: int) -> Path:
+    """A folder of coloured pictures of two classes that are easy to tell apart."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for name, level in (("dark", 40), ("light", 200)):
+            (folder / split / name).mkdir(parents=True)
+            for index in range(per_class):
+                pixels = generator.normal(level, 20, (20 + index % 5, 24, 3)).clip(0, 255).astype("uint8")
+                Image.fromarray(pixels).save(folder / split / name / f"{index}.jpg")
+    return folder
+
+
+PHOTOS = ("--recipe", "imagefolder", "model.name=convnet", "data.image_size=16", "augment.resized_crop_min_area=0.3",
+          "data.resize_size=null", "data.test_split=test", "train.global_batch_size=16", "train.epochs=4",
+          "optim.warmup_epochs=null", "optim.name=adamw", "optim.lr=0.003")  # fmt: skip
+
+
+def test_a_folder_of_pictures_trains_on_two_processes(tmp_path: Path) -> None:
+    path = photos(tmp_path / "photos", per_class=24)
+    target = ("-m", "app.train", "--run-dir", str(tmp_path / "run"), "--trackers", "none", *PHOTOS, f"data.path={path}")
+    Started(accelerate("multi_gpu", target=target, processes=2)).wait().check()
+    result = read(tmp_path / "run" / "result.json")
+    assert result["test_samples"] == 48
+    assert result["test_accuracy"] == 1.0
+
+
+def test_a_broken_picture_is_named(tmp_path: Path) -> None:
+    path = photos(tmp_path / "photos", per_class=24)
+    broken = path / "train" / "light" / "7.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path / "run"), "--trackers", "none", *PHOTOS]
+    finished = Started([*command, f"data.path={path}"]).wait()
+    assert finished.returncode == 6, finished.output
+    assert "DataError" in finished.output
+    assert "light/7.jpg" in finished.output
     assert "Traceback" not in finished.output
 
 
