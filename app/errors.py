@@ -93,3 +93,14 @@ def leave_with(error: SamerunError, rank: int) -> NoReturn:
     print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
     sys.stdout.flush()
     os._exit(error.exit_code)
+
+
+def let_the_first_be_seen(error: Exception) -> None:
+    """If `error` is that another process is gone, wait for the launchers to end this one, which follows it and is no cause.
+
+    They name the process that ended first, look ten times a second, and end the others on their node at once, those of
+    other nodes within seconds. Otherwise the many that lost it would fill the end of the log with their tracebacks.
+    """
+    texts = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "DistBackendError")
+    if any(text in f"{type(error).__name__}: {error}" for text in texts):
+        time.sleep(10.0)

@@ -86,7 +86,7 @@ def check_agreement(accelerator: Accelerator, facts: Mapping[str, str]) -> None:
 
     Raises TopologyError, on every rank alike, naming what differs, where, and the values.
     """
-    device = f"{socket.gethostname()} {accelerator.device}"
+    device = _name_device(accelerator.device)
     reports: list[tuple[str, dict[str, str]]] = gather_object([(device, dict(facts))])
     differences = []
     for what in facts:
@@ -102,6 +102,12 @@ def check_agreement(accelerator: Accelerator, facts: Mapping[str, str]) -> None:
             "files, environment and command line."
         )
     _check_devices([device for device, _ in reports], accelerator.device.type)
+
+
+def _name_device(device: torch.device) -> str:
+    """Host, device and, of a GPU, its own number: where each process is shown one GPU, all of a host have a `cuda:0`."""
+    host = socket.gethostname()
+    return f"{host} {device} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else f"{host} {device}"
 
 
 def _check_devices(devices: list[str], kind: str) -> None:

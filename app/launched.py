@@ -1,28 +1,22 @@
 """What the launcher promised this process, read from its environment into a frozen value.
 
-This is the only room that reads the environment of a started process. `read` refuses environments in which a scheduler
-or MPI started several processes that know nothing of each other, or in which Accelerate was asked for several processes
-and started one: each would train its own copy. Standard library only.
+This is the only room that reads the environment of a started process. What srun or MPI started one by one finds its place
+here as well (`tasks.py`). `read` refuses environments in which they started several processes that cannot find each other,
+or in which Accelerate was asked for several processes and started one: each would train its own copy. Standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from app import tasks
+from app.environment import number
 from app.errors import PresetError, TopologyError
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
 
-# What says how many processes were started by something that Accelerate does not read on GPUs (nor, but for MPI, at all).
-_STARTED_BY = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",  # before srun: inside a Slurm job, mpirun starts its daemons with srun
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "PMI_SIZE": "mpiexec (PMI)",
-    "PALS_SIZE": "mpiexec (PALS)",
-    "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)",
-}
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -46,6 +40,8 @@ class Launched:
     """Whether the preset asks for the CPU on a machine that may have something faster."""
     gradient_clipping: float | None = None
     """Clipping norm that the preset insists on; the recipe must agree."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What Accelerate still has to be told by its environment: nothing where a launcher has."""
 
 
 def read(environ: Mapping[str, str]) -> Launched:
@@ -54,8 +50,11 @@ def read(environ: Mapping[str, str]) -> Launched:
     Raises TopologyError where several processes were started, or asked for, without the environment that joins them, and
     PresetError where the preset sets what the recipe decides.
     """
+    task = tasks.translate(environ)
+    if task is not None:
+        return _one_task(task, environ)
     if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        _refuse_lonely_copies(environ)
+        _refuse_one_for_several(environ)
         return Launched(**_preset_claims(environ))
     missing = [name for name in _TORCHRUN if name not in environ]
     if missing:
@@ -64,27 +63,37 @@ def read(environ: Mapping[str, str]) -> Launched:
             f"the environment has {there} but not {', '.join(missing)}: a process needs all of {', '.join(_TORCHRUN)} to find "
             "the others. Start the run with `accelerate launch` or `samerun launch`, or unset these variables."
         )
-    world_size, rank = _number(environ, "WORLD_SIZE"), _number(environ, "RANK")
+    world_size, rank = number(environ, "WORLD_SIZE"), number(environ, "RANK")
     if not 0 <= rank < world_size:
         raise TopologyError(f"RANK is {rank} and WORLD_SIZE is {world_size}: the rank must be in 0..{world_size - 1}.")
     return Launched(
         world_size=world_size,
         rank=rank,
-        local_rank=_number(environ, "LOCAL_RANK"),
-        local_world_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1,
+        local_rank=number(environ, "LOCAL_RANK"),
+        local_world_size=number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1,
         **_preset_claims(environ),
     )
 
 
-def _refuse_lonely_copies(environ: Mapping[str, str]) -> None:
-    for name, starter in _STARTED_BY.items():
-        asked = _number(environ, name) if name in environ else 1
-        if asked > 1:
-            raise TopologyError(
-                f"{starter} started {asked} processes ({name}={asked}), but this one has no RANK, WORLD_SIZE or MASTER_ADDR: "
-                f"{asked} unsynchronised copies would train. Let {starter} start one `accelerate launch --config_file "
-                "accelerate_configs/... -m app.train` per node, which starts the processes of that node and tells them."
-            )
+def _one_task(task: tasks.Task, environ: Mapping[str, str]) -> Launched:
+    claims = _preset_claims(environ)
+    if claims["strategy"] != "ddp":
+        raise PresetError(
+            f"{task.starter} started {task.world_size} processes, which are joined by DDP, and the environment asks for "
+            f"{claims['strategy']}: let {task.starter.split()[0]} start `samerun launch --preset ...` once a node instead, "
+            "which starts the processes of that node."
+        )
+    return Launched(
+        world_size=task.world_size,
+        rank=task.rank,
+        local_rank=task.local_rank,
+        local_world_size=task.local_world_size,
+        variables=task.variables(),
+        **claims,
+    )
+
+
+def _refuse_one_for_several(environ: Mapping[str, str]) -> None:
     # Accelerate sets these for a single process only if num_processes or num_machines is above 1.
     if "MASTER_PORT" in environ and "ACCELERATE_USE_CPU" in environ:
         raise TopologyError(
@@ -94,7 +103,7 @@ def _refuse_lonely_copies(environ: Mapping[str, str]) -> None:
         )
 
 
-def _preset_claims(environ: Mapping[str, str]) -> dict:
+def _preset_claims(environ: Mapping[str, str]) -> dict[str, Any]:
     accumulation = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if accumulation not in ("auto", "1"):
         raise PresetError(
@@ -128,10 +137,3 @@ def _strategy(environ: Mapping[str, str]) -> Strategy:
 
 def _is_true(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "false").lower() in ("true", "1")
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise TopologyError(f"{name} is {environ[name]!r} in the environment: it must be a whole number.") from None

@@ -8,7 +8,9 @@ error of one rank into the same error of all; `close` leaves no process hanging.
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,10 +33,14 @@ from accelerate.utils import (
     gather_object,
     set_seed,
 )
+from torch.distributed import DistNetworkError
 
 from app.batching import BatchPlan
-from app.errors import PresetError, SamerunError, TrackerError
+from app.errors import PresetError, SamerunError, TopologyError, TrackerError
 from app.launched import Launched
+
+_MEETING_S = 45.0
+"""How much later than the others rank 0 may start, where nothing that waits for it has started them."""
 
 
 class Runtime:
@@ -49,16 +55,19 @@ class Runtime:
     ) -> None:
         """Join the process group and take a device.
 
-        `clip_norm` is the recipe's gradient clipping norm. Raises PresetError if the preset contradicts the recipe.
+        `clip_norm` is the recipe's gradient clipping norm. Raises PresetError if the preset contradicts the recipe, and
+        TopologyError if the processes cannot meet.
         """
         _refuse_other_clipping(launched, clip_norm)
         self.launched = launched
         self.plan = plan
-        self.accelerator = _build_accelerator(
-            launched,
-            plan,
-            clip_norm or 0.0,
-        )
+        if launched.variables:
+            os.environ.update(launched.variables)  # the one way by which Accelerate can be told
+            _await_head(launched)
+        try:
+            self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0)
+        except DistNetworkError as error:
+            raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
 
     @property
     def is_main(self) -> bool:
@@ -159,6 +168,29 @@ def _refuse_other_clipping(launched: Launched, clip_norm: float | None) -> None:
             f"the preset's gradient_clipping is {asked} and the recipe's optim.clip_norm is {clip_norm}: clipping belongs to "
             "the recipe. Remove it from the preset."
         )
+
+
+def _await_head(launched: Launched) -> None:
+    """See that rank 0 can be reached; torch would try for half an hour. What launchers started has met already."""
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    deadline_s = time.monotonic() + _MEETING_S
+    while launched.rank != 0:
+        try:
+            socket.create_connection(address, timeout=5.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise TopologyError(_cannot_meet(launched, f"no connection in {_MEETING_S:.0f} s: {error}")) from error
+            time.sleep(0.2)
+
+
+def _cannot_meet(launched: Launched, why: str) -> str:
+    meeting_point = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    return (
+        f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()} cannot join the others at {meeting_point}: "
+        f"{why}. MASTER_ADDR must be the name or address of the machine of rank 0, and MASTER_PORT free there; set them in the "
+        "environment of all processes to choose others."
+    )
 
 
 def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) -> Accelerator:

@@ -11,7 +11,7 @@ import sys
 
 from app import recipe_file
 from app.batching import BatchPlan
-from app.errors import SamerunError, leave_with
+from app.errors import SamerunError, leave_with, let_the_first_be_seen
 from app.launched import Launched, read
 from app.recipe_file import LoadedRecipe
 
@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> None:
         _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments)
     except SamerunError as error:
         leave_with(error, launched.rank)
+    except Exception as error:
+        let_the_first_be_seen(error)
+        raise
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -9,11 +9,14 @@ missing where the environment is not activated.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from app.errors import PresetError
 from app.topology import Topology
 from launch.preset import Preset
+
+_BOTH_STREAMS = "3"
+"""torchrun's word for stdout and stderr."""
 
 
 def accelerate_argv(
@@ -38,27 +41,30 @@ def accelerate_argv(
             "processes, such as multi_gpu, or 1 process"
         )
     argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset.path)]
-    if topology.threads_per_process is not None:
-        # Not --num_cpu_threads_per_process, which Accelerate drops under DeepSpeed; torchrun would then set 1.
-        argv = ["env", f"OMP_NUM_THREADS={topology.threads_per_process}", *argv]
+    variables = _variables(topology, preset)
+    if variables:
+        argv = ["env", *variables, *argv]
     argv += ["--num_processes", str(topology.world_size)]
     if preset.is_single_process:
         # The training says what went wrong itself: --quiet drops the launcher's traceback about it (only here it can).
         argv += ["--quiet"]
     else:
         argv += ["--num_machines", str(topology.num_nodes), *_meeting_point(topology)]
+        argv += ["--tee", _BOTH_STREAMS] if topology.hosts else []
     if mixed_precision is not None:
         argv += ["--mixed_precision", mixed_precision]
     return [*argv, "-m", module, *app_args]
 
 
-def argv_of_every_node(argv: Sequence[str], topology: Topology) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of every node and its command, made from that of one (`argv`): only the machine rank differs."""
-    for node_rank, host in enumerate(topology.hosts):
-        own = list(argv)
-        if topology.num_nodes > 1:
-            own[own.index("--machine_rank") + 1] = str(node_rank)
-        yield host, own
+def _variables(topology: Topology, preset: Preset) -> list[str]:
+    variables = []
+    if topology.threads_per_process is not None:
+        # Not --num_cpu_threads_per_process, which Accelerate drops under DeepSpeed; torchrun would then set 1.
+        variables.append(f"OMP_NUM_THREADS={topology.threads_per_process}")
+    if topology.hosts and not preset.is_single_process:
+        # One log for many: each line says whose it is. torchrun has a name for the host since torch 2.14 only.
+        variables.append(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[rank ${{rank}} on {topology.hosts[topology.node_rank]}] ")
+    return variables
 
 
 def _meeting_point(topology: Topology) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from app.errors import TopologyError
-from launch import hosts, pbs, slurm
+from launch import grid_engine, hosts, pbs, slurm
 from launch.allocation import Allocation
 
 
@@ -21,7 +21,7 @@ class Finder(Protocol):
         """Return the allocation that an environment is part of, or None if it is of another kind. Raises TopologyError."""
 
 
-FINDERS: tuple[Finder, ...] = (hosts.find, slurm.find, pbs.find)
+FINDERS: tuple[Finder, ...] = (hosts.find, slurm.find, pbs.find, grid_engine.find)
 
 # How many processes something else started, each of which would launch a whole run. A task of srun is no such case: Slurm's
 # own variables tell whether it is the only one of its node, and PMI's are there for every task.

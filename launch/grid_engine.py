@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from app.environment import number
 from app.errors import TopologyError
 from launch import hosts
 from launch.allocation import Allocation
@@ -51,7 +52,7 @@ def find(
     )
     threads = max(min(slots.values()) // job.processes_per_node, 1), "slots of PE_HOSTFILE, divided by the processes"
     if "OMP_NUM_THREADS" in environment:
-        threads = hosts.number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={environment['OMP_NUM_THREADS']}"
+        threads = number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={environment['OMP_NUM_THREADS']}"
     return hosts.allocation(environment, f"Grid Engine job {job_id}", hosts.with_threads(job, *threads), starter="qrsh")
 
 
@@ -76,7 +77,7 @@ def _count_slots(environment: Mapping[str, str], read: Callable[[str], str]) -> 
 
 def _port(environment: Mapping[str, str]) -> tuple[int, str]:
     task = environment.get("SGE_TASK_ID", "undefined")
-    job_number = hosts.number(environment, "JOB_ID")
+    job_number = number(environment, "JOB_ID")
     if task == "undefined":
         return hosts.port_of_job(job_number), f"JOB_ID={job_number}"
-    return hosts.port_of_job(job_number, hosts.number(environment, "SGE_TASK_ID")), f"JOB_ID={job_number}, SGE_TASK_ID={task}"
+    return hosts.port_of_job(job_number, number(environment, "SGE_TASK_ID")), f"JOB_ID={job_number}, SGE_TASK_ID={task}"

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from app.environment import number, with_suffix
 from app.errors import TopologyError
 from app.topology import Topology
 from launch.allocation import Allocation
@@ -24,8 +25,6 @@ PORT = "SAMERUN_PORT"
 """Variable: TCP port on the head where the processes meet."""
 THREADS = "SAMERUN_THREADS"
 """Variable: CPU threads of each process; not set: what the host's own environment says."""
-HOST_SUFFIX = "SAMERUN_HOST_SUFFIX"
-"""Variable: what turns a host's name into its name in the fast network, as for Slurm jobs."""
 STARTER = "SAMERUN_STARTER"
 """Variable: what reaches the hosts, a key of STARTERS, where it is not what the batch system brings."""
 
@@ -80,12 +79,6 @@ def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *,
     return Allocation(scheduler=scheduler, topology=job, start=start, start_origin="this host is one of several")
 
 
-def with_suffix(host: str, environment: Mapping[str, str]) -> str:
-    """Return the name of `host` in the fast network: `jwb0001.site` and SAMERUN_HOST_SUFFIX=i give `jwb0001i.site`."""
-    name, dot, domain = host.partition(".")
-    return f"{name}{environment.get(HOST_SUFFIX, '')}{dot}{domain}"
-
-
 def with_threads(job: Topology, threads: int, origin: str) -> Topology:
     """Return `job` with this number of CPU threads for each process."""
     return replace(job, threads_per_process=threads, origins={**job.origins, "threads_per_process": origin})
@@ -136,14 +129,6 @@ def port_of_job(job_number: int, array_index: int = 0) -> int:
     after it for the next 96.
     """
     return 12000 + (job_number + 97 * array_index) % 20000
-
-
-def number(environment: Mapping[str, str], name: str, *, default: int = 0) -> int:
-    """Return the whole number that a variable holds. Raises TopologyError for anything else."""
-    text = environment.get(name, str(default))
-    if not text.isdecimal():
-        raise TopologyError(f"{name} is {text!r}: it must be a whole number")
-    return int(text)
 
 
 def _even(counts: Mapping[str, int], origin: str) -> int:

@@ -20,6 +20,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from app.environment import number
 from app.errors import TopologyError
 from launch import hosts
 from launch.allocation import Allocation
@@ -123,9 +124,9 @@ def _threads(environment: Mapping[str, str], processes_per_node: int) -> tuple[i
     """CPU threads of each process. PBS sets NCPUS and OMP_NUM_THREADS to the CPUs of a chunk, whatever its processes."""
     threads, cpus = environment.get("OMP_NUM_THREADS"), environment.get("NCPUS")
     if threads is not None and threads != cpus:
-        return hosts.number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={threads}"
+        return number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={threads}"
     if cpus is not None:
-        return max(hosts.number(environment, "NCPUS") // processes_per_node, 1), f"NCPUS={cpus}, divided by the processes"
+        return max(number(environment, "NCPUS") // processes_per_node, 1), f"NCPUS={cpus}, divided by the processes"
     return None, ""
 
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from app.environment import HOST_SUFFIX, said, with_suffix
 from app.errors import TopologyError
 from app.topology import Topology
 from launch.allocation import Allocation
-from launch.hosts import HOST_SUFFIX, with_suffix
 from launch.local import count_accelerators
 
 # Below the ports that Linux hands out by itself (32768 and up); two jobs meet only if their ids differ by a multiple of 20000.
@@ -59,7 +59,7 @@ class _View:
 
     def said(self, *names: str) -> str:
         """The variables with their values, for messages: `SLURM_NODEID=1`."""
-        return ", ".join(f"{name}={self.environment.get(name, '(not set)')}" for name in names)
+        return said(self.environment, *names)
 
 
 _UNSET = "To run on this machine only, whatever Slurm's variables say: env -u SLURM_JOB_ID samerun launch ..."

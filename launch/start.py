@@ -1,28 +1,26 @@
 """`samerun launch`: find out where this is, check the run as far as it can be without torch, and become what runs it.
 
-On one machine that is `accelerate launch`. In an allocation it is first the scheduler's command that starts `samerun launch`
-once on every node, and there the `accelerate launch` of that node. Nothing is started beside this process: it becomes each
-in turn, so that signals and exit codes are the run's.
+On one machine that is `accelerate launch`. In an allocation it starts, by the scheduler's command, `samerun launch` once on
+every node, and watches over that to the end (`supervise.py`); there it becomes the `accelerate launch` of that node, when all
+have met (`meeting.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from app.batching import BatchPlan
-from app.errors import TopologyError
 from app.recipe_file import load as load_recipe
 from app.topology import Topology
-from launch import find, local, preset
+from launch import find, local, meeting, preset, supervise
 from launch.allocation import Allocation
-from launch.command import accelerate_argv, argv_of_every_node
+from launch.command import accelerate_argv
 from launch.preset import PRECISIONS, Preset
 
 
@@ -37,16 +35,26 @@ class _Launch:
     recipe: str
     recipe_origin: str
     plan: BatchPlan
-    argv: list[str]
-    """The `accelerate launch` of this node, or of node 0 where this process is not on its node yet."""
+    options: argparse.Namespace
+    app_args: list[str]
+    """Arguments for app.train."""
     start: list[str]
     """What starts `samerun launch` on every node, or nothing."""
 
+    def accelerate_argv(self, **changed: Any) -> list[str]:
+        """The `accelerate launch` of this node, or of another with some of the topology's values `changed`."""
+        topology = replace(self.topology, **changed) if changed else self.topology
+        return accelerate_argv(topology, self.preset, self.app_args, mixed_precision=self.options.mixed_precision)
+
 
 def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
-    """Run `samerun launch` with these arguments: it returns only for --dry-run and --explain. Raises SamerunError."""
+    """Run `samerun launch` with these arguments and return its exit code, unless this process becomes the run's launcher.
+
+    Raises SamerunError.
+    """
     options, passed_on = _parser().parse_known_args(argv)
     found = _find_out(options, passed_on, argv, environment)
+    found.accelerate_argv()  # what cannot be is refused here, not on every node
     if found.topology.node_rank == 0:  # or each node would say the same
         _introduce(found, say)
     if options.explain:
@@ -55,12 +63,25 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         sys.stdout.writelines(_commands(found))
     if options.explain or options.dry_run:
         return 0
-    if not found.start:
-        _check_port(found.topology)
-    command = found.start or found.argv
+    if found.start:
+        say(shlex.join(found.start))
+        return supervise.run(found.start)
+    command = found.accelerate_argv(**_met(found, say))
     say(shlex.join(command))
-    os.execvp(command[0], command)  # noqa: S606 - a shell would stand between
+    os.execvp(command[0], command)  # noqa: S606 - becoming the launcher makes its signals and its exit code this program's
     return 0
+
+
+def _met(found: _Launch, say: Callable[[str], None]) -> dict[str, int]:
+    """What has changed when the nodes have met: the port, if another program is at the one made from the job's id."""
+    if found.topology.num_nodes == 1:
+        return {}
+    port = meeting.meet(found.topology, only_port=found.options.port is not None)
+    if port == found.topology.port:
+        return {}
+    if found.topology.node_rank == 0:
+        say(f"{found.topology.described('port')} is in use on {found.topology.hosts[0]}: the run takes {port}")
+    return {"port": port}
 
 
 def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str], environment: Mapping[str, str]) -> _Launch:
@@ -74,7 +95,6 @@ def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str]
         chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset says otherwise"
     app_args = ["--recipe", options.recipe or "digits"]
     app_args += ["--run-dir", options.run_dir] if options.run_dir else []
-    command = accelerate_argv(topology, chosen, [*app_args, *passed_on], mixed_precision=options.mixed_precision)
     start: list[str] = []
     if allocation and allocation.start:
         told = [] if options.processes_per_node else ["--processes-per-node", str(topology.processes_per_node)]
@@ -89,7 +109,8 @@ def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str]
         plan=_fit(
             options.recipe or "digits", [word for word in passed_on if "=" in word and not word.startswith("-")], topology
         ),
-        argv=command,
+        options=options,
+        app_args=[*app_args, *passed_on],
         start=start,
     )
 
@@ -145,11 +166,11 @@ def _listed(hosts: tuple[str, ...]) -> str:
 def _commands(found: _Launch) -> Iterator[str]:
     """The lines of --dry-run: the command that this process would become and, across an allocation, each node's own."""
     if not found.start:
-        yield shlex.join(found.argv) + "\n"
+        yield shlex.join(found.accelerate_argv()) + "\n"
         return
     yield shlex.join(found.start) + "\n"
-    for node_rank, (host, own) in enumerate(argv_of_every_node(found.argv, found.topology)):
-        yield f"# node {node_rank}, {host}:\n{shlex.join(own)}\n"
+    for node_rank, host in enumerate(found.topology.hosts):
+        yield f"# node {node_rank}, {host}:\n{shlex.join(found.accelerate_argv(node_rank=node_rank))}\n"
 
 
 def _explanation(found: _Launch) -> Iterator[str]:
@@ -173,22 +194,6 @@ def _explanation(found: _Launch) -> Iterator[str]:
         rows.append(("started by", found.start[0], found.allocation.start_origin))
     width = min(max(len(str(value)) for _, value, _ in rows), 32)  # long lists of hosts stick out
     yield from (f"{name:<20} {value!s:<{width}}  {origin}".rstrip() + "\n" for name, value, origin in rows)
-
-
-def _check_port(topology: Topology) -> None:
-    """On node 0 of several, see that the port is free: else its processes would fail with a traceback after their imports."""
-    if topology.num_nodes == 1 or topology.node_rank != 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what just closed is free
-        try:
-            probe.bind(("", topology.port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise TopologyError(
-                f"{topology.described('port')} is in use on {topology.head_address}, node 0: choose a free one with --port N"
-            ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,13 +21,11 @@ import pytest
 import slurm_lab
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import REPOSITORY, TIMEOUT_S, clean_environment, free_port
+from processes import REPOSITORY, TIMEOUT_S, clean_environment
 
 from app import probe
 from app.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_line, far_below, is_pi
 from app.errors import TopologyError
-from app.topology import Topology
-from launch.doctor import meet
 
 HOSTS = ("a", "b", "c")
 POINTS = 2**24
@@ -278,86 +276,6 @@ def test_a_measurement_that_does_not_end_is_given_up():
     )
     assert ended.returncode == TopologyError.exit_code, ended.stderr
     assert "TopologyError: clocks: not over after 0.5 s (--patience)" in ended.stderr
-
-
-# Before it ---------------------------------------------------------------------------------------------------------------
-
-
-class Meeting:
-    """Nodes of one run, each a thread of this process."""
-
-    def __init__(self, num_nodes: int, *, timeout_s: float) -> None:
-        self.topology = Topology(
-            num_nodes=num_nodes, head_address=socket.gethostname(), port=free_port(), hosts=tuple("abcdef"[:num_nodes])
-        )
-        self.timeout_s = timeout_s
-        self.said: dict[int, str] = {}
-
-    def _attend(self, node_rank: int) -> None:
-        try:
-            meet(replace(self.topology, node_rank=node_rank), timeout_s=self.timeout_s)
-            self.said[node_rank] = "met"
-        except TopologyError as error:
-            self.said[node_rank] = str(error)
-
-    def hold(self, *node_ranks: int) -> dict[int, str]:
-        threads = [threading.Thread(target=self._attend, args=(node_rank,)) for node_rank in node_ranks]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.05)
-        for thread in threads:
-            thread.join(30)
-        return self.said
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_nodes_meet_whoever_comes_first(order):
-    assert Meeting(3, timeout_s=20).hold(*order) == {0: "met", 1: "met", 2: "met"}
-
-
-def test_nodes_that_do_not_come_are_named_everywhere():
-    said = Meeting(4, timeout_s=1).hold(0, 2)
-    assert set(said) == {0, 2}
-    for sentence in said.values():
-        assert sentence.startswith("b, d did not reach")
-        assert sentence.endswith("--exclude=b,d")
-
-
-def test_a_head_that_cannot_be_reached_is_said_by_those_who_tried():
-    said = Meeting(2, timeout_s=0.5).hold(1)
-    assert "node 1, cannot reach node 0" in said[1]
-    assert "Connection refused" in said[1]
-
-
-def test_a_stranger_at_the_door_is_not_counted():
-    meeting = Meeting(2, timeout_s=20)
-
-    def call() -> None:
-        for _ in range(100):
-            try:
-                with socket.create_connection((meeting.topology.head_address, meeting.topology.port), timeout=5) as stranger:
-                    stranger.sendall(b"GET / HTTP/1.1\r\n")
-                    return
-            except ConnectionRefusedError:
-                time.sleep(0.02)
-
-    stranger = threading.Thread(target=call)
-    head = threading.Thread(target=meeting.hold, args=(0,))
-    head.start()
-    stranger.start()
-    stranger.join()
-    assert meeting.said == {}
-    meeting.hold(1)
-    head.join()
-    assert meeting.said == {0: "met", 1: "met"}
-
-
-def test_a_port_in_use_is_said():
-    meeting = Meeting(2, timeout_s=1)
-    with socket.socket() as other:
-        other.bind(("", meeting.topology.port))
-        other.listen()
-        assert "Address already in use. Choose a free one with --port N" in meeting.hold(0)[0]
 
 
 # Across nodes ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,12 @@ REPOSITORY = Path(__file__).parent.parent
 # From the ground up; each entry is a room: modules that belong together and may use each other.
 FLOORS: list[list[tuple[str, ...]]] = [
     [("app.errors",)],
-    [("app.recipe", "app.recipe_keys", "app.recipe_file"), ("app.topology",), ("app.batching",), ("app.launched",)],
+    [
+        ("app.recipe", "app.recipe_keys", "app.recipe_file"),
+        ("app.topology",),
+        ("app.batching",),
+        ("app.environment", "app.tasks", "app.launched"),
+    ],
     [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",)],
     [("app.runtime",), ("app.handshake",), ("app.console",), ("app.metrics",)],
     [("app.average",), ("app.scores",), ("app.exported",)],
@@ -89,7 +94,7 @@ def test_the_launcher_runs_without_torch() -> None:
 
 def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> None:
     allowed = {
-        "os.environ": {"app.train", "app.evaluate", "app.doctor", "launch.cli", "launch.local", "launch.spread"},
+        "os.environ": {"app.train", "app.evaluate", "app.doctor", "app.runtime", "launch.cli", "launch.local", "launch.spread"},
         "torch.distributed": {"app.runtime", "app.handshake", "app.average", "app.probe"},
         "distributed_type": {"app.runtime", "app.handshake", "app.average", "app.launched", "launch.preset"},
     }

@@ -105,18 +105,30 @@ def test_deepspeed_does_not_clip_at_its_own_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("SLURM_STEP_NUM_TASKS", "srun started 2 processes"),
-        ("OMPI_COMM_WORLD_SIZE", "mpirun (Open MPI) started 2 processes"),
-        ("PMI_SIZE", "mpiexec (PMI) started 2 processes"),
+        ("SLURM_STEP_NUM_TASKS", "srun started 2 processes (SLURM_STEP_NUM_TASKS=2), but this one is not told"),
+        ("OMPI_COMM_WORLD_SIZE", "mpirun (Open MPI) started 2 processes (OMPI_COMM_WORLD_SIZE=2), but this one is not told"),
+        ("PMI_SIZE", "mpiexec (PMI) started 2 processes (PMI_SIZE=2), but this one is not told"),
     ],
 )
-def test_python_started_by_a_scheduler_without_the_environment_stops(tmp_path: Path, name: str, sentence: str) -> None:
+def test_python_started_by_a_scheduler_without_its_environment_stops(tmp_path: Path, name: str, sentence: str) -> None:
     command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path / "run"), *SHORT]
     finished = Started(command, env={name: "2"}).wait()
     assert finished.returncode == 5
     assert f"TopologyError: {sentence}" in finished.output
     assert "Traceback" not in finished.output
     assert not (tmp_path / "run").exists()
+
+
+def test_python_started_by_mpirun_trains_one_run(tmp_path: Path) -> None:
+    ranks, port = [], str(free_port())
+    for rank in ("0", "1"):
+        told = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
+        environment = {f"OMPI_COMM_WORLD_{name}": value for name, value in told.items()} | {"MASTER_PORT": port}
+        command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path / "run"), "--trackers", "none", *SHORT]
+        ranks.append(Started(command, env=environment))
+    for started in ranks:
+        started.wait().check()
+    assert read(tmp_path / "run" / "result.json")["world_size"] == 2
 
 
 def two_nodes(run_dir: Path, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[Finished, Finished]:

@@ -25,7 +25,9 @@ from launch.command import accelerate_argv
 
 ROOT = Path(cli.__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden" / "accelerate_argv.txt"
-TWO_NODES = Topology(num_nodes=2, processes_per_node=4, node_rank=1, head_address="node-a", port=29501)
+TWO_NODES = Topology(
+    num_nodes=2, processes_per_node=4, node_rank=1, head_address="node-a", port=29501, hosts=("node-a", "node-b")
+)
 
 
 def placed(command):

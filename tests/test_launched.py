@@ -35,19 +35,17 @@ def test_half_an_environment_is_refused(missing: str) -> None:
         read(environment)
 
 
-@pytest.mark.parametrize(
-    ("name", "starter"),
-    [
-        ("slurm-2node-2task-step", "srun started 4 processes"),
-        ("srun-pmi2-2node-2task", "srun started 4 processes"),
-        ("mpirun-slurm-2node-2task", r"mpirun \(Open MPI\) started 4 processes"),
-    ],
-)
-def test_a_scheduler_that_started_lonely_copies_is_refused(name: str, starter: str) -> None:
-    with pytest.raises(TopologyError, match=starter) as refusal:
-        read(captured(name))
-    assert "unsynchronised copies" in str(refusal.value)
-    assert "accelerate launch" in str(refusal.value)
+@pytest.mark.parametrize("name", ["slurm-2node-2task-step", "srun-pmi2-2node-2task", "mpirun-slurm-2node-2task"])
+def test_what_a_scheduler_started_one_by_one_finds_its_place(name: str) -> None:
+    launched = read(captured(name))
+    assert (launched.world_size, launched.local_world_size) == (4, 2)
+    torchrun = read(launched.variables)
+    assert (torchrun.world_size, torchrun.rank) == (launched.world_size, launched.rank)
+
+
+def test_such_processes_are_joined_by_ddp_only() -> None:
+    with pytest.raises(PresetError, match=r"srun started 4 processes, which are joined by DDP.*deepspeed: let srun start"):
+        read(captured("slurm-2node-2task-step") | {"ACCELERATE_USE_DEEPSPEED": "true"})
 
 
 @pytest.mark.parametrize("name", ["slurm-2node-2task-step", "mpirun-slurm-2node-2task"])

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from app.errors import TopologyError
 from launch import find, preset, slurm
-from launch.command import accelerate_argv, argv_of_every_node
+from launch.command import accelerate_argv
 from launch.start import launch
 
 ROOT = Path(find.__file__).parent.parent
@@ -68,9 +68,11 @@ def golden_lines():
                 yield f"{field.name} = {getattr(topology, field.name)!r}  ({topology.origins.get(field.name, 'default')})"
         if allocation.start:
             yield f"{shlex.join(allocation.start)} samerun launch  # {allocation.start_origin}"
-        argv = accelerate_argv(topology, preset.load("multi_gpu"), ["--recipe", "digits"])
-        for host, own in argv_of_every_node(argv, topology) if allocation.start else [("this node", argv)]:
-            command = shlex.join(own).replace(sys.executable, "PYTHON").replace(str(ROOT / "accelerate_configs"), "PRESETS")
+        places = list(enumerate(topology.hosts)) if allocation.start else [(topology.node_rank, "this node")]
+        for node_rank, host in places:
+            own = dataclasses.replace(topology, node_rank=node_rank)
+            argv = accelerate_argv(own, preset.load("multi_gpu"), ["--recipe", "digits"])
+            command = shlex.join(argv).replace(sys.executable, "PYTHON").replace(str(ROOT / "accelerate_configs"), "PRESETS")
             yield f"{host}: {command}"
 
 
@@ -300,7 +302,7 @@ def test_a_dry_run_prints_the_command_of_every_node(tmp_path):
     told = ["launch", "--processes-per-node", "2", "--dry-run", "--preset", "deepspeed_zero3", "optim.lr=0.1"]
     assert start[start.index("launch") :] == told
     assert (name1, name2) == ("# node 0, node1:", "# node 1, node2:")
-    assert node1.replace("--machine_rank 0", "--machine_rank 1") == node2
+    assert node1.replace("--machine_rank 0", "--machine_rank 1").replace("on node1]", "on node2]") == node2
     assert "--num_processes 4" in node1
     assert node1.startswith("env OMP_NUM_THREADS=2 ")
 
@@ -359,7 +361,7 @@ def test_the_document_speaks_of_commands_and_variables_that_are_there(tmp_path):
         _, *words = shlex.split(command.replace("$SLURM_ARRAY_TASK_ID", "3"))
         result = samerun(BATCH, *words, "--dry-run", path=tmp_path)
         assert result.returncode == 0, result.stderr
-    source = "".join(path.read_text() for path in (ROOT / "launch").glob("*.py"))
+    source = "".join(path.read_text() for path in (*(ROOT / "launch").glob("*.py"), ROOT / "app" / "environment.py"))
     variables = set(re.findall(r"`((?:SLURM|SAMERUN)_\w+)", slurm_part))
     assert len(variables) >= 8
     for variable in variables:

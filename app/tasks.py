@@ -1,4 +1,4 @@
-"""One process per rank, started by mpirun, mpiexec or srun: its environment in torchrun's words.
+"""A process that srun, mpirun or mpiexec started as one of several: its place in the run, in torchrun's words.
 
 For those who start `mpirun -n 8 python -m app.train ...` or one srun task per GPU: nothing is launched again, the variables
 are translated. Pure: the environment is a mapping passed in, files are read through a function passed in.
@@ -7,8 +7,8 @@ Ranks come from what started the processes, and the innermost knows: under mpiru
 rank, as Slurm only started mpirun's daemons. What no starter tells a rank is the machine of rank 0 and a port. Both are
 read from the job that they run in, or asked for.
 
-LOCAL_RANK counts the processes of a node. It is the index of a device only where they see all devices of the node, which
-is not so after `srun --gpus-per-task=1`, where each sees its own as device 0.
+Torchrun's LOCAL_RANK is the process's index on its node and that of its device. The two differ where each process sees its
+own device only, as after `srun --gpus-per-task=1`, where all of them are device 0.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.environment import number, said, with_suffix
 from app.errors import TopologyError
-from launch.hosts import number, with_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankEnvironment:
+class Task:
     """One process of a run."""
 
     starter: str
@@ -38,6 +38,8 @@ class RankEnvironment:
     """Index of this process among those of its node."""
     local_world_size: int
     """Processes on this node; another node may have another number."""
+    visible_devices: int | None
+    """GPUs that this process was given to see, or None where it sees all that there are."""
     head_address: str
     """Name or address of the machine of rank 0."""
     head_origin: str
@@ -48,11 +50,11 @@ class RankEnvironment:
     """Where that was read."""
 
     def variables(self) -> dict[str, str]:
-        """What torchrun would have set."""
+        """Return what torchrun would have set, for a device of its own."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_RANK": str(self.local_rank % self.visible_devices if self.visible_devices else self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.head_address,
             "MASTER_PORT": str(self.port),
@@ -100,9 +102,9 @@ def translate(
     environment: Mapping[str, str],
     *,
     read: Callable[[str], str] = lambda path: Path(path).read_text(),
-) -> RankEnvironment | None:
-    """Return the place of this process among those that were started with it, or None where MPI or srun started none, or
-    torchrun did in between (RANK and LOCAL_RANK are there).
+) -> Task | None:
+    """Return the place of this process among those that were started with it, or None where it was started alone, or by
+    torchrun in between (RANK and LOCAL_RANK are there).
 
     MASTER_ADDR and MASTER_PORT in `environment` are taken as they are. Without them the head is the first host of the job,
     and the port follows from the job's id. Raises TopologyError where a number cannot be, where WORLD_SIZE says another,
@@ -112,25 +114,28 @@ def translate(
         return None
     starter = next((each for each in _STARTERS if all(name in environment for name in each.told)), None)
     if starter is None:
-        _refuse_lonely_ranks(environment)
+        _refuse_lonely_copies(environment)
         return None
     rank, world_size = number(environment, starter.rank), number(environment, starter.world_size)
     local_rank, local_world_size = number(environment, starter.local_rank), _local_world_size(environment, starter)
     if not (rank < world_size and local_rank < local_world_size <= world_size):
-        raise TopologyError(f"{_said(environment, *starter.told)} of {starter.name} do not fit together: start the run anew")
+        raise TopologyError(f"{said(environment, *starter.told)} of {starter.name} do not fit together: start the run anew")
     if environment.get("WORLD_SIZE", str(world_size)) != str(world_size):
         raise TopologyError(
-            f"{_said(environment, 'WORLD_SIZE')}, but {starter.name} says {_said(environment, starter.world_size)}: "
+            f"{said(environment, 'WORLD_SIZE')}, but {starter.name} says {said(environment, starter.world_size)}: "
             "unset WORLD_SIZE, which the job's script need not set"
         )
+    if world_size == 1:
+        return None
     head, head_origin = _head(environment, starter, rank, alone=local_world_size == world_size, read=read)
     port, port_origin = _port(environment, starter)
-    return RankEnvironment(
+    return Task(
         starter=starter.name,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
+        visible_devices=_visible_devices(environment),
         head_address=head,
         head_origin=head_origin,
         port=port,
@@ -138,15 +143,22 @@ def translate(
     )
 
 
-def _refuse_lonely_ranks(environment: Mapping[str, str]) -> None:
-    """Several processes that are not told their places on their nodes: each would take the first device."""
-    for name in ("PMI_SIZE", "PALS_LOCAL_SIZE"):
-        if name in environment and number(environment, name) > 1:
-            known = ", ".join(f"{each.local_rank} with {each.world_size}" for each in _STARTERS)
+def _refuse_lonely_copies(environment: Mapping[str, str]) -> None:
+    """Several processes that are not told their place, or not that on their node, where each would take the first device."""
+    for starter in _STARTERS:
+        count = number(environment, starter.world_size, default=1)
+        if count > 1:
+            missing = [name for name in starter.told if name not in environment]
             raise TopologyError(
-                f"{_said(environment, name)}: several processes were started, but none is told its place on its node. "
-                f"There should be one of {known}. Start one `samerun launch` per node instead, which starts the others"
+                f"{starter.name} started {count} processes ({said(environment, starter.world_size)}), but this one is not told "
+                f"{', '.join(missing)}: {count} unsynchronised copies would train. Let {starter.name.split()[0]} start one "
+                "`samerun launch` or `accelerate launch` per node, which starts the processes of that node and tells them"
             )
+
+
+def _visible_devices(environment: Mapping[str, str]) -> int | None:
+    lists = (environment.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+    return next((len(devices.split(",")) for devices in lists if devices), None)
 
 
 def _local_world_size(environment: Mapping[str, str], starter: _Starter) -> int:
@@ -156,7 +168,7 @@ def _local_world_size(environment: Mapping[str, str], starter: _Starter) -> int:
     node = number(environment, "SLURM_NODEID")
     count = next(itertools.islice(counts, node, None), None)
     if count is None:
-        raise TopologyError(f"{_said(environment, starter.local_world_size, 'SLURM_NODEID')}: there is no number for this node")
+        raise TopologyError(f"{said(environment, starter.local_world_size, 'SLURM_NODEID')}: there is no number for this node")
     return count
 
 
@@ -199,7 +211,7 @@ def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[st
         try:
             return expand_hostlist(environment[nodelist]), nodelist
         except BadHostlist as error:
-            raise TopologyError(f"{_said(environment, nodelist)} is no list of nodes: {error}") from error
+            raise TopologyError(f"{said(environment, nodelist)} is no list of nodes: {error}") from error
     for name in ("PBS_NODEFILE", "PE_HOSTFILE"):
         if name in environment:
             try:
@@ -218,13 +230,9 @@ def _port(environment: Mapping[str, str], starter: _Starter) -> tuple[int, str]:
     there = [name for name in names if name in environment][: len(names) if starter.name == "srun" else 1]
     if not there:
         return _DEFAULT_PORT, "default"
-    said = _said(environment, *there)
-    return 12000 + zlib.crc32(said.encode()) % 20000, said
+    origin = said(environment, *there)
+    return 12000 + zlib.crc32(origin.encode()) % 20000, origin
 
 
 def _short(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _said(environment: Mapping[str, str], *names: str) -> str:
-    return ", ".join(f"{name}={environment.get(name, '(not set)')}" for name in names)

@@ -1,7 +1,7 @@
 """One process per rank, translated: environments captured from real mpirun, mpiexec and srun.
 
 The golden file holds what every captured rank becomes; after an intended change:
-    PYTHONPATH=. python tests/test_mpi.py > tests/golden/mpi.txt
+    PYTHONPATH=. python tests/test_tasks.py > tests/golden/tasks.txt
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from processes import REPOSITORY
 
+from app import tasks
 from app.errors import TopologyError
-from launch import mpi
 
-CAPTURED = Path(__file__).parent / "environments" / "mpi"
-GOLDEN = Path(__file__).parent / "golden" / "mpi.txt"
+CAPTURED = Path(__file__).parent / "environments" / "tasks"
+GOLDEN = Path(__file__).parent / "golden" / "tasks.txt"
 STARTS = sorted({path.stem.rpartition("-rank")[0] for path in CAPTURED.glob("*-rank*.txt")})
 FILES = {"/var/spool/pbs/aux/5.head": "node1\nnode1\nnode2\nnode2\n"}
 
@@ -31,7 +32,7 @@ def environments(start):
 
 
 def translated(environment, **said):
-    return mpi.translate(environment | said, read=FILES.__getitem__)
+    return tasks.translate(environment | said, read=FILES.__getitem__)
 
 
 def without_head(environment):
@@ -151,7 +152,7 @@ PALS = {"PALS_RANKID": "5", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "1", "PALS_
     ],
 )  # fmt: skip
 def test_starters_as_they_are_described(environment, starter):
-    rank = mpi.translate(environment | {"PBS_NODEFILE": "file"}, read=lambda path: "x1.site\nx2.site\n")
+    rank = tasks.translate(environment | {"PBS_NODEFILE": "file"}, read=lambda path: "x1.site\nx2.site\n")
     assert rank.starter == starter
     assert (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size) == (5, 8, 1, 4)
     assert (rank.head_address, rank.head_origin) == ("x1.site", "first host of PBS_NODEFILE")
@@ -159,15 +160,24 @@ def test_starters_as_they_are_described(environment, starter):
 
 def test_a_nodefile_that_is_not_on_this_host_is_as_if_not_there():
     with pytest.raises(TopologyError, match=r"nothing tells which"):
-        mpi.translate(PALS | {"PBS_NODEFILE": "/no/such/file"})
+        tasks.translate(PALS | {"PBS_NODEFILE": "/no/such/file"})
 
 
 # Nothing to translate, and what cannot be ----------------------------------------------------------------------------------
 
 
 def test_processes_that_nobody_started_together_are_none():
-    assert mpi.translate({"PATH": "/bin"}) is None
-    assert mpi.translate({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # the batch script
+    assert translated(next(environments("slurm-mpirun")), OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_LOCAL_SIZE="1") is None
+    assert tasks.translate({"PATH": "/bin"}) is None
+    assert tasks.translate({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # the batch script
+
+
+def test_a_task_that_sees_one_gpu_takes_that_one():
+    ranks = [translated(environment) for environment in environments("srun-gpu-per-task")]
+    assert [rank.local_rank for rank in ranks] == [0, 1, 0, 1]
+    assert [rank.variables()["LOCAL_RANK"] for rank in ranks] == ["0"] * 4
+    ranks = [translated(environment, CUDA_VISIBLE_DEVICES="0,1") for environment in environments("srun-gpu-per-task")]
+    assert [rank.variables()["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
 
 
 def test_ranks_of_torchrun_are_told_already():
@@ -197,16 +207,17 @@ def test_what_cannot_be_is_refused(start, said, words):
 
 
 def test_ranks_that_do_not_know_their_place_on_the_node_are_refused():
-    with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*none is told its place"):
-        mpi.translate({"PMI_RANK": "1", "PMI_SIZE": "4"})
+    with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*not told MPI_LOCALRANKID, MPI_LOCALNRANKS.*unsynchronised copies"):
+        tasks.translate({"PMI_RANK": "1", "PMI_SIZE": "4"})
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5), st.data())
 def test_slurms_counts_of_tasks(groups, data):
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in groups)
     counts = [count for count, times in groups for _ in range(times)]
+    assume(sum(counts) > 1)  # one alone is no group
     node = data.draw(st.integers(0, len(counts) - 1))
-    rank = mpi.translate({
+    rank = tasks.translate({
         "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": str(sum(counts)), "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
         "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "a",
     })  # fmt: skip
@@ -229,7 +240,7 @@ def test_the_script_starts_a_process_for_each_rank(tmp_path, said, expected):
     fake = tmp_path / "mpirun"
     fake.write_text('#!/bin/sh\nprintf "<%s>" "$@"; exit 42\n')
     fake.chmod(0o755)
-    command = [str(Path(mpi.__file__).parent / "mpirun.sh"), "--run-dir", "a b", "data.path=$HOME/*"]
+    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "--run-dir", "a b", "data.path=$HOME/*"]
     environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", **said}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.stdout == f"{expected}<python><-m><app.train><--run-dir><a b><data.path=$HOME/*>"

@@ -1,0 +1,29 @@
+"""Environment variables that several rooms read, and how a value is read. Pure: the environment is a mapping passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.errors import TopologyError
+
+HOST_SUFFIX = "SAMERUN_HOST_SUFFIX"
+"""Variable: what turns a host's name into its name in the fast network, where a site has names for that (JUWELS: `i`)."""
+
+
+def number(environment: Mapping[str, str], name: str, *, default: int = 0) -> int:
+    """Return the whole number that a variable holds. Raises TopologyError for anything else."""
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise TopologyError(f"{name} is {text!r}: it must be a whole number")
+    return int(text)
+
+
+def said(environment: Mapping[str, str], *names: str) -> str:
+    """Return the variables with their values, for messages: `SLURM_NODEID=1`."""
+    return ", ".join(f"{name}={environment.get(name, '(not set)')}" for name in names)
+
+
+def with_suffix(host: str, environment: Mapping[str, str]) -> str:
+    """Return the name of `host` in the fast network: `jwb0001.site` and SAMERUN_HOST_SUFFIX=i give `jwb0001i.site`."""
+    name, dot, domain = host.partition(".")
+    return f"{name}{environment.get(HOST_SUFFIX, '')}{dot}{domain}"
