@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,7 +95,7 @@ class Lab:
 
     def _facts(self, job: str) -> dict[str, str]:
         line = self.run("scontrol", "--oneliner", "show", "job", job).check().output
-        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+        return dict(re.findall(r"([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line.strip()))  # a folder may have a space
 
 
 @contextmanager
