@@ -230,21 +230,29 @@ def test_slurms_counts_of_tasks(groups, data):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({}, "<-np><2>"),
-        ({"NP": "8"}, "<-np><8>"),
+        ({}, "<--bind-to><none><-np><2>"),
+        ({"NP": "8"}, "<--bind-to><none><-np><8>"),
         ({"NP": "4", "MASTER_ADDR": "node1", "MPIRUN": "mpirun --host node1:2,node2:2"},
          "<--host><node1:2,node2:2><-np><4><-x><MASTER_ADDR>"),
     ],
 )  # fmt: skip
 def test_the_script_starts_a_process_for_each_rank(tmp_path, said, expected):
-    fake = tmp_path / "mpirun"
-    fake.write_text('#!/bin/sh\nprintf "<%s>" "$@"; exit 42\n')
-    fake.chmod(0o755)
+    for name in ("mpirun", "python"):
+        fake = tmp_path / name
+        fake.write_text('#!/bin/sh\nprintf "<%s>" "$@"; exit 42\n')
+        fake.chmod(0o755)
     command = [str(REPOSITORY / "launch" / "mpirun.sh"), "--run-dir", "a b", "data.path=$HOME/*"]
     environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", **said}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.stdout == f"{expected}<python><-m><app.train><--run-dir><a b><data.path=$HOME/*>"
+    assert result.stdout == f"{expected}<{tmp_path}/python><-m><app.train><--run-dir><a b><data.path=$HOME/*>"
     assert result.returncode == 42
+
+
+def test_the_script_says_that_there_is_no_python(tmp_path):
+    command = ["/bin/sh", str(REPOSITORY / "launch" / "mpirun.sh")]
+    result = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (127, "")
+    assert "no python on the PATH" in result.stderr
 
 
 if __name__ == "__main__":
