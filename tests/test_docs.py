@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-from app import models, recipe_file
+from app import models, recipe_file, recipe_keys
 from app.recipe import ModelRecipe
 
 REPOSITORY = Path(__file__).parent.parent
@@ -105,3 +106,88 @@ def test_the_weights_load_with_the_code_shown(
     images = torch.randn(2, channels, *size)
     with torch.no_grad():
         assert torch.equal(shown["model"].eval()(images), ours(images))
+
+
+CLUSTERS = (REPOSITORY / "docs" / "clusters.md").read_text()
+# Code spans and blocks: what is a name there must exist.
+CLUSTERS_CODE = [*re.findall(r"`([^`\n]+)`", CLUSTERS), *re.findall(r"^```\w*\n(.*?)^```$", CLUSTERS, re.DOTALL | re.MULTILINE)]
+
+
+def cluster_commands(program: str) -> list[list[str]]:
+    """The arguments of each command line in the blocks of docs/clusters.md that holds `program`, from it on."""
+    lines = [
+        line.split("  #")[0].replace("$SLURM_ARRAY_TASK_ID", "3") for line in "\n".join(blocks(CLUSTERS, "bash")).split("\n")
+    ]
+    return [shlex.split(line[line.index(program) :])[len(program.split()) :] for line in lines if program in line]
+
+
+def accepted(arguments: list[str], folder: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", *arguments]
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, (arguments, finished.stderr)
+
+
+def test_commands_for_clusters_are_accepted(tmp_path: Path) -> None:
+    launches = [words for words in cluster_commands("samerun launch") if "--explain" not in words]
+    (job,) = cluster_commands("sbatch --account=A")
+    launches.append(job[job.index("launch/multinode.sh") + 1 :])
+    (job,) = cluster_commands("qsub -A A")
+    launches += [shlex.split(word.removeprefix("SAMERUN_ARGS=")) for word in job if word.startswith("SAMERUN_ARGS=")]
+    assert len(launches) >= 7
+    for words in launches:
+        accepted(["launch.cli", "launch", "--dry-run", *words], tmp_path)
+    submits = cluster_commands("samerun submit")
+    assert len(submits) >= 3
+    for words in submits:
+        accepted(["launch.cli", "submit", "--dry-run", "--scheduler", "slurm", *words], tmp_path)
+    ranks = [*cluster_commands("python -m app.train"), *cluster_commands("launch/mpirun.sh")]
+    assert len(ranks) >= 4
+    for words in ranks:
+        accepted(["app.train", "--print-recipe", *words], tmp_path)
+
+
+def test_variables_for_clusters_are_read_somewhere() -> None:
+    files = [file for folder in ("app", "launch") for file in (REPOSITORY / folder).iterdir() if file.is_file()]
+    source = "\n".join(file.read_text() for file in files)
+    # The view of a job or a step puts these names together.
+    built = {f"SLURM_{view}_NODELIST" for view in ("JOB", "STEP")}
+    named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]\b", "\n".join(CLUSTERS_CODE)))
+    assert len(named & {"SAMERUN_STARTER", "SAMERUN_HOSTS", "PBS_NODEFILE", "PE_HOSTFILE", "MASTER_ADDR", "PALS_RANKID"}) == 6
+    assert [name for name in sorted(named - built) if not re.search(rf"\b{name}\b", source)] == []
+
+
+def test_recipe_keys_for_clusters_exist_and_take_the_values_shown() -> None:
+    code = "\n".join(CLUSTERS_CODE)
+    sections = "|".join(recipe_keys.sections())
+    named = set(re.findall(rf"(?<![\w./-])(?:{sections})\.\w+", code)) - {"model.safetensors", "train.py"}
+    assert len(named) >= 15
+    assert named - recipe_keys.kinds().keys() == set()
+    assigned = {
+        (key, value) for key, value in re.findall(rf"((?<![\w./-])(?:{sections})\.\w+|(?<![\w.-])seed)=([\w.-]+)", code)
+    }
+    assert len(assigned) > 12
+    for key, value in assigned:
+        recipe_file.load("digits", [f"{key}={value}"])
+
+
+def test_presets_files_and_programs_for_clusters_exist() -> None:
+    code = "\n".join(CLUSTERS_CODE)
+    presets = set(re.findall(r"--preset (\w+)", code)) | set(re.findall(r"\b(?:multi_\w+|deepspeed_zero\w+)", code))
+    assert len(presets) >= 6
+    assert [name for name in presets if not (REPOSITORY / "accelerate_configs" / f"{name}.yaml").exists()] == []
+    paths = set(re.findall(r"(?<![\w/])(?:app|launch|tests)/[\w.-]+", code)) | {
+        f"{module.replace('.', '/')}.py" for module in re.findall(r"-m (app\.\w+)", code)
+    }
+    assert len(paths) >= 12
+    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
+    assert set(re.findall(r"\bsamerun ([a-z]+)\b", code)) == {"launch", "submit", "doctor"}
+
+
+def test_headings_for_clusters_that_are_linked_exist() -> None:
+    headings = {
+        re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in re.findall(r"^#+ (.*)$", CLUSTERS, re.MULTILINE)
+    }
+    linked = set(re.findall(r"\]\(#([^)]+)\)", CLUSTERS))
+    assert len(linked) >= 8
+    assert linked - headings == set()
