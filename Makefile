@@ -1,6 +1,6 @@
 # make demo       install into .venv and train the embedded default on 2 processes of this machine's CPU
-# make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install the Slurm
-#                 that some of them run on a lab of namespaces (elsewhere they are skipped, and say so)
+# make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install Slurm and
+#                 mpirun, which some of them run on a lab of namespaces (elsewhere they are skipped, and say so)
 # make test-full  every test
 # make lint       linter, formatter and type checker
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
@@ -10,21 +10,22 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full slurm lint format
+.PHONY: demo test test-full lab-packages lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
 
-test: $(VENV)/.installed-dev | slurm
+test: $(VENV)/.installed-dev | lab-packages
 	$(RUN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-full: $(VENV)/.installed-dev | slurm
+test-full: $(VENV)/.installed-dev | lab-packages
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
 
-slurm:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v slurmctld >/dev/null; then \
-	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps >/dev/null \
-	    || echo "no Slurm could be installed: its tests will be skipped" >&2; fi
+lab-packages:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    ! { command -v slurmctld && command -v mpirun; } >/dev/null; then \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps \
+	        openmpi-bin >/dev/null || echo "no Slurm and mpirun could be installed: their tests will be skipped" >&2; fi
 
 lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .

@@ -45,6 +45,9 @@ class Started:
             start_new_session=True,
         )
 
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
     def wait(self, timeout_s: float = TIMEOUT_S) -> Finished:
         try:
             output, _ = self._process.communicate(timeout=timeout_s)

@@ -13,10 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import REPOSITORY, Finished, Started
+import pytest
+from processes import REPOSITORY, Finished, Started, read, read_lines
 
 _SCRIPT = REPOSITORY / "tests" / "slurm-lab"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv", "pkill")
+STEPS = 5
+# 48 samples can be divided by 1, 2, 3 and 4 processes.
+RECIPE = ("--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=48", "log.every_steps=1", "--trackers", "none")
+"""Arguments of a short run that gives the same losses on every topology."""
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -113,6 +118,16 @@ def up(folder: Path, *, nodes: int, gpus_per_node: int, owner: int) -> None:
     command = [_SCRIPT, "up", folder, str(nodes), str(gpus_per_node), str(owner)]
     finished = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=120)
     assert finished.returncode == 0, finished.stderr
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
+
+
+def assert_ran(run_dir: Path, hosts: list[str], alone: list[float], output: str) -> None:
+    """A rank on each of these hosts, in this order, and the losses of one process alone."""
+    assert [rank.split()[0] for rank in read(run_dir / "run.json")["ranks"]] == hosts, output
+    assert losses(run_dir) == pytest.approx(alone, rel=1e-5), output
 
 
 def left_over(folder: Path) -> list[str]:

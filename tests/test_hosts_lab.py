@@ -1,0 +1,159 @@
+"""mpirun and PBS over the hosts of the lab: the 1-process run's losses, and a killed process ends the run on all of them.
+
+Open MPI is the real one; what stands in for ssh gives the other host a bare environment, as sshd does. PBS is replayed: the
+environments are those that a real OpenPBS gave a batch script and its tasks, and Slurm's daemon starts what PBS's would.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import slurm_lab
+from processes import REPOSITORY, Started, read, read_lines, train
+from slurm_lab import RECIPE, STEPS, Lab, assert_ran, losses
+
+_WHY_NOT = slurm_lab.why_not()
+pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun: apt-get install openmpi-bin")
+
+MPIRUN = str(REPOSITORY / "launch" / "mpirun.sh")
+PBS = str(REPOSITORY / "launch" / "multinode.pbs")
+CAPTURED = REPOSITORY / "tests" / "environments" / "pbs"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+FOUR = ["node1", "node1", "node2", "node2"]
+ENDLESS = ("--recipe", "digits", "train.steps=1000000", "log.every_steps=1", "--trackers", "none")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("hosts") / "lab"
+    with slurm_lab.lab(folder, tmp_path_factory.mktemp("outputs"), nodes=2, gpus_per_node=0) as up:
+        yield up
+    assert slurm_lab.left_over(folder) == []
+
+
+@pytest.fixture
+def lab(cluster: Lab) -> Iterator[Lab]:
+    """The hosts, with nothing that trains on them when the test is over, however it went."""
+    yield cluster
+    cluster.cancel_all()
+    for node in ("node1", "node2"):
+        cluster.run("pkill", "--signal", "KILL", "--full", "app.train", node=node)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process, on this machine."""
+    run_dir = tmp_path_factory.mktemp("alone")
+    train("cpu", run_dir, *RECIPE[:-2]).check()
+    assert len(losses(run_dir)) == STEPS
+    return losses(run_dir)
+
+
+def assert_a_killed_rank_ends_it(lab: Lab, started: Started, run_dir: Path) -> str:
+    """Kill a rank on node2 when they train, see all of it over on both hosts, and return what was printed."""
+    deadline_s = time.monotonic() + 120
+    while not ((run_dir / "metrics.jsonl").exists() and read_lines(run_dir / "metrics.jsonl")):
+        if started.is_over() or time.monotonic() > deadline_s:
+            pytest.fail(started.wait(timeout_s=1).output)
+        time.sleep(0.2)
+    lab.run("pkill", "--signal", "KILL", "--full", "--oldest", "^[^ ]+ (-u )?-m app.train", node="node2").check()
+    finished = started.wait(timeout_s=20)
+    assert finished.returncode != 0, finished.output
+    for node in ("node1", "node2"):
+        assert lab.run("pgrep", "--full", "app.train", node=node).returncode == 1, "still running"
+    return finished.output
+
+
+# Open MPI ------------------------------------------------------------------------------------------------------------------
+
+
+def mpirun(lab: Lab, folder: Path, *arguments: str) -> Started:
+    """`launch/mpirun.sh` for 2 processes on each of 2 hosts that nothing but their names is known of."""
+    agent = folder / "ssh"
+    enter = shlex.join([str(REPOSITORY / "tests" / "slurm-lab"), "exec", str(lab.folder)])
+    agent.write_text(f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done # options of ssh
+host=$1; shift
+exec {enter} "$host" env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "cd; $*"
+""")
+    agent.chmod(0o755)
+    command = f"mpirun --bind-to none --host node1:2,node2:2 --mca plm_rsh_agent {agent}"
+    return lab.start(MPIRUN, *arguments, env={"NP": "4", "MASTER_ADDR": "node1", "MPIRUN": command, **AS_ROOT})
+
+
+@needs_mpirun
+def test_mpirun_over_two_hosts(lab: Lab, alone: list[float], tmp_path: Path) -> None:
+    finished = mpirun(lab, tmp_path, "--run-dir", str(tmp_path / "run"), *RECIPE).wait().check()
+    assert_ran(tmp_path / "run", FOUR, alone, finished.output)
+
+
+@needs_mpirun
+def test_mpirun_in_a_slurm_job(lab: Lab, alone: list[float], tmp_path: Path) -> None:
+    """By Slurm's own launcher, and the job tells the head; Slurm's rank is that of mpirun's daemon, not the process's."""
+    said = shlex.join(f"{name}={value}" for name, value in {"NP": "4", **AS_ROOT}.items())
+    command = f"exec env {said} {MPIRUN} --run-dir {tmp_path} {shlex.join(RECIPE)}"
+    job = lab.wait(lab.sbatch("--nodes=2", "--ntasks-per-node=2", "--wrap", command))
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
+    assert_ran(tmp_path, FOUR, alone, job.output)
+
+
+@needs_mpirun
+def test_a_killed_process_ends_mpirun_on_both_hosts(lab: Lab, tmp_path: Path) -> None:
+    started = mpirun(lab, tmp_path, "--run-dir", str(tmp_path / "run"), *ENDLESS)
+    assert "on node node2 exited on signal 9 (Killed)" in assert_a_killed_rank_ends_it(lab, started, tmp_path / "run")
+
+
+# PBS -----------------------------------------------------------------------------------------------------------------------
+
+
+def captured(name: str, **changed: str) -> list[str]:
+    """Arguments of `env -i`: a captured environment in which the places are those of this machine."""
+    lines = (CAPTURED / f"{name}.txt").read_text().splitlines()
+    variables = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    kept = {name: value for name, value in changed.items() if name in variables or not name.startswith("PBS_")}
+    return [f"{name}={value}" for name, value in {**variables, **kept}.items()]
+
+
+def qsub(lab: Lab, folder: Path, *arguments: str) -> Started:
+    """Start the batch script as PBS does on the first host of a job of `select=2:ncpus=2:mpiprocs=2`."""
+    nodefile, remote_shell = folder / "nodefile", folder / "bin" / "pbs_tmrsh"
+    shutil.copy(CAPTURED / "nodefile-select-2x2.txt", nodefile)
+    home = os.environ["HOME"]
+    # PYTHONPATH: as by `qsub -v`, which reaches tasks as well.
+    here = {"PBS_NODEFILE": str(nodefile), "HOME": home, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
+    tasks = {"node1": "select-2x2-pbsdsh-task00000002", "node2": "select-2x2-pbsdsh-task20000001"}
+    choices = " ".join(f'{host}) set -- {shlex.join(captured(task, **here))} "$@" ;;' for host, task in tasks.items())
+    remote_shell.parent.mkdir()
+    remote_shell.write_text(f"""#!/bin/sh
+host=$1; shift; case $host in {choices} esac
+export SLURM_CONF={lab.folder}/etc/slurm.conf
+exec srun --quiet --nodes=1 --ntasks=1 --nodelist="$host" --chdir={home} /usr/bin/env -i "$@"
+""")
+    remote_shell.chmod(0o755)
+    path = f"{remote_shell.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    said = {"SAMERUN_ARGS": shlex.join(arguments), "PBS_O_WORKDIR": str(REPOSITORY), "PBS_O_PATH": path}
+    batch = captured("select-2x2-batch", **here, **said)
+    return lab.start("/usr/bin/env", "-i", "-C", home, *batch, "/bin/bash", PBS, node="node1")
+
+
+@pytest.mark.parametrize("preset", ["multi_node", "deepspeed_zero3"])
+def test_qsub_on_two_hosts(lab: Lab, alone: list[float], tmp_path: Path, preset: str) -> None:
+    finished = qsub(lab, tmp_path, "--preset", preset, "--run-dir", str(tmp_path / "run"), *RECIPE).wait().check()
+    assert_ran(tmp_path / "run", FOUR, alone, finished.output)
+    assert read(tmp_path / "run" / "run.json")["preset"] == preset
+    assert "samerun: PBS job 3.head on node1, node2; " in finished.output
+
+
+def test_a_killed_process_ends_the_pbs_job_on_both_hosts(lab: Lab, tmp_path: Path) -> None:
+    started = qsub(lab, tmp_path, "--run-dir", str(tmp_path / "run"), *ENDLESS)
+    output = assert_a_killed_rank_ends_it(lab, started, tmp_path / "run")
+    assert "samerun: node2 ended with exit code" in output
+    assert output.splitlines()[-1].startswith("samerun: rank 2 on node2 was ended by SIGKILL"), output
