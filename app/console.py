@@ -5,6 +5,7 @@ Only the main process shows anything.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -34,7 +35,9 @@ def display(*, total_steps: int, is_main: bool) -> Display:
     if not is_main:
         return _Nothing()
     console = Console()
-    return _Bar(console, total_steps) if console.is_terminal else _Lines(total_steps)
+    # Open MPI gives each process a terminal of its own, wherever mpirun's output goes.
+    on_terminal = console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    return _Bar(console, total_steps) if on_terminal else _Lines(total_steps)
 
 
 class _Nothing:

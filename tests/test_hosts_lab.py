@@ -93,6 +93,8 @@ exec {enter} "$host" env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "cd; $*"
 def test_mpirun_over_two_hosts(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     finished = mpirun(lab, tmp_path, "--run-dir", str(tmp_path / "run"), *RECIPE).wait().check()
     assert_ran(tmp_path / "run", FOUR, alone, finished.output)
+    assert f" step {STEPS}/{STEPS} " in finished.output  # lines for a log, although mpirun gives the processes a terminal
+    assert "\x1b" not in finished.output
 
 
 @needs_mpirun
