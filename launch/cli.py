@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from app.errors import SamerunError
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[arguments[0]][0](arguments[1:])
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
+        if "SLURM_STEP_ID" in os.environ:
+            time.sleep(1.0)  # srun ends the step of a task that failed at once, and what it has not read by then is lost
         return error.exit_code
 
 

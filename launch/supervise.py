@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -21,55 +22,89 @@ from typing import IO
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _REMEMBERED_LINES = 200
 
-# How a process's lines begin (`command.py` asks torchrun for it), after srun's label if there is one.
-_LINE = re.compile(r"(?:\s*\d+: )?\[rank (\d+) on (\S+)\] (.*)")
+# A line of a process (`command.py` asks torchrun for this, torch itself adds `[rank1]: ` to a traceback), or of a launcher,
+# after srun's label with the number of the task if there is one.
+_LINE = re.compile(r"(?:\s*(?P<task>\d+): )?(?:\[(?P<rank>rank \d+) on (?P<host>\S+)\] (?:\[rank\d+\]: )?)?(?P<text>.*)")
 # torchrun's summary of a node: the root cause comes first, in lines such as `  rank      : 1 (local_rank: 0)`.
-_SUMMARY = re.compile(r"(?:\s*\d+: )?\s+(host|rank|exitcode)\s+: (\S+)")
+_SUMMARY = re.compile(r"\s+(host|rank|exitcode)\s+: (\S+)")
 _ROOT_CAUSE = "Root Cause"
-# Where the last words of a process begin: a traceback, or our own sentence.
-_LAST_WORDS = re.compile(r"Traceback \(most recent call last\)|\w+Error: |Fatal Python error")
+# What srun says of a node whose launcher failed itself.
+_TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): task (?P<task>\d+): Exited with exit code (?P<code>\d+)")
+# Where the last words begin: a traceback, or our own sentence.
+_TRACEBACK = "Traceback (most recent call last)"
+_SENTENCE = re.compile(r"(samerun: )?\w+Error: |Fatal Python error")
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The process that failed first, as its launcher says."""
+    """What failed first: a process, or the launcher of a node."""
 
-    rank: int
+    name: str
+    """`rank 1 on node2`, or the node's."""
     exit_code: int
     """As Python has it: -9 after SIGKILL."""
-    host: str
+    last_words: tuple[str, ...]
+    """The traceback or the sentence with which it ended, or nothing."""
 
 
 class Watch:
     """What the lines of a run say of its end."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED_LINES))
+        self._lines: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED_LINES))
         self._summary: dict[str, str] | None = None
-        self.culprit: Culprit | None = None
+        self._hosts: dict[str, str] = {}
+        self._process: tuple[str, int] | None = None
+        self._node: tuple[str, str, int] | None = None
 
     def see(self, line: str) -> None:
         """Take in one line of the run's stderr."""
-        if self.culprit is not None and _ROOT_CAUSE in line:
-            return  # of another node, whose processes lost this one
-        own = _LINE.match(line)
-        if own:
-            self._lines[int(own[1])].append(line)
-        elif _ROOT_CAUSE in line:
+        found = _LINE.match(line)
+        assert found is not None
+        task, rank, text = found["task"], found["rank"], found["text"]
+        if rank:
+            self._hosts[rank] = found["host"]
+            self._lines[rank].append(text)
+        elif task:
+            self._lines[task].append(text)
+        if ended := _TASK_ENDED.match(line):
+            self._node = self._node or (ended["host"], ended["task"], int(ended["code"]))
+        elif not rank and self._process is None:
+            self._read_summary(text)
+
+    def _read_summary(self, text: str) -> None:
+        """Of the first launcher that has one: those of other nodes speak of processes that lost this one."""
+        if _ROOT_CAUSE in text:
             self._summary = {}
-        elif self._summary is not None and (part := _SUMMARY.match(line)):
+        elif self._summary is not None and (part := _SUMMARY.match(text)):
             self._summary[part[1]] = part[2]
             if self._summary.keys() == {"host", "rank", "exitcode"}:
-                rank, code = int(self._summary["rank"]), int(self._summary["exitcode"])
-                self.culprit, self._summary = Culprit(rank, code, self._summary["host"]), None
+                rank = f"rank {self._summary['rank']}"
+                self._hosts.setdefault(rank, self._summary["host"])
+                self._process = rank, int(self._summary["exitcode"])
 
-    def last_words(self, rank: int) -> list[str]:
-        """Return the lines with which a process ended: its last traceback or sentence, or nothing."""
-        lines = list(self._lines[rank])
-        texts = [match[3] if (match := _LINE.match(line)) else line for line in lines]
-        begins = [at for at, text in enumerate(texts) if _LAST_WORDS.match(text)]
-        tracebacks = [at for at in begins if texts[at].startswith("Traceback")]
-        return lines[(tracebacks or begins or [len(lines)])[-1] :]
+    @property
+    def culprit(self) -> Culprit | None:
+        """What failed first, if anything said so."""
+        if self._process:
+            rank, code = self._process
+            return _culprit(f"{rank} on {self._hosts[rank]}", code, self._lines[rank])
+        if self._node:
+            host, task, code = self._node
+            return _culprit(host, code, self._lines[task])
+        return None
+
+
+def _culprit(name: str, exit_code: int, lines: Iterable[str]) -> Culprit:
+    return Culprit(name, exit_code, tuple(f"[{name}] {line}" for line in _last_words(lines)))
+
+
+def _last_words(lines: Iterable[str]) -> list[str]:
+    """The lines from the last traceback on, or else from the last sentence on."""
+    said = list(lines)
+    tracebacks = [at for at, line in enumerate(said) if line.startswith(_TRACEBACK)]
+    sentences = [at for at, line in enumerate(said) if _SENTENCE.match(line)]
+    return said[(tracebacks or sentences or [len(said)])[-1] :]
 
 
 def run(command: Sequence[str]) -> int:
@@ -83,38 +118,45 @@ def run(command: Sequence[str]) -> int:
         signal.signal(number, pass_on)
     watch = Watch()
     assert started.stderr is not None
-    for line in _copied(started.stderr, sys.stderr.buffer):
+    for line in _copied(started, started.stderr, sys.stderr.buffer):
         watch.see(line)
     code = started.wait()
     if code == 0:
         return 0
-    sys.stderr.writelines(_verdict(watch))
-    sys.stderr.flush()
-    return _as_shells_say(watch.culprit.exit_code if watch.culprit else code)
-
-
-def _copied(source: IO[bytes], target: IO[bytes]) -> Iterable[str]:
-    """Copy at once what comes, half lines too, and yield the whole lines."""
-    rest = b""
-    while chunk := os.read(source.fileno(), 2**16):
-        target.write(chunk)
-        target.flush()
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode(errors="replace") for line in lines)
-
-
-def _verdict(watch: Watch) -> Iterable[str]:
     culprit = watch.culprit
     if culprit is None:
-        return
-    words = watch.last_words(culprit.rank)
+        return _as_shells_say(code)
+    sys.stderr.writelines(f"{line}\n" for line in (_verdict(culprit), *culprit.last_words))
+    sys.stderr.flush()
+    return _as_shells_say(culprit.exit_code)
+
+
+def _copied(started: subprocess.Popen[bytes], source: IO[bytes], target: IO[bytes]) -> Iterable[str]:
+    """Copy at once what comes, half lines too, and yield the whole lines, until the command has ended.
+
+    Not until nobody can write any more: it may leave something behind that never ends.
+    """
+    rest = b""
+    while True:
+        has_ended = started.poll() is not None
+        while select.select([source], [], [], 0.0 if has_ended else 0.2)[0]:
+            chunk = os.read(source.fileno(), 2**16)
+            if not chunk:
+                return
+            target.write(chunk)
+            target.flush()
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+        if has_ended:
+            return
+
+
+def _verdict(culprit: Culprit) -> str:
+    how = f"ended with exit code {culprit.exit_code}"
     if culprit.exit_code < 0:
         name = signal.Signals(-culprit.exit_code).name
         how = f"was ended by {name}" + (", as by a lack of memory" if name == "SIGKILL" else "")
-    else:
-        how = f"ended with exit code {culprit.exit_code}"
-    yield f"samerun: rank {culprit.rank} on {culprit.host} {how}, and the run with it" + (":\n" if words else "\n")
-    yield from (f"{line}\n" for line in words)
+    return f"samerun: {culprit.name} {how}, and the run with it" + (":" if culprit.last_words else "")
 
 
 def _as_shells_say(code: int) -> int:

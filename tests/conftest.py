@@ -1,9 +1,11 @@
-"""What all tests share: which may be skipped, and where."""
+"""What all tests share: which may be skipped, and where; the run that those of the labs are compared with."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from processes import train
+from slurm_lab import RECIPE, STEPS, losses
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,6 +14,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail if a test was skipped for anything but a missing GPU: for machines that have all the tests need",
     )
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the lab's recipe in one process, on this machine."""
+    run_dir = tmp_path_factory.mktemp("alone")
+    train("cpu", run_dir, *RECIPE[:-2]).check()
+    assert len(losses(run_dir)) == STEPS
+    return losses(run_dir)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

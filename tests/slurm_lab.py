@@ -22,6 +22,7 @@ STEPS = 5
 # 48 samples can be divided by 1, 2, 3 and 4 processes.
 RECIPE = ("--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=48", "log.every_steps=1", "--trackers", "none")
 """Arguments of a short run that gives the same losses on every topology."""
+ENDLESS = ("--recipe", "digits", "train.steps=1000000", "log.every_steps=1", "--trackers", "none")
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 

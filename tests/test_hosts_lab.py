@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import slurm_lab
-from processes import REPOSITORY, Started, read, read_lines, train
-from slurm_lab import RECIPE, STEPS, Lab, assert_ran, losses
+from processes import REPOSITORY, Started, read, read_lines
+from slurm_lab import ENDLESS, RECIPE, Lab, assert_ran
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
@@ -28,7 +28,6 @@ PBS = str(REPOSITORY / "launch" / "multinode.pbs")
 CAPTURED = REPOSITORY / "tests" / "environments" / "pbs"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 FOUR = ["node1", "node1", "node2", "node2"]
-ENDLESS = ("--recipe", "digits", "train.steps=1000000", "log.every_steps=1", "--trackers", "none")
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +45,6 @@ def lab(cluster: Lab) -> Iterator[Lab]:
     cluster.cancel_all()
     for node in ("node1", "node2"):
         cluster.run("pkill", "--signal", "KILL", "--full", "app.train", node=node)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process, on this machine."""
-    run_dir = tmp_path_factory.mktemp("alone")
-    train("cpu", run_dir, *RECIPE[:-2]).check()
-    assert len(losses(run_dir)) == STEPS
-    return losses(run_dir)
 
 
 def assert_a_killed_rank_ends_it(lab: Lab, started: Started, run_dir: Path) -> str:

@@ -7,20 +7,18 @@ import shlex
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import slurm_lab
-from processes import REPOSITORY, read, read_lines, train
-from slurm_lab import Lab
+from processes import REPOSITORY, read
+from slurm_lab import ENDLESS, RECIPE, Job, Lab, assert_ran
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
 
 SCRIPT = str(REPOSITORY / "launch" / "multinode.sh")
-STEPS = 5
-# 48 samples can be divided by 1, 2, 3 and 4 processes.
-RECIPE = ("--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=48", "log.every_steps=1", "--trackers", "none")
 SHARED = ("--oversubscribe", "--mem=4G", "--gpus-per-node=1", "--time=5")
 
 
@@ -37,24 +35,6 @@ def lab(cluster: Lab) -> Iterator[Lab]:
     """The cluster, with nothing in its queue when the test is over, however it went."""
     yield cluster
     cluster.cancel_all()
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process, on this machine."""
-    run_dir = tmp_path_factory.mktemp("alone")
-    train("cpu", run_dir, *RECIPE[:-2]).check()
-    assert len(losses(run_dir)) == STEPS
-    return losses(run_dir)
-
-
-def assert_ran(run_dir: Path, hosts: list[str], alone: list[float], output: str) -> None:
-    assert [rank.split()[0] for rank in read(run_dir / "run.json")["ranks"]] == hosts, output
-    assert losses(run_dir) == pytest.approx(alone, rel=1e-5), output
 
 
 @pytest.mark.parametrize("preset", ["multi_node", "deepspeed_zero3"])
@@ -105,38 +85,96 @@ def test_two_jobs_at_once_on_the_same_nodes(lab: Lab, alone: list[float], tmp_pa
         assert_ran(tmp_path / name, ["node1", "node2"], alone, job.output)
 
 
-def test_a_killed_process_ends_the_job_everywhere(lab: Lab, tmp_path: Path) -> None:
-    endless = ("--recipe", "digits", "train.steps=1000000", "log.every_steps=1", "--trackers", "none")
-    job = lab.sbatch("--time=5", SCRIPT, "--processes-per-node", "1", "--run-dir", str(tmp_path), *endless)
+def test_one_task_per_gpu_by_srun(lab: Lab, alone: list[float], tmp_path: Path) -> None:
+    command = f"exec srun --gpus-per-task=1 python -m app.train --run-dir {tmp_path} {shlex.join(RECIPE)}"
+    tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=0")
+    job = lab.wait(lab.sbatch(*tasks, "--wrap", command))
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
+    assert_ran(tmp_path, ["node1", "node1", "node2", "node2"], alone, job.output)
+
+
+def strike(lab: Lab, job: str, name: str) -> Job:
+    """Send a signal to the ranks on node2 when they train, and see the job over on all nodes."""
     lab.wait_for_output(job, " step 1/")
-    killed_s = time.monotonic()
-    lab.run("pkill", "--signal", "KILL", "--full", "^[^ ]+ -u -m app.train", node="node2").check()
+    struck_s = time.monotonic()
+    lab.run("pkill", "--signal", name, "--full", "^[^ ]+ -u -m app.train", node="node2").check()
     over = lab.wait(job, timeout_s=30)
-    assert time.monotonic() - killed_s < 20
+    assert time.monotonic() - struck_s < 20
     assert over.state == "FAILED", over
-    assert not over.exit_code.startswith("0:"), over
     for node in ("node1", "node2"):
         assert lab.run("pgrep", "--full", "app.train", node=node).returncode == 1, "still running"
+    return over
 
 
-def test_a_port_in_use_is_said_before_anything_is_imported(lab: Lab, tmp_path: Path) -> None:
-    listen = (
-        "import socket, time; s = socket.socket(); s.bind(('', 23456)); s.listen(); print('ready', flush=True); time.sleep(60)"
+def test_a_killed_process_ends_the_job_everywhere_and_is_named(lab: Lab, tmp_path: Path) -> None:
+    job = lab.sbatch("--time=5", SCRIPT, "--processes-per-node", "1", "--run-dir", str(tmp_path), *ENDLESS)
+    over = strike(lab, job, "KILL")
+    assert over.exit_code == "137:0", over.output
+    *_, last = over.output.splitlines()
+    assert last == "samerun: rank 1 on node2 was ended by SIGKILL, as by a lack of memory, and the run with it", over.output
+
+
+def test_the_traceback_of_the_process_that_failed_is_the_last_thing_in_the_log(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal\ndef fail(*_): raise RuntimeError('struck')\nsignal.signal(signal.SIGUSR2, fail)\n"
     )
+    options = ("--time=5", f"--export=ALL,PYTHONPATH={tmp_path}")
+    job = lab.sbatch(*options, SCRIPT, "--processes-per-node", "1", "--run-dir", str(tmp_path / "run"), *ENDLESS)
+    over = strike(lab, job, "USR2")
+    assert over.exit_code == "1:0", over.output
+    lines = over.output.splitlines()
+    verdict = lines.index("samerun: rank 1 on node2 ended with exit code 1, and the run with it:")
+    assert lines[verdict + 1] == "[rank 1 on node2] Traceback (most recent call last):"
+    assert all(line.startswith("[rank 1 on node2] ") for line in lines[verdict + 1 :]), over.output
+    assert lines[-1] == "[rank 1 on node2] RuntimeError: struck"
+
+
+@contextmanager
+def listening(lab: Lab, node: str, port: int) -> Iterator[None]:
+    """Another program at a port of a node."""
+    code = f"import socket, time; s = socket.create_server(('', {port})); print('ready', flush=True); time.sleep(120)"
     listener = subprocess.Popen(
-        [REPOSITORY / "tests" / "slurm-lab", "exec", lab.folder, "node1", "/usr/bin/env", "python3", "-c", listen],
+        [REPOSITORY / "tests" / "slurm-lab", "exec", lab.folder, node, "/usr/bin/env", "python3", "-c", code],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert listener.stdout is not None
         assert listener.stdout.readline() == "ready\n"
-        job = lab.wait(lab.sbatch(SCRIPT, "--port", "23456", "--run-dir", str(tmp_path), *RECIPE), timeout_s=60)
+        yield
     finally:
         listener.kill()
         listener.communicate()
-    assert job.state == "FAILED", job
-    assert "TopologyError: port is 23456 (--port) is in use on node1, node 0: choose a free one with --port N" in job.output
+
+
+def test_a_chosen_port_in_use_is_said_before_anything_is_imported(lab: Lab, tmp_path: Path) -> None:
+    with listening(lab, "node1", 23456):
+        job = lab.wait(lab.sbatch(SCRIPT, "--port", "23456", "--run-dir", str(tmp_path), *RECIPE), timeout_s=60)
+    assert (job.state, job.exit_code) == ("FAILED", "5:0"), job
+    sentence = "TopologyError: port is 23456 (--port) is in use on node1, node 0: choose a free one with --port N"
+    assert job.output.endswith(f"samerun: node1 ended with exit code 5, and the run with it:\n[node1] samerun: {sentence}\n")
     assert job.end_s - job.start_s < 20
+
+
+def test_a_clash_of_the_port_made_from_the_job_is_survived(lab: Lab, alone: list[float], tmp_path: Path) -> None:
+    options = ("--processes-per-node", "1", "--run-dir", str(tmp_path))
+    job = lab.sbatch("--hold", SCRIPT, *options, *RECIPE)
+    port = 12000 + int(job)
+    with listening(lab, "node1", port):
+        lab.run("scontrol", "release", job).check()
+        over = lab.wait(job)
+    assert over.state == "COMPLETED", over.output
+    assert f"is in use on node1: the run takes {port + 1}" in over.output
+    assert_ran(tmp_path, ["node1", "node2"], alone, over.output)
+
+
+def test_a_wrong_head_address_is_said(lab: Lab, tmp_path: Path) -> None:
+    wrong = "--export=ALL,SAMERUN_HOST_SUFFIX=-nowhere"
+    job = lab.wait(lab.sbatch(wrong, SCRIPT, "--run-dir", str(tmp_path), *RECIPE), timeout_s=90)
+    assert job.state == "FAILED", job
+    assert job.end_s - job.start_s < 60
+    assert "TopologyError: node2 did not reach node 0 in 30 s (head_address is 'node1-nowhere'" in job.output
+    assert "node 1, cannot reach node 0 in 30 s: head_address is 'node1-nowhere'" in job.output
+    assert "set SAMERUN_HOST_SUFFIX" in job.output
 
 
 def test_a_job_with_unequal_nodes_is_refused_with_the_choices(lab: Lab) -> None:

@@ -1,0 +1,127 @@
+"""A run watched from outside: its signals, its exit code, and the last words of what failed first."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import REPOSITORY, clean_environment
+
+from app.topology import Topology
+from launch.command import accelerate_argv
+from launch.preset import load
+
+WATCHED = "import sys; from launch.supervise import run; sys.exit(run(sys.argv[1:]))"
+
+
+def start(*command: str) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    argv = [sys.executable, "-c", WATCHED, *command]
+    return subprocess.Popen(argv, env=clean_environment(), cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True)
+
+
+def ended(*command: str) -> tuple[int, str, str]:
+    process = start(*command)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_exit_code_and_both_streams_are_the_commands(code):
+    assert ended("sh", "-c", f"echo out; printf 'half a line' >&2; exit {code}") == (code, "out\n", "half a line")
+
+
+def test_death_by_a_signal_is_said_as_shells_do():
+    assert ended("sh", "-c", "kill -KILL $$")[0] == 137
+
+
+def test_half_a_line_is_passed_on_at_once():
+    process = start("sh", "-c", "printf 12 >&2; exec sleep 60")
+    assert os.read(process.stderr.fileno(), 10) == b"12"
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+
+
+def test_what_the_command_leaves_behind_is_not_waited_for():
+    began_s = time.monotonic()
+    process = start("sh", "-c", "sleep 20 >&- & echo $! ; echo bye >&2; exit 4")
+    assert process.wait(timeout=15) == 4
+    left = int(process.stdout.readline())
+    os.kill(left, signal.SIGKILL)
+    assert process.communicate()[1] == "bye\n"
+    assert time.monotonic() - began_s < 15
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_are_the_commands_and_arrive_once(number):
+    """Also those that a terminal says to the whole group: the command is in a session of its own."""
+    name = number.name.removeprefix("SIG")
+    process = start("bash", "-c", f"trap 'echo {name}' {name}; trap 'exit 3' HUP; echo up; while :; do sleep 0.05; done")
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    assert process.stdout.readline() == f"{name}\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("", 3)
+
+
+FAILING = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("before", file=sys.stderr, flush=True)
+    {how}
+time.sleep(60)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("sys.exit('RecipeError: no such key\\n  train.step: did you mean train.steps?')", 1,
+         ["samerun: rank 1 on here ended with exit code 1, and the run with it:",
+          "[rank 1 on here] RecipeError: no such key", "[rank 1 on here]   train.step: did you mean train.steps?"]),
+        ("os._exit(6)", 6, ["samerun: rank 1 on here ended with exit code 6, and the run with it"]),
+        ("os.kill(os.getpid(), 9)", 137,
+         ["samerun: rank 1 on here was ended by SIGKILL, as by a lack of memory, and the run with it"]),
+    ],
+)  # fmt: skip
+def test_the_last_words_of_what_failed_first_come_last(tmp_path: Path, how: str, code: int, last: list[str]) -> None:
+    """By the very launcher that a node has."""
+    (tmp_path / "failing.py").write_text(FAILING.format(how=how))
+    here = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
+    topology = Topology(processes_per_node=2, hosts=(here,))
+    command = accelerate_argv(topology, load("multi_gpu"), [], module="failing")
+    found_code, _, err = ended("env", f"PYTHONPATH={tmp_path}:{REPOSITORY}", *command)
+    lines = [line.replace(f" on {here}", " on here") for line in err.splitlines()]
+    assert lines[-len(last) :] == last, shlex.join(command) + err
+    assert found_code == code
+
+
+SRUN = """\
+1: [rank 1 on node2] step 1
+0: samerun: preset multi_node
+0: samerun: TopologyError: port is 23456
+0: (--port) is in use
+srun: error: node1: task 0: Exited with exit code 5
+srun: launch/slurm: _step_signal: Terminating StepId=1.0
+srun: error: node2: task 1: Exited with exit code 1
+"""
+
+
+def test_a_launcher_that_failed_itself_is_named_with_its_sentence():
+    code, _, err = ended("sh", "-c", f"printf %s {shlex.quote(SRUN)} >&2; exit 143")
+    assert code == 5
+    assert err == SRUN + (
+        "samerun: node1 ended with exit code 5, and the run with it:\n"
+        "[node1] samerun: TopologyError: port is 23456\n"
+        "[node1] (--port) is in use\n"
+    )
