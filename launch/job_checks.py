@@ -158,8 +158,8 @@ def _data_problems(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def folder_problems(folders: Sequence[Path], *, resumes: bool) -> Iterator[str]:
-    """Which folders cannot be made and written, or hold a run already (no problem for one that `resumes`)."""
+def folder_problems(folders: Sequence[Path]) -> Iterator[str]:
+    """Which folders cannot be made and written, or hold a run already."""
     above = {
         next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK)): folder for folder in folders
     }
@@ -169,5 +169,5 @@ def folder_problems(folders: Sequence[Path], *, resumes: bool) -> Iterator[str]:
         elif not os.access(nearest, os.W_OK | os.X_OK):
             yield f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
     for folder in folders:
-        if os.access(folder / "recipe.yaml", os.F_OK) and not resumes:
+        if os.access(folder / "recipe.yaml", os.F_OK):
             yield f"{folder} holds a run already (it has a recipe.yaml): choose another --run-dir, or delete the folder"

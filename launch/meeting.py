@@ -106,7 +106,8 @@ def _missing_sentence(topology: Topology, missing: Sequence[int], timeout_s: flo
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
         f"{shown} did not reach node 0 in {timeout_s:.0f} s ({topology.described('head_address')}, "
-        f"{topology.described('port')}): see what that says of itself, or do without: --exclude={','.join(names)}"
+        f"{topology.described('port')}): see what that says of itself, or do without (under Slurm: "
+        f"--exclude={','.join(names)})"
     )
 
 

@@ -1,10 +1,10 @@
 """PBS (OpenPBS and PBS Pro; Torque as far as it uses the same names): a job's hosts, as `Topology`, and what PBS knows of it.
 
-Pure: the environment is a mapping passed in, files are read through a function passed in. Facts: OpenPBS 23.06.
+The environment is a mapping passed in, files are read and jobs described through functions passed in. Facts: OpenPBS 23.06.
 
 - $PBS_NODEFILE has a line per MPI process (`mpiprocs`, 1 by default), grouped by host. No variable tells the number of hosts,
-  processes or GPUs. It is not set in tasks that pbs_tmrsh or pbsdsh start on the first host, so the batch script
-  finds out and tells the hosts.
+  processes or GPUs; `qstat -f` does. It is not set in tasks that pbs_tmrsh or pbsdsh start on the first host, so the batch
+  script finds out and tells the hosts.
 - A remote task has a minimal PATH, the home folder and nothing that the batch script exported.
 - Two chunks may land on one host unless the job says `place=scatter`.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,15 +56,16 @@ def find(
     environment: Mapping[str, str],
     *,
     processes_per_node: int | None = None,
-    gpus: Mapping[str, int] | None = None,
+    describe_job: Callable[[str], str | None] | None = None,
     read: Callable[[str], str] = lambda path: Path(path).read_text(),
     device_folder: Path = Path("/dev"),
 ) -> Allocation | None:
     """Return the job that `environment` belongs to, seen from its batch script on the first host, or None outside of PBS jobs.
 
-    Processes on a host are `processes_per_node` where given; else as many as GPUs, which are those of `gpus` (by host, from
-    `parse_job`), else those visible here; else the lines of $PBS_NODEFILE. What `launch/spread.py` started on a host
-    is not looked at here: it has been told (`hosts.find`). Raises TopologyError.
+    Processes on a host are `processes_per_node` where given; else as many as GPUs; else the lines of $PBS_NODEFILE. GPUs are
+    those visible here and, where no variable says which of the node's are the job's, no more than `describe_job` tells (by
+    default `qstat -f -F json`, where there is one). What `launch/spread.py` started on a host is not looked at here: it has
+    been told (`hosts.find`). Raises TopologyError.
     """
     if "PBS_JOBID" not in environment or hosts.NODE_RANK in environment:
         return None
@@ -74,11 +77,11 @@ def find(
             "batch script or a shell of qsub -I"
         )
     slots = count_hosts(environment, read=read)
-    here, origin = count_accelerators(environment, device_folder=device_folder)
+    accelerators = _gpus_by_host(environment, processes_per_node, describe_job or _qstat, device_folder)
     job = hosts.topology(
         slots,
         slots_origin="PBS_NODEFILE",
-        accelerators=({"this host": here}, f"{origin} on this host") if gpus is None else (gpus, "exec_vnode of qstat -f"),
+        accelerators=accelerators,
         asked=processes_per_node,
         port=(port(job_id), f"PBS_JOBID={job_id}"),
     )
@@ -86,6 +89,26 @@ def find(
     if threads is not None:
         job = hosts.with_threads(job, threads, threads_origin)
     return hosts.allocation(environment, f"PBS job {job_id}", job, starter="pbs_tmrsh")
+
+
+def _gpus_by_host(
+    environment: Mapping[str, str], asked: int | None, describe_job: Callable[[str], str | None], device_folder: Path
+) -> tuple[Mapping[str, int], str]:
+    """GPUs known of some or all hosts, and where that was read. The server is asked only where the answer matters."""
+    here, origin = count_accelerators(environment, device_folder=device_folder)
+    if here and asked is None and "CUDA_VISIBLE_DEVICES" not in environment:
+        text = describe_job(environment["PBS_JOBID"])
+        gpus = parse_job(text, job_id=environment["PBS_JOBID"]).gpus if text else {}
+        if any(gpus.values()):  # else the site does not count them, and gives whole nodes
+            return gpus, "exec_vnode of qstat -f"
+    return {"this host": here}, f"{origin} on this host"
+
+
+def _qstat(job_id: str) -> str | None:
+    command = ["qstat", "-f", "-F", "json", job_id]
+    if shutil.which(command[0]) is None:
+        return None
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
 
 
 def count_hosts(environment: Mapping[str, str], *, read: Callable[[str], str]) -> dict[str, int]:

@@ -103,8 +103,7 @@ def _check(options: argparse.Namespace, passed_on: Sequence[str], environment: M
     stem = _unused(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(options.run_dir or _RUNS / stem)
     run_folders = [run_dir / combination.folder for combination in combinations] or [run_dir]
-    resumes = any(word.startswith("--resume") for word in passed_on)
-    problems += [*found, *job_checks.folder_problems([_SCRIPTS, *run_folders], resumes=resumes)]
+    problems += [*found, *job_checks.folder_problems([_SCRIPTS, *run_folders])]
     if problems:
         raise SubmitError("\n".join(problems))
     return _Plan(

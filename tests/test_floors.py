@@ -94,7 +94,16 @@ def test_the_launcher_runs_without_torch() -> None:
 
 def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> None:
     allowed = {
-        "os.environ": {"app.train", "app.evaluate", "app.doctor", "app.runtime", "launch.cli", "launch.local", "launch.spread"},
+        "os.environ": {
+            "app.train",
+            "app.evaluate",
+            "app.doctor",
+            "app.runtime",
+            "app.console",
+            "launch.cli",
+            "launch.local",
+            "launch.spread",
+        },
         "torch.distributed": {"app.runtime", "app.handshake", "app.average", "app.probe"},
         "distributed_type": {"app.runtime", "app.handshake", "app.average", "app.launched", "launch.preset"},
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import slurm_lab
 from processes import REPOSITORY, Started, read, read_lines
-from slurm_lab import ENDLESS, RECIPE, Lab, assert_ran
+from slurm_lab import ENDLESS, RECIPE, STEPS, Lab, assert_ran
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]

@@ -57,7 +57,7 @@ def test_nodes_that_do_not_come_are_named_everywhere():
     assert set(said) == {0, 2}
     for sentence in said.values():
         assert sentence.startswith("b, d did not reach")
-        assert sentence.endswith("--exclude=b,d")
+        assert sentence.endswith("do without (under Slurm: --exclude=b,d)")
 
 
 def test_a_head_that_cannot_be_reached_is_said_by_those_who_tried():

@@ -141,9 +141,23 @@ def test_hosts_are_the_unique_lines_in_order(counts):
 JOB = {"PBS_JOBID": "7.head", "PBS_NODEFILE": "file", "PBS_NODENUM": "0"}
 
 
+@pytest.fixture
+def shared_node(tmp_path):
+    """A /dev with eight GPUs, some of them of other jobs."""
+    for index in range(8):
+        (tmp_path / f"nvidia{index}").touch()
+    return tmp_path
+
+
+def described(gpus):
+    """What qstat says of a job with so many GPUs on each host."""
+    vnodes = "+".join(f"({host}:ncpus=4" + (f":ngpus={count})" if count else ")") for host, count in gpus.items())
+    return json.dumps({"Jobs": {JOB["PBS_JOBID"]: {"exec_vnode": vnodes}}})
+
+
 def processes(counts, devices=None, **options):
     given_devices = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
-    job = pbs.find(JOB | given_devices, read=lambda path: lines_of(counts), device_folder=NO_DEVICES, **options)
+    job = pbs.find(JOB | given_devices, read=lambda path: lines_of(counts), **{"device_folder": NO_DEVICES} | options)
     found = job.topology
     return found.processes_per_node, found.origins["processes_per_node"]
 
@@ -157,7 +171,6 @@ def processes(counts, devices=None, **options):
         (1, 4, {}, (4, "CUDA_VISIBLE_DEVICES=0,1,2,3 on this host")),
         (2, 4, {}, (2, "PBS_NODEFILE")),  # mpiprocs=2 was said
         (64, 4, {}, (4, "CUDA_VISIBLE_DEVICES=0,1,2,3 on this host")),  # a line for every core
-        (1, 8, {"gpus": {"a": 2, "b": 2}}, (2, "exec_vnode of qstat -f")),  # devices of other jobs are visible too
         (1, 4, {"processes_per_node": 3}, (3, "--processes-per-node")),
     ],
 )
@@ -170,8 +183,6 @@ def test_processes_on_a_host(lines, devices, options, expected):
     [
         ({"a": 1, "b": 4}, {}, ["1 on a; 4 on b (PBS_NODEFILE)", "--processes-per-node 1 (2 processes in all)"]),
         ({"a": 6, "b": 4, "c": 4}, {}, ["4 on b, c; 6 on a", "--processes-per-node 1 to 4 (12 processes in all)"]),
-        ({"a": 1, "b": 1}, {"gpus": {"a": 2, "b": 1}}, ["1 on b; 2 on a (exec_vnode", "--processes-per-node 1 (2 proc"]),
-        ({"a": 1, "b": 1}, {"gpus": {"a": 2, "b": 0}}, ["0 on b; 2 on a (exec_vnode", "--processes-per-node 1 (2 proc"]),
         ({f"n{i}": 1 + (i == 7) for i in range(9)}, {}, ["1 on n0, n1, n2 and 5 more; 2 on n7"]),
     ],
 )
@@ -180,6 +191,37 @@ def test_hosts_that_are_not_alike_are_refused_with_what_can_be_asked_for(counts,
         processes(counts, **options)
     assert [word for word in words if word not in str(refusal.value)] == []
     assert processes(counts, **options, processes_per_node=1)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (described({"a": 2, "b": 2}), (2, "exec_vnode of qstat -f")),
+        (described({"a": 0, "b": 0}), (8, "nvidia* on this host")),  # the site does not count GPUs, and gives whole nodes
+        (None, (8, "nvidia* on this host")),  # no qstat here
+    ],
+)
+def test_of_a_shared_node_the_gpus_of_the_job_are_used(shared_node, text, expected):
+    asked = []
+
+    def describe(job_id):
+        asked.append(job_id)
+        return text
+
+    options = {"device_folder": shared_node, "describe_job": describe}
+    count, origin = processes({"a": 1, "b": 1}, **options)
+    assert (count, origin.removeprefix(f"{shared_node}/")) == expected
+    assert asked == [JOB["PBS_JOBID"]]
+    # Where the answer does not matter the server is left in peace.
+    assert processes({"a": 1, "b": 1}, devices=3, **options)[0] == 3
+    assert processes({"a": 1, "b": 1}, processes_per_node=1, **options)[0] == 1
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("gpus", [{"a": 2, "b": 1}, {"a": 2, "b": 0}])
+def test_hosts_with_different_gpus_are_refused(shared_node, gpus):
+    with pytest.raises(TopologyError, match=rf"{gpus['b']} on b; 2 on a \(exec_vnode.*--processes-per-node 1 \(2 proc"):
+        processes({"a": 1, "b": 1}, device_folder=shared_node, describe_job=lambda _: described(gpus))
 
 
 @pytest.mark.parametrize(
