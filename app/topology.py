@@ -9,6 +9,7 @@ Standard library only: it is made on login nodes, before torch is there.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ def _meeting_problems(topology: Topology) -> list[str]:
     return problems
 
 
+@functools.lru_cache  # asked again for each of thousands of nodes
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback

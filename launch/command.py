@@ -26,13 +26,14 @@ def accelerate_argv(
     *,
     module: str = "app.train",
     mixed_precision: str | None = None,
+    node_rank: int | None = None,
 ) -> list[str]:
     """Return the arguments of the `accelerate launch` that starts this node's processes of `module`, program first.
 
-    `mixed_precision` replaces the preset's. With one process, the presets for several work as they are: their process is a
-    group of one, with a RANK and a WORLD_SIZE like any other (only the option --multi_gpu refuses it, which a file does not
-    set). Raises PresetError for a preset that starts one process where the topology has more: Accelerate would start it
-    without a word.
+    `node_rank` makes them those of another node, `mixed_precision` replaces the preset's. With one process, the presets for
+    several work as they are: their process is a group of one, with a RANK and a WORLD_SIZE like any other (only the option
+    --multi_gpu refuses it, which a file does not set). Raises PresetError for a preset that starts one process where the
+    topology has more: Accelerate would start it without a word.
     """
     if preset.is_single_process and topology.world_size > 1:
         raise PresetError(
@@ -41,7 +42,8 @@ def accelerate_argv(
             "processes, such as multi_gpu, or 1 process"
         )
     argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset.path)]
-    variables = _variables(topology, preset)
+    node_rank = topology.node_rank if node_rank is None else node_rank
+    variables = _variables(topology, preset, node_rank)
     if variables:
         argv = ["env", *variables, *argv]
     argv += ["--num_processes", str(topology.world_size)]
@@ -49,26 +51,26 @@ def accelerate_argv(
         # The training says what went wrong itself: --quiet drops the launcher's traceback about it (only here it can).
         argv += ["--quiet"]
     else:
-        argv += ["--num_machines", str(topology.num_nodes), *_meeting_point(topology)]
+        argv += ["--num_machines", str(topology.num_nodes), *_meeting_point(topology, node_rank)]
         argv += ["--tee", _BOTH_STREAMS] if topology.hosts else []
     if mixed_precision is not None:
         argv += ["--mixed_precision", mixed_precision]
     return [*argv, "-m", module, *app_args]
 
 
-def _variables(topology: Topology, preset: Preset) -> list[str]:
+def _variables(topology: Topology, preset: Preset, node_rank: int) -> list[str]:
     variables = []
     if topology.threads_per_process is not None:
         # Not --num_cpu_threads_per_process, which Accelerate drops under DeepSpeed; torchrun would then set 1.
         variables.append(f"OMP_NUM_THREADS={topology.threads_per_process}")
     if topology.hosts and not preset.is_single_process:
         # One log for many: each line says whose it is. torchrun has a name for the host since torch 2.14 only.
-        variables.append(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[rank ${{rank}} on {topology.hosts[topology.node_rank]}] ")
+        variables.append(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[rank ${{rank}} on {topology.hosts[node_rank]}] ")
     return variables
 
 
-def _meeting_point(topology: Topology) -> list[str]:
+def _meeting_point(topology: Topology, node_rank: int) -> list[str]:
     port = ["--main_process_port", str(topology.port)]
     if topology.num_nodes == 1:
         return port
-    return ["--machine_rank", str(topology.node_rank), "--main_process_ip", topology.head_address, *port]
+    return ["--machine_rank", str(node_rank), "--main_process_ip", topology.head_address, *port]

@@ -8,12 +8,12 @@ have met (`meeting.py`).
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from app.batching import BatchPlan
 from app.recipe_file import load as load_recipe
@@ -41,10 +41,10 @@ class _Launch:
     start: list[str]
     """What starts `samerun launch` on every node, or nothing."""
 
-    def accelerate_argv(self, **changed: Any) -> list[str]:
-        """The `accelerate launch` of this node, or of another with some of the topology's values `changed`."""
-        topology = replace(self.topology, **changed) if changed else self.topology
-        return accelerate_argv(topology, self.preset, self.app_args, mixed_precision=self.options.mixed_precision)
+    def accelerate_argv(self, node_rank: int | None = None) -> list[str]:
+        """The `accelerate launch` of this node, or of another."""
+        precision = self.options.mixed_precision
+        return accelerate_argv(self.topology, self.preset, self.app_args, mixed_precision=precision, node_rank=node_rank)
 
 
 def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
@@ -66,22 +66,21 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     if found.start:
         say(shlex.join(found.start))
         return supervise.run(found.start)
-    command = found.accelerate_argv(**_met(found, say))
+    command = replace(found, topology=_met(found, say)).accelerate_argv()
     say(shlex.join(command))
     os.execvp(command[0], command)  # noqa: S606 - becoming the launcher makes its signals and its exit code this program's
     return 0
 
 
-def _met(found: _Launch, say: Callable[[str], None]) -> dict[str, int]:
-    """What has changed when the nodes have met: the port, if another program is at the one made from the job's id."""
-    if found.topology.num_nodes == 1:
-        return {}
-    port = meeting.meet(found.topology, only_port=found.options.port is not None)
-    if port == found.topology.port:
-        return {}
-    if found.topology.node_rank == 0:
-        say(f"{found.topology.described('port')} is in use on {found.topology.hosts[0]}: the run takes {port}")
-    return {"port": port}
+def _met(found: _Launch, say: Callable[[str], None]) -> Topology:
+    """The topology when its nodes have met: with another port, if a program is at the one made from the job's id."""
+    topology = found.topology
+    if topology.num_nodes == 1:
+        return topology
+    port = meeting.meet(topology, only_port=found.options.port is not None)
+    if port != topology.port and topology.node_rank == 0:
+        say(f"{topology.described('port')} is in use on {topology.hosts[0]}: the run takes {port}")
+    return replace(topology, port=port)
 
 
 def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str], environment: Mapping[str, str]) -> _Launch:
@@ -169,8 +168,9 @@ def _commands(found: _Launch) -> Iterator[str]:
         yield shlex.join(found.accelerate_argv()) + "\n"
         return
     yield shlex.join(found.start) + "\n"
+    quote = functools.lru_cache(shlex.quote)  # of thousands of nodes, most words are the same
     for node_rank, host in enumerate(found.topology.hosts):
-        yield f"# node {node_rank}, {host}:\n{shlex.join(found.accelerate_argv(node_rank=node_rank))}\n"
+        yield f"# node {node_rank}, {host}:\n{' '.join(map(quote, found.accelerate_argv(node_rank)))}\n"
 
 
 def _explanation(found: _Launch) -> Iterator[str]:

@@ -70,8 +70,7 @@ def golden_lines():
             yield f"{shlex.join(allocation.start)} samerun launch  # {allocation.start_origin}"
         places = list(enumerate(topology.hosts)) if allocation.start else [(topology.node_rank, "this node")]
         for node_rank, host in places:
-            own = dataclasses.replace(topology, node_rank=node_rank)
-            argv = accelerate_argv(own, preset.load("multi_gpu"), ["--recipe", "digits"])
+            argv = accelerate_argv(topology, preset.load("multi_gpu"), ["--recipe", "digits"], node_rank=node_rank)
             command = shlex.join(argv).replace(sys.executable, "PYTHON").replace(str(ROOT / "accelerate_configs"), "PRESETS")
             yield f"{host}: {command}"
 
