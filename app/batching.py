@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.errors import RecipeError
+from app.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,22 @@ class BatchPlan:
     def micro_batch(self) -> int:
         """Samples in one forward pass on one process."""
         return self.global_batch_size // (self.world_size * self.accumulation)
+
+    def __str__(self) -> str:
+        """`global batch 64 = micro-batch 16 x accumulation 2 x 2 processes`."""
+        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        batches = f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
+        return f"global batch {self.global_batch_size} = {batches} x {processes}"
+
+    @classmethod
+    def of(cls, recipe: Recipe, world_size: int) -> BatchPlan:
+        """Return how a recipe's global batch is dealt out to so many processes. Raises RecipeError as `fit` does."""
+        return cls.fit(
+            global_batch_size=recipe.train.global_batch_size,
+            world_size=world_size,
+            max_micro_batch=recipe.train.max_micro_batch,
+            even=recipe.augment.mixes_pairs,
+        )
 
     @classmethod
     def fit(

@@ -241,12 +241,11 @@ def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str
 
 
 def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Data, length: schedule.Length, run_dir: Path) -> str:
-    plan = runtime.plan
-    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    count = runtime.plan.world_size
+    where = f"{count} process{'es' if count > 1 else ''} ({runtime.launched.strategy}, {runtime.device.type})"
     return (
-        f"recipe {loaded.name} on {processes} ({runtime.launched.strategy}, {runtime.device.type}), run folder {run_dir}\n"
-        f"global batch {plan.global_batch_size} = micro-batch {plan.micro_batch} x accumulation {plan.accumulation} "
-        f"x {processes}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
+        f"recipe {loaded.name} on {where}, run folder {run_dir}\n"
+        f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
         f"{length.total_steps} steps"
     )
 

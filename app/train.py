@@ -54,12 +54,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespace) -> None:
     recipe = loaded.recipe
-    plan = BatchPlan.fit(
-        global_batch_size=recipe.train.global_batch_size,
-        world_size=launched.world_size,
-        max_micro_batch=recipe.train.max_micro_batch,
-        even=recipe.augment.mixes_pairs,
-    )
+    plan = BatchPlan.of(recipe, launched.world_size)
     # Only now the slow imports: what was wrong so far has been said.
     from app import handshake, session
     from app.loop import train

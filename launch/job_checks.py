@@ -123,7 +123,7 @@ def divide(
             recipe = load_recipe(options.recipe, [*options.overrides, *overrides]).recipe
             problems = () if options.data_on_nodes else list(_data_problems(recipe))
             if world_size:
-                batches[_division(recipe, world_size)] = None
+                batches[str(BatchPlan.of(recipe, world_size))] = None
         except RecipeError as error:
             problems = [*problems, *error.problems]
         for problem in problems:
@@ -132,19 +132,6 @@ def divide(
         problem if len(tasks) == len(changes) else f"{problem} (task {', '.join(map(str, tasks))} of --array)"
         for problem, tasks in found.items()
     ]
-
-
-def _division(recipe: Recipe, world_size: int) -> str:
-    plan = BatchPlan.fit(
-        global_batch_size=recipe.train.global_batch_size,
-        world_size=world_size,
-        max_micro_batch=recipe.train.max_micro_batch,
-        even=recipe.augment.mixes_pairs,
-    )
-    return (
-        f"global batch {plan.global_batch_size} = "
-        f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes"
-    )
 
 
 def _data_problems(recipe: Recipe) -> Iterator[str]:

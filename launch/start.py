@@ -98,16 +98,17 @@ def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str]
     if allocation and allocation.start:
         told = [] if options.processes_per_node else ["--processes-per-node", str(topology.processes_per_node)]
         start = [*allocation.start, sys.executable, "-m", "launch.cli", "launch", *told, *argv]
+    recipe = options.recipe or "digits"
+    # What every process would refuse after its slow imports is refused now.
+    overrides = [word for word in passed_on if "=" in word and not word.startswith("-")]
     return _Launch(
         allocation=allocation,
         topology=topology,
         preset=chosen,
         preset_origin=origin,
-        recipe=options.recipe or "digits",
+        recipe=recipe,
         recipe_origin="--recipe" if options.recipe else "default",
-        plan=_fit(
-            options.recipe or "digits", [word for word in passed_on if "=" in word and not word.startswith("-")], topology
-        ),
+        plan=BatchPlan.of(load_recipe(recipe, overrides).recipe, topology.world_size),
         options=options,
         app_args=[*app_args, *passed_on],
         start=start,
@@ -131,30 +132,12 @@ def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset
     return preset.load("single_gpu" if has_accelerator else "cpu")
 
 
-def _fit(name_or_path: str, overrides: list[str], topology: Topology) -> BatchPlan:
-    """Refuse now what every process would refuse after its slow imports, and divide the batch."""
-    recipe = load_recipe(name_or_path, overrides).recipe
-    return BatchPlan.fit(
-        global_batch_size=recipe.train.global_batch_size,
-        world_size=topology.world_size,
-        max_micro_batch=recipe.train.max_micro_batch,
-        even=recipe.augment.mixes_pairs,
-    )
-
-
 def _introduce(found: _Launch, say: Callable[[str], None]) -> None:
     say(f"preset {found.preset.name} ({found.preset_origin}), {found.topology.described('processes_per_node')}")
-    say(_division(found.plan))
+    say(str(found.plan))
     if found.start and found.allocation:
         where = f"{found.allocation.scheduler} on {_listed(found.topology.hosts)}"
         say(f"{where}; {found.allocation.start_origin}, so {found.start[0]} starts it on each node")
-
-
-def _division(plan: BatchPlan) -> str:
-    return (
-        f"global batch {plan.global_batch_size} = "
-        f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} processes"
-    )
 
 
 def _listed(hosts: tuple[str, ...]) -> str:

@@ -15,9 +15,8 @@ REPOSITORY = Path(__file__).parent.parent
 FLOORS: list[list[tuple[str, ...]]] = [
     [("app.errors",)],
     [
-        ("app.recipe", "app.recipe_keys", "app.recipe_file"),
+        ("app.recipe", "app.recipe_keys", "app.recipe_file", "app.batching"),
         ("app.topology",),
-        ("app.batching",),
         ("app.environment", "app.tasks", "app.launched"),
     ],
     [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",)],
