@@ -30,7 +30,8 @@ def accelerate_argv(
 ) -> list[str]:
     """Return the arguments of the `accelerate launch` that starts this node's processes of `module`, program first.
 
-    `node_rank` makes them those of another node, `mixed_precision` replaces the preset's. With one process, the presets for
+    `node_rank` makes them those of another node, `mixed_precision` replaces the preset's. Where the names of the hosts are
+    known, each line of a process begins with its rank and host. With one process, the presets for
     several work as they are: their process is a group of one, with a RANK and a WORLD_SIZE like any other (only the option
     --multi_gpu refuses it, which a file does not set). Raises PresetError for a preset that starts one process where the
     topology has more: Accelerate would start it without a word.
@@ -43,7 +44,8 @@ def accelerate_argv(
         )
     argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset.path)]
     node_rank = topology.node_rank if node_rank is None else node_rank
-    variables = _variables(topology, preset, node_rank)
+    label_lines = bool(topology.hosts) and not preset.is_single_process
+    variables = _variables(topology, node_rank, label_lines)
     if variables:
         argv = ["env", *variables, *argv]
     argv += ["--num_processes", str(topology.world_size)]
@@ -52,18 +54,18 @@ def accelerate_argv(
         argv += ["--quiet"]
     else:
         argv += ["--num_machines", str(topology.num_nodes), *_meeting_point(topology, node_rank)]
-        argv += ["--tee", _BOTH_STREAMS] if topology.hosts else []
+        argv += ["--tee", _BOTH_STREAMS] if label_lines else []
     if mixed_precision is not None:
         argv += ["--mixed_precision", mixed_precision]
     return [*argv, "-m", module, *app_args]
 
 
-def _variables(topology: Topology, preset: Preset, node_rank: int) -> list[str]:
+def _variables(topology: Topology, node_rank: int, label_lines: bool) -> list[str]:
     variables = []
     if topology.threads_per_process is not None:
         # Not --num_cpu_threads_per_process, which Accelerate drops under DeepSpeed; torchrun would then set 1.
         variables.append(f"OMP_NUM_THREADS={topology.threads_per_process}")
-    if topology.hosts and not preset.is_single_process:
+    if label_lines:
         # One log for many: each line says whose it is. torchrun has a name for the host since torch 2.14 only.
         variables.append(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[rank ${{rank}} on {topology.hosts[node_rank]}] ")
     return variables

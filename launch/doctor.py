@@ -32,8 +32,7 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         topology = replace(topology, port=options.port, origins={**topology.origins, "port": "--port"})
     if allocation and allocation.start:
         told = [] if options.processes_per_node else ["--processes-per-node", str(topology.processes_per_node)]
-        # A label in front of every line would spoil the JSON.
-        start = [word for word in allocation.start if not (options.json and word == "--label")]
+        start = [word for word in allocation.start if word != "--label"]
         command = [*start, sys.executable, "-m", "launch.cli", "doctor", *told, *argv]
         say(shlex.join(command))
         os.execvp(command[0], command)  # noqa: S606 - a shell would stand between
@@ -48,7 +47,9 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         exit_code_file = Path(folder) / "exit-code"
         arguments = ["--run-dir", options.run_dir, "--patience", str(options.patience), "--exit-code-file", str(exit_code_file)]
         arguments += ["--json"] if options.json else []
-        command = accelerate_argv(topology, default_preset(topology, environment), arguments, module="app.doctor")
+        chosen = default_preset(topology, environment)
+        # Without names of hosts no line begins with one: labels would spoil tables and JSON.
+        command = accelerate_argv(replace(topology, hosts=()), chosen, arguments, module="app.doctor")
         ended = subprocess.run(command, check=False).returncode
         return ended or int(exit_code_file.read_text())
 

@@ -261,6 +261,7 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(tmp_path):
     output = process.stdout.read()  # type: ignore[union-attr]
     assert process.wait(TIMEOUT_S) == 1, output
     reader.join()
+    process.communicate()  # closes both
     (wrong,) = [line for line in output.splitlines() if line.startswith("WRONG ")]
     assert wrong.startswith(f"WRONG rank 1 on {socket.gethostname()}: cpu draws "), output
     assert "Traceback" not in "".join(said)

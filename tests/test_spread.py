@@ -132,6 +132,7 @@ host=$1; shift; bare "$@"
     yield run
     for process in begun:
         process.kill()
+        process.communicate()
     mark = {"SAMERUN_PORT": str(os.getpid())}
     subprocess.run(["/bin/bash", "-c", spread.stop_script(mark, kill_after_s=0)], check=True)
 
