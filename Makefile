@@ -24,8 +24,8 @@ test-full: $(VENV)/.installed-dev | lab-packages
 lab-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    ! { command -v slurmctld && command -v mpirun; } >/dev/null; then \
-	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps \
-	        openmpi-bin >/dev/null || echo "no Slurm and mpirun could be installed: their tests will be skipped" >&2; fi
+	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	        slurm-wlm munge iproute2 procps openmpi-bin; } >/dev/null || echo "no Slurm and mpirun could be installed: their tests will be skipped" >&2; fi
 
 lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .
