@@ -27,7 +27,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.metrics",),
         ("app.checkpoint_files", "app.manifest", "app.durable"),
     ],
-    [("app.average",), ("app.scores",), ("app.exported",)],
+    [("app.shards", "app.average"), ("app.scores",), ("app.exported",)],
     [("app.loop",)],
     [("app.session",)],
     [("app.train",)],
@@ -109,8 +109,8 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "launch.local",
             "launch.spread",
         },
-        "torch.distributed": {"app.runtime", "app.handshake", "app.average", "app.probe"},
-        "distributed_type": {"app.runtime", "app.handshake", "app.average", "app.launched", "launch.preset"},
+        "torch.distributed": {"app.runtime", "app.handshake", "app.shards", "app.probe"},
+        "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():
         users = {name for name, file in modules().items() if words in file.read_text()}
