@@ -251,6 +251,8 @@ def _of_stage_3(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator
 
 
 def _publish_stage_3(zero: Any) -> None:
+    # What its steps do, in the same order. Between steps it may keep gathered weights for their next use.
+    zero.empty_partition_cache()
     for group, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if flat.numel():
             zero.fp16_partitioned_groups_flat[group].data.copy_(flat.data)
@@ -259,5 +261,4 @@ def _publish_stage_3(zero: Any) -> None:
             part.data = values.data
     # Parameters that are kept whole on every rank, below the persistence threshold, have to be gathered anew.
     if zero.persistent_parameters:
-        zero.persistent_parameters[0].partition(zero.persistent_parameters, has_been_updated=False)
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
