@@ -179,15 +179,16 @@ def take_step(runtime: Any, case: Case, prepared: tuple[Any, Any], average: Any,
     (model, optimizer), accelerator = prepared, runtime.accelerator
     size = BATCH // accelerator.num_processes
     images, targets = (part.split(size)[accelerator.process_index] for part in batch(step, case))
+    images = images.to(runtime.input_dtype(case.dtype))
     with accelerator.accumulate(model):
-        loss = F.mse_loss(model(images), targets)
+        loss = F.mse_loss(model(images).to(case.dtype), targets)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     average.update()
     model.eval()
     with average.applied(), torch.no_grad():
-        averaged = F.mse_loss(model(images), targets)
+        averaged = F.mse_loss(model(images).to(case.dtype), targets)
     model.train()
     for losses, value in ((record.losses, loss), (record.averaged_losses, averaged)):
         losses.append(accelerator.reduce(value.detach(), "mean").item())
