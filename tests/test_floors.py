@@ -28,6 +28,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.checkpoint_files", "app.manifest", "app.durable"),
     ],
     [("app.shards", "app.average"), ("app.scores",), ("app.exported",)],
+    [("app.checkpoint",)],
     [("app.loop",)],
     [("app.session",)],
     [("app.train",)],
