@@ -9,6 +9,7 @@
     +-- TrainingError    8  the training itself went wrong (a loss that is not finite)
     +-- TrackerError     9  a tracker that was asked for cannot be had
     +-- SubmitError     10  a job cannot be submitted as it was asked for
+    +-- CheckpointError 11  a checkpoint cannot be written, is damaged, or is not of this run
 
 The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
 see, because `leave_with` prints it without a traceback.
@@ -79,6 +80,12 @@ class SubmitError(SamerunError):
     """The job cannot be submitted: its options are wrong, or the scheduler refuses it."""
 
     exit_code = 10
+
+
+class CheckpointError(SamerunError):
+    """A checkpoint cannot be written or read, is damaged, or does not belong to the run."""
+
+    exit_code = 11
 
 
 def leave_with(error: SamerunError, rank: int) -> NoReturn:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from app.average import WeightAverage
+from app.checkpoint import Checkpoints
 from app.console import Display
 from app.data.augment import Preparation
 from app.data.loader import Batch, batches_of
@@ -38,6 +39,9 @@ class Training:
     evaluate: Callable[[], Evaluation]
     metrics: Metrics
     display: Display
+    checkpoints: Checkpoints
+    first_step: int
+    """Steps that were taken before, in the run that this one resumes."""
 
 
 def train(run: Training) -> Evaluation:
@@ -46,7 +50,8 @@ def train(run: Training) -> Evaluation:
     clip_norm, grad_norm = run.recipe.optim.clip_norm, None
     batches = iter(batches_of(run.batches))
     model.train()
-    for step in range(run.length.total_steps):
+    scores: Evaluation | None = None
+    for step in range(run.first_step, run.length.total_steps):
         set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
         for _ in range(run.runtime.plan.accumulation):
             batch = metrics.clock.wait_for(batches)
@@ -67,7 +72,10 @@ def train(run: Training) -> Evaluation:
             run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate, grad_norm=grad_norm))
         if is_last or _ends_evaluated_epoch(run, step):
             scores = _test(run, step + 1, epoch)
-    return scores
+        if run.checkpoints.is_due(step + 1, is_last=is_last):
+            with metrics.clock.paused():
+                run.checkpoints.save(step + 1)
+    return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
 
 
 def _ends_evaluated_epoch(run: Training, step: int) -> bool:

@@ -55,13 +55,15 @@ class Clock:
 class Metrics:
     """Collects each step's loss, and writes a line every so many steps."""
 
-    def __init__(self, accelerator: Accelerator, run_dir: Path, *, global_batch_size: int, record_samples: bool) -> None:
+    def __init__(
+        self, accelerator: Accelerator, run_dir: Path, *, global_batch_size: int, record_samples: bool, first_step: int = 0
+    ) -> None:
         self.clock = Clock()
         self._accelerator, self._run_dir, self._global_batch_size = accelerator, run_dir, global_batch_size
         self._record_samples = record_samples
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         self._samples: list[int] = []
-        self._logged_steps, self._logged_training_s, self._logged_waiting_s = 0, 0.0, 0.0
+        self._logged_steps, self._logged_training_s, self._logged_waiting_s = first_step, 0.0, 0.0
 
     def add(self, loss_sum: torch.Tensor, samples: torch.Tensor) -> None:
         """Take in one forward pass: its summed loss (scalar) and its sample numbers (int64 [micro-batch])."""

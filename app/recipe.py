@@ -172,6 +172,16 @@ class LogRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointRecipe:
+    """When the state of the run is written down, to be resumed from (`--resume`)."""
+
+    every_steps: int | None = None
+    """Steps between two checkpoints; the last step gets one too. None: there are none."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """All that decides what is learnt. The same recipe gives the same run on any topology."""
 
@@ -183,6 +193,7 @@ class Recipe:
     train: TrainRecipe = field(default_factory=TrainRecipe)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)
+    checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
 
     def __post_init__(self) -> None:
         problems = [*_out_of_range(self), *_contradictions(self)]
@@ -225,7 +236,7 @@ _RANGES = {
     "optim.eps": _NOT_NEGATIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip_norm": _POSITIVE,
     "optim.warmup_epochs": _NOT_NEGATIVE, "optim.warmup_steps": _NOT_NEGATIVE, "optim.final_lr_ratio": _SHARE,
     "optim.decay_epochs": _POSITIVE, "optim.decay_factor": _POSITIVE,
-    "log.every_steps": _POSITIVE,
+    "log.every_steps": _POSITIVE, "checkpoint.every_steps": _POSITIVE, "checkpoint.keep_last": _Range(1),
 }  # fmt: skip
 
 

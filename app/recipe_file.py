@@ -29,7 +29,7 @@ _SHIPPED = Path(__file__).parent / "recipes"
 _DEFAULT, _COMMAND_LINE = "default", "command line"
 
 # What decides nothing of what is learnt: what is written down, how often is evaluated, how data gets here, what bounds memory.
-_NOT_LEARNT = ("log.", "data.download", "train.evaluate_every_epochs", "train.max_micro_batch")
+NOT_LEARNT = ("log.", "checkpoint.", "data.download", "train.evaluate_every_epochs", "train.max_micro_batch")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def render(loaded: LoadedRecipe) -> str:
 
 def digest(recipe: Recipe) -> str:
     """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
-    learnt = {key: value for key, value in flat(recipe).items() if not key.startswith(_NOT_LEARNT)}
+    learnt = {key: value for key, value in flat(recipe).items() if not key.startswith(NOT_LEARNT)}
     return hashlib.sha256(json.dumps(learnt, sort_keys=True).encode()).hexdigest()
 
 

@@ -41,20 +41,34 @@ class Preset:
     text: str
 
 
-def create(run_dir: str | None, recipe_name: str) -> Path:
+def create(run_dir: str | None, recipe_name: str, *, resumed_step: int | None = None) -> Path:
     """Make the run folder and return its path: `run_dir`, or `runs/<recipe>-<time>`.
 
-    Raises RunFolderError if it holds a run already or cannot be written.
+    With `resumed_step` it may hold a run already, of which it then forgets what came after that step. Raises RunFolderError
+    if it holds a run otherwise, or cannot be written.
     """
     path = Path(run_dir) if run_dir else _unused(Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (path / RECIPE).exists():
-        raise RunFolderError(f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, or delete the folder.")
+    if (path / RECIPE).exists() and resumed_step is None:
+        raise RunFolderError(
+            f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, go on with it by --resume auto, or "
+            "delete the folder."
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        write_text(path / METRICS, "")
+        for name in (METRICS, EVALUATIONS, SAMPLES):
+            if (path / name).exists():
+                write_text(path / name, _upto((path / name).read_text(), resumed_step or 0))
+        if not (path / METRICS).exists():
+            write_text(path / METRICS, "")
     except OSError as error:
         raise RunFolderError(f"the run folder {path} cannot be written: {error.strerror}. Choose another --run-dir.") from error
     return path
+
+
+def _upto(lines: str, step: int) -> str:
+    """The lines of the first so many steps; the last line of a run that was killed may be half of one."""
+    whole = [line for line in lines.splitlines(keepends=True) if line.endswith("\n")]
+    return "".join(line for line in whole if json.loads(line)["step"] <= step)
 
 
 def _unused(path: Path) -> Path:

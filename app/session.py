@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from app import console, exported, handshake, models, optim, recipe_file, run_folder, schedule
+from app import checkpoint, console, exported, handshake, models, optim, recipe_file, run_folder, schedule
 from app.average import WeightAverage
 from app.data import loader
 from app.data.augment import Preparation
@@ -26,13 +26,14 @@ from app.data.open import download_data
 from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
-from app.errors import PresetError
+from app.errors import CheckpointError, PresetError
 from app.loop import Training
 from app.metrics import Metrics
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.scores import Evaluation, evaluate
+from app.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,38 @@ class Data:
     test: Source
 
 
-def open_run_folder(runtime: Runtime, loaded: LoadedRecipe, wanted: str | None, *, trackers: str) -> Path:
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from."""
+
+    folder: Path
+    step: int
+    """Steps that were taken before it."""
+
+
+def find_checkpoint(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: str | None, resume: str) -> Resumed | None:
+    """Return what --resume asks for, checked to be whole and of the same run, or None to start from the beginning.
+
+    Raises CheckpointError, on all ranks, for one that cannot be used.
+    """
+    if resume == checkpoint.NEVER or (resume == checkpoint.AUTO and run_dir is None):
+        return None
+    place = Path(run_dir if resume == checkpoint.AUTO and run_dir else resume)
+    folder = checkpoint.find(runtime, place)
+    if folder is None and resume == checkpoint.AUTO:
+        return None
+    with runtime.together():
+        if folder is None:
+            raise CheckpointError(f"--resume is {resume}, and there is no checkpoint: give auto, never, or the path of one.")
+        return Resumed(folder, checkpoint.check_same_run(folder, loaded.recipe, _data_facts(data)))
+
+
+def open_run_folder(
+    runtime: Runtime, loaded: LoadedRecipe, wanted: str | None, *, trackers: str, resumed: Resumed | None, may_exist: bool
+) -> Path:
     """Make the run folder on the main process, write what is known at the start, and return its path on all ranks.
+
+    With `may_exist` the folder may hold a run already, which goes on, or starts anew where it had no checkpoint yet.
 
     Comes after all that can be wrong with a run, so that a mended one can use the same folder.
     """
@@ -55,11 +86,13 @@ def open_run_folder(runtime: Runtime, loaded: LoadedRecipe, wanted: str | None, 
     path: Path | None = None
     with runtime.together():
         if runtime.is_main:
-            path = run_folder.create(wanted, loaded.name)
+            step = resumed.step if resumed else 0
+            path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
             preset = run_folder.launched_preset()
             if preset is not None:
                 run_folder.write_text(path / run_folder.PRESET, preset.text)
-            run_folder.write_json(path / run_folder.RUN, _describe(runtime, loaded, preset, hosts))
+            before = {"resumed_from": str(resumed.folder), "resumed_step": resumed.step} if resumed else {}
+            run_folder.write_json(path / run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
             run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
     path = runtime.from_main(path)
     runtime.start_trackers(names, path, recipe_file.flat(loaded.recipe))
@@ -118,27 +151,38 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
     return Parts(model, preparation, length)
 
 
-def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path) -> Training:
-    """Distribute the model as the preset says, and return everything that the loop uses."""
+def prepare(
+    runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None
+) -> Training:
+    """Distribute the model as the preset says, take up a checkpoint, and return everything that the loop uses."""
     recipe, length = loaded.recipe, parts.length
+    first_step = resumed.step if resumed else 0
     display = console.display(total_steps=length.total_steps, is_main=runtime.is_main)
     display.say(_banner(runtime, loaded, data, length, run_dir))
     for note in models.topology_dependence(parts.model):
         display.say(f"note: {note}")
 
     model, optimizer, batches = runtime.prepare(
-        parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length)
+        parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length, first_step)
     )
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     # From here on ranks may draw differently: dropout on different samples must not repeat itself.
-    runtime.seed(recipe.seed, per_rank=True)
+    runtime.seed(recipe.seed + first_step, per_rank=True)
     decay = recipe.train.ema_decay
+    average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
+    shards = Shards(runtime.accelerator, model, optimizer, average)
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, model=model, shards=shards, data=_data_facts(data))
+    if resumed:
+        checkpoints.restore(resumed.folder)
+        display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
     return Training(
         recipe=recipe,
         runtime=runtime,
         model=model,
         optimizer=optimizer,
-        average=None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay),
+        average=average,
+        checkpoints=checkpoints,
+        first_step=first_step,
         batches=batches,
         preparation=parts.preparation,
         length=length,
@@ -149,6 +193,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, ru
             run_dir,
             global_batch_size=runtime.plan.global_batch_size,
             record_samples=recipe.log.samples,
+            first_step=first_step,
         ),
         display=display,
     )
@@ -199,6 +244,7 @@ def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) ->
         weights = runtime.accelerator.get_state_dict(training.model)
     training_s = training.metrics.clock.training_s
     samples_seen = length.total_steps * runtime.plan.global_batch_size
+    samples_per_s = (length.total_steps - training.first_step) * runtime.plan.global_batch_size / training_s
     if runtime.is_main:
         config = exported.ModelConfig(
             model=recipe.model,
@@ -216,14 +262,14 @@ def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) ->
             **scores.as_metrics(),
             "test_samples": scores.samples,
             "test_class_accuracy": dict(zip(data.test.classes, scores.class_accuracy, strict=True)),
-            "samples_per_s": samples_seen / training_s,
+            "samples_per_s": samples_per_s,
             "training_s": training_s,
             "world_size": runtime.plan.world_size,
             "preset": run_folder.read_json(run_dir / run_folder.RUN)["preset"],
         }
         run_folder.write_json(run_dir / run_folder.RESULT, result)
     training.display.say(
-        f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_seen / training_s:,.0f} samples/s\n"
+        f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
         f"run folder {run_dir}"
     )
     training.display.close()
@@ -233,10 +279,16 @@ def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) ->
 def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:
     return {
         "recipe": recipe_file.digest(loaded.recipe),
-        "training data": f"{len(data.train)} samples, {data.train.fingerprint}",
-        "test data": f"{len(data.test)} samples, {data.test.fingerprint}",
+        **_data_facts(data),
         "initial weights": handshake.weights_digest(model),
         **{f"version of {package}": number for package, number in handshake.versions().items()},
+    }
+
+
+def _data_facts(data: Data) -> dict[str, str]:
+    return {
+        "training data": f"{len(data.train)} samples, {data.train.fingerprint}",
+        "test data": f"{len(data.test)} samples, {data.test.fingerprint}",
     }
 
 
@@ -260,13 +312,13 @@ def _learning_rate(recipe: Recipe, length: schedule.Length) -> Callable[[int], f
     )
 
 
-def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: schedule.Length) -> DataLoader:
+def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: schedule.Length, first_step: int) -> DataLoader:
     batches = TrainBatches(
         size=len(source),
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
         micro_batches_per_step=runtime.plan.accumulation,
-        first_step=0,
+        first_step=first_step,
         last_step=length.total_steps,
     )
     return _loader(runtime, source, batches)

@@ -47,6 +47,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default="tensorboard",
         help="comma-separated Accelerate trackers, such as tensorboard,wandb; or none (default: tensorboard)",
     )
+    parser.add_argument("--resume", default="never", metavar="auto|never|PATH", help="go on from a checkpoint: auto takes the "
+                        "newest of --run-dir, if it has one; PATH is a run folder or a checkpoint (default: never)"
+                        )  # fmt: skip
     parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
     return parser.parse_intermixed_args(argv)
@@ -64,8 +67,11 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     handshake.check_group(runtime.accelerator, launched, plan)
     data = session.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, data)
-    run_dir = session.open_run_folder(runtime, loaded, arguments.run_dir, trackers=arguments.trackers)
-    training = session.prepare(runtime, loaded, data, parts, run_dir)
+    resumed = session.find_checkpoint(runtime, loaded, data, arguments.run_dir, arguments.resume)
+    run_dir = session.open_run_folder(
+        runtime, loaded, arguments.run_dir, trackers=arguments.trackers, resumed=resumed, may_exist=arguments.resume == "auto"
+    )
+    training = session.prepare(runtime, loaded, data, parts, run_dir, resumed)
     scores = train(training)
     session.finish(training, data, run_dir, scores)
 

@@ -9,9 +9,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPOSITORY = Path(__file__).parent.parent
 # Long enough for a cold start of four processes on two busy cores, short enough that a hang is seen.
@@ -47,6 +50,14 @@ class Started:
 
     def is_over(self) -> bool:
         return self._process.poll() is not None
+
+    def kill(self) -> Finished:
+        """SIGKILL to the command and all that it started, at once."""
+        root = psutil.Process(self._process.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return self.wait()
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Finished:
         try:

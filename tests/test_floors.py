@@ -19,9 +19,16 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.topology",),
         ("app.environment", "app.tasks", "app.launched"),
     ],
-    [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",)],
-    [("app.runtime",), ("app.handshake",), ("app.console",), ("app.metrics",)],
-    [("app.average",), ("app.scores",), ("app.exported",)],
+    [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",), ("app.piece",)],
+    [
+        ("app.runtime",),
+        ("app.handshake",),
+        ("app.console",),
+        ("app.metrics",),
+        ("app.checkpoint_files", "app.manifest", "app.durable"),
+    ],
+    [("app.shards", "app.average"), ("app.scores",), ("app.exported",)],
+    [("app.checkpoint",)],
     [("app.loop",)],
     [("app.session",)],
     [("app.train",)],
@@ -103,8 +110,8 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "launch.local",
             "launch.spread",
         },
-        "torch.distributed": {"app.runtime", "app.handshake", "app.average", "app.probe"},
-        "distributed_type": {"app.runtime", "app.handshake", "app.average", "app.launched", "launch.preset"},
+        "torch.distributed": {"app.runtime", "app.handshake", "app.shards", "app.probe"},
+        "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():
         users = {name for name, file in modules().items() if words in file.read_text()}

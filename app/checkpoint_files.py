@@ -1,0 +1,263 @@
+"""Checkpoints on disk: folders RUN/checkpoints/step-00000120 that appear whole or not at all and know when they are damaged.
+
+    rank-00000.safetensors ...  the pieces that each rank wrote: tensors named `key/parameter-name@start`
+    buffers.safetensors         the model's buffers, whole, by name
+    state.json                  the state of the run that is no tensor
+    manifest.json               size and SHA-256 of each file, and of each tensor its shape, dtype and which ranges are where
+
+Nothing in them depends on how many ranks wrote them or how tensors were cut: whatever is asked for is put together from the
+ranges that hold it. The steps of a save, of which a kill at any moment leaves the older checkpoints as they are:
+
+    begin          one process; the folder .step-00000120.tmp, empty, and no leftovers of a save that was killed
+    write_pieces   every rank, once begin has returned
+    commit         one process, once all ranks have written; checks the whole, renames the folder
+    prune          one process; removes old ones
+    discard        one process, instead of commit, if a rank could not write
+
+Whatever a disk does on the way is a CheckpointError.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from app import manifest
+from app.durable import DTYPE_NAMES, Stamp, check, check_size, sync_folder, telling, write_bytes, write_tensors
+from app.errors import CheckpointError
+from app.manifest import FileEntry, Range, Stored, tensor_name
+from app.piece import Piece
+
+FOLDER, STATE, BUFFERS = "checkpoints", "state.json", "buffers.safetensors"
+
+
+# Writing ---------------------------------------------------------------------------------------------------------------------
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint once it is committed."""
+    return run_dir / FOLDER / f"step-{step:08d}"
+
+
+def temporary_of(run_dir: Path, step: int) -> Path:
+    """Return the folder that the ranks write a step's checkpoint into."""
+    return run_dir / FOLDER / f".step-{step:08d}.tmp"
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """Remove what killed saves and removals left, and return the new, empty temporary folder. Raises CheckpointError."""
+    folder = temporary_of(run_dir, step)
+    with telling(folder, "written"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.parent.glob(".step-*"):
+            shutil.rmtree(leftover)
+        folder.mkdir()
+        sync_folder(run_dir)
+    return folder
+
+
+def write_pieces(folder: Path, rank: int, pieces: Sequence[Piece]) -> FileEntry:
+    """Write what this rank owns, which may be nothing, into the temporary folder. Raises CheckpointError.
+
+    Needs no memory of the size of the pieces: they are copied to the CPU and written in chunks of durable.CHUNK_BYTES.
+    """
+    file = f"rank-{rank:05d}.safetensors"
+    assert all("/" not in piece.key and piece.values.dim() == 1 for piece in pieces)
+    held = [piece for piece in pieces if piece.values.numel()]
+    stamp = write_tensors(folder / file, [(tensor_name(piece.key, piece.name, piece.start), piece.values) for piece in held])
+    return FileEntry(file, stamp, tuple(_range_of(piece) for piece in pieces))
+
+
+def _range_of(piece: Piece) -> Range:
+    dtype, stop = DTYPE_NAMES[piece.values.dtype], piece.start + piece.values.numel()
+    return Range(piece.key, piece.name, tuple(piece.shape), dtype, piece.start, stop)
+
+
+def commit(
+    run_dir: Path,
+    step: int,
+    entries: Sequence[FileEntry],
+    *,
+    state: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor],
+) -> Path:
+    """Make a checkpoint of what all ranks wrote and return its folder. `state` is what JSON can hold.
+
+    Raises CheckpointError if the ranks' ranges do not cover every tensor exactly once, if a rank's file is not where this
+    process looks, or if the disk refuses. A checkpoint of the same step, from before a resume, is replaced; a kill in the
+    instant between the two renames leaves neither under its name.
+    """
+    folder, final = temporary_of(run_dir, step), path_of(run_dir, step)
+    tensors = manifest.put_together(final, entries)
+    for entry in entries:
+        _check_arrived(folder / entry.file, entry.stamp)
+    stamps = {entry.file: entry.stamp for entry in entries}
+    stamps[BUFFERS] = write_tensors(folder / BUFFERS, list(buffers.items()))
+    stamps[STATE] = write_bytes(folder / STATE, json.dumps(state, indent=2).encode() + b"\n")
+    write_bytes(folder / manifest.MANIFEST, manifest.to_bytes(stamps, tensors))
+    with telling(final, "written"):
+        sync_folder(folder)
+        replaced = _set_aside(final) if final.exists() else None
+        folder.rename(final)
+        sync_folder(final.parent)
+        if replaced:
+            shutil.rmtree(replaced)
+    return final
+
+
+def _check_arrived(path: Path, stamp: Stamp) -> None:
+    try:
+        check_size(path, stamp)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} is not what its rank has just written: the run folder has to be on a file system that all nodes share."
+        ) from error
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint or a temporary folder; a kill half-way leaves nothing under its name. Raises CheckpointError."""
+    with telling(folder, "removed"):
+        if folder.exists():
+            shutil.rmtree(_set_aside(folder))
+
+
+def _set_aside(folder: Path) -> Path:
+    """Give a folder a name that no checkpoint has and that `begin` removes."""
+    aside = folder.with_name(f".{folder.name.lstrip('.')}.removed")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return folder.rename(aside)
+
+
+def prune(latest: Path, *, keep_last: int) -> None:
+    """Keep the checkpoint just committed and the keep_last - 1 before it, and remove those before them.
+
+    One of a later step, left from before a resume further back, neither counts nor goes: it may be damaged, and counting it
+    would remove the good ones. The run replaces it when it gets there. Raises CheckpointError.
+    """
+    assert keep_last >= 1
+    older = [path for path in committed(latest.parent.parent) if _step(path) < _step(latest)]
+    for path in older[keep_last - 1 :]:
+        discard(path)
+
+
+# Reading ---------------------------------------------------------------------------------------------------------------------
+
+
+def committed(run_dir: Path) -> list[Path]:
+    """Return the folders of the run's checkpoints, newest first, damaged or not. Raises CheckpointError."""
+    with telling(run_dir / FOLDER, "read"):
+        found = list((run_dir / FOLDER).iterdir()) if (run_dir / FOLDER).exists() else []
+    return sorted((path for path in found if re.fullmatch(r"step-\d{8,}", path.name)), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint that verifies, or None, and for each newer one a sentence that says why it does not."""
+    problems: list[str] = []
+    for path in committed(run_dir):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            return path, problems
+    return None, problems
+
+
+def verify(folder: Path, *, part: tuple[int, int] = (0, 1)) -> None:
+    """Check that a checkpoint is what was written; raises CheckpointError, naming the file and what is wrong with it.
+
+    With `part` (i, n) the manifest and every n-th file from the i-th: n ranks with i = 0 .. n-1 check the whole together.
+    """
+    stamps, _ = manifest.read(folder)
+    index, count = part
+    for file in sorted(stamps)[index::count]:
+        check(folder / file, stamps[file])
+
+
+class Reader:
+    """One checkpoint, from which ranges of tensors are read as they are asked for; files are opened when first needed.
+
+    It trusts the contents of the tensor files: `verify` is the check. Raises CheckpointError wherever it cannot read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stamps, self._tensors = manifest.read(folder)
+        self._files: dict[str, Any] = {}
+        check(folder / STATE, self._stamps[STATE])
+        with self._telling(STATE):
+            self.state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+
+    def keys(self) -> list[str]:
+        """Return which tensors there are of parameters: "weight", "exp_avg", ..."""
+        return sorted(self._tensors)
+
+    def names(self, key: str = "weight") -> list[str]:
+        """Return the parameters that have the tensor `key`."""
+        return sorted(self._tensors.get(key, {}))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the model's buffers, by name, on the CPU."""
+        with self._telling(BUFFERS):
+            file = self._file(BUFFERS)
+            # Cloned, because what get_tensor returns is a view of the file, which may be removed.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+    @torch.no_grad()
+    def read_into(self, piece: Piece) -> None:
+        """Fill `piece.values` with its elements, converted to their dtype and device."""
+        stored, position, stop = self._find(piece), piece.start, piece.start + piece.values.numel()
+        index = bisect_right(stored.ranges, position, key=lambda part: part[0]) - 1
+        while position < stop:
+            start, end, file = stored.ranges[index]
+            end = min(end, stop)
+            with self._telling(file):
+                values = self._file(file).get_slice(tensor_name(piece.key, piece.name, start))[position - start : end - start]
+            piece.values[position - piece.start : end - piece.start].copy_(values)
+            position, index = end, index + 1
+
+    def _find(self, piece: Piece) -> Stored:
+        names = self._tensors.get(piece.key)
+        if names is None:
+            raise CheckpointError(f"{self.folder} has no {piece.key!r} of any parameter: it has {', '.join(self._tensors)}.")
+        stored = names.get(piece.name)
+        if stored is None:
+            raise CheckpointError(
+                f"{self.folder} has no {piece.key!r} of {piece.name}: it has it of {len(names)} other parameters."
+            )
+        if stored.shape != tuple(piece.shape):
+            raise CheckpointError(
+                f"{piece.name} has the shape {tuple(piece.shape)} in this run's model and {stored.shape} in {self.folder}: "
+                "that is a checkpoint of another model."
+            )
+        assert piece.start >= 0, piece.name
+        assert piece.start + piece.values.numel() <= prod(stored.shape), piece.name
+        return stored
+
+    def _file(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = safe_open(self.folder / file, framework="pt")
+        return self._files[file]
+
+    @contextmanager
+    def _telling(self, file: str) -> Iterator[None]:
+        try:
+            with telling(self.folder / file, "read"):
+                yield
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.folder / file} is damaged: {error}. Its checkpoint cannot be used.") from error

@@ -1,0 +1,23 @@
+"""The unit of a checkpoint: a flat range of one tensor of the run, addressed by what it is and never by who holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of one tensor that has a parameter's shape."""
+
+    key: str
+    """What it is: "weight", "average", or the optimizer's own name of a state tensor ("exp_avg", "momentum_buffer", ...)."""
+    name: str
+    """The parameter's plain name, as in model.safetensors."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """Index of the first element in the flattened parameter."""
+    values: torch.Tensor
+    """The elements, 1-D, on any device; a view of live memory where it is read into."""

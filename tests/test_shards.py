@@ -1,0 +1,206 @@
+"""The tensors of a run under every strategy: together complete, the same as in plain torch, and enough to go on elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import REPOSITORY, Started, accelerate
+from scripts import shards as script
+
+from app import optim
+from app.batching import BatchPlan
+from app.errors import CheckpointError
+from app.launched import Launched
+from app.runtime import Runtime
+from app.shards import Shards
+
+SCRIPT = REPOSITORY / "tests" / "scripts" / "shards.py"
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, script.Record]]:
+    """What plain torch makes of every case, in a file and as it is."""
+    records = {name: script.reference(case) for name, case in script.CASES.items()}
+    file = tmp_path_factory.mktemp("reference") / "left.pt"
+    script.write_records(records, file)
+    return file, records
+
+
+def whole(ranks: list[list[Any]]) -> script.Tensors:
+    """All ranks' pieces put together: raises an assertion if an element is missing or there twice."""
+    assert all(ranks), "a rank writes nothing"
+    parts: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, torch.Tensor]]] = {}
+    for key, name, shape, start, values in (piece for pieces in ranks for piece in pieces):
+        parts.setdefault((key, name, shape), []).append((start, values))
+    tensors: script.Tensors = {}
+    for (key, name, shape), ranges in parts.items():
+        ranges.sort(key=lambda part: part[0])
+        ends = [start + len(values) for start, values in ranges]
+        assert [start for start, _ in ranges] == [0, *ends[:-1]], f"{key} of {name}: {ranges}"
+        tensors.setdefault(key, {})[name] = torch.cat([values for _, values in ranges]).view(shape)
+    return tensors
+
+
+def assert_same(found: script.Record, expected: script.Record, *, tolerance: float) -> None:
+    assert found.scalars == expected.scalars
+    assert found.seen == expected.seen
+    assert found.losses == pytest.approx(expected.losses, rel=10 * tolerance)
+    assert found.averaged_losses == pytest.approx(expected.averaged_losses, rel=10 * tolerance)
+    assert len(found.tensors) == len(expected.tensors) == 2
+    for ranks, tensors in zip(found.tensors, expected.tensors, strict=True):
+        together = whole(ranks)
+        assert {key: set(of) for key, of in together.items()} == {key: set(of) for key, of in tensors.items()}
+        for key, of in tensors.items():
+            for name, values in of.items():
+                torch.testing.assert_close(
+                    together[key][name], values, rtol=10 * tolerance, atol=tolerance, msg=f"{key} {name}"
+                )
+
+
+def assert_plausible(record: script.Record) -> None:
+    """Nothing is the same by being zero, and the second model would be far off without what is loaded."""
+    for tensors in record.tensors:
+        assert all(values.any() for of in tensors.values() for values in of.values())
+    assert len(set(record.losses)) == len(record.losses)
+    assert record.averaged_losses[-1] != pytest.approx(record.losses[-1], rel=1e-3)
+
+
+def test_the_reference_is_worth_comparing_with(left: tuple[Path, dict[str, script.Record]]) -> None:
+    for record in left[1].values():
+        assert_plausible(record)
+    keys = {name: set(record.tensors[0]) for name, record in left[1].items()}
+    assert keys["adamw"] == {"weight", "average", "exp_avg", "exp_avg_sq"}
+    assert keys["sgd"] == {"weight", "average", "momentum_buffer"}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("preset", "cases"),
+    [
+        ("multi_gpu", "adamw,sgd,float64"),
+        ("deepspeed_zero1", "adamw,sgd"),
+        ("deepspeed_zero2", "adamw,sgd"),
+        ("deepspeed_zero3", "adamw,sgd"),
+        ("deepspeed_zero3_offload", "adamw"),
+        ("fsdp2", "adamw,sgd,float64,gathered"),
+    ],
+)
+def test_two_processes_hold_what_one_does_and_go_on_from_it(
+    left: tuple[Path, dict[str, script.Record]], tmp_path: Path, preset: str, cases: str
+) -> None:
+    target = (str(SCRIPT), cases, str(left[0]), str(tmp_path / "found.pt"))
+    Started(accelerate(preset, target=target, processes=2)).wait().check()
+    found = script.read_records(tmp_path / "found.pt")
+    assert list(found) == cases.split(",")
+    for name, record in found.items():
+        assert_same(record, left[1][name], tolerance=1e-12 if name == "float64" else 1e-6)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=script.BATCH, world_size=1, accumulation=1))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "float64"])
+def test_one_process_does_so_too(runtime: Runtime, left: tuple[Path, dict[str, script.Record]], name: str) -> None:
+    record = script.run(runtime, script.CASES[name], left[1][name])
+    assert_same(record, left[1][name], tolerance=1e-12 if name == "float64" else 1e-6)
+
+
+def shards_of(runtime: Runtime, recipe: optim.OptimRecipe) -> Shards:
+    model = script.build(script.CASES["adamw"], seed=0)
+    return Shards(runtime.accelerator, *runtime.prepare(model, optim.build(recipe, model)))
+
+
+def test_allocating_state_leaves_the_rest_as_it_was(runtime: Runtime) -> None:
+    model = script.build(script.CASES["adamw"], seed=0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    prepared = runtime.prepare(model, optim.build(script.SGD, model))
+    shards = Shards(runtime.accelerator, *prepared)
+    assert {piece.key for piece in shards.pieces()} == {"weight"}
+    shards.allocate_state({"weight", "momentum_buffer"}, {})
+    states = [piece for piece in shards.pieces() if piece.key == "momentum_buffer"]
+    assert {piece.name for piece in states} == set(before)
+    assert not any(piece.values.any() for piece in states)
+    assert [group["lr"] for group in prepared[1].param_groups] == [script.SGD.lr] * 2
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+
+
+def test_the_state_of_another_optimizer_is_refused(runtime: Runtime) -> None:
+    with pytest.raises(CheckpointError, match=r"exp_avg and exp_avg_sq.*SGD, keeps momentum_buffer"):
+        shards_of(runtime, script.SGD).allocate_state({"weight", "exp_avg", "exp_avg_sq"}, {"step": 3.0})
+    with pytest.raises(CheckpointError, match=r"momentum_buffer.*AdamW, keeps exp_avg and exp_avg_sq"):
+        shards_of(runtime, script.ADAMW).allocate_state({"weight", "average", "momentum_buffer"}, {})
+
+
+def test_a_checkpoint_without_state_needs_none(runtime: Runtime) -> None:
+    shards = shards_of(runtime, script.ADAMW)
+    shards.allocate_state({"weight", "average"}, shards.scalars())
+    assert {piece.key for piece in shards.pieces()} == {"weight"}
+
+
+PRIVATE = {
+    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
+        "single_partition_of_fp32_groups",
+        "update_lp_params",
+        "_optimizer_step",
+        "optimizer",
+    },
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
+        "fp32_partitioned_groups_flat",
+        "fp16_partitioned_groups_flat",
+        "fp16_partitioned_groups",
+        "grad_position",
+        "get_param_id",
+        "unflatten",
+        "persistent_parameters",
+        "empty_partition_cache",
+        "swap_optimizer",
+        "params_in_nvme_and_cpu",
+        "_optimizer_step",
+        "optimizer",
+    },
+    "runtime.zero.partition_parameters:Init": {"ds_numel", "ds_shape", "all_gather"},
+    "utils.mixed_precision_linkage": {"_hp_mapping"},
+    "utils.tensor_fragment:tensor_fragment": {"lp_fragment_address", "hp_fragment_address", "param_group_index"},
+    "utils.tensor_fragment:fragment_address": {"start", "numel"},
+}
+
+
+def names_in(source: str) -> set[str]:
+    """Every attribute that is set or read, annotated field and function."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    return names | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("place", PRIVATE)
+def test_deepspeed_still_keeps_its_tensors_where_we_look(place: str) -> None:
+    """The tests with real processes show what the attributes hold; this says at once which one a new version has moved."""
+    import deepspeed
+
+    there = names_in(inspect.getsource(pkgutil.resolve_name(f"deepspeed.{place}")))
+    moved = PRIVATE[place] - there
+    assert not moved, f"deepspeed {deepspeed.__version__} has no {', '.join(moved)} in {place} any more; app/shards.py uses it"
+
+
+def test_the_attributes_above_are_all_that_are_used() -> None:
+    source = (REPOSITORY / "app" / "shards.py").read_text()
+    nodes = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
+    of_deepspeed = {node.attr for node in nodes if node.value.id in ("zero", "mapping")}
+    of_deepspeed |= {node.attr for node in nodes if node.value.id == "parameter" and node.attr.startswith(("ds_", "_"))}
+    known = set().union(*PRIVATE.values())
+    assert len(of_deepspeed) >= 15
+    assert of_deepspeed <= known
+    assert all(name in source for name in known)
