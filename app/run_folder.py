@@ -65,6 +65,17 @@ def create(run_dir: str | None, recipe_name: str, *, resumed_step: int | None = 
     return path
 
 
+def check_may_begin_again(path: Path) -> None:
+    """Say that a run which ended before its first checkpoint begins again; raise RunFolderError if it was finished."""
+    if (path / RESULT).exists():
+        raise RunFolderError(
+            f"{path} holds a finished run without a checkpoint, so there is nothing to go on from: choose another "
+            "--run-dir, or delete the folder."
+        )
+    if (path / RECIPE).exists():
+        print(f"{path} has no checkpoint yet: the run begins again", flush=True)  # noqa: T201 - the user must know
+
+
 def _upto(lines: str, step: int) -> str:
     """The lines of the first so many steps; the last line of a run that was killed may be half of one."""
     whole = [line for line in lines.splitlines(keepends=True) if line.endswith("\n")]

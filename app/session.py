@@ -63,6 +63,9 @@ def find_checkpoint(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir:
     place = Path(run_dir if resume == checkpoint.AUTO and run_dir else resume)
     folder = checkpoint.find(runtime, place)
     if folder is None and resume == checkpoint.AUTO:
+        with runtime.together():
+            if runtime.is_main:
+                run_folder.check_may_begin_again(place)
         return None
     with runtime.together():
         if folder is None:

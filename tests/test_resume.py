@@ -144,6 +144,21 @@ def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_
     assert "nothing is started from zero unasked" in finished.output
 
 
+def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begins_again(tmp_path: Path) -> None:
+    short = ("--recipe", "digits", "train.steps=2", "log.every_steps=1")
+    train("cpu", tmp_path, *short).check()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    finished = train("cpu", tmp_path, *short, "--resume", "auto")
+    assert finished.returncode != 0
+    assert "RunFolderError: " in finished.output
+    assert "holds a finished run without a checkpoint" in finished.output
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    (tmp_path / "result.json").unlink()  # as if it had been killed
+    finished = train("cpu", tmp_path, *short, "--resume", "auto").check()
+    assert f"{tmp_path} has no checkpoint yet: the run begins again" in finished.output
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
 def test_a_place_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     finished = train("cpu", tmp_path / "run", *RECIPE, "--resume", str(tmp_path))
     assert finished.returncode != 0
