@@ -174,7 +174,14 @@ def prepare(
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
-    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, model=model, shards=shards, data=_data_facts(data))
+    metrics = Metrics(
+        runtime.accelerator,
+        run_dir,
+        global_batch_size=runtime.plan.global_batch_size,
+        record_samples=recipe.log.samples,
+        first_step=first_step,
+    )
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, data=_data_facts(data), clock=metrics.clock)
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
@@ -191,13 +198,7 @@ def prepare(
         length=length,
         learning_rate_at=_learning_rate(recipe, length),
         evaluate=evaluation_of(runtime, model, data.test, parts.preparation),
-        metrics=Metrics(
-            runtime.accelerator,
-            run_dir,
-            global_batch_size=runtime.plan.global_batch_size,
-            record_samples=recipe.log.samples,
-            first_step=first_step,
-        ),
+        metrics=metrics,
         display=display,
     )
 

@@ -19,7 +19,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.topology",),
         ("app.environment", "app.tasks", "app.launched"),
     ],
-    [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",), ("app.piece",)],
+    [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",), ("app.piece",), ("app.ranks",)],
     [
         ("app.runtime",),
         ("app.handshake",),
