@@ -38,6 +38,8 @@ class Training:
     preparation: Preparation
     length: Length
     learning_rate_at: Callable[[int], float]
+    seed_dropout: Callable[[int, int], None] | None
+    """Makes the random draws of a forward pass those of a step and a micro-batch in it."""
     evaluate: Callable[[], Evaluation]
     metrics: Metrics
     display: Display
@@ -57,8 +59,10 @@ def train(run: Training) -> Evaluation:
     scores: Evaluation | None = None
     for step in range(run.first_step, run.length.total_steps):
         set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
-        for _ in range(run.runtime.plan.accumulation):
+        for micro_batch in range(run.runtime.plan.accumulation):
             batch = metrics.clock.wait_for(batches)
+            if run.seed_dropout is not None:
+                run.seed_dropout(step, micro_batch)
             with accelerator.accumulate(model):
                 inputs, targets = run.preparation.train(batch)
                 loss_sum, count = loss_sum_and_count(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)

@@ -87,9 +87,9 @@ class Runtime:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
 
-    def seed(self, seed: int, *, per_rank: bool) -> None:
-        """Seed the generators of Python, NumPy and torch: alike everywhere, or differently on each rank."""
-        set_seed((seed + (self.launched.rank if per_rank else 0)) % 2**32)
+    def seed(self, seed: int) -> None:
+        """Seed the generators of Python, NumPy and torch alike on every rank."""
+        set_seed(seed % 2**32)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in the order of the ranks."""

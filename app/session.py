@@ -22,6 +22,7 @@ from app import checkpoint, console, exported, handshake, models, optim, recipe_
 from app.average import WeightAverage
 from app.data import loader
 from app.data.augment import Preparation
+from app.data.hash64 import derive_key
 from app.data.open import download_data
 from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
@@ -170,8 +171,6 @@ def prepare(
         parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length, first_step)
     )
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
-    # From here on ranks may draw differently: dropout on different samples must not repeat itself.
-    runtime.seed(recipe.seed + first_step, per_rank=True)
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
@@ -200,6 +199,7 @@ def prepare(
         preparation=parts.preparation,
         length=length,
         learning_rate_at=_learning_rate(recipe, length),
+        seed_dropout=_dropout_seeds(recipe.seed, runtime.launched.rank, parts.model),
         evaluate=evaluation_of(runtime, model, data.test, parts.preparation),
         metrics=metrics,
         display=display,
@@ -215,7 +215,7 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
         raise PresetError(
             "model.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
         )
-    runtime.seed(recipe.seed, per_rank=False)
+    runtime.seed(recipe.seed)
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
@@ -317,6 +317,18 @@ def _learning_rate(recipe: Recipe, length: schedule.Length) -> Callable[[int], f
         steps_per_epoch=length.steps_per_epoch,
         total_steps=length.total_steps,
     )
+
+
+def _dropout_seeds(seed: int, rank: int, model: torch.nn.Module) -> Callable[[int, int], None] | None:
+    """Return what seeds the generators for a forward pass, so that a resumed run draws what it would have drawn.
+
+    Ranks draw differently, for dropout on different samples must not repeat itself. None: the model draws nothing.
+    """
+
+    def seed_pass(step: int, micro_batch: int) -> None:
+        torch.manual_seed(derive_key(seed, "dropout", step, micro_batch, rank))
+
+    return seed_pass if models.layers_with_dropout(model) else None
 
 
 def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: schedule.Length, first_step: int) -> DataLoader:
