@@ -25,7 +25,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.handshake",),
         ("app.console",),
         ("app.metrics",),
-        ("app.checkpoint_files", "app.manifest", "app.durable"),
+        ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
     [("app.shards", "app.average"), ("app.scores",), ("app.exported",)],
     [("app.checkpoint",)],
