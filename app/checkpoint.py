@@ -37,11 +37,14 @@ class Checkpoints:
         *,
         model: torch.nn.Module,
         shards: Shards,
-        data: Mapping[str, str],
+        facts: Mapping[str, Any],
     ) -> None:
-        """`model` is as `prepare` returned it, `shards` are its tensors; `data` names the data sets by their fingerprints."""
+        """`model` is as `prepare` returned it, `shards` are its tensors; `facts` is what else state.json says of the run:
+
+        `data`, the fingerprints of the data sets, for `check_same_run`, and `model`, what rebuilds it, for `samerun export`.
+        """
         self._runtime, self._run_dir, self._recipe, self._model = runtime, run_dir, recipe, model
-        self._shards, self._data = shards, dict(data)
+        self._shards, self._facts = shards, dict(facts)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether the recipe wants a checkpoint when so many steps are done."""
@@ -89,7 +92,7 @@ class Checkpoints:
             "step": step,
             "samples_seen": step * self._recipe.train.global_batch_size,
             "recipe": recipe_file.flat(self._recipe),
-            "data": self._data,
+            **self._facts,
             "optimizer": self._shards.scalars(),
             "gradient_scaler": None if scaler is None else scaler.state_dict(),
         }
@@ -101,8 +104,7 @@ def find(runtime: Runtime, place: Path) -> Path | None:
     All ranks check the files together. Newer ones that are damaged are said. Raises CheckpointError, on all ranks, if every
     checkpoint there is damaged, or `place` is.
     """
-    is_checkpoint = place.parent.name == files.FOLDER
-    candidates = runtime.from_main([place] if is_checkpoint else files.committed(place))
+    candidates = runtime.from_main([place] if files.is_checkpoint(place) else files.committed(place))
     damaged = []
     for folder in candidates:
         try:

@@ -23,7 +23,7 @@ import json
 import re
 import shutil
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +32,11 @@ from app import manifest
 from app.durable import Stamp, check, check_size, sync_folder, telling, write_bytes
 from app.errors import CheckpointError
 from app.manifest import FileEntry, Range, Stored, tensor_name
-from app.tensor_file import TensorFile, dtype_of, write_tensors
+from app.piece import WEIGHT, Piece
+from app.tensor_file import Content, TensorFile, dtype_of, write_tensors
 
 if TYPE_CHECKING:
     import torch
-
-    from app.piece import Piece
 
 FOLDER, STATE, BUFFERS = "checkpoints", "state.json", "buffers.safetensors"
 
@@ -155,6 +154,11 @@ def prune(latest: Path, *, keep_last: int) -> None:
 # Reading ---------------------------------------------------------------------------------------------------------------------
 
 
+def is_checkpoint(place: Path) -> bool:
+    """Whether a path is that of a checkpoint, damaged or not, and not that of a run folder."""
+    return place.parent.name == FOLDER or (place / manifest.MANIFEST).exists()
+
+
 def committed(run_dir: Path) -> list[Path]:
     """Return the folders of the run's checkpoints, newest first, damaged or not. Raises CheckpointError."""
     with telling(run_dir / FOLDER, "read"):
@@ -208,14 +212,29 @@ class Reader:
         """Return which tensors there are of parameters: "weight", "exp_avg", ..."""
         return sorted(self._tensors)
 
-    def names(self, key: str = "weight") -> list[str]:
-        """Return the parameters that have the tensor `key`."""
-        return sorted(self._tensors.get(key, {}))
+    def shapes(self, key: str = WEIGHT) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the tensor `key` of each parameter that has one."""
+        return {name: stored.shape for name, stored in self._tensors.get(key, {}).items()}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's buffers, by name, on the CPU."""
         file = self._file(BUFFERS)
         return {name: file.tensor(name) for name in file.shapes}
+
+    def contents(self, key: str) -> dict[str, Content]:
+        """Return the tensors `key` of all parameters, whole, and the buffers: what `tensor_file.write` makes one file of."""
+        buffers = self._file(BUFFERS)
+        return {
+            name: Content(stored.dtype, stored.shape, self._chunks(key, name, stored))
+            for name, stored in self._tensors[key].items()
+        } | {
+            name: Content(buffers.dtypes[name], shape, buffers.chunks(name, 0, prod(shape)))
+            for name, shape in buffers.shapes.items()
+        }
+
+    def _chunks(self, key: str, name: str, stored: Stored) -> Iterator[bytearray]:
+        for start, stop, file in stored.ranges:
+            yield from self._file(file).chunks(tensor_name(key, name, start), 0, stop - start)
 
     def read_into(self, piece: Piece) -> None:
         """Fill `piece.values` with its elements, converted to their dtype and device."""

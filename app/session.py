@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,8 @@ def prepare(
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
-    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, model=model, shards=shards, data=_data_facts(data))
+    facts = {"data": _data_facts(data), "model": asdict(exported.ModelConfig.of(recipe, data.train))}
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, model=model, shards=shards, facts=facts)
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
@@ -249,16 +250,7 @@ def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) ->
     samples_seen = length.total_steps * runtime.plan.global_batch_size
     samples_per_s = (length.total_steps - training.first_step) * runtime.plan.global_batch_size / training_s
     if runtime.is_main:
-        config = exported.ModelConfig(
-            model=recipe.model,
-            channels=data.train.channels,
-            image_size=data.train.image_size,
-            resize_size=recipe.data.resize_size,
-            classes=data.train.classes,
-            mean=recipe.data.mean,
-            std=recipe.data.std,
-        )
-        exported.save(run_dir, config, weights)
+        exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
         result = {
             "steps": length.total_steps,
             "samples_seen": samples_seen,
