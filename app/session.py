@@ -244,13 +244,15 @@ def evaluation_of(
 def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
     """Write the weights and the result, and close the process group."""
     runtime, recipe, length = training.runtime, training.recipe, training.length
+    training_s = training.metrics.clock.training_s
     with training.average.applied() if training.average else nullcontext():
         weights = runtime.accelerator.get_state_dict(training.model)
-    training_s = training.metrics.clock.training_s
+        if runtime.is_main:
+            # Inside the block: under some strategies these are the live weights.
+            exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
     samples_seen = length.total_steps * runtime.plan.global_batch_size
     samples_per_s = (length.total_steps - training.first_step) * runtime.plan.global_batch_size / training_s
     if runtime.is_main:
-        exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
         result = {
             "steps": length.total_steps,
             "samples_seen": samples_seen,
