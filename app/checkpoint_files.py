@@ -139,8 +139,8 @@ def _set_aside(folder: Path) -> Path:
     return folder.rename(aside)
 
 
-def prune(latest: Path, *, keep_last: int) -> None:
-    """Keep the checkpoint just committed and the keep_last - 1 before it, and remove those before them.
+def prune(latest: Path, *, keep_last: int, keep_step: int | None = None) -> None:
+    """Keep the checkpoint just committed and the keep_last - 1 before it, and that of `keep_step`; remove the other older ones.
 
     One of a later step, left from before a resume further back, neither counts nor goes: it may be damaged, and counting it
     would remove the good ones. The run replaces it when it gets there. Raises CheckpointError.
@@ -148,7 +148,8 @@ def prune(latest: Path, *, keep_last: int) -> None:
     assert keep_last >= 1
     older = [path for path in committed(latest.parent.parent) if _step(path) < _step(latest)]
     for path in older[keep_last - 1 :]:
-        discard(path)
+        if _step(path) != keep_step:
+            discard(path)
 
 
 # Reading ---------------------------------------------------------------------------------------------------------------------

@@ -70,11 +70,10 @@ def train(run: Training) -> Evaluation:
         epoch, is_last = step // run.length.steps_per_epoch, step + 1 == run.length.total_steps
         if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
             run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate, grad_norm=grad_norm))
-        if is_last or _ends_evaluated_epoch(run, step):
-            scores = _test(run, step + 1, epoch)
-        if run.checkpoints.is_due(step + 1, is_last=is_last):
-            with metrics.clock.paused():
-                run.checkpoints.save(step + 1)
+        scores = _test(run, step + 1, epoch) if is_last or _ends_evaluated_epoch(run, step) else None
+        if run.checkpoints.is_due(step + 1, is_last=is_last, scores=scores):
+            run.checkpoints.save(step + 1, scores)
+    run.checkpoints.finish()
     return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
 
 

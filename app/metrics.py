@@ -29,6 +29,10 @@ class Clock:
     _spent_s: float = 0.0
     waiting_s: float = 0.0
     """Time the training waited for data."""
+    held_s: float = 0.0
+    """Time the training was held by saving."""
+    written_s: float | None = None
+    """Time that writing took of the save that came to its end since the last log, if one did."""
 
     @property
     def training_s(self) -> float:
@@ -43,6 +47,14 @@ class Clock:
             yield
         finally:
             self._since_s = time.perf_counter()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Count the block as saving, which is not training."""
+        start_s = time.perf_counter()
+        with self.paused():
+            yield
+        self.held_s += time.perf_counter() - start_s
 
     def wait_for(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, counting the time until it is there."""
@@ -63,7 +75,7 @@ class Metrics:
         self._record_samples = record_samples
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         self._samples: list[int] = []
-        self._logged_steps, self._logged_training_s, self._logged_waiting_s = first_step, 0.0, 0.0
+        self._logged_steps, self._logged_training_s, self._logged_waiting_s, self._logged_held_s = first_step, 0.0, 0.0, 0.0
 
     def add(self, loss_sum: torch.Tensor, samples: torch.Tensor) -> None:
         """Take in one forward pass: its summed loss (scalar) and its sample numbers (int64 [micro-batch])."""
@@ -101,8 +113,11 @@ class Metrics:
             "samples_per_s": steps * self._global_batch_size / elapsed_s,
             "data_wait_share": (self.clock.waiting_s - self._logged_waiting_s) / elapsed_s,
             "training_s": training_s,
+            "saving_held_s": self.clock.held_s - self._logged_held_s,
+            "saving_written_s": self.clock.written_s,
         }
         self._loss_sum.zero_()
+        self._logged_held_s, self.clock.written_s = self.clock.held_s, None
         self._logged_steps, self._logged_training_s, self._logged_waiting_s = step, training_s, self.clock.waiting_s
         self._write(run_folder.METRICS, line)
         return line

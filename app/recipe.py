@@ -176,9 +176,18 @@ class CheckpointRecipe:
     """When the state of the run is written down, to be resumed from (`--resume`)."""
 
     every_steps: int | None = None
-    """Steps between two checkpoints; the last step gets one too. None: there are none."""
+    """Steps between two checkpoints. None: steps do not count."""
+    every_minutes: float | None = None
+    """Minutes between two checkpoints. None: time does not count. With neither, there are none but on request."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
+    keep_best: bool = False
+    """Save whenever an evaluation has the best test accuracy so far, and keep the latest of these as well."""
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether there are checkpoints at all; then the last step gets one too."""
+        return self.every_steps is not None or self.every_minutes is not None or self.keep_best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +245,8 @@ _RANGES = {
     "optim.eps": _NOT_NEGATIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip_norm": _POSITIVE,
     "optim.warmup_epochs": _NOT_NEGATIVE, "optim.warmup_steps": _NOT_NEGATIVE, "optim.final_lr_ratio": _SHARE,
     "optim.decay_epochs": _POSITIVE, "optim.decay_factor": _POSITIVE,
-    "log.every_steps": _POSITIVE, "checkpoint.every_steps": _POSITIVE, "checkpoint.keep_last": _Range(1),
+    "log.every_steps": _POSITIVE, "checkpoint.every_steps": _POSITIVE,
+    "checkpoint.every_minutes": _POSITIVE, "checkpoint.keep_last": _Range(1),
 }  # fmt: skip
 
 

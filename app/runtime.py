@@ -36,8 +36,9 @@ from accelerate.utils import (
 from torch.distributed import DistNetworkError
 
 from app.batching import BatchPlan
-from app.errors import PresetError, SamerunError, TopologyError, TrackerError
+from app.errors import PresetError, TopologyError, TrackerError
 from app.launched import Launched
+from app.ranks import agreed
 
 _MEETING_S = 45.0
 """How much later than the others rank 0 may start, where nothing that waits for it has started them."""
@@ -100,22 +101,9 @@ class Runtime:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all.
-
-        Without it the ranks that went well would wait for the others in the next collective. Other exceptions are faults of
-        the program: they pass with their traceback and the launcher ends the other ranks.
-        """
-        mine: SamerunError | None = None
-        try:
+        """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all."""
+        with agreed(self.gather):
             yield
-        except SamerunError as error:
-            mine = error
-        errors = self.gather(None if mine is None else (type(mine), str(mine), socket.gethostname()))
-        failed = [rank for rank, error in enumerate(errors) if error is not None]
-        if failed:
-            kind, text, host = errors[failed[0]]
-            everywhere = len(failed) == len(errors)
-            raise kind(text if everywhere else f"rank {failed[0]} of {len(errors)} on {host}: {text}") from mine
 
     def check_trackers(self, names: Sequence[str]) -> None:
         """Raise TrackerError, naming those that are installed, for a tracker that is unknown or not installed."""

@@ -175,7 +175,14 @@ def prepare(
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
     facts = {"data": _data_facts(data), "model": asdict(exported.ModelConfig.of(recipe, data.train))}
-    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, model=model, shards=shards, facts=facts)
+    metrics = Metrics(
+        runtime.accelerator,
+        run_dir,
+        global_batch_size=runtime.plan.global_batch_size,
+        record_samples=recipe.log.samples,
+        first_step=first_step,
+    )
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, clock=metrics.clock)
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
@@ -192,13 +199,7 @@ def prepare(
         length=length,
         learning_rate_at=_learning_rate(recipe, length),
         evaluate=evaluation_of(runtime, model, data.test, parts.preparation),
-        metrics=Metrics(
-            runtime.accelerator,
-            run_dir,
-            global_batch_size=runtime.plan.global_batch_size,
-            record_samples=recipe.log.samples,
-            first_step=first_step,
-        ),
+        metrics=metrics,
         display=display,
     )
 

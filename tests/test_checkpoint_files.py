@@ -395,6 +395,9 @@ def test_pruning_keeps_the_last_ones_and_does_not_count_what_came_from_a_later_s
         save_small(tmp_path, step)
     (tmp_path / "checkpoints" / "notes").mkdir()
     assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 2, 1)]
+    prune(path_of(tmp_path, 3), keep_last=1, keep_step=1)
+    assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 1)]
+    save_small(tmp_path, 2)
     prune(path_of(tmp_path, 3), keep_last=2)
     assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 2)]
     prune(path_of(tmp_path, 3), keep_last=1)

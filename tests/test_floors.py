@@ -19,7 +19,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.topology",),
         ("app.environment", "app.tasks", "app.launched"),
     ],
-    [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",), ("app.piece",)],
+    [("app.schedule",), ("app.models",), ("app.optim",), ("app.data",), ("app.run_folder",), ("app.piece",), ("app.ranks",)],
     [
         ("app.runtime",),
         ("app.handshake",),
@@ -116,7 +116,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "launch.local",
             "launch.spread",
         },
-        "torch.distributed": {"app.runtime", "app.handshake", "app.shards", "app.probe"},
+        "torch.distributed": {"app.runtime", "app.ranks", "app.handshake", "app.shards", "app.probe"},
         "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():
