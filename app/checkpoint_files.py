@@ -32,7 +32,7 @@ from app import manifest
 from app.durable import Stamp, check, check_size, sync_folder, telling, write_bytes
 from app.errors import CheckpointError
 from app.manifest import FileEntry, Range, Stored, tensor_name
-from app.piece import WEIGHT, Piece
+from app.piece import AVERAGE, WEIGHT, Piece
 from app.tensor_file import Content, TensorFile, dtype_of, write_tensors
 
 if TYPE_CHECKING:
@@ -212,6 +212,10 @@ class Reader:
     def keys(self) -> list[str]:
         """Return which tensors there are of parameters: "weight", "exp_avg", ..."""
         return sorted(self._tensors)
+
+    def finished_key(self) -> str:
+        """Return the key of the weights that a finished run would leave: the averaged ones if there are such."""
+        return AVERAGE if AVERAGE in self._tensors else WEIGHT
 
     def shapes(self, key: str = WEIGHT) -> dict[str, tuple[int, ...]]:
         """Return the shape of the tensor `key` of each parameter that has one."""

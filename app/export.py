@@ -94,8 +94,8 @@ def _whole(place: Path) -> Path:
 def _chosen(reader: Reader, wanted: str | None) -> str:
     """The key of the weights that are exported: what was asked for, or what a finished run leaves."""
     if wanted is None:
-        return AVERAGE if AVERAGE in reader.keys() else WEIGHT  # noqa: SIM118 - it is no dict
-    if _KEYS[wanted] not in reader.keys():  # noqa: SIM118
+        return reader.finished_key()
+    if _KEYS[wanted] not in reader.keys():  # noqa: SIM118 - it is no dict
         raise CheckpointError(
             f"{reader.folder} has no average of the weights: its run had no train.ema_decay. Export --weights raw."
         )

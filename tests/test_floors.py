@@ -28,7 +28,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
     [("app.shards", "app.average"), ("app.scores",), ("app.exported",)],
-    [("app.checkpoint",)],
+    [("app.checkpoint", "app.initial_weights")],
     [("app.loop",)],
     [("app.session",)],
     [("app.train",)],
