@@ -89,6 +89,12 @@ class Checkpoints:
         with self._clock.held():
             self._wait()
 
+    @property
+    def latest(self) -> str:
+        """A sentence of the newest checkpoint of the run, if there is one."""
+        found = files.committed(self._run_dir)
+        return f"The latest checkpoint is {found[0]}" if found else "There is no checkpoint"
+
     def _is_best(self, scores: Evaluation | None) -> bool:
         if not self._recipe.checkpoint.keep_best or scores is None:
             return False

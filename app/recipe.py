@@ -121,6 +121,8 @@ class TrainRecipe:
     """Epochs between two evaluations on the test set; 0: only at the end."""
     label_smoothing: float = 0.0
     """Share of the target probability spread evenly over all classes, 0..1."""
+    max_skipped_steps: int = 10
+    """Most steps in a row that may be skipped because the gradient was not finite; one more ends the run."""
     ema_decay: float | None = None
     """Decay per step of the moving average of the weights that is then evaluated and exported. None: off."""
 
@@ -240,7 +242,7 @@ _RANGES = {
     "model.channels": _POSITIVE, "model.hidden": _POSITIVE,
     "train.global_batch_size": _POSITIVE, "train.max_micro_batch": _POSITIVE,
     "train.epochs": _POSITIVE, "train.steps": _POSITIVE, "train.evaluate_every_epochs": _NOT_NEGATIVE,
-    "train.label_smoothing": _SHARE, "train.ema_decay": _Range(0, 1, open_low=True),
+    "train.label_smoothing": _SHARE, "train.max_skipped_steps": _NOT_NEGATIVE, "train.ema_decay": _Range(0, 1, open_low=True),
     "optim.lr": _NOT_NEGATIVE, "optim.lr_reference_batch": _POSITIVE, "optim.momentum": _SHARE, "optim.betas": _SHARE,
     "optim.eps": _NOT_NEGATIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip_norm": _POSITIVE,
     "optim.warmup_epochs": _NOT_NEGATIVE, "optim.warmup_steps": _NOT_NEGATIVE, "optim.final_lr_ratio": _SHARE,

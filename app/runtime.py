@@ -35,6 +35,7 @@ from accelerate.utils import (
 )
 from torch.distributed import DistNetworkError
 
+from app import compiled_ops
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError, TrackerError
 from app.launched import Launched
@@ -192,7 +193,8 @@ def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) ->
         "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     }
     if launched.strategy == "deepspeed":
-        settings["deepspeed_plugin"] = _deepspeed_plugin(plan, clip_norm)
+        settings["deepspeed_plugin"] = plugin = _deepspeed_plugin(plan, clip_norm)
+        compiled_ops.load(plugin.deepspeed_config)
     if on_cpu:
         return _accelerator_on_cpu(launched, settings)
     return Accelerator(**settings)

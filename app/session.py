@@ -35,6 +35,7 @@ from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.scores import Evaluation, evaluate
 from app.shards import Shards
+from app.steps import Steps
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,8 @@ def prepare(
         optimizer=optimizer,
         average=average,
         checkpoints=checkpoints,
+        steps=Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm),
+        samples_of=functools.partial(_samples_of, recipe, len(data.train)),
         first_step=first_step,
         batches=batches,
         preparation=parts.preparation,
@@ -337,6 +340,19 @@ def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: sche
         last_step=length.total_steps,
     )
     return _loader(runtime, source, batches)
+
+
+def _samples_of(recipe: Recipe, size: int, step: int) -> list[int]:
+    batches = TrainBatches(
+        size=size,
+        seed=recipe.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batches_per_step=1,
+        first_step=step,
+        last_step=step + 1,
+    )
+    indices: list[int] = (next(iter(batches)) % size).tolist()
+    return indices
 
 
 def _loader(runtime: Runtime, source: Source, batches: TrainBatches | EvalBatches) -> DataLoader:
