@@ -47,15 +47,17 @@ class Checkpoints:
         recipe: Recipe,
         *,
         shards: Shards,
-        data: Mapping[str, str],
+        facts: Mapping[str, Any],
         clock: Clock,
     ) -> None:
-        """`shards` are the tensors of the prepared model and optimizer; `data` names the data sets by their fingerprints.
+        """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
+
+        `data`, the fingerprints of the data sets, for `check_same_run`, and `model`, what rebuilds it, for `samerun export`.
 
         `clock` is told how long the training was held and how long the writing took.
         """
         self._runtime, self._run_dir, self._recipe = runtime, run_dir, recipe
-        self._shards, self._data, self._clock = shards, dict(data), clock
+        self._shards, self._facts, self._clock = shards, dict(facts), clock
         self._copies = _Copies()
         self._ranks = Ranks()
         self._writing: Future[None] | None = None
@@ -145,7 +147,7 @@ class Checkpoints:
             "step": step,
             "samples_seen": step * self._recipe.train.global_batch_size,
             "recipe": recipe_file.flat(self._recipe),
-            "data": self._data,
+            **self._facts,
             "best": self._best,
             "optimizer": self._shards.scalars(),
             "gradient_scaler": None if scaler is None else scaler.state_dict(),
@@ -193,8 +195,7 @@ def find(runtime: Runtime, place: Path) -> Path | None:
     All ranks check the files together. Newer ones that are damaged are said. Raises CheckpointError, on all ranks, if every
     checkpoint there is damaged, or `place` is.
     """
-    is_checkpoint = place.parent.name == files.FOLDER
-    candidates = runtime.from_main([place] if is_checkpoint else files.committed(place))
+    candidates = runtime.from_main([place] if files.is_checkpoint(place) else files.committed(place))
     damaged = []
     for folder in candidates:
         try:

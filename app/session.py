@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
 from app.errors import CheckpointError, PresetError
+from app.initial_weights import Initial
 from app.loop import Training
 from app.metrics import Metrics
 from app.recipe import Recipe
@@ -76,13 +77,20 @@ def find_checkpoint(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir:
 
 
 def open_run_folder(
-    runtime: Runtime, loaded: LoadedRecipe, wanted: str | None, *, trackers: str, resumed: Resumed | None, may_exist: bool
+    runtime: Runtime,
+    loaded: LoadedRecipe,
+    wanted: str | None,
+    *,
+    trackers: str,
+    origin: Resumed | Initial | None,
+    may_exist: bool,
 ) -> Path:
     """Make the run folder on the main process, write what is known at the start, and return its path on all ranks.
 
     With `may_exist` the folder may hold a run already, which goes on, or starts anew where it had no checkpoint yet.
 
-    Comes after all that can be wrong with a run, so that a mended one can use the same folder.
+    `origin` is what the run goes on from or begins with. Comes after all that can be wrong with a run, so that a mended one
+    can use the same folder.
     """
     names = [name for name in trackers.split(",") if name and name != "none"]
     with runtime.together():
@@ -91,17 +99,26 @@ def open_run_folder(
     path: Path | None = None
     with runtime.together():
         if runtime.is_main:
-            step = resumed.step if resumed else 0
+            step = origin.step if isinstance(origin, Resumed) else 0
             path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
             preset = run_folder.launched_preset()
             if preset is not None:
                 run_folder.write_text(path / run_folder.PRESET, preset.text)
-            before = {"resumed_from": str(resumed.folder), "resumed_step": resumed.step} if resumed else {}
+            before = _before(origin, path / run_folder.RUN)
             run_folder.write_json(path / run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
             run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
     path = runtime.from_main(path)
     runtime.start_trackers(names, path, recipe_file.flat(loaded.recipe))
     return path
+
+
+def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
+    """What run.json says of the time before this start; `earlier` is the file of the start before, if there was one."""
+    if isinstance(origin, Resumed):
+        told = run_folder.read_json(earlier) if earlier.exists() else {}
+        begun_with = {"init_from": told["init_from"]} if "init_from" in told else {}
+        return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
+    return {"init_from": str(origin.place)} if origin else {}
 
 
 def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: run_folder.Preset | None, hosts: list[str]) -> dict[str, Any]:
@@ -174,6 +191,7 @@ def prepare(
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
+    facts = {"data": _data_facts(data), "model": asdict(exported.ModelConfig.of(recipe, data.train))}
     metrics = Metrics(
         runtime.accelerator,
         run_dir,
@@ -181,7 +199,7 @@ def prepare(
         record_samples=recipe.log.samples,
         first_step=first_step,
     )
-    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, data=_data_facts(data), clock=metrics.clock)
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, clock=metrics.clock)
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
@@ -247,22 +265,15 @@ def evaluation_of(
 def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
     """Write the weights and the result, and close the process group."""
     runtime, recipe, length = training.runtime, training.recipe, training.length
+    training_s = training.metrics.clock.training_s
     with training.average.applied() if training.average else nullcontext():
         weights = runtime.accelerator.get_state_dict(training.model)
-    training_s = training.metrics.clock.training_s
+        if runtime.is_main:
+            # Inside the block: under some strategies these are the live weights.
+            exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
     samples_seen = length.total_steps * runtime.plan.global_batch_size
     samples_per_s = (length.total_steps - training.first_step) * runtime.plan.global_batch_size / training_s
     if runtime.is_main:
-        config = exported.ModelConfig(
-            model=recipe.model,
-            channels=data.train.channels,
-            image_size=data.train.image_size,
-            resize_size=recipe.data.resize_size,
-            classes=data.train.classes,
-            mean=recipe.data.mean,
-            std=recipe.data.std,
-        )
-        exported.save(run_dir, config, weights)
         result = {
             "steps": length.total_steps,
             "samples_seen": samples_seen,

@@ -21,12 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from app.errors import CheckpointError, PresetError
-from app.piece import Piece
+from app.piece import AVERAGE, WEIGHT, Piece
 
 if TYPE_CHECKING:
     from app.average import WeightAverage
-
-WEIGHT, AVERAGE = "weight", "average"
 
 _STEP = "step"
 """The one name that torch's and DeepSpeed's optimizers have for a count of steps; for a scalar parameter it has its shape."""

@@ -34,14 +34,20 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.handshake",),
         ("app.console",),
         ("app.metrics",),
-        ("app.checkpoint_files", "app.manifest", "app.durable"),
+        ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
     [("app.shards", "app.average"), ("app.scores",), ("app.exported",)],
-    [("app.checkpoint",)],
+    [("app.checkpoint", "app.initial_weights")],
     [("app.loop",)],
     [("app.session",)],
     [("app.train",)],
-    [("app.evaluate",), ("app.predict",), ("app.parity", "app.curves"), ("app.doctor", "app.probe", "app.diagnosis")],
+    [
+        ("app.evaluate",),
+        ("app.predict",),
+        ("app.export",),
+        ("app.parity", "app.curves"),
+        ("app.doctor", "app.probe", "app.diagnosis"),
+    ],
 ]
 LAUNCHER_FLOOR = 1  # launch/ sees the floors up to this one
 
