@@ -36,7 +36,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.metrics",),
         ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
-    [("app.shards", "app.average"), ("app.scores",), ("app.exported",)],
+    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",)],
     [("app.checkpoint", "app.initial_weights")],
     [("app.loop",)],
     [("app.session",)],
