@@ -73,8 +73,10 @@ def train(run: Training) -> Evaluation:
         if is_last or _ends_evaluated_epoch(run, step):
             scores = _test(run, step + 1, epoch)
         if run.checkpoints.is_due(step + 1, is_last=is_last):
+            metrics.flush()
             with metrics.clock.paused():
                 run.checkpoints.save(step + 1)
+            metrics.record_saved(step + 1, held_s=metrics.clock.pause_s, written_s=metrics.clock.pause_s)
     return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
 
 
@@ -87,6 +89,6 @@ def _ends_evaluated_epoch(run: Training, step: int) -> bool:
 def _test(run: Training, step: int, epoch: int) -> Evaluation:
     with run.metrics.clock.paused(), run.average.applied() if run.average else nullcontext():
         scores = run.evaluate()
-    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics())
+    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
     run.display.say(f"epoch {epoch}: test accuracy {scores.accuracy:.4f}, test loss {scores.loss:.4f}")
     return scores

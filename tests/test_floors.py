@@ -24,7 +24,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.runtime",),
         ("app.handshake",),
         ("app.console",),
-        ("app.metrics",),
+        ("app.metrics", "app.ledger"),
         ("app.checkpoint_files", "app.manifest", "app.durable"),
     ],
     [("app.shards", "app.average"), ("app.scores",), ("app.exported",)],
