@@ -46,6 +46,12 @@ def _parity(argv: list[str]) -> int:
     return parity.main(argv)
 
 
+def _verify(argv: list[str]) -> int:
+    from app import verify
+
+    return verify.main(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from launch import doctor
 
@@ -57,6 +63,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
     "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
+    "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
 }
 
 

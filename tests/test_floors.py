@@ -32,7 +32,13 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("app.loop",)],
     [("app.session",)],
     [("app.train",)],
-    [("app.evaluate",), ("app.predict",), ("app.parity", "app.curves"), ("app.doctor", "app.probe", "app.diagnosis")],
+    [
+        ("app.evaluate",),
+        ("app.predict",),
+        ("app.parity", "app.curves"),
+        ("app.verify", "app.goodput"),
+        ("app.doctor", "app.probe", "app.diagnosis"),
+    ],
 ]
 LAUNCHER_FLOOR = 1  # launch/ sees the floors up to this one
 
