@@ -109,6 +109,6 @@ def _ends_evaluated_epoch(run: Training, step: int) -> bool:
 def _test(run: Training, step: int, epoch: int) -> Evaluation:
     with run.metrics.clock.paused(), run.average.applied() if run.average else nullcontext():
         scores = run.evaluate()
-    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics())
+    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
     run.display.say(f"epoch {epoch}: test accuracy {scores.accuracy:.4f}, test loss {scores.loss:.4f}")
     return scores

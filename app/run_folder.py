@@ -6,6 +6,7 @@
     metrics.jsonl     one line per logged step
     evaluations.jsonl one line per evaluation on the test set
     samples.jsonl     with log.samples: the samples of each step
+    ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/ledger.py)
     result.json       at the end: steps, samples, test scores, throughput
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
@@ -32,7 +33,7 @@ import psutil
 from app.errors import RunFolderError
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
-METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
+METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
 OUTCOME, INCARNATION, STOP, SAVE = "outcome.json", "incarnation.json", "STOP", "SAVE"
 

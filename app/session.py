@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from app import checkpoint, console, exported, handshake, models, optim, recipe_file, run_folder, schedule
+from app import checkpoint, console, exported, handshake, ledger, models, optim, recipe_file, run_folder, schedule
 from app.average import WeightAverage
 from app.data import loader
 from app.data.augment import Preparation
@@ -29,6 +30,7 @@ from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
 from app.errors import CheckpointError, PresetError
 from app.initial_weights import Initial
+from app.launched import Job
 from app.loop import Training
 from app.metrics import Metrics
 from app.recipe import Recipe
@@ -173,6 +175,25 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
     return Parts(model, preparation, length)
 
 
+def record_start(runtime: Runtime, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None, job: Job) -> None:
+    """Write into the run's ledger, on the main process, where this start begins and since when it was waited for."""
+    with runtime.together():
+        if runtime.is_main:
+            start = ledger.Start(
+                from_step=resumed.step if resumed else 0,
+                total_steps=parts.length.total_steps,
+                training_samples=len(data.train),
+                world_size=runtime.plan.world_size,
+                preset=run_folder.read_json(run_dir / run_folder.RUN)["preset"],
+                resumed_from=str(resumed.folder) if resumed else None,
+                job=job.name,
+                submitted=job.submitted,
+                allocated=job.allocated,
+                launched=round(psutil.Process().create_time(), 3),
+            )
+            ledger.append(run_dir, start)
+
+
 def prepare(
     runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None
 ) -> Training:
@@ -199,7 +220,7 @@ def prepare(
         record_samples=recipe.log.samples,
         first_step=first_step,
     )
-    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, clock=metrics.clock)
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, metrics=metrics)
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
@@ -286,6 +307,7 @@ def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) ->
             "preset": run_folder.read_json(run_dir / run_folder.RUN)["preset"],
         }
         run_folder.write_json(run_dir / run_folder.RESULT, result)
+        ledger.append(run_dir, ledger.End(step=length.total_steps, outcome="finished"))
     training.display.say(
         f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
         f"run folder {run_dir}"

@@ -33,7 +33,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.runtime",),
         ("app.handshake",),
         ("app.console",),
-        ("app.metrics",),
+        ("app.metrics", "app.clock", "app.fed", "app.ledger"),
         ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
     [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",)],
@@ -46,6 +46,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.predict",),
         ("app.export",),
         ("app.parity", "app.curves"),
+        ("app.verify", "app.goodput"),
         ("app.doctor", "app.probe", "app.diagnosis"),
     ],
 ]
