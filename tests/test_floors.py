@@ -30,7 +30,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.steps",),
     ],
     [
-        ("app.runtime",),
+        ("app.runtime", "app.compiled_ops"),
         ("app.handshake",),
         ("app.console",),
         ("app.metrics", "app.clock", "app.fed", "app.ledger"),
@@ -127,7 +127,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "launch.local",
             "launch.spread",
         },
-        "torch.distributed": {"app.runtime", "app.ranks", "app.handshake", "app.shards", "app.probe"},
+        "torch.distributed": {"app.runtime", "app.ranks", "app.handshake", "app.steps", "app.shards", "app.probe"},
         "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():
