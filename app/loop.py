@@ -12,6 +12,7 @@ import torch
 from app.average import WeightAverage
 from app.checkpoint import Checkpoints
 from app.console import Display
+from app.control import Control, Request
 from app.data.augment import Preparation
 from app.data.loader import Batch, batches_of
 from app.metrics import Metrics
@@ -40,12 +41,22 @@ class Training:
     metrics: Metrics
     display: Display
     checkpoints: Checkpoints
+    control: Control
     first_step: int
     """Steps that were taken before, in the run that this one resumes."""
 
 
-def train(run: Training) -> Evaluation:
-    """Take every step of the recipe and return the scores of the final weights on the test set."""
+@dataclass(frozen=True)
+class Stopped:
+    """The training has saved and left, because it was asked to."""
+
+    step: int
+    """Steps that are done, and saved."""
+    request: Request
+
+
+def train(run: Training) -> Evaluation | Stopped:
+    """Take every step of the recipe and return the scores of the final weights on the test set, unless asked to stop."""
     accelerator, model, optimizer, metrics = run.runtime.accelerator, run.model, run.optimizer, run.metrics
     clip_norm, grad_norm = run.recipe.optim.clip_norm, None
     batches = iter(batches_of(run.batches))
@@ -72,9 +83,12 @@ def train(run: Training) -> Evaluation:
             run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate, grad_norm=grad_norm))
         if is_last or _ends_evaluated_epoch(run, step):
             scores = _test(run, step + 1, epoch)
-        if run.checkpoints.is_due(step + 1, is_last=is_last):
-            with metrics.clock.paused():
+        request = run.control.agreed(step + 1)
+        if request.save or run.checkpoints.is_due(step + 1, is_last=is_last):
+            with metrics.clock.paused(), run.control.saving():
                 run.checkpoints.save(step + 1)
+        if request.stop:
+            return Stopped(step + 1, request)
     return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
 
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from app import checkpoint, console, exported, handshake, models, optim, recipe_file, run_folder, schedule
+from app import checkpoint, checkpoint_files, console, exported, handshake, models, optim, recipe_file, run_folder, schedule
 from app.average import WeightAverage
+from app.control import Control
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.open import download_data
@@ -27,7 +28,7 @@ from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
 from app.errors import CheckpointError, PresetError
-from app.loop import Training
+from app.loop import Stopped, Training
 from app.metrics import Metrics
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
@@ -91,6 +92,7 @@ def open_run_folder(
         if runtime.is_main:
             step = resumed.step if resumed else 0
             path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
+            run_folder.claim(path, runtime.incarnation)
             preset = run_folder.launched_preset()
             if preset is not None:
                 run_folder.write_text(path / run_folder.PRESET, preset.text)
@@ -165,6 +167,8 @@ def prepare(
     for note in models.topology_dependence(parts.model):
         display.say(f"note: {note}")
 
+    # Weights, two moments and an average, in float32: enough to guess how long the first save takes.
+    state_bytes = 16 * sum(weight.numel() for weight in parts.model.parameters())
     model, optimizer, batches = runtime.prepare(
         parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length, first_step)
     )
@@ -185,6 +189,7 @@ def prepare(
         optimizer=optimizer,
         average=average,
         checkpoints=checkpoints,
+        control=Control(runtime, run_dir, total_steps=length.total_steps, state_bytes=state_bytes),
         first_step=first_step,
         batches=batches,
         preparation=parts.preparation,
@@ -240,8 +245,23 @@ def evaluation_of(
     return functools.partial(evaluate, runtime, model, prepared, preparation, size=len(source), num_classes=len(source.classes))
 
 
-def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
-    """Write the weights and the result, and close the process group."""
+def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | Stopped) -> None:
+    """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
+    if isinstance(ended, Stopped):
+        saved = checkpoint_files.path_of(run_dir, ended.step)
+        training.display.say(
+            f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
+            f"saved as {saved}; the same command with --resume auto and --run-dir {run_dir} goes on"
+        )
+        training.control.record_outcome(ended.step, ended.request)
+    else:
+        _write_result(training, data, run_dir, ended)
+        training.control.record_outcome(training.length.total_steps)
+    training.display.close()
+    training.runtime.close(training.model, training.optimizer, training.batches)
+
+
+def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
     runtime, recipe, length = training.runtime, training.recipe, training.length
     with training.average.applied() if training.average else nullcontext():
         weights = runtime.accelerator.get_state_dict(training.model)
@@ -275,8 +295,6 @@ def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) ->
         f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
         f"run folder {run_dir}"
     )
-    training.display.close()
-    runtime.close(training.model, training.optimizer, training.batches)
 
 
 def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:

@@ -72,8 +72,8 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         runtime, loaded, arguments.run_dir, trackers=arguments.trackers, resumed=resumed, may_exist=arguments.resume == "auto"
     )
     training = session.prepare(runtime, loaded, data, parts, run_dir, resumed)
-    scores = train(training)
-    session.finish(training, data, run_dir, scores)
+    with training.control:
+        session.finish(training, data, run_dir, train(training))
 
 
 if __name__ == "__main__":
