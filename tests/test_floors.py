@@ -27,7 +27,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.metrics",),
         ("app.checkpoint_files", "app.manifest", "app.durable"),
     ],
-    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",)],
+    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",), ("app.watchdog",)],
     [("app.checkpoint",)],
     [("app.loop",)],
     [("app.session",)],
