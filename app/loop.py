@@ -65,6 +65,7 @@ def train(run: Training) -> Evaluation | Stopped:
     for step in range(run.first_step, run.length.total_steps):
         set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
         for _ in range(run.runtime.plan.accumulation):
+            run.runtime.alive(step=step)
             batch = metrics.clock.wait_for(batches)
             with accelerator.accumulate(model):
                 inputs, targets = run.preparation.train(batch)
