@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from app import checkpoint_files as files
-from app import recipe_file
+from app import recipe_file, run_folder
 from app.errors import CheckpointError
 from app.metrics import Metrics
 from app.piece import Piece
@@ -121,8 +121,10 @@ class Checkpoints:
             with ranks.together():
                 entry = files.write_pieces(folder, self._runtime.launched.rank, pieces)
             entries = ranks.gather(entry)
+            self._runtime.alive()
             with ranks.together():
                 if is_main:
+                    run_folder.check_claim(self._run_dir, self._runtime.incarnation)
                     saved = files.commit(self._run_dir, step, entries, state=state, buffers=buffers)
                     best = state["best"]["step"] if state["best"] else None
                     files.prune(saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
@@ -130,6 +132,7 @@ class Checkpoints:
             if is_main:
                 files.discard(folder)  # what fills a disk must not stay
             raise
+        self._runtime.alive()
         written_s = held_s + time.perf_counter() - start_s
         self._metrics.record_saved(step, held_s=held_s, written_s=written_s)
         self.on_disk(written_s)

@@ -36,7 +36,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.metrics", "app.clock", "app.fed", "app.ledger"),
         ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
-    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",)],
+    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",), ("app.watchdog",)],
     [("app.checkpoint", "app.initial_weights")],
     [("app.loop",)],
     [("app.session",)],

@@ -172,7 +172,7 @@ def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_
 
 
 def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begins_again(tmp_path: Path) -> None:
-    short = ("--recipe", "digits", "train.steps=2", "log.every_steps=1")
+    short = ("--recipe", "digits", "train.steps=2", "log.every_steps=1", "checkpoint.every_minutes=null")
     train("cpu", tmp_path, *short).check()
     before = (tmp_path / "metrics.jsonl").read_text()
     finished = train("cpu", tmp_path, *short, "--resume", "auto")

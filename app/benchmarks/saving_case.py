@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from app import checkpoint, optim
+from app import checkpoint, optim, run_folder
 from app.batching import BatchPlan
 from app.checkpoint import Checkpoints
 from app.launched import read
-from app.metrics import Clock
+from app.metrics import Metrics
 from app.recipe import Recipe, TrainRecipe
 from app.runtime import Runtime
 from app.shards import Shards
@@ -67,9 +67,12 @@ def _build(layers: int, folder: Path) -> Case:
     model, optimizer = runtime.prepare(plain, optim.build(recipe.optim, plain))
     shards = Shards(runtime.accelerator, model, optimizer)
     facts: dict[str, Any] = {"data": {}, "model": {}}
-    return Case(
-        runtime, model, optimizer, Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, clock=Clock()), folder
-    )
+    metrics = Metrics(runtime.accelerator, folder, global_batch_size=world_size, record_samples=False)
+    checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
+    with runtime.together():
+        if runtime.is_main:
+            run_folder.claim(folder, runtime.incarnation)
+    return Case(runtime, model, optimizer, checkpoints, folder)
 
 
 def _times(case: Case, rounds: int) -> dict[str, list[float]]:
