@@ -38,6 +38,8 @@ class Training:
     preparation: Preparation
     length: Length
     learning_rate_at: Callable[[int], float]
+    seed_dropout: Callable[[int, int], None] | None
+    """Makes the random draws of a forward pass those of a step and a micro-batch in it."""
     evaluate: Callable[[], Evaluation]
     metrics: Metrics
     display: Display
@@ -57,8 +59,10 @@ def train(run: Training) -> Evaluation:
     scores: Evaluation | None = None
     for step in range(run.first_step, run.length.total_steps):
         set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
-        for _ in range(run.runtime.plan.accumulation):
+        for micro_batch in range(run.runtime.plan.accumulation):
             batch = metrics.clock.wait_for(batches)
+            if run.seed_dropout is not None:
+                run.seed_dropout(step, micro_batch)
             with accelerator.accumulate(model):
                 inputs, targets = run.preparation.train(batch)
                 loss_sum, count = loss_sum_and_count(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)
@@ -105,6 +109,6 @@ def _ends_evaluated_epoch(run: Training, step: int) -> bool:
 def _test(run: Training, step: int, epoch: int) -> Evaluation:
     with run.metrics.clock.paused(), run.average.applied() if run.average else nullcontext():
         scores = run.evaluate()
-    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics())
+    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
     run.display.say(f"epoch {epoch}: test accuracy {scores.accuracy:.4f}, test loss {scores.loss:.4f}")
     return scores

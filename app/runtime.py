@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,9 @@ class Runtime:
         _refuse_other_clipping(launched, clip_norm)
         self.launched = launched
         self.plan = plan
+        self.incarnation = uuid.uuid4().hex
+        """Name of this start of the run, among all its starts: that of the main process counts."""
+        self._cpu_group: Any = None
         if launched.variables:
             os.environ.update(launched.variables)  # the one way by which Accelerate can be told
             _await_head(launched)
@@ -87,9 +91,9 @@ class Runtime:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
 
-    def seed(self, seed: int, *, per_rank: bool) -> None:
-        """Seed the generators of Python, NumPy and torch: alike everywhere, or differently on each rank."""
-        set_seed((seed + (self.launched.rank if per_rank else 0)) % 2**32)
+    def seed(self, seed: int) -> None:
+        """Seed the generators of Python, NumPy and torch alike on every rank."""
+        set_seed(seed % 2**32)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in the order of the ranks."""
@@ -99,6 +103,26 @@ class Runtime:
     def from_main(self, value: Any) -> Any:
         """Return the main process's picklable `value` on every rank."""
         return broadcast_object_list([value])[0]
+
+    def greatest(self, values: Sequence[float]) -> list[float]:
+        """Return the greatest of the ranks' values, place by place. It goes past the devices, which go on meanwhile.
+
+        Raises TopologyError if the processes cannot meet for it.
+        """
+        if self.plan.world_size == 1:
+            return list(values)
+        if self._cpu_group is None:
+            try:
+                self._cpu_group = torch.distributed.new_group(backend="gloo")
+            except RuntimeError as error:
+                raise TopologyError(
+                    f"rank {self.launched.rank} on {socket.gethostname()} cannot reach the others through gloo: {error}. "
+                    "GLOO_SOCKET_IFNAME names the network interface to use."
+                ) from error
+        tensor = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=self._cpu_group)
+        greatest: list[float] = tensor.tolist()
+        return greatest
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -147,6 +171,7 @@ class Runtime:
         """
         self.accelerator.wait_for_everyone()
         self.accelerator.free_memory(*prepared)
+        self._cpu_group = None
         self.accelerator.end_training()
 
 

@@ -15,19 +15,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from app import checkpoint, console, exported, handshake, models, optim, recipe_file, run_folder, schedule
+from app import checkpoint, console, exported, handshake, ledger, models, optim, recipe_file, run_folder, schedule
 from app.average import WeightAverage
 from app.data import loader
 from app.data.augment import Preparation
+from app.data.hash64 import derive_key
 from app.data.open import download_data
 from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
 from app.errors import CheckpointError, PresetError
 from app.initial_weights import Initial
+from app.launched import Job
 from app.loop import Training
 from app.metrics import Metrics
 from app.recipe import Recipe
@@ -172,6 +175,25 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
     return Parts(model, preparation, length)
 
 
+def record_start(runtime: Runtime, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None, job: Job) -> None:
+    """Write into the run's ledger, on the main process, where this start begins and since when it was waited for."""
+    with runtime.together():
+        if runtime.is_main:
+            start = ledger.Start(
+                from_step=resumed.step if resumed else 0,
+                total_steps=parts.length.total_steps,
+                training_samples=len(data.train),
+                world_size=runtime.plan.world_size,
+                preset=run_folder.read_json(run_dir / run_folder.RUN)["preset"],
+                resumed_from=str(resumed.folder) if resumed else None,
+                job=job.name,
+                submitted=job.submitted,
+                allocated=job.allocated,
+                launched=round(psutil.Process().create_time(), 3),
+            )
+            ledger.append(run_dir, start)
+
+
 def prepare(
     runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None
 ) -> Training:
@@ -187,8 +209,6 @@ def prepare(
         parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length, first_step)
     )
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
-    # From here on ranks may draw differently: dropout on different samples must not repeat itself.
-    runtime.seed(recipe.seed + first_step, per_rank=True)
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
@@ -200,7 +220,7 @@ def prepare(
         record_samples=recipe.log.samples,
         first_step=first_step,
     )
-    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, clock=metrics.clock)
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, metrics=metrics)
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
@@ -218,6 +238,7 @@ def prepare(
         preparation=parts.preparation,
         length=length,
         learning_rate_at=_learning_rate(recipe, length),
+        seed_dropout=_dropout_seeds(recipe.seed, runtime.launched.rank, parts.model),
         evaluate=evaluation_of(runtime, model, data.test, parts.preparation),
         metrics=metrics,
         display=display,
@@ -233,7 +254,7 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
         raise PresetError(
             "model.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
         )
-    runtime.seed(recipe.seed, per_rank=False)
+    runtime.seed(recipe.seed)
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
@@ -286,6 +307,7 @@ def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) ->
             "preset": run_folder.read_json(run_dir / run_folder.RUN)["preset"],
         }
         run_folder.write_json(run_dir / run_folder.RESULT, result)
+        ledger.append(run_dir, ledger.End(step=length.total_steps, outcome="finished"))
     training.display.say(
         f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
         f"run folder {run_dir}"
@@ -328,6 +350,18 @@ def _learning_rate(recipe: Recipe, length: schedule.Length) -> Callable[[int], f
         steps_per_epoch=length.steps_per_epoch,
         total_steps=length.total_steps,
     )
+
+
+def _dropout_seeds(seed: int, rank: int, model: torch.nn.Module) -> Callable[[int, int], None] | None:
+    """Return what seeds the generators for a forward pass, so that a resumed run draws what it would have drawn.
+
+    Ranks draw differently, for dropout on different samples must not repeat itself. None: the model draws nothing.
+    """
+
+    def seed_pass(step: int, micro_batch: int) -> None:
+        torch.manual_seed(derive_key(seed, "dropout", step, micro_batch, rank))
+
+    return seed_pass if models.layers_with_dropout(model) else None
 
 
 def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: schedule.Length, first_step: int) -> DataLoader:

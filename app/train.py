@@ -12,7 +12,7 @@ import sys
 from app import recipe_file
 from app.batching import BatchPlan
 from app.errors import SamerunError, leave_with, let_the_first_be_seen
-from app.launched import Launched, read
+from app.launched import Launched, read, read_job
 from app.recipe_file import LoadedRecipe
 
 
@@ -80,6 +80,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         origin=resumed or initial,
         may_exist=arguments.resume == "auto",
     )
+    session.record_start(runtime, data, parts, run_dir, resumed, read_job(os.environ))
     training = session.prepare(runtime, loaded, data, parts, run_dir, resumed)
     scores = train(training)
     session.finish(training, data, run_dir, scores)

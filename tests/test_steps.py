@@ -93,3 +93,14 @@ def test_the_verdict_may_be_left_to_the_fused_optimizer() -> None:
             assert all(torch.equal(value, states[1][index][name]) for name, value in state.items())
         assert torch.equal(looking.weight, leaving.weight)
     assert states[0][0]["step"] == 3
+
+
+@pytest.mark.multiproc
+def test_dropout_of_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    model = ("model.name=squeezenet1_1", "data.image_size=24", "train.global_batch_size=8", "train.steps=4")
+    run = ("--recipe", "digits", *model, "log.every_steps=1", "checkpoint.every_steps=2")
+    whole, rest = (tmp_path / name for name in ("whole", "rest"))
+    train("cpu", whole, *run).check()
+    train("cpu", rest, *run, "--resume", str(whole / "checkpoints" / "step-00000002")).check()
+    losses = [[line["loss"] for line in read_lines(folder / "metrics.jsonl")] for folder in (whole, rest)]
+    assert losses[1] == losses[0][2:]

@@ -25,7 +25,7 @@ from app import checkpoint, optim
 from app.batching import BatchPlan
 from app.checkpoint import Checkpoints
 from app.launched import read
-from app.metrics import Clock
+from app.metrics import Metrics
 from app.recipe import Recipe, TrainRecipe
 from app.runtime import Runtime
 from app.shards import Shards
@@ -65,11 +65,11 @@ def _build(layers: int, folder: Path) -> Case:
     recipe = Recipe(train=TrainRecipe(global_batch_size=world_size))
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     model, optimizer = runtime.prepare(plain, optim.build(recipe.optim, plain))
-    shards = Shards(runtime.accelerator, model, optimizer)
     facts: dict[str, Any] = {"data": {}, "model": {}}
-    return Case(
-        runtime, model, optimizer, Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, clock=Clock()), folder
-    )
+    shards = Shards(runtime.accelerator, model, optimizer)
+    metrics = Metrics(runtime.accelerator, folder, global_batch_size=world_size, record_samples=False)
+    checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
+    return Case(runtime, model, optimizer, checkpoints, folder)
 
 
 def _times(case: Case, rounds: int) -> dict[str, list[float]]:
