@@ -1,4 +1,4 @@
-"""A run from its parts: opens the run folder and the data, prepares the model, and writes what is left at the end.
+"""A run from its parts: opens the data, prepares the model, and writes what is left at the end.
 
 Every step that can fail on one rank alone is agreed upon by all of them (`Runtime.together`).
 """
@@ -6,16 +6,11 @@ Every step that can fail on one rank alone is agreed upon by all of them (`Runti
 from __future__ import annotations
 
 import functools
-import socket
-import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import DataLoader
 
@@ -25,15 +20,14 @@ from app.control import Control
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.hash64 import derive_key
-from app.data.open import download_data
+from app.data.open import Data, download_data
 from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
-from app.errors import CheckpointError, PresetError
-from app.initial_weights import Initial
-from app.launched import Job
+from app.errors import PresetError
 from app.loop import Stopped, Training
 from app.metrics import Metrics
+from app.opening import Resumed
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
@@ -42,117 +36,13 @@ from app.shards import Shards
 from app.steps import Steps
 
 
-@dataclass(frozen=True)
-class Data:
-    """The two splits of a recipe's data."""
-
-    train: Source
-    test: Source
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run goes on from."""
-
-    folder: Path
-    step: int
-    """Steps that were taken before it."""
-
-
-def find_checkpoint(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: str | None, resume: str) -> Resumed | None:
-    """Return what --resume asks for, checked to be whole and of the same run, or None to start from the beginning.
-
-    Raises CheckpointError, on all ranks, for one that cannot be used.
-    """
-    if resume == checkpoint.NEVER or (resume == checkpoint.AUTO and run_dir is None):
-        return None
-    place = Path(run_dir if resume == checkpoint.AUTO and run_dir else resume)
-    folder = checkpoint.find(runtime, place)
-    if folder is None and resume == checkpoint.AUTO:
-        with runtime.together():
-            if runtime.is_main:
-                run_folder.check_may_begin_again(place)
-        return None
-    with runtime.together():
-        if folder is None:
-            raise CheckpointError(f"--resume is {resume}, and there is no checkpoint: give auto, never, or the path of one.")
-        return Resumed(folder, checkpoint.check_same_run(folder, loaded.recipe, _data_facts(data)))
-
-
-def open_run_folder(
-    runtime: Runtime,
-    loaded: LoadedRecipe,
-    wanted: str | None,
-    *,
-    trackers: str,
-    origin: Resumed | Initial | None,
-    may_exist: bool,
-) -> Path:
-    """Make the run folder on the main process, write what is known at the start, and return its path on all ranks.
-
-    With `may_exist` the folder may hold a run already, which goes on, or starts anew where it had no checkpoint yet.
-
-    `origin` is what the run goes on from or begins with. Comes after all that can be wrong with a run, so that a mended one
-    can use the same folder.
-    """
-    names = [name for name in trackers.split(",") if name and name != "none"]
-    with runtime.together():
-        runtime.check_trackers(names)
-    hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
-    path: Path | None = None
-    with runtime.together():
-        if runtime.is_main:
-            step = origin.step if isinstance(origin, Resumed) else 0
-            path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
-            run_folder.claim(path, runtime.incarnation)
-            preset = run_folder.launched_preset()
-            if preset is not None:
-                run_folder.write_text(path / run_folder.PRESET, preset.text)
-            before = _before(origin, path / run_folder.RUN)
-            run_folder.write_json(path / run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
-            run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
-    path = runtime.from_main(path)
-    runtime.start_trackers(names, path, recipe_file.flat(loaded.recipe))
-    return path
-
-
-def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
-    """What run.json says of the time before this start; `earlier` is the file of the start before, if there was one."""
-    if isinstance(origin, Resumed):
-        told = run_folder.read_json(earlier) if earlier.exists() else {}
-        begun_with = {"init_from": told["init_from"]} if "init_from" in told else {}
-        return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
-    return {"init_from": str(origin.place)} if origin else {}
-
-
-def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: run_folder.Preset | None, hosts: list[str]) -> dict[str, Any]:
-    plan = runtime.plan
-    return {
-        "recipe": loaded.name,
-        "recipe_digest": recipe_file.digest(loaded.recipe),
-        "preset": preset.name if preset else None,
-        "strategy": runtime.launched.strategy,
-        "mixed_precision": runtime.launched.mixed_precision,
-        "world_size": plan.world_size,
-        "ranks": hosts,
-        "micro_batch": plan.micro_batch,
-        "accumulation": plan.accumulation,
-        "global_batch_size": plan.global_batch_size,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
-        "directory": str(Path.cwd()),
-        "commit": run_folder.source_commit(),
-        "versions": {"python": sys.version.split()[0], **handshake.versions()},
-    }
-
-
 def open_data(runtime: Runtime, recipe: Recipe) -> Data:
     """Open both splits on every rank, after one process of each node has downloaded what is missing and allowed."""
     with runtime.together():
         if runtime.launched.local_rank == 0:
             download_data(recipe)
     with runtime.together():
-        return Data(*open_sources(recipe))
+        return open_sources(recipe)
 
 
 @dataclass(frozen=True)
@@ -177,25 +67,6 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
     return Parts(model, preparation, length)
 
 
-def record_start(runtime: Runtime, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None, job: Job) -> None:
-    """Write into the run's ledger, on the main process, where this start begins and since when it was waited for."""
-    with runtime.together():
-        if runtime.is_main:
-            start = ledger.Start(
-                from_step=resumed.step if resumed else 0,
-                total_steps=parts.length.total_steps,
-                training_samples=len(data.train),
-                world_size=runtime.plan.world_size,
-                preset=run_folder.read_json(run_dir / run_folder.RUN)["preset"],
-                resumed_from=str(resumed.folder) if resumed else None,
-                job=job.name,
-                submitted=job.submitted,
-                allocated=job.allocated,
-                launched=round(psutil.Process().create_time(), 3),
-            )
-            ledger.append(run_dir, start)
-
-
 def prepare(
     runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None
 ) -> Training:
@@ -216,7 +87,7 @@ def prepare(
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
-    facts = {"data": _data_facts(data), "model": asdict(exported.ModelConfig.of(recipe, data.train))}
+    facts = {"data": data.facts, "model": asdict(exported.ModelConfig.of(recipe, data.train))}
     metrics = Metrics(
         runtime.accelerator,
         run_dir,
@@ -348,16 +219,9 @@ def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluat
 def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:
     return {
         "recipe": recipe_file.digest(loaded.recipe),
-        **_data_facts(data),
+        **data.facts,
         "initial weights": handshake.weights_digest(model),
         **{f"version of {package}": number for package, number in handshake.versions().items()},
-    }
-
-
-def _data_facts(data: Data) -> dict[str, str]:
-    return {
-        "training data": f"{len(data.train)} samples, {data.train.fingerprint}",
-        "test data": f"{len(data.test)} samples, {data.test.fingerprint}",
     }
 
 

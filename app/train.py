@@ -70,7 +70,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     recipe = loaded.recipe
     plan = BatchPlan.of(recipe, launched.world_size)
     # Only now the slow imports: what was wrong so far has been said.
-    from app import handshake, initial_weights, session
+    from app import handshake, initial_weights, opening, session
     from app.loop import train
     from app.runtime import Runtime
     from app.watchdog import Watchdog
@@ -79,9 +79,9 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     handshake.check_group(runtime.accelerator, launched, plan)
     data = session.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, data)
-    resumed = session.find_checkpoint(runtime, loaded, data, arguments.run_dir, arguments.resume)
+    resumed = opening.find_checkpoint(runtime, loaded, data, arguments.run_dir, arguments.resume)
     initial = initial_weights.take_up(runtime, parts.model, arguments.init_from, resumed=resumed.folder if resumed else None)
-    run_dir = session.open_run_folder(
+    run_dir = opening.open_run_folder(
         runtime,
         loaded,
         arguments.run_dir,
@@ -89,7 +89,14 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         origin=resumed or initial,
         may_exist=arguments.resume == "auto",
     )
-    session.record_start(runtime, data, parts, run_dir, resumed, read_job(os.environ))
+    opening.record_start(
+        runtime,
+        run_dir,
+        total_steps=parts.length.total_steps,
+        training_samples=len(data.train),
+        resumed=resumed,
+        job=read_job(os.environ),
+    )
     training = session.prepare(runtime, loaded, data, parts, run_dir, resumed)
     with training.control:
         with Watchdog(runtime, run_dir, timeout_s=arguments.hang_timeout):

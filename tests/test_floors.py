@@ -38,7 +38,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     ],
     [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",), ("app.watchdog",)],
     [("app.checkpoint", "app.initial_weights")],
-    [("app.loop",)],
+    [("app.loop",), ("app.opening",)],
     [("app.session",)],
     [("app.train",)],
     [

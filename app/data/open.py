@@ -6,6 +6,7 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from app.data.arrays import open_digits
 from app.data.cifar import download_cifar, open_cifar
@@ -30,14 +31,29 @@ OPEN = {
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 
 
-def open_data(recipe: Recipe) -> tuple[Source, Source]:
+class Data(NamedTuple):
+    """The two splits of a recipe's data."""
+
+    train: Source
+    test: Source
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What tells these data from any other, by name."""
+        return {
+            "training data": f"{len(self.train)} samples, {self.train.fingerprint}",
+            "test data": f"{len(self.test)} samples, {self.test.fingerprint}",
+        }
+
+
+def open_data(recipe: Recipe) -> Data:
     """Return the training and the test split that a recipe asks for. Never touches the network.
 
     Raises:
         DataError: The data is missing, unreadable, or not what the recipe says.
         RecipeError: The recipe lacks a key that this kind of data needs.
     """
-    return OPEN[recipe.data.source](recipe)
+    return Data(*OPEN[recipe.data.source](recipe))
 
 
 def download_data(recipe: Recipe) -> None:
