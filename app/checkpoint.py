@@ -77,9 +77,9 @@ class Checkpoints:
 
         Raises CheckpointError, on all ranks, if the save before could not be written on one.
         """
+        self._metrics.flush()
         with self._metrics.clock.held():
             self._wait()
-            self._metrics.flush()
             if scores is not None and self._is_best(scores):
                 self._best = {"step": step, "test_accuracy": scores.accuracy}
             self._runtime.average_buffers(self._shards.model)
