@@ -79,7 +79,7 @@ def _after_stop(plan: Plan, outcome: Outcome, ending: Ending, say: Callable[[str
     elif job is None or job.requeue is None:
         why_not = "nothing here runs it again. "
     elif job.requeues >= plan.max_requeues:
-        why_not = f"the job was in the queue again {job.requeues} times already (--max-requeues {plan.max_requeues}). "
+        why_not = f"--max-requeues is {plan.max_requeues}, and the job was in the queue again {job.requeues} times. "
     else:
         try:
             requeued = job.requeue(ending.signals)

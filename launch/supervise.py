@@ -10,12 +10,14 @@ A signal means that the run is to save and stop, which takes its time, and what 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ from app.errors import SamerunError
 from launch import signals
 
 _REMEMBERED_LINES = 200
+_ECHO_S = 5.0
+"""Slurm tells batch script and tasks that a job ends, and the one tells the others: a signal that comes twice within this time
+counts once. A process that has saved for it and is about to end may die of the second."""
 
 # A line of a process (`command.py` asks torchrun for this, torch itself adds `[rank1]: ` to a traceback), or of a launcher,
 # after srun's label with the number of the task if there is one.
@@ -143,10 +148,14 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, pass_on: sign
     """
     started: subprocess.Popen[bytes] | None = None
     got: list[int] = []
+    passed_on_s = -math.inf
 
     def receive(number: int, _frame: FrameType | None) -> None:
+        nonlocal passed_on_s
         got.append(number)
-        if started is not None and started.poll() is None:
+        is_echo = number != signal.SIGINT and time.monotonic() - passed_on_s < _ECHO_S
+        if started is not None and started.poll() is None and not is_echo:
+            passed_on_s = time.monotonic()
             pass_on(started.pid, number)
 
     for number in signals.ALL:
