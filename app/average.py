@@ -22,9 +22,14 @@ class WeightAverage:
         """The average, tensor by tensor as `Shards.weights`."""
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the weights after an optimizer step into the average."""
-        if self.tensors:  # a rank may hold padding alone
+    def update(self, skipped: torch.Tensor | bool = False) -> None:
+        """Take the weights after an optimizer step into the average, unless the step was `skipped` (a bool scalar)."""
+        if not self.tensors or skipped is True:  # a rank may hold padding alone
+            return
+        if isinstance(skipped, torch.Tensor):
+            weight = torch.where(skipped, 0.0, 1.0 - self._decay)
+            torch._foreach_lerp_(self.tensors, self._live, [weight.to(tensor.dtype) for tensor in self.tensors])
+        else:
             torch._foreach_lerp_(self.tensors, self._live, 1.0 - self._decay)
 
     @contextmanager

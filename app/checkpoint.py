@@ -6,8 +6,12 @@ what is learnt has to be as it was (`check_same_run`); the rest, such as the num
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -15,8 +19,12 @@ import torch
 from app import checkpoint_files as files
 from app import recipe_file
 from app.errors import CheckpointError
+from app.metrics import Clock
+from app.piece import Piece
+from app.ranks import Ranks
 from app.recipe import Recipe
 from app.runtime import Runtime
+from app.scores import Evaluation
 from app.shards import Shards
 
 NEVER, AUTO = "never", "auto"
@@ -27,7 +35,10 @@ _MAY_CHANGE = (*recipe_file.NOT_LEARNT, "train.epochs", "train.steps", "data.pat
 
 
 class Checkpoints:
-    """The checkpoints of one run, written into its run folder and read from there or from another run's."""
+    """The checkpoints of one run, written into its run folder and read from there or from another run's.
+
+    The training is held while a save copies what this rank owns to memory of the CPU; files are written beside it.
+    """
 
     def __init__(
         self,
@@ -35,41 +46,87 @@ class Checkpoints:
         run_dir: Path,
         recipe: Recipe,
         *,
-        model: torch.nn.Module,
         shards: Shards,
-        data: Mapping[str, str],
+        facts: Mapping[str, Any],
+        clock: Clock,
     ) -> None:
-        """`model` is as `prepare` returned it, `shards` are its tensors; `data` names the data sets by their fingerprints."""
-        self._runtime, self._run_dir, self._recipe, self._model = runtime, run_dir, recipe, model
-        self._shards, self._data = shards, dict(data)
+        """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
 
-    def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether the recipe wants a checkpoint when so many steps are done."""
-        every = self._recipe.checkpoint.every_steps
-        return every is not None and (is_last or step % every == 0)
+        `data`, the fingerprints of the data sets, for `check_same_run`, and `model`, what rebuilds it, for `samerun export`.
 
-    def save(self, step: int) -> None:
-        """Write the state after so many steps and remove the checkpoints that are too old. Called by all ranks.
-
-        Raises CheckpointError, on all ranks, if one could not write; the older checkpoints are as they were then.
+        `clock` is told how long the training was held and how long the writing took.
         """
-        runtime, folder = self._runtime, files.temporary_of(self._run_dir, step)
-        runtime.average_buffers(self._model)
-        with runtime.together():
-            if runtime.is_main:
+        self._runtime, self._run_dir, self._recipe = runtime, run_dir, recipe
+        self._shards, self._facts, self._clock = shards, dict(facts), clock
+        self._copies = _Copies()
+        self._ranks = Ranks()
+        self._writing: Future[None] | None = None
+        self._best: dict[str, Any] | None = None
+
+    def is_due(self, step: int, *, is_last: bool, scores: Evaluation | None) -> bool:
+        """Whether the recipe wants a checkpoint when so many steps are done; `scores` are those of their evaluation, if any."""
+        wanted = self._recipe.checkpoint
+        if wanted.every_steps is not None and step % wanted.every_steps == 0:
+            return True
+        return (wanted.are_wanted and is_last) or self._is_best(scores)
+
+    def save(self, step: int, scores: Evaluation | None = None) -> None:
+        """Copy the state after so many steps and begin to write it, when the save before is on disk. Called by all ranks.
+
+        Raises CheckpointError, on all ranks, if the save before could not be written on one.
+        """
+        with self._clock.held():
+            self._wait()
+            if scores is not None and self._is_best(scores):
+                self._best = {"step": step, "test_accuracy": scores.accuracy}
+            self._runtime.average_buffers(self._shards.model)
+            pieces = self._copies.of(self._shards.owned_pieces())
+            buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._shards.buffers().items()}
+            self._writing = _in_background(self._write, step, pieces, buffers, self._state(step))
+
+    def finish(self) -> None:
+        """Wait until the last save is on disk. Called by all ranks; raises CheckpointError, on all ranks, if it cannot be."""
+        with self._clock.held():
+            self._wait()
+
+    @property
+    def latest(self) -> str:
+        """A sentence of the newest checkpoint of the run, if there is one."""
+        found = files.committed(self._run_dir)
+        return f"The latest checkpoint is {found[0]}" if found else "There is no checkpoint"
+
+    def _is_best(self, scores: Evaluation | None) -> bool:
+        if not self._recipe.checkpoint.keep_best or scores is None:
+            return False
+        return self._best is None or scores.accuracy > self._best["test_accuracy"]
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _write(self, step: int, pieces: list[Piece], buffers: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Write a checkpoint and remove those that are too old; if a rank could not, the older ones are as they were."""
+        start_s = time.perf_counter()
+        ranks, is_main = self._ranks, self._runtime.is_main
+        folder = files.temporary_of(self._run_dir, step)
+        with ranks.together():
+            if is_main:
                 files.begin(self._run_dir, step)
         try:
-            with runtime.together():
-                entry = files.write_pieces(folder, runtime.launched.rank, self._shards.owned_pieces())
-            entries = runtime.gather(entry)
-            with runtime.together():
-                if runtime.is_main:
-                    saved = files.commit(self._run_dir, step, entries, state=self._state(step), buffers=self._shards.buffers())
-                    files.prune(saved, keep_last=self._recipe.checkpoint.keep_last)
+            with ranks.together():
+                entry = files.write_pieces(folder, self._runtime.launched.rank, pieces)
+            entries = ranks.gather(entry)
+            with ranks.together():
+                if is_main:
+                    saved = files.commit(self._run_dir, step, entries, state=state, buffers=buffers)
+                    best = state["best"]["step"] if state["best"] else None
+                    files.prune(saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
         except CheckpointError:
-            if runtime.is_main:
+            if is_main:
                 files.discard(folder)  # what fills a disk must not stay
             raise
+        self._clock.written_s = time.perf_counter() - start_s
 
     def restore(self, folder: Path) -> None:
         """Take up the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""
@@ -81,6 +138,7 @@ class Checkpoints:
             _copy_buffers(reader.buffers(), self._shards.buffers())
             if (scaler := self._runtime.accelerator.scaler) is not None and reader.state["gradient_scaler"]:
                 scaler.load_state_dict(reader.state["gradient_scaler"])
+        self._best = reader.state["best"]
         self._shards.publish()
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -89,10 +147,46 @@ class Checkpoints:
             "step": step,
             "samples_seen": step * self._recipe.train.global_batch_size,
             "recipe": recipe_file.flat(self._recipe),
-            "data": self._data,
+            **self._facts,
+            "best": self._best,
             "optimizer": self._shards.scalars(),
             "gradient_scaler": None if scaler is None else scaler.state_dict(),
         }
+
+
+class _Copies:
+    """Memory of the CPU that pieces are copied to, kept from save to save: making it takes longer than filling it."""
+
+    def __init__(self) -> None:
+        self._memory: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def of(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces with their values copied."""
+        if not self._memory:
+            self._memory = [
+                torch.empty(piece.values.shape, dtype=piece.values.dtype, pin_memory=piece.values.is_cuda) for piece in pieces
+            ]
+        for memory, piece in zip(self._memory, pieces, strict=True):
+            memory.copy_(piece.values, non_blocking=True)
+        if any(piece.values.is_cuda for piece in pieces):
+            torch.cuda.synchronize()
+        return [replace(piece, values=memory) for memory, piece in zip(self._memory, pieces, strict=True)]
+
+
+def _in_background(work: Callable[..., None], *arguments: Any) -> Future[None]:
+    """Call `work` in a thread that does not keep a failing process alive; the future has its end."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work(*arguments)
+            future.set_result(None)
+        except BaseException as error:  # for whoever waits
+            future.set_exception(error)
+
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
 def find(runtime: Runtime, place: Path) -> Path | None:
@@ -101,8 +195,7 @@ def find(runtime: Runtime, place: Path) -> Path | None:
     All ranks check the files together. Newer ones that are damaged are said. Raises CheckpointError, on all ranks, if every
     checkpoint there is damaged, or `place` is.
     """
-    is_checkpoint = place.parent.name == files.FOLDER
-    candidates = runtime.from_main([place] if is_checkpoint else files.committed(place))
+    candidates = runtime.from_main([place] if files.is_checkpoint(place) else files.committed(place))
     damaged = []
     for folder in candidates:
         try:

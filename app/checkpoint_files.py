@@ -24,19 +24,19 @@ import re
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
+from typing import TYPE_CHECKING, Any
 
 from app import manifest
-from app.durable import DTYPE_NAMES, Stamp, check, check_size, sync_folder, telling, write_bytes, write_tensors
+from app.durable import Stamp, check, check_size, sync_folder, telling, write_bytes
 from app.errors import CheckpointError
 from app.manifest import FileEntry, Range, Stored, tensor_name
-from app.piece import Piece
+from app.piece import AVERAGE, WEIGHT, Piece
+from app.tensor_file import Content, TensorFile, dtype_of, write_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 FOLDER, STATE, BUFFERS = "checkpoints", "state.json", "buffers.safetensors"
 
@@ -79,7 +79,7 @@ def write_pieces(folder: Path, rank: int, pieces: Sequence[Piece]) -> FileEntry:
 
 
 def _range_of(piece: Piece) -> Range:
-    dtype, stop = DTYPE_NAMES[piece.values.dtype], piece.start + piece.values.numel()
+    dtype, stop = dtype_of(piece.name, piece.values), piece.start + piece.values.numel()
     return Range(piece.key, piece.name, tuple(piece.shape), dtype, piece.start, stop)
 
 
@@ -139,8 +139,8 @@ def _set_aside(folder: Path) -> Path:
     return folder.rename(aside)
 
 
-def prune(latest: Path, *, keep_last: int) -> None:
-    """Keep the checkpoint just committed and the keep_last - 1 before it, and remove those before them.
+def prune(latest: Path, *, keep_last: int, keep_step: int | None = None) -> None:
+    """Keep the checkpoint just committed and the keep_last - 1 before it, and that of `keep_step`; remove the other older ones.
 
     One of a later step, left from before a resume further back, neither counts nor goes: it may be damaged, and counting it
     would remove the good ones. The run replaces it when it gets there. Raises CheckpointError.
@@ -148,10 +148,16 @@ def prune(latest: Path, *, keep_last: int) -> None:
     assert keep_last >= 1
     older = [path for path in committed(latest.parent.parent) if _step(path) < _step(latest)]
     for path in older[keep_last - 1 :]:
-        discard(path)
+        if _step(path) != keep_step:
+            discard(path)
 
 
 # Reading ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_checkpoint(place: Path) -> bool:
+    """Whether a path is that of a checkpoint, damaged or not, and not that of a run folder."""
+    return place.parent.name == FOLDER or (place / manifest.MANIFEST).exists()
 
 
 def committed(run_dir: Path) -> list[Path]:
@@ -198,27 +204,43 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stamps, self._tensors = manifest.read(folder)
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, TensorFile] = {}
         check(folder / STATE, self._stamps[STATE])
-        with self._telling(STATE):
+        with telling(folder / STATE, "read"):
             self.state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
 
     def keys(self) -> list[str]:
         """Return which tensors there are of parameters: "weight", "exp_avg", ..."""
         return sorted(self._tensors)
 
-    def names(self, key: str = "weight") -> list[str]:
-        """Return the parameters that have the tensor `key`."""
-        return sorted(self._tensors.get(key, {}))
+    def finished_key(self) -> str:
+        """Return the key of the weights that a finished run would leave: the averaged ones if there are such."""
+        return AVERAGE if AVERAGE in self._tensors else WEIGHT
+
+    def shapes(self, key: str = WEIGHT) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the tensor `key` of each parameter that has one."""
+        return {name: stored.shape for name, stored in self._tensors.get(key, {}).items()}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's buffers, by name, on the CPU."""
-        with self._telling(BUFFERS):
-            file = self._file(BUFFERS)
-            # Cloned, because what get_tensor returns is a view of the file, which may be removed.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
+        file = self._file(BUFFERS)
+        return {name: file.tensor(name) for name in file.shapes}
 
-    @torch.no_grad()
+    def contents(self, key: str) -> dict[str, Content]:
+        """Return the tensors `key` of all parameters, whole, and the buffers: what `tensor_file.write` makes one file of."""
+        buffers = self._file(BUFFERS)
+        return {
+            name: Content(stored.dtype, stored.shape, self._chunks(key, name, stored))
+            for name, stored in self._tensors[key].items()
+        } | {
+            name: Content(buffers.dtypes[name], shape, buffers.chunks(name, 0, prod(shape)))
+            for name, shape in buffers.shapes.items()
+        }
+
+    def _chunks(self, key: str, name: str, stored: Stored) -> Iterator[bytearray]:
+        for start, stop, file in stored.ranges:
+            yield from self._file(file).chunks(tensor_name(key, name, start), 0, stop - start)
+
     def read_into(self, piece: Piece) -> None:
         """Fill `piece.values` with its elements, converted to their dtype and device."""
         stored, position, stop = self._find(piece), piece.start, piece.start + piece.values.numel()
@@ -226,9 +248,8 @@ class Reader:
         while position < stop:
             start, end, file = stored.ranges[index]
             end = min(end, stop)
-            with self._telling(file):
-                values = self._file(file).get_slice(tensor_name(piece.key, piece.name, start))[position - start : end - start]
-            piece.values[position - piece.start : end - piece.start].copy_(values)
+            values = piece.values[position - piece.start : end - piece.start]
+            self._file(file).read_into(tensor_name(piece.key, piece.name, start), values, start=position - start)
             position, index = end, index + 1
 
     def _find(self, piece: Piece) -> Stored:
@@ -249,15 +270,7 @@ class Reader:
         assert piece.start + piece.values.numel() <= prod(stored.shape), piece.name
         return stored
 
-    def _file(self, file: str) -> Any:
+    def _file(self, file: str) -> TensorFile:
         if file not in self._files:
-            self._files[file] = safe_open(self.folder / file, framework="pt")
+            self._files[file] = TensorFile(self.folder / file)
         return self._files[file]
-
-    @contextmanager
-    def _telling(self, file: str) -> Iterator[None]:
-        try:
-            with telling(self.folder / file, "read"):
-                yield
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.folder / file} is damaged: {error}. Its checkpoint cannot be used.") from error

@@ -65,7 +65,7 @@ class _Bar:
         self._progress.console.print(text, highlight=False, markup=False)
 
     def show(self, line: Mapping[str, Any]) -> None:
-        state = f"loss {line['loss']:.4f}  {line['samples_per_s']:,.0f} samples/s"
+        state = f"{_loss(line)}  {line['samples_per_s']:,.0f} samples/s"
         self._progress.update(self._task, completed=line["step"], state=state)
 
     def close(self) -> None:
@@ -87,9 +87,14 @@ class _Lines:
             return
         self._shown_s = now_s
         self.say(
-            f"step {line['step']}/{self._total_steps}  epoch {line['epoch']}  loss {line['loss']:.4f}  "
+            f"step {line['step']}/{self._total_steps}  epoch {line['epoch']}  {_loss(line)}  "
             f"lr {line['learning_rate']:.2e}  {line['samples_per_s']:,.0f} samples/s  "
             f"waiting for data {line['data_wait_share']:.0%}"
         )
 
     def close(self) -> None: ...
+
+
+def _loss(line: Mapping[str, Any]) -> str:
+    skipped = f" ({len(line['skipped_steps'])} steps skipped)" if line["skipped_steps"] else ""
+    return f"loss {'none' if line['loss'] is None else format(line['loss'], '.4f')}{skipped}"

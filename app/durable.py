@@ -1,41 +1,21 @@
 """Files that are on the disk when the call returns, hashed while they are written; what a disk does is told in a sentence.
 
-Tensors are written in the safetensors format (https://huggingface.co/docs/safetensors, "Format"), which any safetensors
-reads. This writes it by itself because `safetensors.torch.save_file` wants all tensors on the CPU at once and the file read
-again for its hash: here a tensor goes through memory in chunks of CHUNK_BYTES, whatever its size and device, once.
+Nothing passes through memory in larger chunks than CHUNK_BYTES. Standard library only.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-
-import torch
 
 from app.errors import CheckpointError
 
 CHUNK_BYTES = 16 * 2**20
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The dtypes that can be saved, as safetensors names them."""
 
 _ADVICE = {
     errno.ENOSPC: "Free space there, or keep fewer checkpoints.",
@@ -67,35 +47,11 @@ def telling(path: Path, done: str) -> Iterator[None]:
 
 def write_bytes(path: Path, content: bytes) -> Stamp:
     """Write a file and wait until the disk has it. Raises CheckpointError."""
-    return _write(path, [content])
+    return write_chunks(path, [content])
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Stamp:
-    """Write tensors of any shape and device as a safetensors file, and wait until the disk has it. Raises CheckpointError."""
-    assert len({name for name, _ in tensors}) == len(tensors), f"a tensor is given twice for {path}"
-    # Wide elements first, as safetensors itself does it: then each tensor's data is aligned to its element.
-    ordered = sorted(tensors, key=lambda named: -named[1].element_size())
-    header, end = {}, 0
-    for name, tensor in ordered:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                f"{name} is of {tensor.dtype}, which cannot be saved: {', '.join(map(str, DTYPE_NAMES))} can."
-            )
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return _write(path, chain([head], *(_chunks(tensor) for _, tensor in ordered)))
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    flat = tensor.detach().reshape(-1)
-    for part in flat.split(CHUNK_BYTES // flat.element_size()):
-        yield memoryview(part.cpu().contiguous().view(torch.uint8).numpy())
-
-
-def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> Stamp:
+def write_chunks(path: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> Stamp:
+    """Write a file of these parts, taken one by one, and wait until the disk has it. Raises CheckpointError."""
     size_bytes, digest = 0, hashlib.sha256()
     with telling(path, "written"), path.open("wb") as file:
         for chunk in chunks:

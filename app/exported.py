@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from app import models, run_folder
+from app.data.source import Source
 from app.errors import RunFolderError
-from app.recipe import ModelRecipe
+from app.recipe import ModelRecipe, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,19 @@ class ModelConfig:
     """Mean that is subtracted from pixels scaled to 0..1, per channel or one for all."""
     std: tuple[float, ...]
     """Standard deviation that pixels are divided by after that, per channel or one for all."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, source: Source) -> ModelConfig:
+        """Return the config of the model that a recipe trains on `source`."""
+        return cls(
+            model=recipe.model,
+            channels=source.channels,
+            image_size=source.image_size,
+            resize_size=recipe.data.resize_size,
+            classes=source.classes,
+            mean=recipe.data.mean,
+            std=recipe.data.std,
+        )
 
     def build(self) -> torch.nn.Module:
         """Return the model, with new weights."""

@@ -7,8 +7,10 @@ or in which Accelerate was asked for several processes and started one: each wou
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from app import tasks
@@ -17,6 +19,8 @@ from app.errors import PresetError, TopologyError
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
 
+_END_TIME = "SAMERUN_END_TIME"
+_LONGEST_ALLOCATION_S = 10 * 365 * 24 * 3600.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -40,6 +44,8 @@ class Launched:
     """Whether the preset asks for the CPU on a machine that may have something faster."""
     gradient_clipping: float | None = None
     """Clipping norm that the preset insists on; the recipe must agree."""
+    end_time_s: float | None = None
+    """When the allocation ends, in Unix seconds, where that is known."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What Accelerate still has to be told by its environment: nothing where a launcher has."""
 
@@ -47,9 +53,14 @@ class Launched:
 def read(environ: Mapping[str, str]) -> Launched:
     """Return what `environ` promises.
 
-    Raises TopologyError where several processes were started, or asked for, without the environment that joins them, and
-    PresetError where the preset sets what the recipe decides.
+    Raises TopologyError where several processes were started, or asked for, without the environment that joins them, or where
+    the end of the allocation cannot be right, and PresetError where the preset sets what the recipe decides.
     """
+    launched = _read(environ)
+    return replace(launched, end_time_s=_end_time_s(environ))
+
+
+def _read(environ: Mapping[str, str]) -> Launched:
     task = tasks.translate(environ)
     if task is not None:
         return _one_task(task, environ)
@@ -72,6 +83,23 @@ def read(environ: Mapping[str, str]) -> Launched:
         local_rank=number(environ, "LOCAL_RANK"),
         local_world_size=number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1,
         **_preset_claims(environ),
+    )
+
+
+def _end_time_s(environ: Mapping[str, str]) -> float | None:
+    text = environ.get(_END_TIME)
+    if text is None:
+        return None
+    try:
+        left_s = float(text) - time.time()
+    except ValueError:
+        left_s = float("nan")
+    if 0 < left_s < _LONGEST_ALLOCATION_S:
+        return float(text)
+    now = f"{time.time():.0f} by the clock of {socket.gethostname()}"
+    raise TopologyError(
+        f"{_END_TIME} is {text!r}: it must be when the allocation ends, in Unix seconds, and it is {now}. Unset it if it was "
+        "left by another job; set the clock if that is wrong."
     )
 
 

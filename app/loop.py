@@ -14,6 +14,7 @@ from app.checkpoint import Checkpoints
 from app.console import Display
 from app.data.augment import Preparation
 from app.data.loader import Batch, batches_of
+from app.errors import TrainingError
 from app.metrics import Metrics
 from app.models import loss_sum_and_count
 from app.optim import set_learning_rate
@@ -21,6 +22,7 @@ from app.recipe import Recipe
 from app.runtime import Runtime
 from app.schedule import Length
 from app.scores import Evaluation
+from app.steps import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +38,15 @@ class Training:
     preparation: Preparation
     length: Length
     learning_rate_at: Callable[[int], float]
+    seed_dropout: Callable[[int, int], None] | None
+    """Makes the random draws of a forward pass those of a step and a micro-batch in it."""
     evaluate: Callable[[], Evaluation]
     metrics: Metrics
     display: Display
     checkpoints: Checkpoints
+    steps: Steps
+    samples_of: Callable[[int], list[int]]
+    """The indices of the samples of a step, counted from 0."""
     first_step: int
     """Steps that were taken before, in the run that this one resumes."""
 
@@ -47,35 +54,50 @@ class Training:
 def train(run: Training) -> Evaluation:
     """Take every step of the recipe and return the scores of the final weights on the test set."""
     accelerator, model, optimizer, metrics = run.runtime.accelerator, run.model, run.optimizer, run.metrics
-    clip_norm, grad_norm = run.recipe.optim.clip_norm, None
     batches = iter(batches_of(run.batches))
     model.train()
     scores: Evaluation | None = None
     for step in range(run.first_step, run.length.total_steps):
         set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
-        for _ in range(run.runtime.plan.accumulation):
+        for micro_batch in range(run.runtime.plan.accumulation):
             batch = metrics.clock.wait_for(batches)
+            if run.seed_dropout is not None:
+                run.seed_dropout(step, micro_batch)
             with accelerator.accumulate(model):
                 inputs, targets = run.preparation.train(batch)
                 loss_sum, count = loss_sum_and_count(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)
                 accelerator.backward(loss_sum / count)
-                if accelerator.sync_gradients and clip_norm is not None:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
-                optimizer.step()
+                if accelerator.sync_gradients:
+                    taken = run.steps.take()
                 optimizer.zero_grad()
             metrics.add(loss_sum, batch["samples"])
         if run.average is not None:
-            run.average.update()
-        metrics.end_step(step + 1)
+            run.average.update(taken.skipped)
+        metrics.end_step(step + 1, taken)
         epoch, is_last = step // run.length.steps_per_epoch, step + 1 == run.length.total_steps
         if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
-            run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate, grad_norm=grad_norm))
-        if is_last or _ends_evaluated_epoch(run, step):
-            scores = _test(run, step + 1, epoch)
-        if run.checkpoints.is_due(step + 1, is_last=is_last):
-            with metrics.clock.paused():
-                run.checkpoints.save(step + 1)
+            run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate))
+            _refuse_to_skip_on(run, step)
+        scores = _test(run, step + 1, epoch) if is_last or _ends_evaluated_epoch(run, step) else None
+        if run.checkpoints.is_due(step + 1, is_last=is_last, scores=scores):
+            run.checkpoints.save(step + 1, scores)
+    run.checkpoints.finish()
     return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
+
+
+def _refuse_to_skip_on(run: Training, step: int) -> None:
+    """Raise TrainingError if too many steps in a row were skipped; what was saved is on disk then."""
+    most = run.recipe.train.max_skipped_steps
+    if run.metrics.skipped_in_row <= most:
+        return
+    run.checkpoints.finish()
+    samples = ", ".join(map(str, run.samples_of(step)[:8]))
+    raise TrainingError(
+        f"the last {run.metrics.skipped_in_row} steps up to step {step + 1} were skipped, each for a loss or gradient that is "
+        f"not finite, and train.max_skipped_steps is {most} (learning rate {run.learning_rate_at(step):g}; the last batch has "
+        f"the samples {samples}, ...). {run.checkpoints.latest}. Lower optim.lr, lengthen the warm-up, set "
+        "optim.clip_norm, or look at these samples."
+    )
 
 
 def _ends_evaluated_epoch(run: Training, step: int) -> bool:

@@ -82,12 +82,16 @@ def topology_dependence(model: nn.Module) -> list[str]:
             f"{_counted(unsynchronized, 'batch normalisation layer')}: their statistics are those of one micro-batch, so "
             "results depend on the number of processes (on GPUs, model.sync_batchnorm=true takes them over all processes)"
         )
-    random = [name for name, layer in model.named_modules() if _dropout_rate(layer) > 0]
-    if random:
+    if random := layers_with_dropout(model):
         sentences.append(
             f"{_counted(random, 'layer')} with dropout: each process draws its own, so results depend on their number"
         )
     return sentences
+
+
+def layers_with_dropout(model: nn.Module) -> list[str]:
+    """Return the names of the layers that draw at random while training."""
+    return [name for name, layer in model.named_modules() if _dropout_rate(layer) > 0]
 
 
 def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Sequential:

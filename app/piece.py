@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+WEIGHT, AVERAGE = "weight", "average"
+"""The keys of the full-precision weights and of their moving average."""
 
 
 @dataclass(frozen=True)
@@ -12,7 +17,7 @@ class Piece:
     """Consecutive elements of one tensor that has a parameter's shape."""
 
     key: str
-    """What it is: "weight", "average", or the optimizer's own name of a state tensor ("exp_avg", "momentum_buffer", ...)."""
+    """What it is: WEIGHT, AVERAGE, or the optimizer's own name of a state tensor ("exp_avg", "momentum_buffer", ...)."""
     name: str
     """The parameter's plain name, as in model.safetensors."""
     shape: tuple[int, ...]

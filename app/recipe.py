@@ -121,6 +121,8 @@ class TrainRecipe:
     """Epochs between two evaluations on the test set; 0: only at the end."""
     label_smoothing: float = 0.0
     """Share of the target probability spread evenly over all classes, 0..1."""
+    max_skipped_steps: int = 10
+    """Most steps in a row that may be skipped because the gradient was not finite; one more ends the run."""
     ema_decay: float | None = None
     """Decay per step of the moving average of the weights that is then evaluated and exported. None: off."""
 
@@ -176,9 +178,18 @@ class CheckpointRecipe:
     """When the state of the run is written down, to be resumed from (`--resume`)."""
 
     every_steps: int | None = None
-    """Steps between two checkpoints; the last step gets one too. None: there are none."""
+    """Steps between two checkpoints. None: steps do not count."""
+    every_minutes: float | None = None
+    """Minutes between two checkpoints. None: time does not count. With neither, there are none but on request."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
+    keep_best: bool = False
+    """Save whenever an evaluation has the best test accuracy so far, and keep the latest of these as well."""
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether there are checkpoints at all; then the last step gets one too."""
+        return self.every_steps is not None or self.every_minutes is not None or self.keep_best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,12 +242,13 @@ _RANGES = {
     "model.channels": _POSITIVE, "model.hidden": _POSITIVE,
     "train.global_batch_size": _POSITIVE, "train.max_micro_batch": _POSITIVE,
     "train.epochs": _POSITIVE, "train.steps": _POSITIVE, "train.evaluate_every_epochs": _NOT_NEGATIVE,
-    "train.label_smoothing": _SHARE, "train.ema_decay": _Range(0, 1, open_low=True),
+    "train.label_smoothing": _SHARE, "train.max_skipped_steps": _NOT_NEGATIVE, "train.ema_decay": _Range(0, 1, open_low=True),
     "optim.lr": _NOT_NEGATIVE, "optim.lr_reference_batch": _POSITIVE, "optim.momentum": _SHARE, "optim.betas": _SHARE,
     "optim.eps": _NOT_NEGATIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip_norm": _POSITIVE,
     "optim.warmup_epochs": _NOT_NEGATIVE, "optim.warmup_steps": _NOT_NEGATIVE, "optim.final_lr_ratio": _SHARE,
     "optim.decay_epochs": _POSITIVE, "optim.decay_factor": _POSITIVE,
-    "log.every_steps": _POSITIVE, "checkpoint.every_steps": _POSITIVE, "checkpoint.keep_last": _Range(1),
+    "log.every_steps": _POSITIVE, "checkpoint.every_steps": _POSITIVE,
+    "checkpoint.every_minutes": _POSITIVE, "checkpoint.keep_last": _Range(1),
 }  # fmt: skip
 
 

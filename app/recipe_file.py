@@ -77,12 +77,17 @@ def as_dict(recipe: Recipe) -> dict[str, Any]:
 
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe as YAML, defaults included, that `load` reads back to an equal one."""
-    return "".join(f"{line}\n" for line, _ in _lines(recipe))
+    return flat_to_yaml(flat(recipe))
+
+
+def flat_to_yaml(values: Mapping[str, Any]) -> str:
+    """The same of a recipe as `flat` gives it, and a checkpoint keeps it."""
+    return "".join(f"{line}\n" for line, _ in _lines(values))
 
 
 def render(loaded: LoadedRecipe) -> str:
     """Every key with its value and, as a comment, where the value came from: a recipe file again."""
-    lines = _lines(loaded.recipe)
+    lines = _lines(flat(loaded.recipe))
     width = max(len(line) for line, _ in lines)
     return "".join(f"{line:{width}}  # {loaded.origins[key]}\n" if key else f"{line}\n" for line, key in lines)
 
@@ -227,11 +232,11 @@ def _override_node(text: str) -> yaml.Node:
         return plain  # not YAML after all: the type of the key decides whether that is right
 
 
-def _lines(recipe: Recipe) -> list[tuple[str, str | None]]:
+def _lines(values: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     """The recipe's YAML, line by line, each with its key (None: the line opens a section)."""
     lines: list[tuple[str, str | None]] = []
     section = ""
-    for key, value in flat(recipe).items():
+    for key, value in values.items():
         head, _, name = key.rpartition(".")
         if head != section:
             section = head

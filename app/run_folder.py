@@ -8,6 +8,9 @@
     samples.jsonl     with log.samples: the samples of each step
     result.json       at the end: steps, samples, test scores, throughput
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
+    outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
+    incarnation.json  which start of the run the folder belongs to
+    STOP, SAVE        made by the user, who wants the run to stop or to save
 
 Files appear whole or not at all: each is written beside its name and renamed.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -30,6 +34,7 @@ from app.errors import RunFolderError
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
+OUTCOME, INCARNATION, STOP, SAVE = "outcome.json", "incarnation.json", "STOP", "SAVE"
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ def create(run_dir: str | None, recipe_name: str, *, resumed_step: int | None = 
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
+        (path / OUTCOME).unlink(missing_ok=True)
         for name in (METRICS, EVALUATIONS, SAMPLES):
             if (path / name).exists():
                 write_text(path / name, _upto((path / name).read_text(), resumed_step or 0))
@@ -63,6 +69,24 @@ def create(run_dir: str | None, recipe_name: str, *, resumed_step: int | None = 
     except OSError as error:
         raise RunFolderError(f"the run folder {path} cannot be written: {error.strerror}. Choose another --run-dir.") from error
     return path
+
+
+def claim(path: Path, incarnation: str) -> None:
+    """Make the folder belong to this start of the run, whose name is `incarnation`, and to no earlier one."""
+    write_json(path / INCARNATION, {"incarnation": incarnation, "host": socket.gethostname(), "time": time.time()})
+
+
+def check_claim(path: Path, incarnation: str) -> None:
+    """Raise RunFolderError if a later start of the run has claimed the folder; comes before what that could lose by.
+
+    After a cut link the processes of a job may live on while the scheduler has started it again elsewhere.
+    """
+    claimed = read_json(path / INCARNATION)
+    if claimed["incarnation"] != incarnation:
+        raise RunFolderError(
+            f"another start of this run, on {claimed['host']}, has taken {path} over: this one ends and writes nothing more. "
+            "If you started both, give one another --run-dir."
+        )
 
 
 def check_may_begin_again(path: Path) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,9 +36,11 @@ from accelerate.utils import (
 )
 from torch.distributed import DistNetworkError
 
+from app import compiled_ops
 from app.batching import BatchPlan
-from app.errors import PresetError, SamerunError, TopologyError, TrackerError
+from app.errors import PresetError, TopologyError, TrackerError
 from app.launched import Launched
+from app.ranks import agreed
 
 _MEETING_S = 45.0
 """How much later than the others rank 0 may start, where nothing that waits for it has started them."""
@@ -61,6 +64,9 @@ class Runtime:
         _refuse_other_clipping(launched, clip_norm)
         self.launched = launched
         self.plan = plan
+        self.incarnation = uuid.uuid4().hex
+        """Name of this start of the run, among all its starts: that of the main process counts."""
+        self._cpu_group: Any = None
         if launched.variables:
             os.environ.update(launched.variables)  # the one way by which Accelerate can be told
             _await_head(launched)
@@ -85,9 +91,9 @@ class Runtime:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
 
-    def seed(self, seed: int, *, per_rank: bool) -> None:
-        """Seed the generators of Python, NumPy and torch: alike everywhere, or differently on each rank."""
-        set_seed((seed + (self.launched.rank if per_rank else 0)) % 2**32)
+    def seed(self, seed: int) -> None:
+        """Seed the generators of Python, NumPy and torch alike on every rank."""
+        set_seed(seed % 2**32)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in the order of the ranks."""
@@ -98,24 +104,31 @@ class Runtime:
         """Return the main process's picklable `value` on every rank."""
         return broadcast_object_list([value])[0]
 
+    def greatest(self, values: Sequence[float]) -> list[float]:
+        """Return the greatest of the ranks' values, place by place. It goes past the devices, which go on meanwhile.
+
+        Raises TopologyError if the processes cannot meet for it.
+        """
+        if self.plan.world_size == 1:
+            return list(values)
+        if self._cpu_group is None:
+            try:
+                self._cpu_group = torch.distributed.new_group(backend="gloo")
+            except RuntimeError as error:
+                raise TopologyError(
+                    f"rank {self.launched.rank} on {socket.gethostname()} cannot reach the others through gloo: {error}. "
+                    "GLOO_SOCKET_IFNAME names the network interface to use."
+                ) from error
+        tensor = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=self._cpu_group)
+        greatest: list[float] = tensor.tolist()
+        return greatest
+
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all.
-
-        Without it the ranks that went well would wait for the others in the next collective. Other exceptions are faults of
-        the program: they pass with their traceback and the launcher ends the other ranks.
-        """
-        mine: SamerunError | None = None
-        try:
+        """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all."""
+        with agreed(self.gather):
             yield
-        except SamerunError as error:
-            mine = error
-        errors = self.gather(None if mine is None else (type(mine), str(mine), socket.gethostname()))
-        failed = [rank for rank, error in enumerate(errors) if error is not None]
-        if failed:
-            kind, text, host = errors[failed[0]]
-            everywhere = len(failed) == len(errors)
-            raise kind(text if everywhere else f"rank {failed[0]} of {len(errors)} on {host}: {text}") from mine
 
     def check_trackers(self, names: Sequence[str]) -> None:
         """Raise TrackerError, naming those that are installed, for a tracker that is unknown or not installed."""
@@ -158,6 +171,7 @@ class Runtime:
         """
         self.accelerator.wait_for_everyone()
         self.accelerator.free_memory(*prepared)
+        self._cpu_group = None
         self.accelerator.end_training()
 
 
@@ -204,7 +218,8 @@ def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) ->
         "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     }
     if launched.strategy == "deepspeed":
-        settings["deepspeed_plugin"] = _deepspeed_plugin(plan, clip_norm)
+        settings["deepspeed_plugin"] = plugin = _deepspeed_plugin(plan, clip_norm)
+        compiled_ops.load(plugin.deepspeed_config)
     if on_cpu:
         return _accelerator_on_cpu(launched, settings)
     return Accelerator(**settings)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from app import checkpoint, console, exported, handshake, models, optim, recipe_
 from app.average import WeightAverage
 from app.data import loader
 from app.data.augment import Preparation
+from app.data.hash64 import derive_key
 from app.data.open import download_data
 from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
 from app.errors import CheckpointError, PresetError
+from app.initial_weights import Initial
 from app.loop import Training
 from app.metrics import Metrics
 from app.recipe import Recipe
@@ -34,6 +36,7 @@ from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.scores import Evaluation, evaluate
 from app.shards import Shards
+from app.steps import Steps
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,20 @@ def find_checkpoint(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir:
 
 
 def open_run_folder(
-    runtime: Runtime, loaded: LoadedRecipe, wanted: str | None, *, trackers: str, resumed: Resumed | None, may_exist: bool
+    runtime: Runtime,
+    loaded: LoadedRecipe,
+    wanted: str | None,
+    *,
+    trackers: str,
+    origin: Resumed | Initial | None,
+    may_exist: bool,
 ) -> Path:
     """Make the run folder on the main process, write what is known at the start, and return its path on all ranks.
 
     With `may_exist` the folder may hold a run already, which goes on, or starts anew where it had no checkpoint yet.
 
-    Comes after all that can be wrong with a run, so that a mended one can use the same folder.
+    `origin` is what the run goes on from or begins with. Comes after all that can be wrong with a run, so that a mended one
+    can use the same folder.
     """
     names = [name for name in trackers.split(",") if name and name != "none"]
     with runtime.together():
@@ -89,17 +99,26 @@ def open_run_folder(
     path: Path | None = None
     with runtime.together():
         if runtime.is_main:
-            step = resumed.step if resumed else 0
+            step = origin.step if isinstance(origin, Resumed) else 0
             path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
             preset = run_folder.launched_preset()
             if preset is not None:
                 run_folder.write_text(path / run_folder.PRESET, preset.text)
-            before = {"resumed_from": str(resumed.folder), "resumed_step": resumed.step} if resumed else {}
+            before = _before(origin, path / run_folder.RUN)
             run_folder.write_json(path / run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
             run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
     path = runtime.from_main(path)
     runtime.start_trackers(names, path, recipe_file.flat(loaded.recipe))
     return path
+
+
+def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
+    """What run.json says of the time before this start; `earlier` is the file of the start before, if there was one."""
+    if isinstance(origin, Resumed):
+        told = run_folder.read_json(earlier) if earlier.exists() else {}
+        begun_with = {"init_from": told["init_from"]} if "init_from" in told else {}
+        return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
+    return {"init_from": str(origin.place)} if origin else {}
 
 
 def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: run_folder.Preset | None, hosts: list[str]) -> dict[str, Any]:
@@ -169,12 +188,18 @@ def prepare(
         parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length, first_step)
     )
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
-    # From here on ranks may draw differently: dropout on different samples must not repeat itself.
-    runtime.seed(recipe.seed + first_step, per_rank=True)
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
-    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, model=model, shards=shards, data=_data_facts(data))
+    facts = {"data": _data_facts(data), "model": asdict(exported.ModelConfig.of(recipe, data.train))}
+    metrics = Metrics(
+        runtime.accelerator,
+        run_dir,
+        global_batch_size=runtime.plan.global_batch_size,
+        record_samples=recipe.log.samples,
+        first_step=first_step,
+    )
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, clock=metrics.clock)
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
@@ -185,19 +210,16 @@ def prepare(
         optimizer=optimizer,
         average=average,
         checkpoints=checkpoints,
+        steps=Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm),
+        samples_of=functools.partial(_samples_of, recipe, len(data.train)),
         first_step=first_step,
         batches=batches,
         preparation=parts.preparation,
         length=length,
         learning_rate_at=_learning_rate(recipe, length),
+        seed_dropout=_dropout_seeds(recipe.seed, runtime.launched.rank, parts.model),
         evaluate=evaluation_of(runtime, model, data.test, parts.preparation),
-        metrics=Metrics(
-            runtime.accelerator,
-            run_dir,
-            global_batch_size=runtime.plan.global_batch_size,
-            record_samples=recipe.log.samples,
-            first_step=first_step,
-        ),
+        metrics=metrics,
         display=display,
     )
 
@@ -211,7 +233,7 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
         raise PresetError(
             "model.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
         )
-    runtime.seed(recipe.seed, per_rank=False)
+    runtime.seed(recipe.seed)
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
@@ -243,22 +265,15 @@ def evaluation_of(
 def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
     """Write the weights and the result, and close the process group."""
     runtime, recipe, length = training.runtime, training.recipe, training.length
+    training_s = training.metrics.clock.training_s
     with training.average.applied() if training.average else nullcontext():
         weights = runtime.accelerator.get_state_dict(training.model)
-    training_s = training.metrics.clock.training_s
+        if runtime.is_main:
+            # Inside the block: under some strategies these are the live weights.
+            exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
     samples_seen = length.total_steps * runtime.plan.global_batch_size
     samples_per_s = (length.total_steps - training.first_step) * runtime.plan.global_batch_size / training_s
     if runtime.is_main:
-        config = exported.ModelConfig(
-            model=recipe.model,
-            channels=data.train.channels,
-            image_size=data.train.image_size,
-            resize_size=recipe.data.resize_size,
-            classes=data.train.classes,
-            mean=recipe.data.mean,
-            std=recipe.data.std,
-        )
-        exported.save(run_dir, config, weights)
         result = {
             "steps": length.total_steps,
             "samples_seen": samples_seen,
@@ -315,6 +330,18 @@ def _learning_rate(recipe: Recipe, length: schedule.Length) -> Callable[[int], f
     )
 
 
+def _dropout_seeds(seed: int, rank: int, model: torch.nn.Module) -> Callable[[int, int], None] | None:
+    """Return what seeds the generators for a forward pass, so that a resumed run draws what it would have drawn.
+
+    Ranks draw differently, for dropout on different samples must not repeat itself. None: the model draws nothing.
+    """
+
+    def seed_pass(step: int, micro_batch: int) -> None:
+        torch.manual_seed(derive_key(seed, "dropout", step, micro_batch, rank))
+
+    return seed_pass if models.layers_with_dropout(model) else None
+
+
 def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: schedule.Length, first_step: int) -> DataLoader:
     batches = TrainBatches(
         size=len(source),
@@ -325,6 +352,19 @@ def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: sche
         last_step=length.total_steps,
     )
     return _loader(runtime, source, batches)
+
+
+def _samples_of(recipe: Recipe, size: int, step: int) -> list[int]:
+    batches = TrainBatches(
+        size=size,
+        seed=recipe.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batches_per_step=1,
+        first_step=step,
+        last_step=step + 1,
+    )
+    indices: list[int] = (next(iter(batches)) % size).tolist()
+    return indices
 
 
 def _loader(runtime: Runtime, source: Source, batches: TrainBatches | EvalBatches) -> DataLoader:

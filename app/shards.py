@@ -21,12 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from app.errors import CheckpointError, PresetError
-from app.piece import Piece
+from app.piece import AVERAGE, WEIGHT, Piece
 
 if TYPE_CHECKING:
     from app.average import WeightAverage
-
-WEIGHT, AVERAGE = "weight", "average"
 
 _STEP = "step"
 """The one name that torch's and DeepSpeed's optimizers have for a count of steps; for a scalar parameter it has its shape."""
@@ -64,9 +62,9 @@ class Shards:
 
         Raises PresetError if the optimizer keeps them where they cannot be found.
         """
-        self._model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        self.model = accelerator.unwrap_model(model, keep_torch_compile=False)
         self._holder, self._average = optimizer.optimizer, average
-        parameters = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self._copies, self._copy = 1, 0  # how many ranks hold the same elements, and which of them this one is
         if isinstance(self._holder, torch.optim.Optimizer):
             self._zero_flats, self._stepper = None, self._holder
@@ -140,7 +138,7 @@ class Shards:
     @torch.no_grad()
     def publish(self) -> None:
         """Make the forward pass use the full-precision weights as they are now. Called by all ranks together."""
-        for module in self._model.modules():
+        for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left gathered weights behind, which training would use once more
         if self._zero_flats is not None:
@@ -155,8 +153,8 @@ class Shards:
         Each rank's running statistics are of its own samples. `Runtime.average_buffers` makes them alike, and training on
         from their mean gives the same mean later, since they are linear in what they have seen: average, then write rank 0's.
         """
-        kept = self._model.state_dict(keep_vars=True).keys()  # leaves out those that are not persistent
-        return {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+        kept = self.model.state_dict(keep_vars=True).keys()  # leaves out those that are not persistent
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
 
     def _states(self, stepped: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The optimizer's tensors for what it steps on, without its scalars."""

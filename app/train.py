@@ -50,6 +50,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--resume", default="never", metavar="auto|never|PATH", help="go on from a checkpoint: auto takes the "
                         "newest of --run-dir, if it has one; PATH is a run folder or a checkpoint (default: never)"
                         )  # fmt: skip
+    parser.add_argument("--init-from", metavar="PATH", help="begin with these weights, as for fine-tuning: a safetensors "
+                        "file, a run folder or a checkpoint; the last layer stays new if it is of other classes"
+                        )  # fmt: skip
     parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
     return parser.parse_intermixed_args(argv)
@@ -59,7 +62,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     recipe = loaded.recipe
     plan = BatchPlan.of(recipe, launched.world_size)
     # Only now the slow imports: what was wrong so far has been said.
-    from app import handshake, session
+    from app import handshake, initial_weights, session
     from app.loop import train
     from app.runtime import Runtime
 
@@ -68,8 +71,14 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     data = session.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, data)
     resumed = session.find_checkpoint(runtime, loaded, data, arguments.run_dir, arguments.resume)
+    initial = initial_weights.take_up(runtime, parts.model, arguments.init_from, resumed=resumed.folder if resumed else None)
     run_dir = session.open_run_folder(
-        runtime, loaded, arguments.run_dir, trackers=arguments.trackers, resumed=resumed, may_exist=arguments.resume == "auto"
+        runtime,
+        loaded,
+        arguments.run_dir,
+        trackers=arguments.trackers,
+        origin=resumed or initial,
+        may_exist=arguments.resume == "auto",
     )
     training = session.prepare(runtime, loaded, data, parts, run_dir, resumed)
     scores = train(training)

@@ -52,10 +52,17 @@ def _doctor(argv: list[str]) -> int:
     return doctor.doctor(argv, os.environ, say=_say)
 
 
+def _export(argv: list[str]) -> int:
+    from app import export
+
+    return export.main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
     "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
+    "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
 }
 

@@ -96,7 +96,7 @@ def test_any_cutting_is_read_back_bit_by_bit_under_any_other(
     with tempfile.TemporaryDirectory() as directory:
         reader = Reader(save(Path(directory), 1, *written))
         assert reader.keys() == ["average", "exp_avg", "weight"]
-        assert reader.names() == sorted(f"p{number}" for number in range(len(shapes)))
+        assert reader.shapes() == {f"p{number}": shape for number, shape in enumerate(shapes)}
         for (key, name), tensor in tensors.items():
             for part in cut(torch.zeros_like(tensor), data.draw(cuts), key, name):
                 reader.read_into(part)
@@ -395,6 +395,9 @@ def test_pruning_keeps_the_last_ones_and_does_not_count_what_came_from_a_later_s
         save_small(tmp_path, step)
     (tmp_path / "checkpoints" / "notes").mkdir()
     assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 2, 1)]
+    prune(path_of(tmp_path, 3), keep_last=1, keep_step=1)
+    assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 1)]
+    save_small(tmp_path, 2)
     prune(path_of(tmp_path, 3), keep_last=2)
     assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 2)]
     prune(path_of(tmp_path, 3), keep_last=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,15 @@ def test_a_number_that_is_none_is_named(name: str) -> None:
 def test_a_rank_beyond_the_world_is_refused() -> None:
     with pytest.raises(TopologyError, match="RANK is 4 and WORLD_SIZE is 4"):
         read(TORCHRUN | {"RANK": "4"})
+
+
+def test_the_end_of_the_allocation_is_taken_over() -> None:
+    end_time_s = time.time() + 3600
+    assert read({"SAMERUN_END_TIME": str(end_time_s)}).end_time_s == end_time_s
+    assert read({**TORCHRUN, "SAMERUN_END_TIME": f"{end_time_s:.0f}"}).end_time_s == float(f"{end_time_s:.0f}")
+
+
+@pytest.mark.parametrize("value", ["1000000000", "01:00:00", "", "nan", "1763748123000"])
+def test_an_end_of_the_allocation_that_cannot_be_is_refused(value: str) -> None:
+    with pytest.raises(TopologyError, match=f"SAMERUN_END_TIME is '{value}': it must be when the allocation ends"):
+        read({"SAMERUN_END_TIME": value})

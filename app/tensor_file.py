@@ -1,0 +1,162 @@
+"""Tensors in safetensors files (https://huggingface.co/docs/safetensors, "Format"), a chunk at a time in both directions.
+
+The files are what any safetensors reads and writes; this does it by itself for the sake of memory. `save_file` wants all
+tensors on the CPU at once and the file read again for its hash: here a tensor of any size and device passes through memory
+once, in chunks of durable.CHUNK_BYTES. And `safe_open` maps the whole file, privately and writable (0.8.0), which counts as
+the process's own memory where that is limited, and which Linux refuses for a file larger than the machine's memory.
+
+Needs no torch, until tensors are given or asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app import durable
+from app.durable import Stamp, telling
+from app.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""The dtypes that can be saved: safetensors' name and torch's."""
+_NAMES = {name: ours for ours, name in _TORCH_NAMES.items()}
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+_MOST_HEADER_BYTES = 100_000_000
+"""As in safetensors itself: what is longer is no header."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A tensor to be written, as its bytes."""
+
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+    chunks: Iterable[bytes | bytearray | memoryview]
+    """Its elements in order; taken when it is their turn."""
+
+
+def dtype_of(name: str, tensor: torch.Tensor) -> str:
+    """Return the dtype of a tensor as safetensors names it. Raises CheckpointError for one that cannot be saved."""
+    dtype = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise CheckpointError(f"{name} is of {tensor.dtype}, which cannot be saved: {', '.join(_NAMES)} can.")
+    return dtype
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Stamp:
+    """Write tensors of any shape and device, and wait until the disk has them. Raises CheckpointError."""
+    assert len({name for name, _ in tensors}) == len(tensors), f"a tensor is given twice for {path}"
+    return write(path, {name: Content(dtype_of(name, it), tuple(it.shape), _chunks(it)) for name, it in tensors})
+
+
+def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str] | None = None) -> Stamp:
+    """Write tensors that are given as their bytes, and wait until the disk has them. Raises CheckpointError."""
+    # Wide elements first, as safetensors itself does it: then each tensor's data is aligned to its element.
+    ordered = sorted(contents.items(), key=lambda named: -_ITEM_BYTES[named[1].dtype])
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, content in ordered:
+        start, end = end, end + prod(content.shape) * _ITEM_BYTES[content.dtype]
+        header[name] = {"dtype": content.dtype, "shape": list(content.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return durable.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)))
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    import torch
+
+    flat = tensor.detach().reshape(-1)
+    for part in flat.split(durable.CHUNK_BYTES // flat.element_size()):
+        yield memoryview(part.cpu().contiguous().view(torch.uint8).numpy())
+
+
+class TensorFile:
+    """A safetensors file that is read. Raises CheckpointError wherever it cannot be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with telling(path, "read"):
+            self._descriptor = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            size_bytes = os.fstat(self._descriptor).st_size
+        header_bytes = int.from_bytes(self._read(0, min(8, size_bytes)), "little")
+        if size_bytes < 8 or header_bytes > min(size_bytes - 8, _MOST_HEADER_BYTES):
+            raise self._broken("it has no header")
+        self._data_start = 8 + header_bytes
+        try:
+            header = json.loads(self._read(8, header_bytes))
+            header.pop("__metadata__", None)
+            self.dtypes: dict[str, str] = {name: it["dtype"] for name, it in header.items()}
+            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(it["shape"]) for name, it in header.items()}
+            self._offsets: dict[str, tuple[int, int]] = {name: tuple(it["data_offsets"]) for name, it in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._broken("its header is none") from error
+        if max((end for _, end in self._offsets.values()), default=0) != size_bytes - self._data_start:
+            raise self._broken(f"it has {size_bytes} bytes, which is not what its header says")
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[bytearray]:
+        """Yield the bytes of the elements start .. stop - 1 of a flattened tensor, in chunks of whole elements."""
+        dtype = self.dtypes[name]
+        if dtype not in _ITEM_BYTES:
+            raise CheckpointError(f"{name} in {self.path} is of {dtype}, which cannot be read: {', '.join(_ITEM_BYTES)} can.")
+        item_bytes, (first, end) = _ITEM_BYTES[dtype], self._offsets[name]
+        if prod(self.shapes[name]) * item_bytes != end - first:
+            raise self._broken(f"the place of {name} is not of its size")
+        offset = self._data_start + first
+        assert 0 <= start <= stop <= prod(self.shapes[name]), (name, start, stop)
+        step = durable.CHUNK_BYTES // item_bytes
+        for position in range(start, stop, step):
+            yield self._read(offset + position * item_bytes, min(step, stop - position) * item_bytes)
+
+    def read_into(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
+        """Fill `values`, 1-D, with the elements of a flattened tensor from `start` on, in their dtype and on their device."""
+        import torch
+
+        target, position = values.detach(), 0
+        for chunk in self.chunks(name, start, start + values.numel()):
+            elements = torch.frombuffer(chunk, dtype=getattr(torch, _TORCH_NAMES[self.dtypes[name]]))
+            target[position : position + elements.numel()].copy_(elements)
+            position += elements.numel()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor, on the CPU."""
+        import torch
+
+        tensor = torch.empty(self.shapes[name], dtype=getattr(torch, _TORCH_NAMES[self.dtypes[name]]))
+        self.read_into(name, tensor.view(-1))
+        return tensor
+
+    def _read(self, offset: int, count: int) -> bytearray:
+        buffer = bytearray(count)
+        with telling(self.path, "read"):
+            if os.preadv(self._descriptor, [buffer], offset) != count:
+                raise self._broken("it ends early")
+        return buffer
+
+    def _broken(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged, or no safetensors file: {why}. It cannot be used.")

@@ -1,0 +1,112 @@
+"""Two ranks take steps without a training and are asked for things; rank 0 prints what each was told in each case."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from app import run_folder
+from app.batching import BatchPlan
+from app.control import Control
+from app.errors import SamerunError
+from app.launched import read
+from app.runtime import Runtime
+
+ASKED_AT, SAVED_AFTER, SAVE_S = 5, 40, 0.01
+
+launched = read(os.environ)
+runtime = Runtime(launched, BatchPlan(global_batch_size=2, world_size=2, accumulation=1))
+rank, run_dir = launched.rank, Path(sys.argv[1])
+
+
+def send(*of_rank: tuple[signal.Signals, ...]) -> Callable[[], None]:
+    def ask() -> None:
+        for number in of_rank[rank]:
+            signal.raise_signal(number)
+
+    return ask
+
+
+def touch(*names: str) -> Callable[[], None]:
+    def ask() -> None:
+        for name in names if rank == 0 else ():
+            (run_dir / name).touch()
+
+    return ask
+
+
+def take_over() -> None:
+    if rank == 0:
+        run_folder.claim(run_dir, "another start")
+
+
+def files() -> list[str]:
+    return sorted(path.name for path in run_dir.iterdir() if path.name != run_folder.INCARNATION)
+
+
+def ask_nothing() -> None: ...
+
+
+def told(ask: Callable[[], None], save_every_s: float | None, left_s: float | None) -> dict[str, Any]:
+    """Step until all are told something, and on until a save is done; return what this rank was told, and when."""
+    runtime.launched = replace(launched, end_time_s=None if left_s is None else time.time() + left_s)
+    control = Control(runtime, run_dir, total_steps=10**6, state_bytes=0, save_every_s=save_every_s)
+    with control:
+        step, request = 0, control.agreed(0)
+        while not request.why:
+            step += 1
+            time.sleep(0.001 * (1 + rank))
+            if step == ASKED_AT:
+                ask()
+            request = control.agreed(step)
+        while_saving = [control.agreed(later).why for later in range(step + 1, step + SAVED_AFTER)] if not request.stop else []
+        files_before = files()
+        control.saved(SAVE_S)
+        control.record_outcome(step, request)
+    return {
+        "step": step,
+        "why": request.why,
+        "stop": request.stop,
+        "go_on": request.go_on,
+        "while_saving": [why for why in while_saving if why],
+        "files": (files_before, files()),
+    }
+
+
+CASES: dict[str, tuple[Callable[[], None], float | None, float | None]] = {
+    "SIGTERM twice": (send((), (signal.SIGTERM, signal.SIGTERM)), None, None),
+    "SIGUSR1": (send((), (signal.SIGUSR1,)), None, None),
+    "SIGUSR2": (send((signal.SIGUSR2,), ()), None, None),
+    "SIGINT": (send((), (signal.SIGINT,)), None, None),
+    "SIGTERM and SIGINT": (send((signal.SIGTERM,), (signal.SIGINT,)), None, None),
+    "SAVE": (touch(run_folder.SAVE), None, None),
+    "STOP and SAVE": (touch(run_folder.STOP, run_folder.SAVE), None, None),
+    "minutes": (ask_nothing, 0.05, None),
+    "end": (ask_nothing, None, 33.0),
+    "end at once": (ask_nothing, None, 10.0),
+    "taken over": (take_over, None, None),
+    "SIGINT twice": (send((), (signal.SIGINT, signal.SIGINT)), None, None),
+}
+
+for case, (ask, save_every_s, left_s) in CASES.items():
+    if rank == 0:
+        run_folder.claim(run_dir, runtime.incarnation)
+    runtime.accelerator.wait_for_everyone()
+    answer: dict[str, Any]
+    try:
+        answer = told(ask, save_every_s, left_s)
+    except SamerunError as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    except KeyboardInterrupt:
+        print(f"rank {rank} was interrupted, as by the usual handler: {signal.getsignal(signal.SIGINT)}", flush=True)
+        os._exit(0)
+    answers = runtime.gather(answer)
+    if rank == 0:
+        print(json.dumps({"case": case, "ranks": answers}), flush=True)

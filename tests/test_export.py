@@ -1,0 +1,160 @@
+"""`samerun export`: what a finished run leaves, from a checkpoint, bit by bit, in less memory than the model needs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import REPOSITORY, clean_environment, train
+from safetensors.torch import load_file
+
+from app import checkpoint_files as files
+from app import export, recipe_file
+from app.errors import CheckpointError, RunFolderError
+from app.piece import Piece
+from app.recipe import Recipe
+
+MIB = 2**20
+MODEL = {"model": {"name": "convnet"}, "classes": ["no", "yes"]}
+BUFFERS = {"norm.mean": torch.tensor([0.5, 1.5]), "norm.count": torch.tensor(7)}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
+
+
+def save(run_dir: Path, step: int, *ranks: list[Piece]) -> Path:
+    folder = files.begin(run_dir, step)
+    entries = [files.write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
+    state = {"step": step, "recipe": recipe_file.flat(Recipe(seed=step)), "model": MODEL}
+    return files.commit(run_dir, step, entries, state=state, buffers=BUFFERS)
+
+
+def save_small(run_dir: Path, step: int, *, averaged: bool = True) -> dict[str, dict[str, torch.Tensor]]:
+    """Two parameters of different types, cut among two ranks; returns what was saved, by key and name."""
+    tensors = {
+        key: {"a.weight": random(step, 7), "b.bias": random(5, dtype=torch.float64) + len(key)}
+        for key in ("weight", "exp_avg", *(["average"] if averaged else []))
+    }
+    ranks: list[list[Piece]] = [[], []]
+    for key, of in tensors.items():
+        for name, tensor in of.items():
+            flat = tensor.reshape(-1)
+            ranks[1].append(Piece(key, name, tuple(tensor.shape), 0, flat[:3]))
+            ranks[0].append(Piece(key, name, tuple(tensor.shape), 3, flat[3:]))
+    save(run_dir, step, *ranks)
+    return tensors
+
+
+def assert_equal(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def samerun(*arguments: str | Path, limits: dict[int, int] | None = None) -> subprocess.CompletedProcess[str]:
+    """`samerun export` as a process, which may not exceed the limits (`resource.RLIMIT_...` -> bytes)."""
+
+    def limit() -> None:
+        for what, size_bytes in (limits or {}).items():
+            resource.setrlimit(what, (size_bytes, size_bytes))
+
+    command = [sys.executable, "-m", "launch.cli", "export", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=clean_environment(), preexec_fn=limit, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.multiproc
+def test_it_is_what_the_finished_run_leaves(tmp_path: Path) -> None:
+    """Averaged weights, cut among two ranks, and batch statistics of both: the three files are equal, so tools take them."""
+    train("multi_gpu", tmp_path / "run", "--recipe", "digits", "train.steps=3", "train.ema_decay=0.5", "model.norm=batch",
+          "optim.lr=0.01", "checkpoint.every_steps=10", processes=2).check()  # fmt: skip
+    assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert_equal(tmp_path / "out" / "model.safetensors", load_file(tmp_path / "run" / "model.safetensors"))
+    for name in ("model.json", "recipe.yaml"):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "run" / name).read_text()
+
+
+def test_the_average_is_the_default_and_raw_weights_are_to_be_had(tmp_path: Path) -> None:
+    save_small(tmp_path, 1)
+    tensors = save_small(tmp_path, 2)
+    assert export.main([str(tmp_path)]) == 0
+    folder = tmp_path / "exported" / "step-00000002"
+    assert_equal(folder / "model.safetensors", {**tensors["average"], **BUFFERS})
+    assert json.loads((folder / "model.json").read_text()) == MODEL
+    assert recipe_file.load(str(folder / "recipe.yaml")).recipe == Recipe(seed=2)
+    file = tmp_path / "raw.safetensors"
+    assert export.main([str(files.path_of(tmp_path, 2)), "--weights", "raw", "--out", str(file)]) == 0
+    assert_equal(file, {**tensors["weight"], **BUFFERS})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "exported", "raw.safetensors"]
+
+
+def test_without_an_average_the_weights_are_exported(tmp_path: Path) -> None:
+    tensors = save_small(tmp_path, 2, averaged=False)
+    assert export.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert_equal(tmp_path / "out" / "model.safetensors", {**tensors["weight"], **BUFFERS})
+    with pytest.raises(CheckpointError, match=r"has no average of the weights: its run had no train\.ema_decay"):
+        export.main([str(tmp_path), "--weights", "average"])
+
+
+def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
+    tensors = save_small(tmp_path, 2)
+    (tmp_path / "model.json").write_text("mine")
+    with pytest.raises(RunFolderError, match=r"model\.json exists already: choose another --out, or replace it by --force"):
+        export.main([str(tmp_path), "--out", str(tmp_path)])
+    assert not (tmp_path / "model.safetensors").exists()
+    assert export.main([str(tmp_path), "--out", str(tmp_path), "--force"]) == 0
+    assert_equal(tmp_path / "model.safetensors", {**tensors["average"], **BUFFERS})
+
+
+def test_what_is_damaged_is_passed_over_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = save_small(tmp_path, 1)
+    save_small(tmp_path, 2)
+    newest = files.path_of(tmp_path, 2)
+    file = newest / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        export.main([str(newest), "--out", str(tmp_path / "out")])
+    assert export.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert f"passed over: {file} has changed" in capsys.readouterr().err
+    assert_equal(tmp_path / "out" / "model.safetensors", {**older["average"], **BUFFERS})
+    files.discard(files.path_of(tmp_path, 1))
+    for place in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(CheckpointError, match="is no checkpoint and has none that is whole"):
+            export.main([str(place)])
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A checkpoint of 256 MiB of weights: twice the same tensor, cut among two ranks."""
+    run_dir, weight = tmp_path_factory.mktemp("large"), random(32 * MIB)
+    piece = functools.partial(Piece, "weight", shape=(32, MIB))
+    halves = {0: weight[: 16 * MIB], 16 * MIB: weight[16 * MIB :]}
+    ranks = [[piece(name=name, start=start, values=values) for name in "ab"] for start, values in halves.items()]
+    return save(run_dir, 1, *ranks), weight.view(32, MIB)
+
+
+def test_a_model_larger_than_the_memory_is_exported(large: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    """All that the process maps, code and mapped files included, is limited to less than one of the two tensors."""
+    folder, weight = large
+    finished = samerun(folder, "--out", tmp_path / "out", limits={resource.RLIMIT_AS: 100 * MIB})
+    assert finished.returncode == 0, finished.stderr
+    assert_equal(tmp_path / "out" / "model.safetensors", {"a": weight, "b": weight, **BUFFERS})
+
+
+def test_a_full_disk_is_said_and_nothing_is_left(large: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    finished = samerun(large[0], "--out", tmp_path / "out.safetensors", limits={resource.RLIMIT_FSIZE: MIB})
+    assert finished.returncode == CheckpointError.exit_code
+    assert "out.safetensors cannot be written: File too large." in finished.stderr
+    assert list(tmp_path.iterdir()) == []

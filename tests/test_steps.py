@@ -1,0 +1,106 @@
+"""A step whose gradient is not finite is left out, on all ranks alike, counted, and does not spoil anything."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from processes import Finished, read_lines, train
+
+from app.average import WeightAverage
+from app.steps import Step, Steps
+
+BAD_STEP, STEPS = 3, 6
+# On the last rank the loss of one forward pass is not a number, as after an overflow.
+FAULT = f"""
+import os
+if os.environ.get("RANK") == "1" and "app.train" in " ".join(__import__("sys").orig_argv):
+    import torch
+    exact, calls = torch.nn.functional.cross_entropy, 0
+    def cross_entropy(*arguments, **options):
+        global calls
+        calls += 1
+        loss = exact(*arguments, **options)
+        return loss * float("nan") if calls == {BAD_STEP} else loss
+    torch.nn.functional.cross_entropy = cross_entropy
+"""
+
+
+def run(preset: str, folder: Path, *arguments: str) -> Finished:
+    (folder / "sitecustomize.py").write_text(FAULT)
+    recipe = ("--recipe", "digits", f"train.steps={STEPS}", "train.ema_decay=0.9", "model.activation=gelu", *arguments)
+    repository = str(Path(__file__).parent.parent)
+    return train(preset, folder / "run", *recipe, processes=2, env={"PYTHONPATH": f"{folder}:{repository}"})
+
+
+@pytest.mark.multiproc
+def test_one_bad_batch_of_one_rank_is_skipped_by_all_under_every_strategy(tmp_path: Path) -> None:
+    losses = {}
+    for preset in ("multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"):
+        (folder := tmp_path / preset).mkdir()
+        run(preset, folder, "log.every_steps=1").check()
+        lines = read_lines(folder / "run" / "metrics.jsonl")
+        assert [line["skipped_steps"] for line in lines] == [[], [], [BAD_STEP], [], [], []], preset
+        assert lines[BAD_STEP - 1]["loss"] is None
+        (evaluation,) = read_lines(folder / "run" / "evaluations.jsonl")  # of the average
+        losses[preset] = [line["loss"] for line in lines if line["step"] != BAD_STEP] + [evaluation["test_loss"]]
+    for preset, found in losses.items():
+        assert found == pytest.approx(losses["multi_gpu"], rel=1e-5), preset
+
+
+@pytest.mark.multiproc
+def test_too_many_in_a_row_end_the_run_with_the_step_the_samples_and_the_checkpoint(tmp_path: Path) -> None:
+    diverging = ("optim.name=sgd", "optim.lr=1e30", "optim.schedule=constant", "optim.warmup_steps=0")
+    wanted = ("log.every_steps=1", "train.max_skipped_steps=2", "checkpoint.every_steps=1")
+    finished = train("cpu", tmp_path / "run", "--recipe", "digits", "train.steps=9", *diverging, *wanted)
+    assert finished.returncode != 0
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    skipped = [step for line in lines for step in line["skipped_steps"]]
+    assert skipped == [skipped[0], skipped[0] + 1, skipped[0] + 2]
+    assert f"TrainingError: the last 3 steps up to step {skipped[-1]} were skipped" in finished.output
+    assert "the last batch has the samples " in finished.output
+    assert f"The latest checkpoint is {tmp_path}/run/checkpoints/step-{skipped[-2]:08d}" in finished.output
+
+
+def test_the_verdict_may_be_left_to_the_fused_optimizer() -> None:
+    """As on GPUs, where looking at it would wait for the device: the same as looking."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    looking, leaving = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer))
+    takers = []
+    for plain in (looking, leaving):
+        model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True))
+        steps = Steps(accelerator, model, optimizer, clip_norm=None)
+        takers.append((model, optimizer, steps, WeightAverage(accelerator, model, optimizer, decay=0.9)))
+    takers[1][2]._leaves_verdict = True
+    for factor in (1.0, float("nan"), 2.0, float("inf"), float("-inf"), 3.0):
+        inputs = torch.randn(5, 4)
+        taken: list[Step] = []
+        for model, optimizer, steps, average in takers:
+            (model(inputs).square().sum() * factor).backward()
+            taken.append(steps.take())
+            average.update(taken[-1].skipped)
+            optimizer.zero_grad()
+        assert bool(taken[0].skipped) == bool(taken[1].skipped) == (not math.isfinite(factor))
+        for first, second in zip(takers[0][3].tensors, takers[1][3].tensors, strict=True):
+            assert torch.equal(first, second)
+        states = [optimizer.optimizer.state_dict()["state"] for _, optimizer, _, _ in takers]
+        for index, state in states[0].items():
+            assert all(torch.equal(value, states[1][index][name]) for name, value in state.items())
+        assert torch.equal(looking.weight, leaving.weight)
+    assert states[0][0]["step"] == 3
+
+
+@pytest.mark.multiproc
+def test_dropout_of_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    model = ("model.name=squeezenet1_1", "data.image_size=24", "train.global_batch_size=8", "train.steps=4")
+    run = ("--recipe", "digits", *model, "log.every_steps=1", "checkpoint.every_steps=2")
+    whole, rest = (tmp_path / name for name in ("whole", "rest"))
+    train("cpu", whole, *run).check()
+    train("cpu", rest, *run, "--resume", str(whole / "checkpoints" / "step-00000002")).check()
+    losses = [[line["loss"] for line in read_lines(folder / "metrics.jsonl")] for folder in (whole, rest)]
+    assert losses[1] == losses[0][2:]
