@@ -174,7 +174,8 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, pass_on: sign
         sys.stderr.writelines(f"{line}\n" for line in (_verdict(culprit), *culprit.last_words))
         sys.stderr.flush()
         code = culprit.exit_code
-        error_code = code if code in _ERRORS.values() else None
+        # The launcher of one process ends with 1 whatever that did, so then what was said counts.
+        error_code = code if code in _ERRORS.values() else error_code if code == 1 else None
     return Ending(exit_code=_as_shells_say(code), signals=got, error_code=error_code, lost_node=watch.lost_node)
 
 
