@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from app import checkpoint_files as files
-from app import recipe_file
+from app import recipe_file, run_folder
 from app.errors import CheckpointError
-from app.metrics import Clock
+from app.metrics import Metrics
 from app.piece import Piece
 from app.ranks import Ranks
 from app.recipe import Recipe
@@ -48,16 +48,18 @@ class Checkpoints:
         *,
         shards: Shards,
         facts: Mapping[str, Any],
-        clock: Clock,
+        metrics: Metrics,
     ) -> None:
         """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
 
         `data`, the fingerprints of the data sets, for `check_same_run`, and `model`, what rebuilds it, for `samerun export`.
 
-        `clock` is told how long the training was held and how long the writing took.
+        `metrics` is told how long the training was held and how long the writing took.
         """
         self._runtime, self._run_dir, self._recipe = runtime, run_dir, recipe
-        self._shards, self._facts, self._clock = shards, dict(facts), clock
+        self._shards, self._facts, self._metrics = shards, dict(facts), metrics
+        self.on_disk: Callable[[float], None] = lambda _: None
+        """Called on every rank, in another thread, with the seconds from a step to its checkpoint on the disk."""
         self._copies = _Copies()
         self._ranks = Ranks()
         self._writing: Future[None] | None = None
@@ -75,18 +77,20 @@ class Checkpoints:
 
         Raises CheckpointError, on all ranks, if the save before could not be written on one.
         """
-        with self._clock.held():
+        with self._metrics.clock.held():
             self._wait()
+            self._metrics.flush()
             if scores is not None and self._is_best(scores):
                 self._best = {"step": step, "test_accuracy": scores.accuracy}
             self._runtime.average_buffers(self._shards.model)
             pieces = self._copies.of(self._shards.owned_pieces())
             buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._shards.buffers().items()}
-            self._writing = _in_background(self._write, step, pieces, buffers, self._state(step))
+            state = self._state(step)
+        self._writing = _in_background(self._write, state, pieces, buffers, self._metrics.clock.pause_s)
 
     def finish(self) -> None:
         """Wait until the last save is on disk. Called by all ranks; raises CheckpointError, on all ranks, if it cannot be."""
-        with self._clock.held():
+        with self._metrics.clock.held():
             self._wait()
 
     @property
@@ -105,9 +109,9 @@ class Checkpoints:
             self._writing.result()
             self._writing = None
 
-    def _write(self, step: int, pieces: list[Piece], buffers: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    def _write(self, state: dict[str, Any], pieces: list[Piece], buffers: dict[str, torch.Tensor], held_s: float) -> None:
         """Write a checkpoint and remove those that are too old; if a rank could not, the older ones are as they were."""
-        start_s = time.perf_counter()
+        start_s, step = time.perf_counter(), state["step"]
         ranks, is_main = self._ranks, self._runtime.is_main
         folder = files.temporary_of(self._run_dir, step)
         with ranks.together():
@@ -117,8 +121,10 @@ class Checkpoints:
             with ranks.together():
                 entry = files.write_pieces(folder, self._runtime.launched.rank, pieces)
             entries = ranks.gather(entry)
+            self._runtime.alive()
             with ranks.together():
                 if is_main:
+                    run_folder.check_claim(self._run_dir, self._runtime.incarnation)
                     saved = files.commit(self._run_dir, step, entries, state=state, buffers=buffers)
                     best = state["best"]["step"] if state["best"] else None
                     files.prune(saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
@@ -126,7 +132,10 @@ class Checkpoints:
             if is_main:
                 files.discard(folder)  # what fills a disk must not stay
             raise
-        self._clock.written_s = time.perf_counter() - start_s
+        self._runtime.alive()
+        written_s = held_s + time.perf_counter() - start_s
+        self._metrics.record_saved(step, held_s=held_s, written_s=written_s)
+        self.on_disk(written_s)
 
     def restore(self, folder: Path) -> None:
         """Take up the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""
@@ -163,10 +172,10 @@ class _Copies:
     @torch.no_grad()
     def of(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with their values copied."""
-        if not self._memory:
-            self._memory = [
-                torch.empty(piece.values.shape, dtype=piece.values.dtype, pin_memory=piece.values.is_cuda) for piece in pieces
-            ]
+        kinds = [(piece.values.shape, piece.values.dtype) for piece in pieces]
+        if kinds != [(memory.shape, memory.dtype) for memory in self._memory]:  # SGD has no momentum before its first step
+            on_gpu = any(piece.values.is_cuda for piece in pieces)
+            self._memory = [torch.empty(shape, dtype=dtype, pin_memory=on_gpu) for shape, dtype in kinds]
         for memory, piece in zip(self._memory, pieces, strict=True):
             memory.copy_(piece.values, non_blocking=True)
         if any(piece.values.is_cuda for piece in pieces):

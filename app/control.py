@@ -18,7 +18,6 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -124,20 +123,13 @@ class Control:
         self._is_saving |= request.save
         return request
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Around a save whose files are on the disk at its end."""
-        start_s = time.monotonic()
-        yield
-        self.saved(time.monotonic() - start_s)
-
     def saved(self, took_s: float) -> None:
         """Take note that a checkpoint is on the disk, `took_s` seconds after its step. Any thread may call it."""
         if run_folder.SAVE in self._found:
             self._found.remove(run_folder.SAVE)
             (self._run_dir / run_folder.SAVE).unlink(missing_ok=True)
         self._save_s = took_s
-        self._saved_at_s = self._step_ended_s = time.monotonic()  # saving is not part of a step
+        self._saved_at_s = time.monotonic()
         self._is_saving = False
 
     def record_outcome(self, step: int, stopped_by: Request = NOTHING) -> None:

@@ -10,6 +10,7 @@
     +-- TrackerError     9  a tracker that was asked for cannot be had
     +-- SubmitError     10  a job cannot be submitted as it was asked for
     +-- CheckpointError 11  a checkpoint cannot be written, is damaged, or is not of this run
+    +-- HangError       12  the training stands still
 
 The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
 see, because `leave_with` prints it without a traceback.
@@ -86,6 +87,12 @@ class CheckpointError(SamerunError):
     """A checkpoint cannot be written or read, is damaged, or does not belong to the run."""
 
     exit_code = 11
+
+
+class HangError(SamerunError):
+    """The training stands still: a process, or what it waits for, gives no sign of life."""
+
+    exit_code = 12
 
 
 def leave_with(error: SamerunError, rank: int) -> NoReturn:

@@ -59,8 +59,7 @@ def export(reader: Reader, out: Path, *, key: str, force: bool = False) -> Path:
         weights.parent.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         _put(out / name, lambda path, text=text: write_bytes(path, text.encode()))  # type: ignore[misc]
-    # Libraries ask this of a file before they take it for torch's.
-    _put(weights, lambda path: tensor_file.write(path, reader.contents(key), metadata={"format": "pt"}))
+    _put(weights, lambda path: tensor_file.write(path, reader.contents(key), tensor_file.OF_TORCH))
     return weights
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from app import models, run_folder
+from app import models, run_folder, tensor_file
 from app.data.source import Source
 from app.errors import RunFolderError
 from app.recipe import ModelRecipe, Recipe
@@ -56,10 +56,12 @@ class ModelConfig:
 
 
 def save(run_dir: Path, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
-    """Write the weights (name -> tensor) and the config into the run folder, each whole or not at all."""
+    """Write the weights (name -> tensor) and the config into the run folder, each whole or not at all.
+
+    Raises CheckpointError if the disk refuses.
+    """
     temporary = run_dir / f".{run_folder.MODEL}"
-    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
-    save_file(plain, temporary, metadata={"format": "pt"})
+    tensor_file.write_tensors(temporary, list(weights.items()), tensor_file.OF_TORCH)
     temporary.replace(run_dir / run_folder.MODEL)
     run_folder.write_json(run_dir / run_folder.MODEL_CONFIG, asdict(config))
 

@@ -50,6 +50,31 @@ class Launched:
     """What Accelerate still has to be told by its environment: nothing where a launcher has."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The scheduler's job that a process belongs to, as far as its environment tells."""
+
+    name: str | None
+    """The scheduler's number of the job, as it writes it."""
+    submitted: float | None
+    """When it was submitted, in Unix seconds."""
+    allocated: float | None
+    """When it started, this time, in Unix seconds."""
+
+
+def read_job(environ: Mapping[str, str]) -> Job:
+    """Return the job that `environ` tells of. Raises TopologyError for a time that is none."""
+
+    def time_of(name: str) -> float | None:
+        return float(number(environ, name)) if name in environ else None
+
+    return Job(
+        name=next((environ[name] for name in ("SLURM_JOB_ID", "PBS_JOBID", "JOB_ID") if name in environ), None),
+        submitted=time_of("SAMERUN_SUBMIT_TIME"),
+        allocated=time_of("SAMERUN_START_TIME"),
+    )
+
+
 def read(environ: Mapping[str, str]) -> Launched:
     """Return what `environ` promises.
 

@@ -12,6 +12,7 @@ import torch
 from app.average import WeightAverage
 from app.checkpoint import Checkpoints
 from app.console import Display
+from app.control import Control, Request
 from app.data.augment import Preparation
 from app.data.loader import Batch, batches_of
 from app.errors import TrainingError
@@ -47,12 +48,22 @@ class Training:
     steps: Steps
     samples_of: Callable[[int], list[int]]
     """The indices of the samples of a step, counted from 0."""
+    control: Control
     first_step: int
     """Steps that were taken before, in the run that this one resumes."""
 
 
-def train(run: Training) -> Evaluation:
-    """Take every step of the recipe and return the scores of the final weights on the test set."""
+@dataclass(frozen=True)
+class Stopped:
+    """The training has saved and left, because it was asked to."""
+
+    step: int
+    """Steps that are done, and saved."""
+    request: Request
+
+
+def train(run: Training) -> Evaluation | Stopped:
+    """Take every step of the recipe and return the scores of the final weights on the test set, unless asked to stop."""
     accelerator, model, optimizer, metrics = run.runtime.accelerator, run.model, run.optimizer, run.metrics
     batches = iter(batches_of(run.batches))
     model.train()
@@ -60,6 +71,7 @@ def train(run: Training) -> Evaluation:
     for step in range(run.first_step, run.length.total_steps):
         set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
         for micro_batch in range(run.runtime.plan.accumulation):
+            run.runtime.alive(step=step)
             batch = metrics.clock.wait_for(batches)
             if run.seed_dropout is not None:
                 run.seed_dropout(step, micro_batch)
@@ -79,8 +91,12 @@ def train(run: Training) -> Evaluation:
             run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate))
             _refuse_to_skip_on(run, step)
         scores = _test(run, step + 1, epoch) if is_last or _ends_evaluated_epoch(run, step) else None
-        if run.checkpoints.is_due(step + 1, is_last=is_last, scores=scores):
+        request = run.control.agreed(step + 1)
+        if request.save or run.checkpoints.is_due(step + 1, is_last=is_last, scores=scores):
             run.checkpoints.save(step + 1, scores)
+        if request.stop:
+            run.checkpoints.finish()
+            return Stopped(step + 1, request)
     run.checkpoints.finish()
     return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
 
@@ -109,6 +125,6 @@ def _ends_evaluated_epoch(run: Training, step: int) -> bool:
 def _test(run: Training, step: int, epoch: int) -> Evaluation:
     with run.metrics.clock.paused(), run.average.applied() if run.average else nullcontext():
         scores = run.evaluate()
-    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics())
+    run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
     run.display.say(f"epoch {epoch}: test accuracy {scores.accuracy:.4f}, test loss {scores.loss:.4f}")
     return scores

@@ -179,8 +179,8 @@ class CheckpointRecipe:
 
     every_steps: int | None = None
     """Steps between two checkpoints. None: steps do not count."""
-    every_minutes: float | None = None
-    """Minutes between two checkpoints. None: time does not count. With neither, there are none but on request."""
+    every_minutes: float | None = 15.0
+    """Minutes between two checkpoints, about. None: time does not count. With neither, there are none but on request."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_best: bool = False

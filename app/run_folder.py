@@ -6,10 +6,12 @@
     metrics.jsonl     one line per logged step
     evaluations.jsonl one line per evaluation on the test set
     samples.jsonl     with log.samples: the samples of each step
+    ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/ledger.py)
     result.json       at the end: steps, samples, test scores, throughput
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     incarnation.json  which start of the run the folder belongs to
+    stacks/           after a hang: where each rank stood
     STOP, SAVE        made by the user, who wants the run to stop or to save
 
 Files appear whole or not at all: each is written beside its name and renamed.
@@ -32,9 +34,9 @@ import psutil
 from app.errors import RunFolderError
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
-METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
+METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
-OUTCOME, INCARNATION, STOP, SAVE = "outcome.json", "incarnation.json", "STOP", "SAVE"
+OUTCOME, INCARNATION, STACKS, STOP, SAVE = "outcome.json", "incarnation.json", "stacks", "STOP", "SAVE"
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class Runtime:
         self.plan = plan
         self.incarnation = uuid.uuid4().hex
         """Name of this start of the run, among all its starts: that of the main process counts."""
+        self.signs_of_life, self.step = 0, 0  # see `alive`
         self._cpu_group: Any = None
         if launched.variables:
             os.environ.update(launched.variables)  # the one way by which Accelerate can be told
@@ -124,11 +125,18 @@ class Runtime:
         greatest: list[float] = tensor.tolist()
         return greatest
 
+    def alive(self, *, step: int | None = None) -> None:
+        """Give a sign of life, and say how many steps are done. Any thread that gets on may; `watchdog` waits for them."""
+        self.signs_of_life += 1
+        if step is not None:
+            self.step = step
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all."""
         with agreed(self.gather):
             yield
+        self.alive()
 
     def check_trackers(self, names: Sequence[str]) -> None:
         """Raise TrackerError, naming those that are installed, for a tracker that is unknown or not installed."""

@@ -52,6 +52,7 @@ def evaluate(
     # Counts per class: seen, right, right among five; and in the last row the loss. Exact in float64 up to 2**53 samples.
     totals = torch.zeros(4, num_classes, dtype=torch.float64, device=runtime.device)
     for batch in batches_of(loader):
+        runtime.alive()
         labels, weights = batch["labels"], (batch["samples"] >= 0).double()
         logits = model(preparation.evaluate(batch)).double()
         best = logits.topk(min(5, num_classes), dim=1).indices == labels[:, None]

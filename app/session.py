@@ -15,11 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from app import checkpoint, console, exported, handshake, models, optim, recipe_file, run_folder, schedule
+from app import checkpoint, console, exported, handshake, ledger, models, optim, recipe_file, run_folder, schedule
 from app.average import WeightAverage
+from app.control import Control
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.hash64 import derive_key
@@ -29,7 +31,8 @@ from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
 from app.errors import CheckpointError, PresetError
 from app.initial_weights import Initial
-from app.loop import Training
+from app.launched import Job
+from app.loop import Stopped, Training
 from app.metrics import Metrics
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
@@ -101,6 +104,7 @@ def open_run_folder(
         if runtime.is_main:
             step = origin.step if isinstance(origin, Resumed) else 0
             path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
+            run_folder.claim(path, runtime.incarnation)
             preset = run_folder.launched_preset()
             if preset is not None:
                 run_folder.write_text(path / run_folder.PRESET, preset.text)
@@ -173,6 +177,25 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
     return Parts(model, preparation, length)
 
 
+def record_start(runtime: Runtime, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None, job: Job) -> None:
+    """Write into the run's ledger, on the main process, where this start begins and since when it was waited for."""
+    with runtime.together():
+        if runtime.is_main:
+            start = ledger.Start(
+                from_step=resumed.step if resumed else 0,
+                total_steps=parts.length.total_steps,
+                training_samples=len(data.train),
+                world_size=runtime.plan.world_size,
+                preset=run_folder.read_json(run_dir / run_folder.RUN)["preset"],
+                resumed_from=str(resumed.folder) if resumed else None,
+                job=job.name,
+                submitted=job.submitted,
+                allocated=job.allocated,
+                launched=round(psutil.Process().create_time(), 3),
+            )
+            ledger.append(run_dir, start)
+
+
 def prepare(
     runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None
 ) -> Training:
@@ -184,6 +207,8 @@ def prepare(
     for note in models.topology_dependence(parts.model):
         display.say(f"note: {note}")
 
+    # Weights, two moments and an average, in float32: enough to guess how long the first save takes.
+    state_bytes = 16 * sum(weight.numel() for weight in parts.model.parameters())
     model, optimizer, batches = runtime.prepare(
         parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length, first_step)
     )
@@ -199,7 +224,16 @@ def prepare(
         record_samples=recipe.log.samples,
         first_step=first_step,
     )
-    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, clock=metrics.clock)
+    checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, metrics=metrics)
+    minutes = recipe.checkpoint.every_minutes
+    control = Control(
+        runtime,
+        run_dir,
+        total_steps=length.total_steps,
+        state_bytes=state_bytes,
+        save_every_s=None if minutes is None else 60 * minutes,
+    )
+    checkpoints.on_disk = control.saved
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
@@ -212,6 +246,7 @@ def prepare(
         checkpoints=checkpoints,
         steps=Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm),
         samples_of=functools.partial(_samples_of, recipe, len(data.train)),
+        control=control,
         first_step=first_step,
         batches=batches,
         preparation=parts.preparation,
@@ -262,8 +297,26 @@ def evaluation_of(
     return functools.partial(evaluate, runtime, model, prepared, preparation, size=len(source), num_classes=len(source.classes))
 
 
-def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
-    """Write the weights and the result, and close the process group."""
+def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | Stopped) -> None:
+    """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
+    if isinstance(ended, Stopped):
+        training.display.say(
+            f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
+            f"{training.checkpoints.latest}; the same command with --resume auto and --run-dir {run_dir} goes on"
+        )
+        end = ledger.End(step=ended.step, outcome="stopped")
+        training.control.record_outcome(ended.step, ended.request)
+    else:
+        _write_result(training, data, run_dir, ended)
+        end = ledger.End(step=training.length.total_steps, outcome="finished")
+        training.control.record_outcome(training.length.total_steps)
+    if training.runtime.is_main:
+        ledger.append(run_dir, end)
+    training.display.close()
+    training.runtime.close(training.model, training.optimizer, training.batches)
+
+
+def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
     runtime, recipe, length = training.runtime, training.recipe, training.length
     training_s = training.metrics.clock.training_s
     with training.average.applied() if training.average else nullcontext():
@@ -290,8 +343,6 @@ def finish(training: Training, data: Data, run_dir: Path, scores: Evaluation) ->
         f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
         f"run folder {run_dir}"
     )
-    training.display.close()
-    runtime.close(training.model, training.optimizer, training.batches)
 
 
 def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:

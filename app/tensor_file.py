@@ -43,6 +43,9 @@ _TORCH_NAMES = {
 _NAMES = {name: ours for ours, name in _TORCH_NAMES.items()}
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
+OF_TORCH = {"format": "pt"}
+"""The metadata that libraries ask of a file before they take it for torch's."""
+
 _MOST_HEADER_BYTES = 100_000_000
 """As in safetensors itself: what is longer is no header."""
 
@@ -66,10 +69,10 @@ def dtype_of(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Stamp:
+def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], metadata: Mapping[str, str] | None = None) -> Stamp:
     """Write tensors of any shape and device, and wait until the disk has them. Raises CheckpointError."""
     assert len({name for name, _ in tensors}) == len(tensors), f"a tensor is given twice for {path}"
-    return write(path, {name: Content(dtype_of(name, it), tuple(it.shape), _chunks(it)) for name, it in tensors})
+    return write(path, {name: Content(dtype_of(name, it), tuple(it.shape), _chunks(it)) for name, it in tensors}, metadata)
 
 
 def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str] | None = None) -> Stamp:

@@ -12,8 +12,12 @@ import sys
 from app import recipe_file
 from app.batching import BatchPlan
 from app.errors import SamerunError, leave_with, let_the_first_be_seen
-from app.launched import Launched, read
+from app.launched import Launched, read, read_job
 from app.recipe_file import LoadedRecipe
+
+_HANG_TIMEOUT_S = 540
+"""Longer than a first step with its compilation takes, and less than the 600 s after which NCCL ends a process, which says
+nothing of where it stood (docs.pytorch.org/docs/stable/distributed.html, `init_process_group`); gloo takes 1800 s."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,6 +57,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--init-from", metavar="PATH", help="begin with these weights, as for fine-tuning: a safetensors "
                         "file, a run folder or a checkpoint; the last layer stays new if it is of other classes"
                         )  # fmt: skip
+    parser.add_argument("--hang-timeout", type=int, default=_HANG_TIMEOUT_S, metavar="SECONDS", help="end the run, with the "
+                        "stacks of all processes in RUN/stacks, when it stood still for so long; it has to be longer than any "
+                        f"step, forward pass of an evaluation and save takes; 0: never (default: {_HANG_TIMEOUT_S})"
+                        )  # fmt: skip
     parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
     return parser.parse_intermixed_args(argv)
@@ -65,6 +73,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     from app import handshake, initial_weights, session
     from app.loop import train
     from app.runtime import Runtime
+    from app.watchdog import Watchdog
 
     runtime = Runtime(launched, plan, clip_norm=recipe.optim.clip_norm)
     handshake.check_group(runtime.accelerator, launched, plan)
@@ -80,9 +89,12 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         origin=resumed or initial,
         may_exist=arguments.resume == "auto",
     )
+    session.record_start(runtime, data, parts, run_dir, resumed, read_job(os.environ))
     training = session.prepare(runtime, loaded, data, parts, run_dir, resumed)
-    scores = train(training)
-    session.finish(training, data, run_dir, scores)
+    with training.control:
+        with Watchdog(runtime, run_dir, timeout_s=arguments.hang_timeout):
+            ended = train(training)
+        session.finish(training, data, run_dir, ended)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ def _parity(argv: list[str]) -> int:
     return parity.main(argv)
 
 
+def _verify(argv: list[str]) -> int:
+    from app import verify
+
+    return verify.main(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from launch import doctor
 
@@ -64,6 +70,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
     "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
+    "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
 }
 
 

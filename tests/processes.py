@@ -51,10 +51,14 @@ class Started:
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
+    def processes(self) -> list[psutil.Process]:
+        """The command's own process, and all that it started."""
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
+
     def kill(self) -> Finished:
         """SIGKILL to the command and all that it started, at once."""
-        root = psutil.Process(self._process.pid)
-        for process in [root, *root.children(recursive=True)]:
+        for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         return self.wait()

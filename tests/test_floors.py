@@ -30,13 +30,13 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.steps",),
     ],
     [
-        ("app.runtime",),
+        ("app.runtime", "app.compiled_ops"),
         ("app.handshake",),
         ("app.console",),
-        ("app.metrics",),
+        ("app.metrics", "app.clock", "app.fed", "app.ledger"),
         ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
-    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",)],
+    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",), ("app.watchdog",)],
     [("app.checkpoint", "app.initial_weights")],
     [("app.loop",)],
     [("app.session",)],
@@ -45,7 +45,9 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.evaluate",),
         ("app.predict",),
         ("app.export",),
+        ("app.benchmarks",),
         ("app.parity", "app.curves"),
+        ("app.verify", "app.goodput"),
         ("app.doctor", "app.probe", "app.diagnosis"),
     ],
 ]
@@ -119,6 +121,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.train",
             "app.evaluate",
             "app.doctor",
+            "app.benchmarks.saving_case",
             "app.runtime",
             "app.compiled_ops",
             "app.console",
@@ -126,7 +129,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "launch.local",
             "launch.spread",
         },
-        "torch.distributed": {"app.runtime", "app.ranks", "app.handshake", "app.shards", "app.probe"},
+        "torch.distributed": {"app.runtime", "app.ranks", "app.handshake", "app.steps", "app.shards", "app.probe"},
         "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():

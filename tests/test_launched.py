@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import PresetError, TopologyError
-from app.launched import Launched, read
+from app.launched import Job, Launched, read, read_job
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -92,3 +92,11 @@ def test_the_end_of_the_allocation_is_taken_over() -> None:
 def test_an_end_of_the_allocation_that_cannot_be_is_refused(value: str) -> None:
     with pytest.raises(TopologyError, match=f"SAMERUN_END_TIME is '{value}': it must be when the allocation ends"):
         read({"SAMERUN_END_TIME": value})
+
+
+def test_the_job_is_read_as_far_as_it_is_told() -> None:
+    assert read_job({}) == Job(name=None, submitted=None, allocated=None)
+    told = {"PBS_JOBID": "14[1].head", "SAMERUN_SUBMIT_TIME": "1700000000", "SAMERUN_START_TIME": "1700000060"}
+    assert read_job(told) == Job(name="14[1].head", submitted=1.7e9, allocated=1.7e9 + 60)
+    with pytest.raises(TopologyError, match="SAMERUN_SUBMIT_TIME is 'now'"):
+        read_job({"SAMERUN_SUBMIT_TIME": "now"})

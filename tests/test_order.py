@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import tracemalloc
 from fractions import Fraction
 from itertools import permutations
 
@@ -183,6 +184,18 @@ def test_a_step_far_away_costs_nothing():
     assert np.array_equal(first, expected)
     late = next(iter(run(10**12, global_batch_size=128, first_step=10**15, last_step=10**15 + 1)))
     assert set((late // 10**12).tolist()) == {10**15 // (10**12 // 128)}
+
+
+def test_going_on_at_sample_a_billion_of_a_huge_set_takes_no_memory():
+    tracemalloc.start()
+    try:
+        batches = run(10**12, global_batch_size=256, first_step=10**9 // 256, last_step=10**15)
+        numbers = [batch for batch, _ in zip(batches, range(100), strict=False)]
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(np.unique(np.concatenate(numbers))) == 100 * 256
+    assert peak_bytes < 4 * 2**20
 
 
 def test_an_epoch_without_a_whole_batch_is_refused():

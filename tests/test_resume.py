@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from processes import Started, accelerate, read, read_lines, train
 
 from app import checkpoint_files
+from app.verify import verify
 
 pytestmark = pytest.mark.multiproc
 
@@ -80,6 +82,9 @@ def test_a_run_goes_on_under_another_preset(
     assert checkpoint_files.committed(first) == [checkpoint_files.path_of(first, STEPS), saved]
     second = run(*target, tmp_path / "second", *chosen, "--resume", str(saved))
     assert_equals(second, reference, after=HALF)
+    assert [(verdict.is_good, verdict.first_step, verdict.last_step) for verdict, _ in map(verify, (first, second))] == [
+        (True, 1, STEPS), (True, HALF + 1, STEPS)
+    ]  # fmt: skip
     assert (read(second / "run.json")["resumed_step"], read(second / "run.json")["preset"]) == (HALF, target[0])
 
 
@@ -98,6 +103,28 @@ def test_a_killed_run_goes_on_in_its_folder(references: dict[str, Path], tmp_pat
     finished = train("cpu", tmp_path, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
     assert "resumed from" in finished.output
     assert_equals(tmp_path, references["adamw"], after=0)
+    assert_verified(tmp_path, starts=3)
+
+
+def assert_verified(run_dir: Path, *, starts: int) -> None:
+    """The ledger shows each step once, and does not if one of its lines is dropped, doubled or changed."""
+    verdict, spent = verify(run_dir)
+    whole = f"every one of the {STEPS} global batches was applied exactly once, over {starts} starts"
+    assert str(verdict) == whole
+    assert spent.lost_work_s > 0
+    assert spent.queue_s is None  # no scheduler told when the run was submitted
+    assert min(spent.startup_s, spent.compute_s, spent.data_wait_s, spent.evaluation_s, spent.saving_s, spent.down_s) > 0
+    ledger = run_dir / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    at = max(number for number, line in enumerate(lines) if '"first": 20, "last": 20,' in line)
+    other = json.dumps({**json.loads(lines[at]), "digests": json.loads(lines[at - 1])["digests"]}) + "\n"
+    for harmed, words in (
+        ([], "1 step was missing: 20"),
+        ([lines[at], lines[at]], "1 step was recorded twice: 20"),
+        ([other], "1 step was fed other samples than the recipe says: 20"),
+    ):
+        ledger.write_text("".join([*lines[:at], *harmed, *lines[at + 1 :]]))
+        assert str(verify(run_dir)[0]).splitlines() == [f"NOT {whole}", words]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +172,7 @@ def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_
 
 
 def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begins_again(tmp_path: Path) -> None:
-    short = ("--recipe", "digits", "train.steps=2", "log.every_steps=1")
+    short = ("--recipe", "digits", "train.steps=2", "log.every_steps=1", "checkpoint.every_minutes=null")
     train("cpu", tmp_path, *short).check()
     before = (tmp_path / "metrics.jsonl").read_text()
     finished = train("cpu", tmp_path, *short, "--resume", "auto")

@@ -8,6 +8,7 @@ and `samples` int64 [B], the sample numbers.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ def build(source: Source, batches: Any, *, local_world_size: int, device: torch.
         num_workers=workers,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
+        worker_init_fn=_leave_signals_to_the_run,
     )
 
 
@@ -80,6 +82,12 @@ def batches_of(loader: Iterable[Batch | Failure]) -> Iterator[Batch]:
         if isinstance(batch, Failure):
             raise DataError(batch.text)
         yield batch
+
+
+def _leave_signals_to_the_run(_worker: int) -> None:
+    """Schedulers and launchers signal all processes of a run at once, and it still needs its batches until it has stopped."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_is(batch: Any) -> Any:

@@ -1,0 +1,118 @@
+"""What saving costs, against `accelerator.save_state`: `python -m app.benchmarks.saving [--state-gb 1.2] [--out FILE]`.
+
+The model is a stack of linear layers with AdamW, whose weights and moments are as large as wanted, on 1 and on 2 processes
+under DDP. How to read the table, of which every line is the slowest rank, or the one with most memory:
+
+    held        seconds in which no step is taken. samerun copies what the rank owns, and writes it while the loop goes on, with
+                the same cores; save_state returns when the system has taken its files
+    on disk     seconds from the start of the save until the disk has it. samerun has hashed everything by then, has waited for
+                the disk (fsync) and renamed; for save_state the benchmark calls fsync, and there are no hashes
+    saving      MiB at the peak of a save beyond the state itself, in a fresh process, and of those what is no file's: files
+                that are mapped can be dropped again. samerun keeps its copy, of what the rank owns, for the next save
+    loading     the same while loading, beyond weights and moments
+
+Times are medians over rounds in which both take turns, after one that is not counted; memory is that of one save or load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from app.topology import Topology
+from launch import preset
+from launch.command import accelerate_argv
+
+_WAYS = {"samerun": "samerun", "accelerate": "`save_state`"}
+_MIB = 2**20
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print the table, and return 0."""
+    options = _parser().parse_args(argv)
+    from app.benchmarks.saving_case import LAYER_STATE_BYTES
+
+    layers = round(options.state_gb * 1e9 / LAYER_STATE_BYTES)
+    size = f"{layers * LAYER_STATE_BYTES / 1e9:.2f} GB of weights and AdamW moments"
+    lines = [
+        f"{size}; {options.rounds} rounds, medians (smallest-largest)",
+        "",
+        "| processes | | held s | on disk s | saving MiB (no file's) | loading MiB (no file's) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for processes in options.processes:
+        figures = _measure(processes, layers=layers, rounds=options.rounds, place=options.folder)
+        lines += _rows(processes, figures)
+    lines += ["", _machine(), ""]
+    text = "\n".join(lines)
+    sys.stdout.write(text)
+    if options.out:
+        options.out.write_text(text)
+    return 0
+
+
+def _measure(processes: int, *, layers: int, rounds: int, place: Path | None) -> dict[str, list[float]]:
+    """Return the figures of every task by their names: times of the rounds, and bytes."""
+    figures: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="samerun-saving-", dir=place) as folder:
+        for task in ("times", *(f"{what}-{way}" for what in ("save", "load") for way in _WAYS)):
+            result = Path(folder) / f"{task}.json"
+            words = ["--task", task, "--layers", str(layers), "--rounds", str(rounds + 1)]
+            words += ["--folder", folder, "--result", str(result)]
+            topology = Topology(processes_per_node=processes, origins={"processes_per_node": "--processes"})
+            command = accelerate_argv(topology, preset.load("multi_gpu"), words, module="app.benchmarks.saving_case")
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            figures |= json.loads(result.read_text())
+    return figures
+
+
+def _rows(processes: int, figures: dict[str, list[float]]) -> list[str]:
+    rows, medians = [], {}
+    for way, name in _WAYS.items():
+        cells = []
+        for what in ("held_s", "on_disk_s"):
+            times = figures[f"{way} {what}"][1:]
+            medians[way, what] = statistics.median(times)
+            cells.append(f"{medians[way, what]:.2f} ({min(times):.2f}-{max(times):.2f})")
+        for what in ("save", "load"):
+            resident, own = (figures[f"{what}-{way} {kind}"][0] / _MIB for kind in ("extra_bytes", "extra_anonymous_bytes"))
+            cells.append(f"{resident:,.0f} ({own:,.0f})")
+        rows.append(f"| {processes} | {name} | {' | '.join(cells)} |")
+    ratios = [f"{medians['samerun', what] / medians['accelerate', what]:.2f}" for what in ("held_s", "on_disk_s")]
+    return [*rows, f"| {processes} | ratio | {' | '.join(ratios)} | | |"]
+
+
+def _machine() -> str:
+    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "accelerate", "safetensors"))
+    return (
+        f"{os.cpu_count()} cores of {_processor()}, Linux {platform.release()}, Python {platform.python_version()}, {packages}."
+    )
+
+
+def _processor() -> str:
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return names[0] if names else platform.machine()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m app.benchmarks.saving", description="Measure what saving costs.")
+    parser.add_argument("--state-gb", type=float, default=1.2, help="weights and moments in GB of 10^9 bytes (default: 1.2)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that are counted (default: 5)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes (default: 1 2)")
+    parser.add_argument(
+        "--folder", type=Path, help="where to save: the disk that is measured (default: that of temporary files)"
+    )
+    parser.add_argument("--out", type=Path, help="file for the table")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

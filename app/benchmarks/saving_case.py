@@ -1,0 +1,184 @@
+"""One process of `app.benchmarks.saving`: measures a task on a model of the wanted size and writes what it found.
+
+times             seconds of a save, by us and by Accelerate, in turns
+save-samerun ...  memory that saving, or loading, takes at its peak beyond the state itself; once, in a fresh process
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from app import checkpoint, optim, run_folder
+from app.batching import BatchPlan
+from app.checkpoint import Checkpoints
+from app.launched import read
+from app.metrics import Metrics
+from app.recipe import Recipe, TrainRecipe
+from app.runtime import Runtime
+from app.shards import Shards
+
+WIDTH = 2048
+"""Of the square layers, in units: each is 4.2 million weights, 50 MB with the two moments of AdamW."""
+LAYER_STATE_BYTES = (WIDTH + 1) * WIDTH * 12
+_SAMPLE_S = 0.002
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that has taken a step, and both ways to save it."""
+
+    runtime: Runtime
+    model: nn.Module
+    optimizer: Any
+    checkpoints: Checkpoints
+    folder: Path
+
+    @property
+    def theirs(self) -> Path:
+        """The folder for Accelerate's checkpoint."""
+        return self.folder / "accelerate"
+
+    def step(self) -> None:
+        """Take a step, after which AdamW has its moments."""
+        self.model(torch.ones(1, WIDTH, device=self.runtime.device)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _build(layers: int, folder: Path) -> Case:
+    launched = read(os.environ)
+    world_size = launched.world_size
+    runtime = Runtime(launched, BatchPlan(global_batch_size=world_size, world_size=world_size, accumulation=1))
+    recipe = Recipe(train=TrainRecipe(global_batch_size=world_size))
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    model, optimizer = runtime.prepare(plain, optim.build(recipe.optim, plain))
+    shards = Shards(runtime.accelerator, model, optimizer)
+    facts: dict[str, Any] = {"data": {}, "model": {}}
+    metrics = Metrics(runtime.accelerator, folder, global_batch_size=world_size, record_samples=False)
+    checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
+    with runtime.together():
+        if runtime.is_main:
+            run_folder.claim(folder, runtime.incarnation)
+    return Case(runtime, model, optimizer, checkpoints, folder)
+
+
+def _times(case: Case, rounds: int) -> dict[str, list[float]]:
+    """Seconds that the loop is held, and until the disk has it, of each way in each round: the slowest rank's."""
+    found: dict[str, list[float]] = {}
+    for number in range(rounds):
+        ways = {"samerun": _save_ours, "accelerate": _save_theirs}
+        for way in sorted(ways, reverse=number % 2 == 1):
+            case.step()
+            shutil.rmtree(case.theirs, ignore_errors=True)
+            os.sync()  # what was written before is not to be waited for by what is measured
+            case.runtime.accelerator.wait_for_everyone()
+            seconds = ways[way](case, number + 1)
+            slowest = [max(of_ranks) for of_ranks in zip(*case.runtime.gather(seconds), strict=True)]
+            for what, value in zip(("held_s", "on_disk_s"), slowest, strict=True):
+                found.setdefault(f"{way} {what}", []).append(value)
+    return found
+
+
+def _save_ours(case: Case, step: int) -> tuple[float, float]:
+    start_s = time.perf_counter()
+    case.checkpoints.save(step)
+    held_s = time.perf_counter() - start_s
+    case.checkpoints.finish()
+    return held_s, time.perf_counter() - start_s
+
+
+def _save_theirs(case: Case, _step: int) -> tuple[float, float]:
+    start_s = time.perf_counter()
+    case.runtime.accelerator.save_state(str(case.theirs))
+    case.runtime.accelerator.wait_for_everyone()
+    held_s = time.perf_counter() - start_s
+    for file in case.theirs.iterdir() if case.runtime.is_main else ():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    return held_s, time.perf_counter() - start_s
+
+
+def _memory(case: Case, task: str, layers: int) -> dict[str, list[float]]:
+    """Bytes beyond the state at the peak, of the rank that has most: resident ones, and those that are no file's."""
+    tasks: dict[str, Callable[[], Any]] = {
+        "save-samerun": lambda: _save_ours(case, 1),
+        "save-accelerate": lambda: _save_theirs(case, 1),
+        "load-samerun": lambda: _load_ours(case),
+        "load-accelerate": lambda: case.runtime.accelerator.load_state(str(case.theirs)),
+    }
+    is_load = task.startswith("load")
+    if not is_load:
+        case.step()
+    before, anonymous_before = _status("VmRSS"), _status("RssAnon")
+    # A fresh optimizer gets its moments by loading: they are state.
+    state_bytes = layers * LAYER_STATE_BYTES * 2 // 3 if is_load else 0
+    with _anonymous_peak() as anonymous:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): begins VmHWM anew
+        tasks[task]()
+        peak = _status("VmHWM")
+    found = (peak - before - state_bytes, max(anonymous) - anonymous_before - state_bytes)
+    resident, own = (max(of_ranks) for of_ranks in zip(*case.runtime.gather(found), strict=True))
+    return {f"{task} extra_bytes": [resident], f"{task} extra_anonymous_bytes": [own]}
+
+
+def _load_ours(case: Case) -> None:
+    folder = checkpoint.find(case.runtime, case.folder)
+    assert folder is not None
+    case.checkpoints.restore(folder)
+
+
+@contextmanager
+def _anonymous_peak() -> Iterator[list[int]]:
+    """Sample the bytes of this process that are no file's, while the block runs."""
+    sampled, done = [_status("RssAnon")], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(_SAMPLE_S):
+            sampled.append(_status("RssAnon"))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield sampled
+    finally:
+        done.set()
+        thread.join()
+
+
+def _status(name: str) -> int:
+    """A size of this process in bytes, as Linux counts it (proc(5), /proc/pid/status)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    """Do one task and write the figures, by name, as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args()
+    case = _build(options.layers, options.folder)
+    found = _times(case, options.rounds) if options.task == "times" else _memory(case, options.task, options.layers)
+    if case.runtime.is_main:
+        options.result.write_text(json.dumps(found))
+    case.runtime.close(case.model, case.optimizer)
+
+
+if __name__ == "__main__":
+    main()

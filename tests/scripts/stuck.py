@@ -1,0 +1,30 @@
+"""A training in which the data source of one rank stops to answer: `stuck.py RANK sleep|lock ARGUMENTS OF app.train`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from typing import Any
+
+from app.data.arrays import ArraySource
+from app.train import main
+
+BATCHES = 20
+stuck_rank, how = int(sys.argv[1]), sys.argv[2]
+fetch, fetched = ArraySource.fetch, 0
+
+
+def fetch_or_hang(source: ArraySource, indices: Any, samples: Any) -> Any:
+    global fetched  # noqa: PLW0603 - one process, one counter
+    fetched += 1
+    if fetched > BATCHES and int(os.environ.get("RANK", "0")) == stuck_rank:
+        if how == "lock":
+            ctypes.PyDLL(None).sleep(3600)  # a PyDLL keeps Python's lock
+        time.sleep(3600)
+    return fetch(source, indices, samples)
+
+
+ArraySource.fetch = fetch_or_hang  # type: ignore[method-assign]
+main(sys.argv[3:])

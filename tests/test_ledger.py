@@ -1,0 +1,137 @@
+"""The ledger: lines that survive a kill, are refused when broken, and digests that tell one batch from another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app import ledger
+from app.errors import RunFolderError
+from app.fed import Fed
+from app.ledger import End, Evaluated, Saved, Start, Steps
+
+START = Start(
+    from_step=0, total_steps=9, training_samples=64, world_size=2, preset=None, resumed_from=None, job="7", submitted=1.0,
+    allocated=None, launched=2.5,
+)  # fmt: skip
+STEPS = Steps(first=1, last=3, digests=("0a", "1b", "2c"), skipped=(2,), training_s=1.5, waiting_s=0.25)
+EVENTS = [START, STEPS, Evaluated(step=3, held_s=0.5), Saved(step=3, held_s=0.5, written_s=2.0), End(step=3, outcome="stopped")]
+
+
+def write(run_dir: Path, events: list[ledger.Event]) -> Path:
+    for event in events:
+        ledger.append(run_dir, event)
+    ledger.sync(run_dir)
+    return run_dir / "ledger.jsonl"
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write(tmp_path, EVENTS)
+    assert ledger.read(tmp_path) == EVENTS
+
+
+@pytest.mark.parametrize("event", EVENTS[1:], ids=lambda event: type(event).__name__)
+def test_a_line_cut_off_anywhere_is_left_out_and_the_next_start_begins_a_new_one(tmp_path: Path, event: ledger.Event) -> None:
+    path = write(tmp_path, [START])
+    before = path.read_bytes()
+    ledger.append(tmp_path, event)
+    whole = path.read_bytes()
+    for length in range(len(before), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert ledger.read(tmp_path) == [START]
+        ledger.append(tmp_path, START)
+        assert ledger.read(tmp_path) == [START, START]
+    path.write_bytes(whole[:-1])  # only the end of the line is missing
+    ledger.append(tmp_path, START)
+    assert ledger.read(tmp_path) == [START, event, START]
+
+
+def test_a_cut_off_line_elsewhere_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, EVENTS)
+    lines = path.read_text().splitlines()
+    lines[1] = lines[1][:-9]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RunFolderError, match=r"line 2 of .*ledger.jsonl is broken"):
+        ledger.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"event": "step"}, "line 2 of .* is none of the events start, steps"),
+        ({"first": None}, "first is None, not int"),
+        ({"digests": "0a"}, "digests is '0a', not tuple"),
+        ({"digests": ["0a", 1, "2c"]}, "digests is .*, not tuple"),
+        ({"digests": ["0a"]}, "steps 1 to 3 have 1 digests"),
+        ({"first": 0, "last": 2}, "steps 0 to 2"),
+        ({"colour": "red"}, "missing or unknown: colour"),
+    ],
+)
+def test_a_wrong_line_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    path = write(tmp_path, EVENTS)
+    lines = path.read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), **change})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RunFolderError, match=words):
+        ledger.read(tmp_path)
+
+
+def test_no_ledger_and_no_place_for_one_are_said(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"ledger.jsonl is missing: .* is not the folder of a run"):
+        ledger.read(tmp_path)
+    (tmp_path / "ledger.jsonl").mkdir()
+    for act in (lambda: ledger.append(tmp_path, START), lambda: ledger.sync(tmp_path)):
+        with pytest.raises(RunFolderError, match=r"ledger.jsonl cannot be written: Is a directory"):
+            act()
+    with pytest.raises(RunFolderError, match="cannot be read: Is a directory"):
+        ledger.read(tmp_path)
+
+
+# Digests ---------------------------------------------------------------------------------------------------------------------
+
+SAMPLES = st.lists(st.integers(0, 2**50), min_size=1, max_size=40)
+
+
+def digest_of(samples: list[int]) -> int:
+    return int(ledger.digest(np.array(samples, dtype=np.int64)))
+
+
+@given(SAMPLES, st.data())
+def test_any_order_and_division_of_a_batch_has_its_digest(samples: list[int], data: st.DataObject) -> None:
+    shuffled = data.draw(st.permutations(samples))
+    cut = data.draw(st.integers(0, len(samples)))
+    shares = [ledger.digest(torch.tensor(share, dtype=torch.int64)) for share in (shuffled[:cut], shuffled[cut:])]
+    assert int(sum(shares)) == digest_of(samples)
+
+
+@given(SAMPLES, st.data())
+def test_another_batch_has_another_digest(samples: list[int], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(samples) - 1))
+    without = samples[:at] + samples[at + 1 :]
+    others = [without, [*samples, samples[at]], [*without, samples[at] + 1], [*samples, 0]]
+    assert digest_of(samples) not in map(digest_of, others)
+
+
+def test_batches_with_equal_sums_of_powers_differ() -> None:
+    """1^k + 5^k + 8^k + 12^k = 2^k + 3^k + 10^k + 11^k for k = 1, 2, 3: what a sum of a polynomial would not see."""
+    assert digest_of([1, 5, 8, 12]) != digest_of([2, 3, 10, 11])
+
+
+@pytest.mark.parametrize("accumulation", [1, 3, 100])
+def test_every_step_fed_has_its_digest(accumulation: int) -> None:
+    """Over the hashing of many batches at once, and in whatever lots they are taken."""
+    batches = torch.arange(150 * accumulation * 4).view(150, accumulation, 4)
+    fed, digests = Fed(), list[int]()
+    for step, batches_of_step in enumerate(batches):
+        for samples in batches_of_step:
+            fed.add(samples)
+        fed.end_step()
+        if step in (0, 1, 63, 64, 130, 149):
+            digests += fed.take().tolist()
+    assert digests == [digest_of(step.flatten().tolist()) for step in batches]
