@@ -29,7 +29,14 @@ _SHIPPED = Path(__file__).parent / "recipes"
 _DEFAULT, _COMMAND_LINE = "default", "command line"
 
 # What decides nothing of what is learnt: what is written down, how often is evaluated, how data gets here, what bounds memory.
-NOT_LEARNT = ("log.", "checkpoint.", "data.download", "train.evaluate_every_epochs", "train.max_micro_batch")
+NOT_LEARNT = (
+    "log.",
+    "checkpoint.",
+    "data.download",
+    "train.evaluate_every_epochs",
+    "train.max_micro_batch",
+    "train.max_skipped_steps",
+)
 
 
 @dataclass(frozen=True)

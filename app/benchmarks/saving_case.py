@@ -65,8 +65,8 @@ def _build(layers: int, folder: Path) -> Case:
     recipe = Recipe(train=TrainRecipe(global_batch_size=world_size))
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     model, optimizer = runtime.prepare(plain, optim.build(recipe.optim, plain))
-    shards = Shards(runtime.accelerator, model, optimizer)
     facts: dict[str, Any] = {"data": {}, "model": {}}
+    shards = Shards(runtime.accelerator, model, optimizer)
     metrics = Metrics(runtime.accelerator, folder, global_batch_size=world_size, record_samples=False)
     checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
     with runtime.together():
