@@ -25,3 +25,5 @@ class Allocation:
     told the number of processes (--processes-per-node)."""
     start_origin: str = ""
     """Why it must be started so: `the batch script runs on the first node only`."""
+    is_task: bool = False
+    """Whether this process is the one task of its node, so that what started it sees to the rest of the run."""

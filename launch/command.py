@@ -17,6 +17,8 @@ from launch.preset import Preset
 
 _BOTH_STREAMS = "3"
 """torchrun's word for stdout and stderr."""
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+"""Those that torchrun (2.13 and later) passes on to its processes. By default it dies of the last two."""
 
 
 def accelerate_argv(
@@ -46,6 +48,8 @@ def accelerate_argv(
     node_rank = topology.node_rank if node_rank is None else node_rank
     label_lines = bool(topology.hosts) and not preset.is_single_process
     variables = _variables(topology, node_rank, label_lines)
+    if not preset.is_single_process:
+        variables.append(f"PET_SIGNALS_TO_HANDLE={_SIGNALS}")
     if variables:
         argv = ["env", *variables, *argv]
     argv += ["--num_processes", str(topology.world_size)]

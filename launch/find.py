@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from app.errors import TopologyError
-from launch import grid_engine, hosts, pbs, slurm
+from launch import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
 from launch.allocation import Allocation
+from launch.job import Job
 
 
 class Finder(Protocol):
@@ -59,6 +60,11 @@ def find(
             f"use --processes {processes_per_node} on this machine, or start inside a job"
         )
     return None
+
+
+def job(environment: Mapping[str, str]) -> Job | None:
+    """Return the scheduler's job that `environment` is part of, or None."""
+    return slurm_job.find(environment) or pbs_job.find(environment) or grid_engine.find_job(environment)
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ Pure: the environment is a mapping passed in, files are read through a function 
 - What `qrsh -inherit` starts on a host is told its own slots only, and nothing of the other hosts. With -noshell it gets its
   arguments as they are; without, a shell takes them apart once more. qrsh ends with its exit code, 128 + n after a signal.
 - SGE_TASK_ID is the text `undefined` outside of arrays.
+- A script that ends with exit code 99 is run again, with RESTARTED=1 however often. No variable tells when its time is over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from app.environment import number
 from app.errors import TopologyError
 from launch import hosts
 from launch.allocation import Allocation
+from launch.job import END_TIME, Job, Requeued, Times
 from launch.local import count_accelerators
 
 
@@ -54,6 +56,19 @@ def find(
     if "OMP_NUM_THREADS" in environment:
         threads = number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={environment['OMP_NUM_THREADS']}"
     return hosts.allocation(environment, f"Grid Engine job {job_id}", hosts.with_threads(job, *threads), starter="qrsh")
+
+
+def find_job(environment: Mapping[str, str]) -> Job | None:
+    """Return the job that `environment` belongs to, as far as its return to the queue goes, or None outside of such jobs."""
+    if "SGE_ROOT" not in environment or "PE" not in environment:
+        return None
+    job_id, task = environment.get("JOB_ID", ""), environment.get("SGE_TASK_ID", "undefined")
+    return Job(
+        name=job_id if task == "undefined" else f"{job_id}_{task}",
+        times=lambda: Times.of(environment) if END_TIME in environment else Times(origin="Grid Engine does not say it"),
+        requeues=number(environment, "RESTARTED"),
+        requeue=None if hosts.NODE_RANK in environment else lambda _: Requeued(f"Grid Engine runs job {job_id} again", 99),
+    )
 
 
 def _count_slots(environment: Mapping[str, str], read: Callable[[str], str]) -> dict[str, int]:

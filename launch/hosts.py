@@ -68,7 +68,7 @@ def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *,
         return Allocation(scheduler=scheduler, topology=job)
     job = replace(job, head_address=with_suffix(job.head_address, environment))
     if NODE_RANK in environment:
-        return Allocation(scheduler=scheduler, topology=job)
+        return Allocation(scheduler=scheduler, topology=job, is_task=True)
     starter = environment.get(STARTER, starter)
     if starter not in STARTERS:
         raise TopologyError(f"{STARTER} is {starter!r}: it must be one of {', '.join(STARTERS)}")

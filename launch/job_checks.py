@@ -36,17 +36,15 @@ _OURS: Mapping[Scheduler, Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def is_count(text: str | None) -> bool:
-    """Whether it is a whole number, at least 1."""
-    return text is not None and text.isascii() and text.isdecimal() and int(text) > 0
+def is_count(text: str | None, *, least: int = 1) -> bool:
+    """Whether it is a whole number, not less than `least`."""
+    return text is not None and text.isascii() and text.isdecimal() and int(text) >= least
 
 
 def form_problems(options: argparse.Namespace) -> Iterator[str]:
     """What is missing, and what is not of the form it must have."""
-    for name in ("nodes", "processes_per_node", "cpus_per_node"):
-        value = getattr(options, name)
-        if value is not None and not is_count(value):
-            yield f"--{name.replace('_', '-')} is {value!r}: it must be a whole number, at least 1"
+    yield from _count_problems(options, "nodes", "processes_per_node", "cpus_per_node", least=1)
+    yield from _count_problems(options, "max_requeues", "max_restarts", least=0)
     if options.nodes is None:
         yield "--nodes is not given: say how many machines the job gets"
     gpus = options.gpus_per_node
@@ -62,6 +60,13 @@ def form_problems(options: argparse.Namespace) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {value!r}: it must be a word of letters, digits and _.+@,-"
         elif name == "job_name" and value is not None and set("@,") & set(value):
             yield f"--job-name is {value!r}: it must be a word of letters, digits and _.+-, as files are named after it"
+
+
+def _count_problems(options: argparse.Namespace, *names: str, least: int) -> Iterator[str]:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not is_count(value, least=least):
+            yield f"--{name.replace('_', '-')} is {value!r}: it must be a whole number, at least {least}"
 
 
 def choose_scheduler(options: argparse.Namespace, environment: Mapping[str, str]) -> Scheduler:
@@ -146,7 +151,7 @@ def _data_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def folder_problems(folders: Sequence[Path]) -> Iterator[str]:
-    """Which folders cannot be made and written, or hold a run already."""
+    """Which folders cannot be made and written, or hold a finished run. An unfinished one goes on."""
     above = {
         next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK)): folder for folder in folders
     }
@@ -156,5 +161,5 @@ def folder_problems(folders: Sequence[Path]) -> Iterator[str]:
         elif not os.access(nearest, os.W_OK | os.X_OK):
             yield f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
     for folder in folders:
-        if os.access(folder / "recipe.yaml", os.F_OK):
-            yield f"{folder} holds a run already (it has a recipe.yaml): choose another --run-dir, or delete the folder"
+        if os.access(folder / "result.json", os.F_OK):
+            yield f"{folder} holds a finished run (it has a result.json): choose another --run-dir, or delete the folder"

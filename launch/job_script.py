@@ -16,7 +16,13 @@ SUBMITTERS: dict[Scheduler, tuple[str, ...]] = {"slurm": ("sbatch", "--parsable"
 """The command that takes the path of a script and prints the id of the job."""
 
 # Options of a user that replace a request of ours under another name.
-_REPLACES = {"--oversubscribe": "--exclusive", "-s": "--exclusive", "--mem-per-cpu": "--mem", "--mem-per-gpu": "--mem"}
+_REPLACES = {
+    "--no-requeue": "--requeue",
+    "--oversubscribe": "--exclusive",
+    "-s": "--exclusive",
+    "--mem-per-cpu": "--mem",
+    "--mem-per-gpu": "--mem",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +95,7 @@ def _slurm(job: Job) -> Iterator[str]:
     if job.tasks:
         yield f"--array=0-{len(job.tasks) - 1}"
     yield f"--output={job.log.format(index='%a')}"
+    yield "--requeue"  # after a lost node; at the end of its time the run does it itself
     yield "--open-mode=append"  # a requeued job goes on in its log instead of beginning it anew
 
 

@@ -3,8 +3,9 @@
 #     NP=8 launch/mpirun.sh --recipe digits [key=value ...]
 # In a job of Slurm, PBS or Grid Engine, mpirun knows the machines. Elsewhere name them, and the first as the head:
 #     NP=4 MASTER_ADDR=node1 MPIRUN="mpirun --bind-to none --host node1:2,node2:2" launch/mpirun.sh --recipe digits
+# With --run-dir, what is in that folder goes on; without, each start is a new run.
 # Without --bind-to none, Open MPI may leave each process a single core, for its data workers too.
 python=$(command -v python) || { echo "mpirun.sh: no python on the PATH: activate the environment of samerun" >&2; exit 127; }
 # shellcheck disable=SC2086 # MPIRUN is a command with options, to be divided into words
 exec ${MPIRUN:-mpirun --bind-to none} -np "${NP:-2}" ${MASTER_ADDR:+-x MASTER_ADDR} \
-    "$python" -m app.train "$@" # by its path: ssh hands no PATH on
+    "$python" -m app.train --resume auto "$@" # by its path: ssh hands no PATH on

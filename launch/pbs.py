@@ -35,6 +35,8 @@ class Job:
 
     walltime_s: int | None = None
     """Seconds it may run; None: no limit. PBS warns nobody: SIGTERM to every process at the limit, SIGKILL 10 s later."""
+    submitted: datetime | None = None
+    """Moment of the qsub by the PBS server's clock, without time zone."""
     started: datetime | None = None
     """Beginning of this run by the PBS server's clock, without time zone; None before it."""
     run_count: int = 0
@@ -77,7 +79,7 @@ def find(
             "batch script or a shell of qsub -I"
         )
     slots = count_hosts(environment, read=read)
-    accelerators = _gpus_by_host(environment, processes_per_node, describe_job or _qstat, device_folder)
+    accelerators = _gpus_by_host(environment, processes_per_node, describe_job or qstat, device_folder)
     job = hosts.topology(
         slots,
         slots_origin="PBS_NODEFILE",
@@ -104,7 +106,8 @@ def _gpus_by_host(
     return {"this host": here}, f"{origin} on this host"
 
 
-def _qstat(job_id: str) -> str | None:
+def qstat(job_id: str) -> str | None:
+    """Return what `qstat -f -F json` prints of a job, or None where there is no qstat."""
     command = ["qstat", "-f", "-F", "json", job_id]
     if shutil.which(command[0]) is None:
         return None
@@ -153,16 +156,22 @@ def _threads(environment: Mapping[str, str], processes_per_node: int) -> tuple[i
     return None, ""
 
 
+def attributes_of(text: str, *, job_id: str) -> dict[str, Any]:
+    """Return all that `text`, the output of `qstat -f -F json`, says of a job. Raises ValueError, KeyError or TypeError."""
+    # strict=False: a line break in a variable of the job arrives as it is.
+    attributes: dict[str, Any] = json.loads(text, strict=False)["Jobs"][job_id]
+    return attributes
+
+
 def parse_job(text: str, *, job_id: str) -> Job:
     """Return what `text`, the output of `qstat -f -F json`, says of a job. Raises TopologyError where it says nothing of it."""
     try:
-        # strict=False: a line break in a variable of the job arrives as it is.
-        attributes = json.loads(text, strict=False)["Jobs"][job_id]
+        attributes = attributes_of(text, job_id=job_id)
         asked = attributes.get("Resource_List", {})
-        started = attributes.get("stime")
         return Job(
             walltime_s=_seconds(asked["walltime"]) if "walltime" in asked else None,
-            started=datetime.strptime(started, "%a %b %d %H:%M:%S %Y") if started else None,
+            submitted=_moment(attributes.get("ctime")),
+            started=_moment(attributes.get("stime")),
             run_count=int(attributes.get("run_count", 0)),
             rerunnable=attributes.get("Rerunable") == "True",
             gpus=_gpus(attributes.get("exec_vnode", "")),
@@ -172,6 +181,10 @@ def parse_job(text: str, *, job_id: str) -> Job:
             f"`qstat -f -F json {job_id}` did not describe the job ({error!r}): {text[:200]!r}. It must be asked for inside "
             "the job or by its owner, while the job exists"
         ) from error
+
+
+def _moment(text: str | None) -> datetime | None:
+    return datetime.strptime(text, "%a %b %d %H:%M:%S %Y") if text else None
 
 
 def _seconds(walltime: Any) -> int:

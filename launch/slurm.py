@@ -89,7 +89,13 @@ def find(
     gpus = _gpus_per_node(view, num_nodes, processes_per_node, describe_job or _scontrol)
     topology = _topology(view, num_nodes, _processes(view, processes_per_node, *gpus))
     start, start_origin = ((), "") if view.in_task else _srun(view, num_nodes, min(gpus[0], topology.processes_per_node))
-    return Allocation(scheduler=f"Slurm job {view.job_id}", topology=topology, start=start, start_origin=start_origin)
+    return Allocation(
+        scheduler=f"Slurm job {view.job_id}",
+        topology=topology,
+        start=start,
+        start_origin=start_origin,
+        is_task=view.in_task,
+    )
 
 
 def _topology(view: _View, num_nodes: int, processes: tuple[int, str]) -> Topology:
@@ -269,7 +275,8 @@ def _srun(view: _View, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str]
     """
     environment = view.environment
     options = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label"]
-    options += ["--export=ALL", "--cpu-bind=none"]
+    # Without --disable-status srun keeps the first Ctrl-C to itself.
+    options += ["--export=ALL", "--cpu-bind=none", "--disable-status"]
     if "SLURM_CPUS_PER_TASK" in environment:
         options.append(f"--cpus-per-task={_cpus_per_node(view)[0]}")
     if gpus:  # a step of a job that has its GPUs by --exclusive gets none unless it says so

@@ -9,9 +9,8 @@ The exit code is that of the host that failed first. The others have some second
 when their processes lose a peer; what is left is stopped on its host, since a remote shell may die and leave its command
 running, or wait for ever for a host that is gone.
 
-SIGTERM and SIGINT become a SIGTERM to every process on the hosts, which then have all the time that they need, to save for
-instance: the job lives as long as this process. PBS says SIGTERM to all of them itself, so it is not said again. The
-second signal of a kind ends this process at once.
+SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on to the command on every host, which then has all the time that it needs, to
+save for instance: the job lives as long as this process. PBS says SIGTERM to every process itself, so it is not said again.
 """
 
 from __future__ import annotations
@@ -49,12 +48,11 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
     own = {host: {**told, hosts.NODE_RANK: str(rank)} for rank, host in enumerate(names)}
     asked_to_end: list[int] = []
 
-    def end(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
+    def pass_on(number: int, _frame: object) -> None:
         asked_to_end.append(number)
         if starter != "pbs_tmrsh" or number != signal.SIGTERM:
             for host in names:
-                _start(host_starter(starter, host, stop_script(own[host])))
+                _start(host_starter(starter, host, signal_script(own[host], number)))
 
     # Ignored in what is started from here on: a starter that dies of a signal to the whole job cannot tell how its host ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -62,8 +60,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
     started = {
         host: _start(host_command(starter, host, argv, folder=folder, variables={**variables, **own[host]})) for host in names
     }
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, pass_on)
     failed = _first_failure(started)
     if failed is None:
         return 0
@@ -108,12 +106,23 @@ def stop_script(marks: Mapping[str, str], *, kill_after_s: float | None = None) 
 
     So it finds those whose parent is gone, and needs no file with a number that may have become another process's.
     """
+    then = "" if kill_after_s is None else f"; sleep {kill_after_s}; stop KILL"
+    return f'stop() {{ {_find(marks)}; [ -z "$pids" ] || kill -s "$1" $pids 2>/dev/null; }}; stop TERM{then}; true'
+
+
+def signal_script(marks: Mapping[str, str], number: int) -> str:
+    """Return a script of bash that sends a signal to the first process with these variables: to none that it started."""
+    parent = "parent=$(sed -n 's/^PPid:[[:space:]]*//p' \"/proc/$pid/status\")"
+    send = f'grep -qx "$parent" <<< "$pids" || kill -s {signal.Signals(number).name} "$pid"'
+    return f"{{ {_find(marks)}; for pid in $pids; do {parent}; {send}; done; }} 2>/dev/null; true"
+
+
+def _find(marks: Mapping[str, str]) -> str:
+    """Commands that put the ids of all processes with these variables into `pids`, one a line."""
     files = "/proc/[0-9]*/environ"
     for name, value in marks.items():
         files = f"$(grep -lszxF {shlex.quote(f'{name}={value}')} {files} /dev/null)"
-    then = "" if kill_after_s is None else f"; sleep {kill_after_s}; stop KILL"
-    found = f'pids=$(for file in {files}; do file=${{file#/proc/}}; echo "${{file%/environ}}"; done)'
-    return f'stop() {{ {found}; [ -z "$pids" ] || kill -s "$1" $pids 2>/dev/null; }}; stop TERM{then}; true'
+    return f'pids=$(for file in {files}; do file=${{file#/proc/}}; echo "${{file%/environ}}"; done)'
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:

@@ -173,7 +173,9 @@ def _job(options: argparse.Namespace, scheduler: Scheduler, *, name: str, stem: 
 def _command(options: argparse.Namespace, passed_on: Sequence[str], run_dir: Path) -> list[str]:
     """The one command of the script. The run is told its number of processes, as that is what was checked."""
     words = ["--processes-per-node", _processes_per_node(options), "--recipe", options.recipe]
-    words += ["--preset", options.preset] if options.preset else []
+    for name in ("preset", "max_requeues", "max_restarts"):
+        value = getattr(options, name)
+        words += [f"--{name.replace('_', '-')}", value] if value is not None else []
     samerun = [sys.executable, "-m", "launch.cli"]
     if options.array:
         return [*samerun, "submit", "--task-of", options.array, str(run_dir), *words, *passed_on, *options.overrides]
@@ -215,6 +217,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", metavar="R", default="digits", help="name of a shipped recipe, or path (default: digits)")
     parser.add_argument("--run-dir", metavar="D", help="run folder, of a sweep the folder of its run folders (default: "
                         "runs/<name>-<time>)")  # fmt: skip
+    parser.add_argument("--max-requeues", metavar="N", help="how often the job may be run again when its time is over or it is "
+                        "preempted (default: 20)")  # fmt: skip
+    parser.add_argument("--max-restarts", metavar="N", help="how often the run may start again within the job after a crash "
+                        "(default: 0)")  # fmt: skip
     parser.add_argument("--array", metavar="SWEEP", help="a task for each combination, as 'optim.lr=0.1,0.2;seed=0,1'")
     parser.add_argument("--data-on-nodes", action="store_true", help="do not look for data.path here: only the nodes have it")
     parser.add_argument("--sbatch-option", metavar="OPTION", action="append", default=[], help="one more line for Slurm, as "

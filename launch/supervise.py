@@ -1,26 +1,36 @@
-"""A run across nodes from outside: it is passed its signals and watched on stderr, so that it ends as it ended.
+"""A run from outside: it is passed its signals and watched on stderr, so that it ends as it ended.
 
 `accelerate launch` ends with exit code 1 whatever its processes returned, and the launcher of each node says what it saw, in
 any order: the process that failed, those that lost it, and what was ended for that. So the last words of the one that failed
 first are said again, last, and its exit code becomes the run's.
+
+A signal means that the run is to save and stop, which takes its time, and what starts it would not leave it that time:
+`signals.py` knows the way past it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from app.errors import SamerunError
+from launch import signals
+
 _REMEMBERED_LINES = 200
+_ECHO_S = 5.0
+"""Slurm tells batch script and tasks that a job ends, and the one tells the others: a signal that comes twice within this time
+counts once. A process that has saved for it and is about to end may die of the second."""
 
 # A line of a process (`command.py` asks torchrun for this, torch itself adds `[rank1]: ` to a traceback), or of a launcher,
 # after srun's label with the number of the task if there is one.
@@ -32,7 +42,9 @@ _ROOT_CAUSE = "Root Cause"
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): task (?P<task>\d+): Exited with exit code (?P<code>\d+)")
 # Where the last words begin: a traceback, or our own sentence.
 _TRACEBACK = "Traceback (most recent call last)"
-_SENTENCE = re.compile(r"(samerun: )?\w+Error: |Fatal Python error")
+_SENTENCE = re.compile(r"(?:samerun: )?(?P<name>\w+Error): |Fatal Python error")
+_ERRORS = {error.__name__: error.exit_code for error in SamerunError.__subclasses__()}
+_LOST_NODE = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,10 @@ class Watch:
         self._hosts: dict[str, str] = {}
         self._process: tuple[str, int] | None = None
         self._node: tuple[str, str, int] | None = None
+        self.error_code: int | None = None
+        """Exit code of the last error of `app/errors.py` that was said."""
+        self.lost_node: str | None = None
+        """The node that Slurm said is gone."""
 
     def see(self, line: str) -> None:
         """Take in one line of the run's stderr."""
@@ -67,6 +83,10 @@ class Watch:
             self._lines[rank].append(text)
         elif task:
             self._lines[task].append(text)
+        if sentence := _SENTENCE.match(text):
+            self.error_code = _ERRORS.get(sentence["name"] or "", self.error_code)
+        if lost := _LOST_NODE.match(line):
+            self.lost_node = lost["host"]
         if ended := _TASK_ENDED.match(line):
             self._node = self._node or (ended["host"], ended["task"], int(ended["code"]))
         elif not rank and self._process is None:
@@ -107,28 +127,56 @@ def _last_words(lines: Iterable[str]) -> list[str]:
     return said[(tracebacks or sentences or [len(said)])[-1] :]
 
 
-def run(command: Sequence[str]) -> int:
-    """Run the command to its end, with the signals that this process gets, and return the exit code of the run."""
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended."""
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        started.send_signal(number)
+    exit_code: int
+    """For this process to end with, as shells have it: 137 after SIGKILL."""
+    signals: Collection[int]
+    """Those that this process got, and gets: they are still received after the end of the run."""
+    error_code: int | None
+    """Exit code of the error of `app/errors.py` that ended it, if it was one."""
+    lost_node: str | None
+    """The node that is gone, if Slurm said so."""
 
-    for number in _SIGNALS:
-        signal.signal(number, pass_on)
+
+def run(command: Sequence[str], environment: Mapping[str, str], *, pass_on: signals.PassOn, watched: bool) -> Ending:
+    """Run the command to its end, with the signals that this process gets, passed on by `pass_on`.
+
+    Unless it is `watched`, its stderr is this process's own, a terminal for instance, and less is known of its end.
+    """
+    started: subprocess.Popen[bytes] | None = None
+    got: list[int] = []
+    passed_on_s = -math.inf
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        nonlocal passed_on_s
+        got.append(number)
+        is_echo = number != signal.SIGINT and time.monotonic() - passed_on_s < _ECHO_S
+        if started is not None and started.poll() is None and not is_echo:
+            passed_on_s = time.monotonic()
+            pass_on(started.pid, number)
+
+    for number in signals.ALL:
+        signal.signal(number, receive)
+    stderr = subprocess.PIPE if watched else None
+    started = subprocess.Popen(command, env=dict(environment), stderr=stderr, start_new_session=True)
+    for early in got:  # while it was being started
+        pass_on(started.pid, early)
     watch = Watch()
-    assert started.stderr is not None
-    for line in _copied(started, started.stderr, sys.stderr.buffer):
-        watch.see(line)
+    if started.stderr is not None:
+        for line in _copied(started, started.stderr, sys.stderr.buffer):
+            watch.see(line)
     code = started.wait()
-    if code == 0:
-        return 0
-    culprit = watch.culprit
-    if culprit is None:
-        return _as_shells_say(code)
-    sys.stderr.writelines(f"{line}\n" for line in (_verdict(culprit), *culprit.last_words))
-    sys.stderr.flush()
-    return _as_shells_say(culprit.exit_code)
+    culprit, error_code = watch.culprit if code else None, watch.error_code
+    if culprit is not None:
+        sys.stderr.writelines(f"{line}\n" for line in (_verdict(culprit), *culprit.last_words))
+        sys.stderr.flush()
+        code = culprit.exit_code
+        # The launcher of one process ends with 1 whatever that did, so then what was said counts.
+        error_code = code if code in _ERRORS.values() else error_code if code == 1 else None
+    return Ending(exit_code=_as_shells_say(code), signals=got, error_code=error_code, lost_node=watch.lost_node)
 
 
 def _copied(started: subprocess.Popen[bytes], source: IO[bytes], target: IO[bytes]) -> Iterable[str]:

@@ -71,6 +71,10 @@ class Lab:
         """Submit a job and return its id."""
         return self.run("sbatch", "--parsable", f"--output={self._outputs}/%A-%a.out", *arguments).check().output.strip()
 
+    def lose(self, node: str, how: str) -> None:
+        """Switch a node off (`power`), or pull its cable (`link`)."""
+        subprocess.run([_SCRIPT, "lose", self.folder, node, how], check=True)
+
     def output(self, job: str) -> str:
         """What a job, or every task of an array, has written so far."""
         return "".join(path.read_text() for path in sorted(self._outputs.glob(f"{job}-*.out")))
@@ -78,7 +82,7 @@ class Lab:
     def wait(self, job: str, timeout_s: float = 420) -> Job:
         """Wait for a job (of an array: `ID_INDEX`) to be over."""
         deadline_s = time.monotonic() + timeout_s
-        while (facts := self._facts(job))["JobState"] not in _OVER:
+        while (facts := self.facts(job))["JobState"] not in _OVER:
             assert time.monotonic() < deadline_s, f"job {job} is {facts['JobState']}: {self.output(job)}"
             time.sleep(0.2)
         start_s, end_s = (time.mktime(time.strptime(facts[name], "%Y-%m-%dT%H:%M:%S")) for name in ("StartTime", "EndTime"))
@@ -89,7 +93,7 @@ class Lab:
         deadline_s = time.monotonic() + timeout_s
         while words not in self.output(job):
             assert time.monotonic() < deadline_s, self.output(job)
-            assert self._facts(job)["JobState"] not in _OVER, self.output(job)
+            assert self.facts(job)["JobState"] not in _OVER, self.output(job)
             time.sleep(0.2)
 
     def cancel_all(self, timeout_s: float = 30) -> None:
@@ -99,7 +103,8 @@ class Lab:
             assert time.monotonic() < deadline_s, queue
             time.sleep(0.2)
 
-    def _facts(self, job: str) -> dict[str, str]:
+    def facts(self, job: str) -> dict[str, str]:
+        """What Slurm says of a job."""
         line = self.run("scontrol", "--oneliner", "show", "job", job).check().output
         return dict(re.findall(r"([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line.strip()))  # a folder may have a space
 

@@ -137,7 +137,7 @@ def test_a_dry_run_prints_the_command_and_passes_the_rest_on(capsys):
     code, out, err = dry_run(
         capsys, "--preset", "fsdp2", "--processes", "2", "--run-dir", "a b", "optim.lr=0.1", "--trackers", "none"
     )
-    app_args = ["--recipe", "digits", "--run-dir", "a b", "optim.lr=0.1", "--trackers", "none"]
+    app_args = ["--recipe", "digits", "--run-dir", "a b", "--resume", "auto", "optim.lr=0.1", "--trackers", "none"]
     assert code == 0
     assert shlex.split(out) == accelerate_argv(Topology(processes_per_node=2), preset.load("fsdp2"), app_args)
     assert "global batch 64 = micro-batch 32 x accumulation 1 x 2 processes" in err
@@ -183,14 +183,34 @@ def test_a_mistake_is_one_sentence_and_an_exit_code(capsys, arguments, exit_code
     assert words in err.splitlines()[-1]
 
 
-def test_without_dry_run_samerun_becomes_that_command(capsys, monkeypatch):
-    """Only the system call is replaced: it would end the tests."""
-    became = []
-    monkeypatch.setattr(os, "execvp", lambda file, argv: became.append((file, argv)))
+def test_without_dry_run_samerun_runs_that_command(capsys, monkeypatch):
+    """Only the start of the process is replaced: it would train."""
+    run = []
+
+    def popen(command, **_):
+        run.append(command)
+        raise InterruptedError
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
     arguments = ["--preset", "multi_gpu", "--processes", "2", "optim.lr=0.1"]
-    cli.main(["launch", *arguments])
+    with pytest.raises(InterruptedError):
+        cli.main(["launch", *arguments])
     printed = shlex.split(dry_run(capsys, *arguments)[1].splitlines()[-1])
-    assert became == [(sys.executable, printed)]
+    assert run == [printed]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resume"),
+    [
+        ([], []),
+        (["--resume", "old"], ["--resume", "old"]),
+        (["--run-dir", "a"], ["--run-dir", "a", "--resume", "auto"]),
+        (["--run-dir", "a", "--resume", "never"], ["--run-dir", "a", "--resume", "never"]),
+    ],
+)
+def test_what_is_in_a_named_run_folder_goes_on(capsys, arguments, resume):
+    command = shlex.split(dry_run(capsys, *arguments, "seed=1")[1])
+    assert command[command.index("--recipe") :] == ["--recipe", "digits", *resume, "seed=1"]
 
 
 def test_an_unknown_command_names_the_known(capsys):

@@ -296,7 +296,11 @@ def test_the_captured_json():
     text = (CAPTURED / "qstat-json.txt").read_text().split("\n", 1)[1]
     job = pbs.parse_job(text, job_id="24.head")
     assert job == pbs.Job(
-        started=datetime(2026, 11, 21, 10, 7, 16), run_count=1, rerunnable=True, gpus={"node1": 0, "node2": 0}
+        submitted=datetime(2026, 11, 21, 10, 7, 16),
+        started=datetime(2026, 11, 21, 10, 7, 16),
+        run_count=1,
+        rerunnable=True,
+        gpus={"node1": 0, "node2": 0},
     )
     assert job.ends is None
     # A line break inside a value is not JSON, but PBS writes it as it is.

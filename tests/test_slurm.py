@@ -298,12 +298,13 @@ def test_a_dry_run_prints_the_command_of_every_node(tmp_path):
     srun, name1, node1, name2, node2 = result.stdout.splitlines()
     start = shlex.split(srun)
     assert start[0] == "srun"
-    told = ["launch", "--processes-per-node", "2", "--dry-run", "--preset", "deepspeed_zero3", "optim.lr=0.1"]
-    assert start[start.index("launch") :] == told
+    told = ["--processes-per-node", "2", "--run-dir", "runs/digits-18"]
+    assert start[start.index("launch") :] == ["launch", *told, "--dry-run", "--preset", "deepspeed_zero3", "optim.lr=0.1"]
     assert (name1, name2) == ("# node 0, node1:", "# node 1, node2:")
     assert node1.replace("--machine_rank 0", "--machine_rank 1").replace("on node1]", "on node2]") == node2
     assert "--num_processes 4" in node1
     assert node1.startswith("env OMP_NUM_THREADS=2 ")
+    assert node1.endswith(" -m app.train --recipe digits --run-dir runs/digits-18 --resume auto optim.lr=0.1")
 
 
 def test_every_value_is_explained_with_its_source(tmp_path):

@@ -41,6 +41,7 @@ CASES = {
     "slurm, a sweep": (*SLURM, *RUN, "--gpus-per-node", "4", "--job-name", "rates", "--run-dir", "my runs", "--array", SWEEP,
                        "train.epochs=2", "--", "--trackers", "none"),
     "pbs": (*PBS, *SITE, *RUN, "--gpus-per-node", "4", "--cpus-per-node", "32", "--qsub-option=-l filesystems=home:eagle"),
+    "slurm, other limits": (*SLURM, "--max-requeues", "0", "--max-restarts", "3", "--sbatch-option=--no-requeue"),
     "pbs, shared nodes": (*PBS, *RUN, "--processes-per-node", "2", "--qsub-option=-l place=scatter:shared"),
     "pbs, a sweep": (*PBS, *RUN, "--gpus-per-node", "4", "--array", "seed=0,1,2"),
 }  # fmt: skip
@@ -213,8 +214,10 @@ def test_a_run_folder_that_is_in_use_or_cannot_be_is_refused(tmp_path):
     used.mkdir(parents=True)
     (used / "recipe.yaml").touch()
     arguments = (*SLURM, "--run-dir", "sweep", "--array", "seed=7,8")
+    assert script(tmp_path, *arguments), "an unfinished run goes on"
+    (used / "result.json").touch()
     (said,) = problems(tmp_path, *arguments)
-    assert said.startswith("sweep/1-seed=8 holds a run already")
+    assert said.startswith("sweep/1-seed=8 holds a finished run")
     (used / "file").touch()
     (said,) = problems(tmp_path, *SLURM, "--run-dir", str(used / "file" / "run"))
     assert f"because {used}/file is a file" in said

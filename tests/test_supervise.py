@@ -17,7 +17,11 @@ from app.topology import Topology
 from launch.command import accelerate_argv
 from launch.preset import load
 
-WATCHED = "import sys; from launch.supervise import run; sys.exit(run(sys.argv[1:]))"
+WATCHED = """
+import os, sys
+from launch import signals, supervise
+sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_itself, watched=True).exit_code)
+"""
 
 
 def start(*command: str) -> subprocess.Popen:

@@ -244,7 +244,7 @@ def test_the_script_starts_a_process_for_each_rank(tmp_path, said, expected):
     command = [str(REPOSITORY / "launch" / "mpirun.sh"), "--run-dir", "a b", "data.path=$HOME/*"]
     environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", **said}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.stdout == f"{expected}<{tmp_path}/python><-m><app.train><--run-dir><a b><data.path=$HOME/*>"
+    assert result.stdout == f"{expected}<{tmp_path}/python><-m><app.train><--resume><auto><--run-dir><a b><data.path=$HOME/*>"
     assert result.returncode == 42
 
 

@@ -1,0 +1,93 @@
+"""A run from its start to its end, whatever comes between: started again after a crash, and by the scheduler.
+
+Each start goes on from the newest checkpoint of the run folder (`--resume auto`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import signals, supervise
+from launch.job import ATTEMPT, Job, NotDoneError
+from launch.outcome import Folder, Outcome
+from launch.supervise import Ending
+
+_HANG = 12
+"""Exit code of a run that found itself stuck: it is no mistake that the next start would repeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is run, and how often."""
+
+    command: Sequence[str]
+    again: Sequence[str]
+    """The command of every further start: it goes on with the run."""
+    environment: Mapping[str, str]
+    pass_on: signals.PassOn
+    watched: bool
+    """Whether its end is to be understood from what it says on stderr, which is then no terminal."""
+    run_dir: Path | None
+    """None: the run chooses one, so nothing is known of its outcome."""
+    job: Job | None
+    max_restarts: int
+    """Further starts after a crash."""
+    max_requeues: int
+    """Further runs of the job."""
+    by_hand: str
+    """What a user types to go on with it."""
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> int:
+    """Run it to its end and return the exit code for this process."""
+    for restart in range(plan.max_restarts + 1):
+        mark = f"{os.getpid()}-{restart}"
+        folder = Folder(plan.run_dir)
+        ending = supervise.run(
+            plan.again if restart else plan.command,
+            {**plan.environment, ATTEMPT: mark},
+            pass_on=plan.pass_on,
+            watched=plan.watched,
+        )
+        outcome = folder.outcome()
+        if outcome is not None and outcome.outcome == "stopped":
+            return _after_stop(plan, outcome, ending, say)
+        if outcome is not None or restart == plan.max_restarts or not _may_restart(ending, say):
+            break
+        signals.kill_all_with(f"{ATTEMPT}={mark}")
+        say(f"the run crashed, and goes on from its newest checkpoint: restart {restart + 1} of {plan.max_restarts}")
+    return ending.exit_code
+
+
+def _may_restart(ending: Ending, say: Callable[[str], None]) -> bool:
+    """Whether it crashed by something that may not happen again, on nodes that are still there."""
+    if ending.lost_node:
+        say(f"{ending.lost_node} is gone and this job over: Slurm runs it again, unless it was submitted with --no-requeue")
+        return False
+    repeats = ending.error_code not in (None, _HANG)
+    return not (ending.exit_code == 0 or ending.signals or repeats)
+
+
+def _after_stop(plan: Plan, outcome: Outcome, ending: Ending, say: Callable[[str], None]) -> int:
+    """Have the scheduler run the job again if the run is to go on, or say how to."""
+    job = plan.job
+    if not outcome.go_on:
+        why_not = ""
+    elif job is None or job.requeue is None:
+        why_not = "nothing here runs it again. "
+    elif job.requeues >= plan.max_requeues:
+        why_not = f"--max-requeues is {plan.max_requeues}, and the job was in the queue again {job.requeues} times. "
+    else:
+        try:
+            requeued = job.requeue(ending.signals)
+        except NotDoneError as error:
+            why_not = f"{error}. "
+        else:
+            times = f"{job.requeues + 1} of at most {plan.max_requeues} times"
+            say(f"the run {outcome}; {requeued.sentence}, {times}")
+            return requeued.exit_code
+    say(f"the run {outcome}. {why_not}To go on with it: {plan.by_hand}")
+    return 0

@@ -1,0 +1,70 @@
+"""What `samerun launch` says of a run before it starts it: --dry-run, --explain, and the lines that it always says."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from launch.found import Found
+
+
+def introduce(found: Found, say: Callable[[str], None]) -> None:
+    """Say what is run, and where."""
+    say(f"preset {found.preset.name} ({found.preset_origin}), {found.topology.described('processes_per_node')}")
+    say(str(found.plan))
+    if found.allocation and found.allocation.start:
+        where = f"{found.allocation.scheduler} on {_listed(found.topology.hosts)}"
+        say(f"{where}; {found.allocation.start_origin}, so {found.allocation.start[0]} starts it on each node")
+
+
+def _listed(hosts: tuple[str, ...]) -> str:
+    shown = ", ".join(hosts[:8])
+    return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
+
+
+def commands(found: Found) -> Iterator[str]:
+    """Yield the lines of --dry-run: the command that this process would become and, across an allocation, each node's own."""
+    if not found.is_started_elsewhere:
+        yield shlex.join(found.accelerate_argv()) + "\n"
+        return
+    yield shlex.join(found.start()) + "\n"
+    quote = functools.lru_cache(shlex.quote)  # of thousands of nodes, most words are the same
+    for node_rank, host in enumerate(found.topology.hosts):
+        yield f"# node {node_rank}, {host}:\n{' '.join(map(quote, found.accelerate_argv(node_rank)))}\n"
+
+
+def explanation(found: Found, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of --explain: name, value and origin of everything that was decided."""
+    topology, plan = found.topology, found.plan
+    names = ["num_nodes", "processes_per_node", "node_rank", "head_address", "port", "threads_per_process"]
+    rows = [(name, getattr(topology, name), topology.origins.get(name, "default")) for name in names]
+    where = found.allocation.scheduler if found.allocation else "this machine"
+    rows = [("runs in", where, "its variables" if found.allocation else "no scheduler's variables"), *rows]
+    if topology.hosts:
+        rows.append(("hosts", _listed(topology.hosts), topology.origins.get("hosts", "default")))
+    rows += [
+        ("world_size", topology.world_size, "num_nodes x processes_per_node"),
+        ("preset", found.preset.name, found.preset_origin),
+        ("recipe", found.recipe, found.recipe_origin),
+        ("global_batch_size", plan.global_batch_size, "recipe, train.global_batch_size"),
+        ("micro_batch", plan.micro_batch, "global_batch_size / (world_size x accumulation)"),
+        ("accumulation", plan.accumulation, "as few passes as train.max_micro_batch allows"),
+    ]
+    rows += _rows_of_time(found, environment)
+    if found.allocation and found.allocation.start:
+        rows.append(("started by", found.allocation.start[0], found.allocation.start_origin))
+    width = min(max(len(str(value)) for _, value, _ in rows), 32)  # long lists of hosts stick out
+    yield from (f"{name:<20} {value!s:<{width}}  {origin}".rstrip() + "\n" for name, value, origin in rows)
+
+
+def _rows_of_time(found: Found, environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
+    """Where the run goes on, and until when it may run."""
+    yield "run_dir", found.run_dir or "-", found.run_dir_origin
+    yield "resume", found.resume() or "never", "--resume" if found.options.resume else "what is in run_dir goes on"
+    times = found.times(environment)
+    for name, moment_s in (("submitted", times.submitted_s), ("started", times.started_s), ("ends", times.ends_s)):
+        if moment_s is not None or name == "ends":
+            shown = "not known" if moment_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_s))
+            yield name, shown, times.origin

@@ -1,0 +1,80 @@
+"""All that `samerun launch` found out about where it is and what it runs, and the commands that follow from it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.batching import BatchPlan
+from app.topology import Topology
+from launch.allocation import Allocation
+from launch.command import accelerate_argv
+from launch.job import ATTEMPT, Job, Times
+from launch.preset import Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """All that was found out and checked."""
+
+    allocation: Allocation | None
+    job: Job | None
+    topology: Topology
+    preset: Preset
+    preset_origin: str
+    recipe: str
+    recipe_origin: str
+    run_dir: str | None
+    run_dir_origin: str
+    plan: BatchPlan
+    options: argparse.Namespace
+    argv: list[str]
+    """As it was typed."""
+    passed_on: list[str]
+    """What of it is app.train's."""
+
+    @property
+    def is_task(self) -> bool:
+        """Whether this process runs the `accelerate launch` of its node, and no more."""
+        return self.allocation is not None and self.allocation.is_task
+
+    @property
+    def is_started_elsewhere(self) -> bool:
+        """Whether the scheduler's command has to start `samerun launch` on every node."""
+        return self.allocation is not None and bool(self.allocation.start)
+
+    def accelerate_argv(self, node_rank: int | None = None, *, again: bool = False) -> list[str]:
+        """Return the `accelerate launch` of this node, or of another; `again`: to go on with the run."""
+        app_args = ["--recipe", self.recipe]
+        app_args += ["--run-dir", self.run_dir] if self.run_dir else []
+        resume = self.resume(again=again)
+        app_args += ["--resume", resume] if resume else []
+        precision = self.options.mixed_precision
+        return accelerate_argv(
+            self.topology, self.preset, [*app_args, *self.passed_on], mixed_precision=precision, node_rank=node_rank
+        )
+
+    def start(self, *, again: bool = False) -> list[str]:
+        """Return what starts `samerun launch` on every node; each is told what it would not find by itself."""
+        assert self.allocation is not None
+        told = [] if self.options.processes_per_node else ["--processes-per-node", str(self.topology.processes_per_node)]
+        told += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
+        resume = self.resume(again=again)
+        now = ["--resume", resume] if resume and self.options.resume not in (None, resume) else []
+        return [*self.allocation.start, sys.executable, "-m", "launch.cli", "launch", *told, *self.argv, *now]
+
+    def resume(self, *, again: bool = False) -> str | None:
+        """Return the --resume of app.train. What the user said is for the first start only, as any other goes on with it."""
+        if self.run_dir is None or self.options.resume is None:
+            return self.options.resume or ("auto" if self.run_dir else None)
+        again = again or (self.job is not None and self.job.requeues > 0)
+        return "auto" if again and Path(self.run_dir, "recipe.yaml").exists() else self.options.resume
+
+    def times(self, environment: Mapping[str, str]) -> Times:
+        """Return those of the job. What the environment holds comes from what started this task, or elsewhere from the user."""
+        if self.job is None or (self.is_task and ATTEMPT in environment):
+            return Times.of(environment)
+        return self.job.times()

@@ -1,0 +1,73 @@
+"""What a scheduler runs a training in, as far as its time and its way back into the queue go.
+
+`slurm_job.py`, `pbs_job.py` and `grid_engine.py` each turn an environment (a mapping) into a `Job`; `find.py` asks them in
+turn. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from app.environment import number
+
+END_TIME = "SAMERUN_END_TIME"
+"""Variable: when the job's time is over, in Unix seconds. The ranks save and stop before it. Where no scheduler says it, a
+user may: `SAMERUN_END_TIME=$(date -d '+2 hours' +%s)`."""
+SUBMIT_TIME, START_TIME = "SAMERUN_SUBMIT_TIME", "SAMERUN_START_TIME"
+"""Variables: when the job was submitted, and when it was started this time, in Unix seconds."""
+ATTEMPT = "SAMERUN_ATTEMPT"
+"""Variable: to which start of a run a process belongs, different for every start."""
+
+
+class NotDoneError(Exception):
+    """The scheduler does not do, or tell, what it was asked for; the text is its answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Moments of a job in Unix seconds; None where they are not known, or there is none."""
+
+    submitted_s: float | None = None
+    started_s: float | None = None
+    ends_s: float | None = None
+    origin: str
+    """Where they stand, or why nobody knows them."""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Times:
+        """Return what the variables say."""
+        submitted_s, started_s, ends_s = (
+            number(environment, name) if name in environment else None for name in (SUBMIT_TIME, START_TIME, END_TIME)
+        )
+        return cls(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin=END_TIME)
+
+    def told(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment with what the ranks are to know, instead of what another job may have left there."""
+        moments = {SUBMIT_TIME: self.submitted_s, START_TIME: self.started_s, END_TIME: self.ends_s}
+        known = {name: f"{moment:.0f}" for name, moment in moments.items() if moment is not None}
+        return {name: value for name, value in environment.items() if name not in moments} | known
+
+
+@dataclass(frozen=True)
+class Requeued:
+    """That a job will be run again."""
+
+    sentence: str
+    exit_code: int = 0
+    """With which this one has to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The job that this process is part of."""
+
+    name: str
+    """For the run folder, `22` or of an array `14_3`: the same whenever the job is run again."""
+    times: Callable[[], Times]
+    """Asks for the moments, the scheduler if need be: a program is started."""
+    requeues: int = 0
+    """How often the job was in the queue again."""
+    requeue: Callable[[Collection[int]], Requeued] | None = None
+    """Has the job run again; is told which signals this process got. Raises NotDoneError. None where this process is not what
+    the scheduler would run again: in a shell of salloc, a task of srun."""

@@ -1,0 +1,50 @@
+"""How a run ended, as it says itself in its folder.
+
+The exit code of its launcher does not tell a run that has stopped from one that failed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+_FILE = "outcome.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the main rank wrote at the end."""
+
+    outcome: str
+    """`finished`, or `stopped` before the last step, with a checkpoint."""
+    reason: str
+    go_on: bool
+    """Whether it is to be started again by itself: not where the user asked it to stop."""
+    step: int
+    total_steps: int
+
+    def __str__(self) -> str:
+        return f"{self.outcome} at step {self.step} of {self.total_steps} ({self.reason})"
+
+
+class Folder:
+    """A run folder, looked at before a run and after it. Only what has changed is its outcome, whatever the clocks say."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self._file = run_dir / _FILE if run_dir else None
+        self._before = self._text()
+
+    def outcome(self) -> Outcome | None:
+        """Return the outcome that was written since, or None if there is none."""
+        text = self._text()
+        if text is None or text == self._before:
+            return None
+        said = json.loads(text)
+        return Outcome(**{name: said[name] for name in Outcome.__dataclass_fields__})
+
+    def _text(self) -> str | None:
+        try:
+            return self._file.read_text() if self._file else None
+        except FileNotFoundError:
+            return None

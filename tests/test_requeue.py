@@ -1,0 +1,286 @@
+"""A job's times and its way back into the queue, on scripted answers of Slurm and PBS; crashes and restarts on this machine.
+
+The real Slurm is in test_requeue_lab.py. What happens on PBS is tried on captured answers of a real OpenPBS 23.06.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import REPOSITORY, clean_environment
+
+from launch import find, grid_engine, pbs_job, slurm_job
+from launch.job import NotDoneError, Times
+from launch.outcome import Folder
+
+CAPTURED = Path(__file__).parent / "environments"
+IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"
+
+
+def environment(path: str) -> dict[str, str]:
+    lines = (CAPTURED / f"{path}.txt").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+# Slurm ---------------------------------------------------------------------------------------------------------------------
+
+BATCH = environment("slurm/2node-exclusive-batch")
+RUNNING = "JobId=7 JobName=x JobState=RUNNING Reason=None Restarts=0 TimeLimit=00:05:00 SubmitTime=90 StartTime=100 EndTime=400"
+
+
+class Scontrol:
+    """Answers `show job` and takes note of the rest."""
+
+    def __init__(self, shown: str, refuses: str = "") -> None:
+        self.shown, self.refuses, self.asked = shown, refuses, []
+
+    def __call__(self, arguments):
+        if "show" in arguments:
+            return self.shown
+        if arguments[0] == self.refuses:
+            raise NotDoneError(f"`scontrol {arguments[0]}` fails: Requested operation is presently disabled")
+        self.asked.append(" ".join(arguments))
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "requeues", "can"),
+    [
+        ("2node-exclusive-batch", "25", 0, True),
+        ("requeued-2node-batch", "35", 1, True),
+        ("array-task3-batch", "32_3", 0, True),
+        ("array-task5-batch", "32_5", 0, True),
+        ("salloc-2node-gres2-shell", "30", 0, False),
+        ("2node-1task-gres2-step-task1", "18.0", 0, False),
+    ],
+)
+def test_a_slurm_job_is_named_alike_each_time_it_is_run(shape, name, requeues, can):
+    """The last task of an array has the array's own id as SLURM_JOB_ID."""
+    job = slurm_job.find(environment(f"slurm/{shape}"))
+    assert (job.name, job.requeues, job.requeue is not None) == (name, requeues, can)
+
+
+@pytest.mark.parametrize(
+    ("shown", "asked"),
+    [
+        (RUNNING, ["requeue 25", "update JobId=25 StartTime=now+15"]),
+        (RUNNING.replace("RUNNING", "COMPLETING").replace("Restarts=0", "Restarts=1"), ["update JobId=25 StartTime=now+15"]),
+        (RUNNING.replace("RUNNING", "COMPLETING").replace("EndTime=400", "EndTime=421"),
+         ["requeue 25", "update JobId=25 StartTime=now+15"]),
+    ],
+    ids=["running", "requeued by somebody", "at its limit"],
+)  # fmt: skip
+def test_a_slurm_job_goes_into_the_queue_once_and_waits_no_longer_than_it_has_to(shown, asked):
+    scontrol = Scontrol(shown)
+    assert "job 25" in slurm_job.find(BATCH, scontrol=scontrol).requeue([signal.SIGTERM]).sentence
+    assert scontrol.asked == asked
+
+
+def test_a_cancelled_slurm_job_is_left_alone():
+    scontrol = Scontrol(RUNNING.replace("RUNNING", "COMPLETING").replace("EndTime=400", "EndTime=300"))
+    with pytest.raises(NotDoneError, match="as after scancel"):
+        slurm_job.find(BATCH, scontrol=scontrol).requeue([signal.SIGTERM])
+    assert scontrol.asked == []
+
+
+def test_what_slurm_refuses_is_said():
+    with pytest.raises(NotDoneError, match="presently disabled"):
+        slurm_job.find(BATCH, scontrol=Scontrol(RUNNING, refuses="requeue")).requeue([])
+    requeued = slurm_job.find(BATCH, scontrol=Scontrol(RUNNING, refuses="update")).requeue([])
+    assert "2 minutes from now" in requeued.sentence
+
+
+def test_the_times_of_a_slurm_job():
+    times = slurm_job.find(BATCH, scontrol=Scontrol(RUNNING)).times()
+    assert (times.submitted_s, times.started_s, times.ends_s) == (90, 100, 400)
+    unlimited = slurm_job.find(BATCH, scontrol=Scontrol(RUNNING.replace("EndTime=400", "EndTime=Unknown"))).times()
+    assert unlimited.ends_s is None
+    silent = slurm_job.find(BATCH | {"SLURM_JOB_END_TIME": "500"}, scontrol=_silent).times()
+    assert (silent.ends_s, silent.origin) == (500, "SLURM_JOB_END_TIME=500")
+    assert "no such job" in slurm_job.find(BATCH, scontrol=_silent).times().origin
+    # A task asks nobody: thousands would.
+    task = environment("slurm/2node-1task-gres2-step-task1") | {"SLURM_JOB_END_TIME": "500"}
+    assert slurm_job.find(task, scontrol=Scontrol("must not be asked")).times().ends_s == 500
+
+
+def _silent(_):
+    raise NotDoneError("no such job")
+
+
+def test_the_ranks_are_told_the_times_and_nothing_of_another_job():
+    told = Times(submitted_s=1.4, ends_s=3.0, origin="").told({"SAMERUN_END_TIME": "9", "SAMERUN_START_TIME": "8", "A": "b"})
+    assert told == {"A": "b", "SAMERUN_SUBMIT_TIME": "1", "SAMERUN_END_TIME": "3"}
+    assert Times.of(told).ends_s == 3
+
+
+# PBS and Grid Engine -------------------------------------------------------------------------------------------------------
+
+PBS = environment("pbs/select-2x2-batch")
+JOB = {
+    "Job_Name": "samerun", "queue": "workq", "Account_Name": "A", "Join_Path": "oe", "run_count": 1,
+    "Output_Path": "head:/home/user/project/samerun.o3",
+    "ctime": "Sat Nov 21 10:03:40 2026", "stime": "Sat Nov 21 10:03:45 2026",
+    "Resource_List": {"ncpus": 4, "nodect": 2, "mpiprocs": 4, "filesystems": "home", "place": "scatter", "walltime": "00:10:00",
+                      "select": "2:ncpus=2:mpiprocs=2"},
+    "Variable_List": {"PBS_O_HOME": "/home/user", "PATH": "/bin", "SAMERUN_ARGS": "--preset 'a b', c", "HF_TOKEN": "secret"},
+    "Submit_arguments": "-v SAMERUN_ARGS=--preset 'a b', c,HF_TOKEN -l select=2:ncpus=2:mpiprocs=2 launch/multinode.pbs",
+}  # fmt: skip
+
+
+def pbs_found(qsub=None, job=JOB, **said):
+    said = PBS | {"PBS_O_WORKDIR": str(REPOSITORY)} | said
+    return pbs_job.find(said, describe_job=lambda job_id: json.dumps({"Jobs": {job_id: job}}), qsub=qsub)
+
+
+def test_a_pbs_job_submits_its_successor():
+    calls = []
+
+    def qsub(command, variables):
+        calls.append((command, variables))
+        return "8.head"
+
+    first = pbs_found(qsub)
+    assert (first.name, first.requeues) == ("3", 0)
+    assert first.requeue([]).sentence == "PBS job 8.head goes on with it"
+    second = pbs_found(qsub, PBS_JOBID="8.head", SAMERUN_REQUEUES="1", SAMERUN_FIRST_JOB="3")
+    assert (second.name, second.requeues) == ("3", 1)
+    second.requeue([])
+    command = ["qsub", "-N", "samerun", "-q", "workq", "-A", "A", "-l", "filesystems=home", "-l", "place=scatter",
+               "-l", "walltime=00:10:00", "-l", "select=2:ncpus=2:mpiprocs=2", "-j", "oe",
+               "-v", "SAMERUN_REQUEUES,SAMERUN_FIRST_JOB,SAMERUN_ARGS,HF_TOKEN",
+               f"{REPOSITORY}/launch/multinode.pbs"]  # fmt: skip
+    assert calls == [
+        (command, {"SAMERUN_REQUEUES": "1", "SAMERUN_FIRST_JOB": "3"}),
+        (command, {"SAMERUN_REQUEUES": "2", "SAMERUN_FIRST_JOB": "3"}),
+    ]
+
+
+def test_a_log_with_a_name_of_its_own_is_not_replaced():
+    job = JOB | {"Output_Path": "head:/home/user/runs/submitted/a.out"}
+    first = pbs_job.successor(job, submitted_in=str(REPOSITORY), requeues=1)
+    assert first[first.index("-o") + 1] == "/home/user/runs/submitted/a.out.1"
+    second = pbs_job.successor(
+        job | {"Output_Path": "head:/home/user/runs/submitted/a.out.1"}, submitted_in=str(REPOSITORY), requeues=2
+    )
+    assert second[second.index("-o") + 1] == "/home/user/runs/submitted/a.out.2"
+
+
+def test_a_deleted_pbs_job_has_no_successor_and_one_at_its_limit_has():
+    with pytest.raises(NotDoneError, match="as after qdel"):
+        pbs_found(job=JOB | {"stime": time.strftime("%a %b %d %H:%M:%S %Y")}).requeue([signal.SIGTERM])
+    assert pbs_found(lambda *_: "8.head").requeue([signal.SIGTERM]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "job", "words"),
+    [
+        ({"PBS_JOBID": "14[1].head", "PBS_ARRAY_INDEX": "1"}, JOB, "is of an array"),
+        ({}, JOB | {"Submit_arguments": "-l select=1"}, "ends with no script's file"),
+        ({}, {}, "does not describe the job"),
+    ],
+)
+def test_a_pbs_job_that_cannot_have_a_successor_says_why(said, job, words):
+    with pytest.raises(NotDoneError, match=words):
+        pbs_found(job=job, **said).requeue([])
+
+
+def test_the_times_of_a_pbs_job_are_those_of_its_server():
+    times = pbs_found().times()
+    assert times.ends_s is not None
+    assert times.submitted_s is not None
+    assert times.started_s is not None
+    assert (times.ends_s - times.started_s, times.started_s - times.submitted_s) == (600, 5)
+    assert time.localtime(times.started_s)[:6] == (2026, 11, 21, 10, 3, 45)
+    assert pbs_job.find(PBS, describe_job=lambda _: None).times().ends_s is None
+    assert "did not describe" in pbs_job.find(PBS, describe_job=lambda _: "nothing").times().origin
+
+
+def test_only_a_batch_script_of_pbs_has_a_successor():
+    assert pbs_found(PBS_ENVIRONMENT="PBS_INTERACTIVE").requeue is None
+    assert pbs_found(SAMERUN_NODE_RANK="1").requeue is None
+    assert pbs_found(PBS_JOBID="14[1].head").name == "14_1"
+
+
+def test_a_grid_engine_job_is_run_again_by_its_exit_code():
+    job = grid_engine.find_job(environment("sge/sge-2node-4slots-batch"))
+    assert (job.name, job.requeues, job.requeue([]).exit_code) == ("2", 0, 99)
+    assert job.times().ends_s is None
+
+
+def test_outside_of_schedulers_there_is_no_job():
+    assert find.job({"PATH": "/bin"}) is None
+
+
+# How a run ended -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_outcome_of_an_earlier_start_is_none(tmp_path):
+    said = {"outcome": "stopped", "reason": "SIGTERM", "go_on": True, "step": 3, "total_steps": 9, "time": 1.5}
+    assert Folder(tmp_path / "not there").outcome() is None
+    (tmp_path / "outcome.json").write_text(json.dumps(said))
+    folder = Folder(tmp_path)
+    assert folder.outcome() is None
+    (tmp_path / "outcome.json").write_text(json.dumps(said | {"time": 2.5}))
+    outcome = folder.outcome()
+    assert outcome is not None
+    assert outcome.go_on
+    assert str(outcome) == "stopped at step 3 of 9 (SIGTERM)"
+
+
+# On this machine -----------------------------------------------------------------------------------------------------------
+
+
+def launch(run_dir: Path, happens: str, *options: str) -> subprocess.Popen:
+    """`samerun launch` with a stand-in for the training."""
+    said = clean_environment() | {"PYTHONPATH": f"{IN_PLACE}:{REPOSITORY}", "IN_PLACE": happens}
+    command = [sys.executable, "-m", "launch.cli", "launch", "--preset", "cpu", "--run-dir", str(run_dir), *options]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=said, stdout=pipe, stderr=pipe, text=True)
+
+
+def ended(process: subprocess.Popen) -> tuple[int, list[str], list[str]]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+def test_a_crash_is_followed_by_a_restart_and_the_second_is_the_end(tmp_path):
+    code, out, err = ended(launch(tmp_path / "a", "killed 30", "--max-restarts", "2"))
+    assert (code, [line.partition(",")[0] for line in out]) == (0, ["from step 0", "from step 30"])
+    assert "samerun: the run crashed, and goes on from its newest checkpoint: restart 1 of 2" in err
+    code, out, err = ended(launch(tmp_path / "b", "always 1", "--max-restarts", "1"))
+    assert (code, len(out)) == (1, 2)
+
+
+def test_a_mistake_is_not_repeated(tmp_path):
+    code, out, err = ended(launch(tmp_path, "mistake 1", "--max-restarts", "3"))
+    assert (code, len(out)) == (1, 1)
+    assert "DataError: not there" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_rank_which_ends_in_its_own_time(tmp_path, number):
+    """The launcher of one process would die of it and leave its process behind."""
+    process = launch(tmp_path, "slow 0")
+    assert process.stdout.readline().startswith("from step 0")
+    process.send_signal(number)
+    code, _, err = ended(process)
+    assert code == 0
+    assert json.loads((tmp_path / "outcome.json").read_text())["go_on"] == (number == signal.SIGTERM)
+    (last,) = [line for line in err if "the run stopped" in line]
+    assert last.endswith(f"To go on with it: samerun launch --preset cpu --run-dir {tmp_path}")
+
+
+def test_what_is_left_of_a_crash_is_gone_before_the_restart(tmp_path):
+    """Its launcher is killed, so its process lives on; the restart would share the run folder with it."""
+    process = launch(tmp_path, "orphan 10", "--max-restarts", "1")
+    code, out, _ = ended(process)
+    first, second = (int(line.rpartition(" ")[2]) for line in out)
+    assert code == 0
+    assert not Path(f"/proc/{first}").exists()
+    assert first != second

@@ -1,0 +1,180 @@
+"""Jobs of a real Slurm that end before their run does: by a time limit, a hand, a lost node. Each run is finished all the same.
+
+Runs that train are compared with the undisturbed one. What only concerns the queue is tried with a stand-in for the training
+(tests/scripts/in_place), which starts at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import slurm_lab
+from processes import REPOSITORY, read, train
+from slurm_lab import Job, Lab, losses
+
+_WHY_NOT = slurm_lab.why_not()
+pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
+
+SCRIPT = str(REPOSITORY / "launch" / "multinode.sh")
+SHARED = ("--oversubscribe", "--mem=4G")
+# The weights move so little that the order of additions is not amplified.
+STEPS = 60
+NODES = 8
+RECIPE = ("--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=48", "log.every_steps=1", "optim.lr=1e-4",
+          "train.evaluate_every_epochs=0", "checkpoint.every_steps=5")  # fmt: skip
+
+
+# Many small passes for a step, so that there is time to strike.
+SLOWLY = (*RECIPE, "train.max_micro_batch=1", "--trackers", "none")
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    losses: list[float]
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A job that its time limit ends, which takes minutes: it waits for that beside the other tests."""
+
+    job: str
+    run_dir: Path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    run_dir, start_s = tmp_path_factory.mktemp("undisturbed"), time.monotonic()
+    train("cpu", run_dir, *RECIPE).check()
+    assert len(losses(run_dir)) == STEPS
+    return Undisturbed(losses(run_dir), time.monotonic() - start_s)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("slurm") / "lab"
+    with slurm_lab.lab(folder, tmp_path_factory.mktemp("outputs"), nodes=NODES, gpus_per_node=0) as up:
+        yield up
+    assert slurm_lab.left_over(folder) == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(lab: Lab, undisturbed: Undisturbed, tmp_path_factory: pytest.TempPathFactory) -> Limited:
+    """It does something else first, and begins to train when less than a whole training's time is left of its 2 minutes.
+
+    A training leaves itself half a minute to save. Two nodes take longer to start, and to train, than the one process before.
+    """
+    run_dir = tmp_path_factory.mktemp("limited") / "run"
+    script, begins_s = run_dir.with_name("job.sh"), max(88 - 0.7 * undisturbed.took_s, 20)
+    script.write_text(f'#!/bin/sh\n[ -n "$SLURM_RESTART_COUNT" ] || sleep {begins_s:.0f}\nexec {SCRIPT} "$@"\n')
+    options = ("--nodes=2", "--ntasks-per-node=1", "--nodelist=node[1-2]", "--time=2", "--requeue", "--open-mode=append")
+    return Limited(lab.sbatch(*SHARED, *options, str(script), "--run-dir", str(run_dir), *SLOWLY), run_dir)
+
+
+# The queue -----------------------------------------------------------------------------------------------------------------
+
+
+def submit(lab: Lab, happens: str, *arguments: str, options: tuple[str, ...] = ()) -> str:
+    """A job on one node with the stand-in for the training."""
+    said = f"--export=ALL,PYTHONPATH={REPOSITORY}/tests/scripts/in_place:{REPOSITORY},IN_PLACE={happens}"
+    return lab.sbatch(*SHARED, "--nodes=1", "--time=5", said, *options, SCRIPT, *arguments)
+
+
+def starts(job: Job) -> list[str]:
+    return [line.partition(" from step ")[2].partition(",")[0] for line in job.output.splitlines() if " from step " in line]
+
+
+def test_jobs_that_stop_are_run_again_and_only_they(lab: Lab, tmp_path: Path) -> None:
+    """An array's tasks by themselves: the last one has the array's own id, by which all would be requeued."""
+    array = submit(lab, "stop 30", options=("--array=3-4", f"--chdir={tmp_path}"))
+    signalled = submit(lab, "nothing 1", "--run-dir", str(tmp_path / "signalled"))
+    cancelled = submit(lab, "nothing 1", "--run-dir", str(tmp_path / "cancelled"))
+    failed = submit(lab, "mistake 10", "--run-dir", str(tmp_path / "failed"), "--max-restarts", "3")
+    forbidden = submit(lab, "stop 10", "--run-dir", str(tmp_path / "forbidden"), "--max-requeues", "0")
+    lab.wait_for_output(signalled, "from step 0")
+    lab.run("scancel", "--signal=USR1", signalled).check()
+    lab.wait_for_output(cancelled, "from step 0")
+    lab.run("scancel", cancelled).check()
+
+    over = lab.wait(cancelled)
+    assert (over.state, starts(over)) == ("CANCELLED", ["0"]), over.output
+    assert f"Slurm was ending job {cancelled}, as after scancel" in over.output
+    over = lab.wait(failed)
+    assert (over.state, starts(over)) == ("FAILED", ["0"]), over.output
+    over = lab.wait(forbidden)
+    assert (over.state, over.exit_code, starts(over)) == ("COMPLETED", "0:0", ["0"]), over.output
+    assert f"To go on with it: samerun launch --run-dir {tmp_path}/forbidden" in over.output
+    over = lab.wait(signalled)
+    assert over.state == "COMPLETED", over.output
+    assert len(starts(over)) == 2
+    for index in (3, 4):
+        over = lab.wait(f"{array}_{index}")
+        assert (over.state, starts(over)) == ("COMPLETED", ["0", "30"]), over.output
+        assert f"Slurm runs job {array}_{index} again, 1 of at most 20 times" in over.output
+        assert read(tmp_path / f"runs/digits-{array}_{index}/outcome.json")["outcome"] == "finished"
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------------
+
+
+def begin(lab: Lab, run_dir: Path, *, nodes: str) -> str:
+    """Start a training on two of these nodes."""
+    others = [f"node{number}" for number in range(1, NODES + 1) if str(number) not in nodes]
+    options = (f"--exclude={','.join(others)}", "--time=20")
+    return lab.sbatch(*SHARED, *options, SCRIPT, "--run-dir", str(run_dir), *SLOWLY)
+
+
+def wait_for_checkpoint(lab: Lab, job: str, run_dir: Path) -> None:
+    deadline_s = time.monotonic() + 120
+    while not list((run_dir / "checkpoints").glob("step*")):
+        assert time.monotonic() < deadline_s, lab.output(job)
+        time.sleep(0.05)
+
+
+def wait_for_queue(lab: Lab, job: str) -> None:
+    """Wait until Slurm has put it back, which holds a job for 2 minutes when it does so by itself, and end that."""
+    deadline_s = time.monotonic() + 120
+    while (facts := lab.facts(job))["JobState"] != "PENDING":
+        assert time.monotonic() < deadline_s, lab.output(job)
+        assert facts["JobState"] in ("RUNNING", "COMPLETING"), lab.output(job)
+        time.sleep(0.2)
+    lab.run("scontrol", "update", f"JobId={job}", "StartTime=now").check()
+
+
+def assert_finished(over: Job, run_dir: Path, undisturbed: Undisturbed) -> None:
+    assert over.state == "COMPLETED", over.output
+    assert read(run_dir / "outcome.json")["outcome"] == "finished"
+    assert 0 < read(run_dir / "run.json")["resumed_step"] < STEPS, over.output
+    assert losses(run_dir) == pytest.approx(undisturbed.losses, rel=1e-5), over.output
+
+
+def test_a_lost_node_and_a_cut_cable_end_in_finished_runs(lab: Lab, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The processes behind the cut cable live on while the job is run again elsewhere, over the same run folder."""
+    jobs = {how: begin(lab, tmp_path / how, nodes=nodes) for how, nodes in (("power", "345"), ("link", "678"))}
+    for how, job in jobs.items():
+        wait_for_checkpoint(lab, job, tmp_path / how)
+        _, second = (rank.split()[0] for rank in read(tmp_path / how / "run.json")["ranks"])
+        lab.lose(second, how)
+    for job in jobs.values():
+        wait_for_queue(lab, job)
+    for how, job in jobs.items():
+        assert_finished(lab.wait(job), tmp_path / how, undisturbed)
+
+
+def test_a_requeue_by_hand_ends_in_a_finished_run(lab: Lab, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    job = begin(lab, tmp_path, nodes="36")
+    wait_for_checkpoint(lab, job, tmp_path)
+    lab.run("scontrol", "requeue", job).check()
+    wait_for_queue(lab, job)
+    assert_finished(lab.wait(job), tmp_path, undisturbed)
+
+
+def test_a_time_limit_ends_in_a_finished_run(lab: Lab, limited: Limited, undisturbed: Undisturbed) -> None:
+    over = lab.wait(limited.job)
+    assert_finished(over, limited.run_dir, undisturbed)
+    assert "the allocation ends in" in over.output
+    assert f"Slurm runs job {limited.job} again" in over.output
