@@ -112,19 +112,20 @@ class Checkpoints:
     def _write(self, state: dict[str, Any], pieces: list[Piece], buffers: dict[str, torch.Tensor], held_s: float) -> None:
         """Write a checkpoint and remove those that are too old; if a rank could not, the older ones are as they were."""
         start_s, step = time.perf_counter(), state["step"]
-        ranks, is_main = self._ranks, self._runtime.is_main
+        runtime, ranks, is_main = self._runtime, self._ranks, self._runtime.is_main
         folder = files.temporary_of(self._run_dir, step)
         with ranks.together():
             if is_main:
+                run_folder.check_claim(self._run_dir, runtime.incarnation)
                 files.begin(self._run_dir, step)
         try:
             with ranks.together():
-                entry = files.write_pieces(folder, self._runtime.launched.rank, pieces)
+                entry = files.write_pieces(folder, runtime.launched.rank, pieces, on_chunk=runtime.alive)
             entries = ranks.gather(entry)
-            self._runtime.alive()
+            runtime.alive()
             with ranks.together():
                 if is_main:
-                    run_folder.check_claim(self._run_dir, self._runtime.incarnation)
+                    run_folder.check_claim(self._run_dir, runtime.incarnation)
                     saved = files.commit(self._run_dir, step, entries, state=state, buffers=buffers)
                     best = state["best"]["step"] if state["best"] else None
                     files.prune(saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
@@ -132,7 +133,7 @@ class Checkpoints:
             if is_main:
                 files.discard(folder)  # what fills a disk must not stay
             raise
-        self._runtime.alive()
+        runtime.alive()
         written_s = held_s + time.perf_counter() - start_s
         self._metrics.record_saved(step, held_s=held_s, written_s=written_s)
         self.on_disk(written_s)

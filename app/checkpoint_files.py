@@ -23,7 +23,7 @@ import json
 import re
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,15 +66,19 @@ def begin(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def write_pieces(folder: Path, rank: int, pieces: Sequence[Piece]) -> FileEntry:
+def write_pieces(
+    folder: Path, rank: int, pieces: Sequence[Piece], *, on_chunk: Callable[[], object] = lambda: None
+) -> FileEntry:
     """Write what this rank owns, which may be nothing, into the temporary folder. Raises CheckpointError.
 
-    Needs no memory of the size of the pieces: they are copied to the CPU and written in chunks of durable.CHUNK_BYTES.
+    Needs no memory of the size of the pieces: they are copied to the CPU and written in chunks of durable.CHUNK_BYTES, for
+    each of which `on_chunk` is called.
     """
     file = f"rank-{rank:05d}.safetensors"
     assert all("/" not in piece.key and piece.values.dim() == 1 for piece in pieces)
     held = [piece for piece in pieces if piece.values.numel()]
-    stamp = write_tensors(folder / file, [(tensor_name(piece.key, piece.name, piece.start), piece.values) for piece in held])
+    named = [(tensor_name(piece.key, piece.name, piece.start), piece.values) for piece in held]
+    stamp = write_tensors(folder / file, named, on_chunk=on_chunk)
     return FileEntry(file, stamp, tuple(_range_of(piece) for piece in pieces))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -69,10 +69,20 @@ def dtype_of(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], metadata: Mapping[str, str] | None = None) -> Stamp:
-    """Write tensors of any shape and device, and wait until the disk has them. Raises CheckpointError."""
+def write_tensors(
+    path: Path,
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    on_chunk: Callable[[], object] = lambda: None,
+) -> Stamp:
+    """Write tensors of any shape and device, and wait until the disk has them. Raises CheckpointError.
+
+    `on_chunk` is called for each piece of CHUNK_BYTES: a sign that the writing gets on.
+    """
     assert len({name for name, _ in tensors}) == len(tensors), f"a tensor is given twice for {path}"
-    return write(path, {name: Content(dtype_of(name, it), tuple(it.shape), _chunks(it)) for name, it in tensors}, metadata)
+    contents = {name: Content(dtype_of(name, it), tuple(it.shape), _chunks(it, on_chunk)) for name, it in tensors}
+    return write(path, contents, metadata)
 
 
 def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str] | None = None) -> Stamp:
@@ -90,11 +100,12 @@ def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, st
     return durable.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)))
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _chunks(tensor: torch.Tensor, on_chunk: Callable[[], object]) -> Iterator[memoryview]:
     import torch
 
     flat = tensor.detach().reshape(-1)
     for part in flat.split(durable.CHUNK_BYTES // flat.element_size()):
+        on_chunk()
         yield memoryview(part.cpu().contiguous().view(torch.uint8).numpy())
 
 
