@@ -307,7 +307,8 @@ def test_where_there_is_no_checkpoint_none_is_found(tmp_path: Path) -> None:
 
 # What a kill leaves ----------------------------------------------------------------------------------------------------------
 
-# For each line of its input, a time in seconds, a process that saves one checkpoint after the other is killed after that time.
+# For each line of its input, a time in seconds, a process that saves one checkpoint after the other is killed so long after
+# its first one appeared.
 # Forked, because it is torch that takes long to import.
 WRITERS = """
 import os, signal, sys, time, torch
@@ -325,12 +326,15 @@ def write(run_dir):
         prune(commit(run_dir, step, entries, state={"step": step}, buffers={}), keep_last=2)
 
 for line in sys.stdin:
+    before = committed(Path(sys.argv[1]))
     writer = os.fork()
     if writer == 0:
         try:
             write(Path(sys.argv[1]))
         finally:
             os._exit(1)
+    while committed(Path(sys.argv[1])) == before:
+        time.sleep(0.001)
     time.sleep(float(line))
     os.kill(writer, signal.SIGKILL)
     print(os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]), flush=True)
