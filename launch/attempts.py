@@ -23,9 +23,8 @@ _HANG = 12
 class Plan:
     """What is run, and how often."""
 
-    command: Sequence[str]
-    again: Sequence[str]
-    """The command of every further start: it goes on with the run."""
+    command: Callable[[bool], Sequence[str]]
+    """The command of the first start (False) and of every further one, which goes on with the run."""
     environment: Mapping[str, str]
     pass_on: signals.PassOn
     watched: bool
@@ -47,7 +46,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
         mark = f"{os.getpid()}-{restart}"
         folder = Folder(plan.run_dir)
         ending = supervise.run(
-            plan.again if restart else plan.command,
+            plan.command(restart > 0),
             {**plan.environment, ATTEMPT: mark},
             pass_on=plan.pass_on,
             watched=plan.watched,

@@ -44,23 +44,21 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         say(shlex.join(command))
         told = found.times(environment).told(environment)
         return supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code
-    command = found.start() if found.is_started_elsewhere else command
-    say(shlex.join(command))
-    return attempts.run(_attempts(found, command, environment, say), say)
+    say(shlex.join(found.start() if found.is_started_elsewhere else command))
+    return attempts.run(_attempts(found, environment, say), say)
 
 
-def _attempts(found: Found, command: list[str], environment: Mapping[str, str], say: Callable[[str], None]) -> attempts.Plan:
+def _attempts(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> attempts.Plan:
     """What is run from here, a batch script or this machine, until the run is over."""
     times = found.times(environment)
     if found.job and times.ends_s is None:
         say(f"nothing tells when the job's time is over ({times.origin}), so the run cannot stop before it")
     pass_on = signals.to_ranks
     if found.is_started_elsewhere:
-        pass_on = signals.to_srun if command[0] == "srun" else signals.to_itself
+        pass_on = signals.to_srun if found.start()[0] == "srun" else signals.to_itself
     by_hand = ["--run-dir", found.run_dir] if found.run_dir and not found.options.run_dir else []
     return attempts.Plan(
-        command=command,
-        again=found.start(again=True) if found.is_started_elsewhere else found.accelerate_argv(again=True),
+        command=lambda again: found.start(again=again) if found.is_started_elsewhere else found.accelerate_argv(again=again),
         environment=times.told(environment),
         pass_on=pass_on,
         watched=found.is_started_elsewhere or found.options.max_restarts > 0,

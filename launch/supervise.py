@@ -28,6 +28,7 @@ from app.errors import SamerunError
 from launch import signals
 
 _REMEMBERED_LINES = 200
+_STOP_AND_GO_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _ECHO_S = 5.0
 """Slurm tells batch script and tasks that a job ends, and the one tells the others: a signal that comes twice within this time
 counts once. A process that has saved for it and is about to end may die of the second."""
@@ -153,7 +154,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, pass_on: sign
     def receive(number: int, _frame: FrameType | None) -> None:
         nonlocal passed_on_s
         got.append(number)
-        is_echo = number != signal.SIGINT and time.monotonic() - passed_on_s < _ECHO_S
+        is_echo = number in _STOP_AND_GO_ON and time.monotonic() - passed_on_s < _ECHO_S
         if started is not None and started.poll() is None and not is_echo:
             passed_on_s = time.monotonic()
             pass_on(started.pid, number)

@@ -257,6 +257,12 @@ def test_a_crash_is_followed_by_a_restart_and_the_second_is_the_end(tmp_path):
     assert (code, len(out)) == (1, 2)
 
 
+def test_a_restart_goes_on_with_the_run_whatever_the_first_start_was_told(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    code, out, _ = ended(launch(tmp_path, "killed 3", "--max-restarts", "1", "--resume", "old"))
+    assert (code, [line.rpartition(", ")[2] for line in out]) == (0, ["--resume old", "--resume auto"])
+
+
 def test_a_mistake_is_not_repeated(tmp_path):
     code, out, err = ended(launch(tmp_path, "mistake 1", "--max-restarts", "3"))
     assert (code, len(out)) == (1, 1)
@@ -280,7 +286,7 @@ def test_what_is_left_of_a_crash_is_gone_before_the_restart(tmp_path):
     """Its launcher is killed, so its process lives on; the restart would share the run folder with it."""
     process = launch(tmp_path, "orphan 10", "--max-restarts", "1")
     code, out, _ = ended(process)
-    first, second = (int(line.rpartition(" ")[2]) for line in out)
+    first, second = (int(line.split("process ")[1].split(",")[0]) for line in out)
     assert code == 0
     assert not Path(f"/proc/{first}").exists()
     assert first != second

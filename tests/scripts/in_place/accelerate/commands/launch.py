@@ -22,7 +22,8 @@ def train(run_dir: Path, happens: str, at: int) -> int:
         signal.signal(number, lambda number, _: asked.append(number))
     done = run_dir / "steps"
     first = int(done.read_text()) if done.exists() else 0
-    print(f"from step {first}, until {os.environ.get('SAMERUN_END_TIME')}, process {os.getpid()}", flush=True)
+    until, resume = os.environ.get("SAMERUN_END_TIME"), sys.argv[sys.argv.index("--resume") + 1]
+    print(f"from step {first}, until {until}, process {os.getpid()}, --resume {resume}", flush=True)
     for step in range(first, STEPS):
         done.write_text(str(step))
         if happens == "always" or (step == at and first < at):
