@@ -1,11 +1,13 @@
 """Starting real processes: `accelerate launch` as a user would type it, and what came of it.
 
-`launch` starts a training as a user does. `train` saves the seconds that a start takes: it runs the same module in forks of
-processes that an `accelerate launch` of the same preset has started and that have imported everything (scripts/warm.py).
+`launch` starts a training as a user does. `train` saves the seconds that a start takes: its ranks are forks of one process that
+has imported everything (scripts/warm.py), with the environments that an `accelerate launch` under the preset has really given
+to its processes. That the runs are the same is shown by a test of test_same_run.py.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -18,7 +20,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ ALONE = ("cpu", "single_gpu")
 TIMEOUT_S = 240
 # How long ranks may take to notice by themselves that another one has failed.
 SOON_S = 10.0
+# What Accelerate gives to several processes anyway: two threads of `cpu` would spin for the cores that all tests share.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -118,111 +121,115 @@ def launch(preset: str | Path, run_dir: Path, *arguments: str, processes: int | 
 
 
 class Running:
-    """A module that runs in forks of warm processes."""
+    """The ranks of a run in forks of the warm process."""
 
-    def __init__(self, ranks: list[Connection], log: Path) -> None:
-        self._ranks, self._log = ranks, log
-        self._pids: list[int] = [rank.recv() for rank in ranks]
-        self._codes: dict[Connection, int] = {}  # in the order in which they ended
+    def __init__(self, warm: Connection, log: Path) -> None:
+        self._warm, self._log = warm, log
+        self._ranks: set[int] = set(warm.recv())  # process ids of those that run
+        self._codes: list[int] = []  # in the order in which they ended
 
     def is_over(self) -> bool:
         return self._ends_within(0.0)
 
     def kill(self) -> Finished:
         """SIGKILL to all ranks, at once."""
-        for rank, pid in zip(self._ranks, self._pids, strict=True):
-            if rank not in self._codes:
-                os.kill(pid, signal.SIGKILL)
+        for rank in self._ranks:
+            os.kill(rank, signal.SIGKILL)
         return self.wait()
 
     def wait(self) -> Finished:
         if not self._ends_within(TIMEOUT_S):
-            one_failed = any(self._codes.values())
+            one_failed = any(self._codes)
             output = self.kill().output
             assert one_failed, f"still running after {TIMEOUT_S} s: {output}"
-        return Finished(next(filter(None, self._codes.values()), 0), self._log.read_text())
+        return Finished(next(filter(None, self._codes), 0), self._log.read_text())
 
     def _ends_within(self, timeout_s: float) -> bool:
         """Whether all ranks end in this time, or soon after the first one that failed."""
         end_s = time.monotonic() + timeout_s
-        while running := [rank for rank in self._ranks if rank not in self._codes]:
-            ready = connection.wait(running, max(0.0, end_s - time.monotonic()))
-            self._codes.update((rank, rank.recv()) for rank in ready)
-            if not ready:
+        while self._ranks:
+            if not self._warm.poll(max(0.0, end_s - time.monotonic())):
                 return False
-            if any(self._codes.values()):
+            rank, code = self._warm.recv()
+            self._ranks.remove(rank)
+            self._codes.append(code)
+            if code:
                 end_s = min(end_s, time.monotonic() + SOON_S)
         return True
 
 
 class Warm:
-    """The processes of one preset, started once, in which modules run one after the other."""
+    """The process with everything imported."""
 
-    def __init__(self, preset: str, processes: int) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="samerun-warm-")
         self._runs = 0
         with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(1.0)
-            port = str(server.getsockname()[1])
-            target = (str(SCRIPTS / "warm.py"), port, "--config_file", str(_path_of(preset)))
-            command = accelerate(preset, target=target, processes=None if preset in ALONE else processes)
-            # One thread each, as Accelerate gives to several processes anyway: those of `cpu` would spin for the same cores.
-            self._started = Started(command, env={"OMP_NUM_THREADS": "1"})
-            ranks = [self._accept(server) for _ in range(processes)]
-        self._ranks = [rank for _, rank in sorted(((rank.recv(), rank) for rank in ranks), key=lambda pair: pair[0])]
+            server.settimeout(0.1)
+            command = [sys.executable, str(SCRIPTS / "warm.py"), str(server.getsockname()[1])]
+            self._started = Started(command, env=ONE_THREAD)
+            self._connection = self._accept(server)
 
     def _accept(self, server: socket.socket) -> Connection:
-        end_s = time.monotonic() + TIMEOUT_S
-        while not self._started.is_over() and time.monotonic() < end_s:
+        while not self._started.is_over():
             with suppress(TimeoutError):
                 accepted, _ = server.accept()
                 accepted.setblocking(True)
                 return Connection(accepted.detach())
-        raise AssertionError(f"the warm processes did not come up: {self._started.kill().output}")
+        raise AssertionError(f"the warm process did not come up: {self._started.wait().output}")
 
-    def start(self, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> Running:
-        """Run `python -m module arguments`, or a script by its path, in all processes."""
+    def start(self, command: tuple[str, ...], environments: list[dict[str, str]]) -> Running:
         self._runs += 1
         log = Path(self._folder.name, f"{self._runs}.log")
         log.touch()
-        request = {"module": module, "arguments": arguments, "env": env or {}, "log": str(log), "port": str(free_port())}
-        for rank in self._ranks:
-            rank.send(request)
-        return Running(self._ranks, log)
+        self._connection.send((command, environments, str(log)))
+        return Running(self._connection, log)
 
     def close(self) -> None:
         self._started.kill()
-        for rank in self._ranks:
-            rank.close()
+        self._connection.close()
         self._folder.cleanup()
 
 
-_warm: dict[tuple[str, int], Warm] = {}
+@functools.cache
+def launched_environments(preset: str, processes: int) -> list[dict[str, str]]:
+    """What a real `accelerate launch` under the preset gives each of its processes to find in its environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = (str(SCRIPTS / "environment.py"), folder)
+        command = accelerate(preset, target=target, processes=None if preset in ALONE else processes)
+        Started(command, env=ONE_THREAD).wait().check()
+        return [read(Path(folder, f"{rank}.json")) for rank in range(processes)]
 
 
-def warm(preset: str, processes: int | None = None) -> Warm:
-    """The warm processes of a preset; the first call starts them."""
-    key = (preset, processes or 1)
-    if key not in _warm:
-        _warm[key] = Warm(*key)
-    return _warm[key]
+@functools.cache
+def warm() -> Warm:
+    """The one warm process, started when first asked for."""
+    return Warm()
 
 
 def end_warm() -> None:
-    """End all warm processes."""
-    while _warm:
-        _warm.popitem()[1].close()
+    if warm.cache_info().currsize:
+        warm().close()
+        warm.cache_clear()
 
 
-def run(preset: str, processes: int | None, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> Finished:
-    """Run a module (or a script, by its path) to its end in the warm processes of a preset."""
-    return warm(preset, processes).start(module, *arguments, env=env).wait()
+def start(preset: str, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Running:
+    """Start a module (or a script, by its path) on warm ranks, with the environment of a preset."""
+    # The meeting point of the launcher went with it.
+    meeting = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"} if processes and processes > 1 else {}
+    given = launched_environments(preset, processes or 1)
+    return warm().start(command, [{**variables, **meeting, **(env or {})} for variables in given])
+
+
+def run(preset: str, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Finished:
+    """Run a module (or a script, by its path) to its end on warm ranks, with the environment of a preset."""
+    return start(preset, processes, *command, env=env).wait()
 
 
 def train(
     preset: str, run_dir: Path, *arguments: str, processes: int | None = None, env: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run `app.train` to its end in the warm processes of a preset."""
+    """Run `app.train` to its end on warm ranks, with the environment of a preset."""
     return run(preset, processes, "app.train", "--run-dir", str(run_dir), "--trackers", "none", *arguments, env=env)
 
 

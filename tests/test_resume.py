@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Running, Started, accelerate, read, read_lines, train, warm
+from processes import Running, Started, accelerate, read, read_lines, start, train
 
 from app import checkpoint_files, manifest
 from app.piece import Piece
@@ -36,7 +36,6 @@ OPTIMIZERS = {
     "sgd": ("optim.name=sgd", "optim.lr=0.1", "optim.momentum=0.9"),
 }
 
-
 Topology = tuple[str, int]
 ALONE: Topology = ("cpu", 1)
 TOPOLOGIES: tuple[Topology, ...] = (
@@ -50,7 +49,7 @@ def go(topology: Topology, run_dir: Path, *arguments: str, precision: str = "no"
     env = {"ACCELERATE_MIXED_PRECISION": precision}
     train(topology[0], run_dir, *RECIPE, *arguments, processes=topology[1], env=env).check()
     facts = read(run_dir / "run.json")
-    assert (facts["preset"], facts["world_size"], facts["mixed_precision"]) == (*topology, precision)
+    assert (facts["world_size"], facts["mixed_precision"]) == (topology[1], precision)
     return run_dir
 
 
@@ -134,11 +133,11 @@ def tensor_difference(found: Path, reference: Path) -> float:
 def matrix() -> list[Any]:
     """Both optimizers from each to each; not slow: each pair of strategies both ways, with one of the optimizers."""
     cases = []
-    for (at, target), (start, source) in itertools.product(enumerate(TOPOLOGIES), repeat=2):
+    for (at, target), (since, source) in itertools.product(enumerate(TOPOLOGIES), repeat=2):
         other_strategy = source[0] != target[0] and 4 not in (source[1], target[1])
         other_number = source[0] == target[0] and source[1] != target[1]
         for turn, optimizer in enumerate(OPTIMIZERS):
-            soon = (other_strategy or other_number) and turn == (at + start + (at < start)) % 2
+            soon = (other_strategy or other_number) and turn == (at + since + (at < since)) % 2
             marks = () if soon else pytest.mark.slow
             name = f"{source[0]}-{source[1]}-to-{target[0]}-{target[1]}-{optimizer}"
             cases.append(pytest.param(source, target, optimizer, marks=marks, id=name))
@@ -171,17 +170,30 @@ def test_a_run_goes_on_under_any_preset(
         (("deepspeed_zero2", 2), ("multi_gpu", 2)),
         (("multi_gpu", 2), ("deepspeed_zero1", 2)),
         (("deepspeed_zero1", 2), ALONE),
+        (ALONE, ALONE),
+        (("multi_gpu", 2), ("multi_gpu", 2)),
+        (("deepspeed_zero2", 2), ("deepspeed_zero2", 2)),
+        (("deepspeed_zero3", 2), ("deepspeed_zero3", 2)),
+        (("fsdp2", 2), ("fsdp2", 2)),
     ],
+    ids=str,
 )
 def test_bf16_goes_on_too(undisturbed: Undisturbed, tmp_path: Path, source: Topology, target: Topology) -> None:
+    """Compared with the undisturbed run on the target's topology, which rounds as it does.
+
+    On the same topology nothing differs, so nothing is lost of the float32 weights behind the bf16 ones. On others the runs
+    cannot agree better than undisturbed ones do: those of these topologies differ by 4e-4 to 7e-4 of a loss, and the resumed
+    ones from them by 5e-4 to 7e-4.
+    """
     first, other = (undisturbed.source(topology, "adamw", "bf16") for topology in (source, target))
     saved = checkpoint_files.path_of(first, HALF)
     arguments = (*OPTIMIZERS["adamw"], f"checkpoint.every_steps={STEPS}", "--resume", str(saved))
     second = go(target, tmp_path / "second", *arguments, precision="bf16")
-    spread, difference = (loss_difference(run_dir, other, after=HALF) for run_dir in (first, second))
-    float32 = loss_difference(other, undisturbed.reference("adamw"), after=HALF)
-    print(f"{source} -> {target}, undisturbed {spread:.1e}, resumed {difference:.1e}, to float32 {float32:.1e}")
-    assert difference <= 2e-2
+    losses, tensors = loss_difference(second, other, after=HALF), tensor_difference(second, other)
+    spread = loss_difference(first, other, after=HALF), tensor_difference(first, other)
+    print(f"{source} -> {target}: losses {losses:.1e}, tensors {tensors:.1e}; undisturbed {spread[0]:.1e}, {spread[1]:.1e}")
+    assert losses <= (0.0 if source == target else 2e-3)
+    assert tensors <= (0.0 if source == target else 0.1)
 
 
 # In one folder ---------------------------------------------------------------------------------------------------------------
@@ -223,7 +235,7 @@ def test_a_killed_run_goes_on_in_its_folder(undisturbed: Undisturbed, tmp_path: 
     started = Started(accelerate("multi_gpu", target=("-m", "app.train", *arguments), processes=2))
     await_step(started, tmp_path, 6)
     started.kill()
-    running = warm("deepspeed_zero2", 2).start("app.train", *arguments)
+    running = start("deepspeed_zero2", 2, "app.train", *arguments)
     await_step(running, tmp_path, 17)
     running.kill()
     finished = train("cpu", tmp_path, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
@@ -245,7 +257,7 @@ def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(
     for number in range(kills):
         topology = chance.choice(KILLED)
         said = ("--run-dir", str(tmp_path), "--trackers", "none", "checkpoint.every_steps=2", *arguments)
-        place = killed_at(chance, warm(*topology).start("app.train", *said), tmp_path)
+        place = killed_at(chance, start(*topology, "app.train", *said), tmp_path)
         print(f"seed {seed}, kill {number + 1}: {topology} {place}")
     train("cpu", tmp_path, *arguments, f"checkpoint.every_steps={LONG}").check()
     reference = undisturbed.reference("adamw", LONG)
