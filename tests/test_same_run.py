@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ONE_THREAD, Finished, Started, accelerate, launch, read, read_lines, run, train
+from processes import ONE_THREAD, Finished, Started, launch, read, read_lines, run, train
 
 pytestmark = pytest.mark.multiproc
 
@@ -185,12 +185,7 @@ def test_the_evaluation_counts_every_sample_once(
     references: dict[str, Path], evaluated_alone: dict[str, Any], processes: int
 ) -> None:
     """359 test samples are a prime: no number of processes, and no batch, divides them."""
-    arguments = ("app.evaluate", str(references["adamw"]), "--json")
-    if processes == 3:  # no test needs three warm ones
-        finished = Started(accelerate("multi_gpu", target=("-m", *arguments), processes=3)).wait()
-    else:
-        finished = run("multi_gpu", processes, *arguments)
-    one, many = evaluated_alone, evaluated(finished)
+    one, many = evaluated_alone, evaluated(run("multi_gpu", processes, "app.evaluate", str(references["adamw"]), "--json"))
     assert many["samples"] == one["samples"] == 359
     assert many["accuracy"] == one["accuracy"]
     assert many["top5_accuracy"] == one["top5_accuracy"]
