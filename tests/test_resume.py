@@ -182,8 +182,8 @@ def test_bf16_goes_on_too(undisturbed: Undisturbed, tmp_path: Path, source: Topo
     """Compared with the undisturbed run on the target's topology, which rounds as it does.
 
     On the same topology nothing differs, so nothing is lost of the float32 weights behind the bf16 ones. On others the runs
-    cannot agree better than undisturbed ones do: those of these topologies differ by 4e-4 to 7e-4 of a loss, and the resumed
-    ones from them by 5e-4 to 7e-4.
+    cannot agree better than undisturbed ones do: those of these topologies differ by 4e-4 to 7e-4 of a loss and 1e-2 of a
+    tensor's norm, and the resumed ones from them by 5e-4 to 7e-4 and 8e-3 to 1e-2. Twice to three times that is allowed.
     """
     first, other = (undisturbed.source(topology, "adamw", "bf16") for topology in (source, target))
     saved = checkpoint_files.path_of(first, HALF)
@@ -193,7 +193,7 @@ def test_bf16_goes_on_too(undisturbed: Undisturbed, tmp_path: Path, source: Topo
     spread = loss_difference(first, other, after=HALF), tensor_difference(first, other)
     print(f"{source} -> {target}: losses {losses:.1e}, tensors {tensors:.1e}; undisturbed {spread[0]:.1e}, {spread[1]:.1e}")
     assert losses <= (0.0 if source == target else 2e-3)
-    assert tensors <= (0.0 if source == target else 0.1)
+    assert tensors <= (0.0 if source == target else 2e-2)
 
 
 # In one folder ---------------------------------------------------------------------------------------------------------------
