@@ -1,7 +1,7 @@
 # make demo       install into .venv and train the embedded default on 2 processes of this machine's CPU
 # make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install Slurm and
 #                 mpirun, which some of them run on a lab of namespaces (elsewhere they are skipped, and say so)
-# make test-full  every test
+# make test-full  every test: with the slow ones, which are resuming from every topology to every other, and more kills
 # make lint       linter, formatter and type checker
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
 

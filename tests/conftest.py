@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from processes import train
+from processes import end_warm, train
 from slurm_lab import RECIPE, STEPS, losses
 
 
@@ -14,6 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail if a test was skipped for anything but a missing GPU: for machines that have all the tests need",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_processes_end() -> Iterator[None]:
+    yield
+    end_warm()
 
 
 @pytest.fixture(scope="session")

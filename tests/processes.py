@@ -1,24 +1,41 @@
-"""Starting real processes: `accelerate launch` as a user would type it, and what came of it."""
+"""Starting real processes: `accelerate launch` as a user would type it, and what came of it.
+
+`launch` starts a training as a user does. `train` saves the seconds that a start takes: its ranks are forks of one process that
+has imported everything (scripts/warm.py), with the environments that an `accelerate launch` under the preset has really given
+to its processes. That the runs are the same is shown by a test of test_same_run.py.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 REPOSITORY = Path(__file__).parent.parent
+SCRIPTS = REPOSITORY / "tests" / "scripts"
+# Presets that say themselves that they start one process.
+ALONE = ("cpu", "single_gpu")
 # Long enough for a cold start of four processes on two busy cores, short enough that a hang is seen.
 TIMEOUT_S = 240
+# How long ranks may take to notice by themselves that another one has failed.
+SOON_S = 10.0
+# What Accelerate gives to several processes anyway: two threads of `cpu` would spin for the cores that all tests share.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,9 @@ def clean_environment() -> dict[str, str]:
     """This process's environment without what a scheduler or launcher may have left in it."""
     foreign = ("SLURM_", "PBS_", "OMPI_", "PMI", "ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return environment | {"PYTHONPATH": str(REPOSITORY)}
+    # DeepSpeed compiles for minutes, and again for another virtual environment that finds the first one's files.
+    compiled = Path.home() / ".cache" / "torch_extensions" / hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]
+    return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | {"PYTHONPATH": str(REPOSITORY)}
 
 
 def free_port() -> int:
@@ -89,17 +108,133 @@ def free_port() -> int:
 
 def accelerate(preset: str | Path, *options: str, target: tuple[str, ...], processes: int | None = None) -> list[str]:
     """The `accelerate launch` command for a preset (shipped name, or path) that starts `target`."""
-    path = REPOSITORY / "accelerate_configs" / f"{preset}.yaml" if isinstance(preset, str) else preset
     count = ("--num_processes", str(processes)) if processes is not None else ()
     port = ("--main_process_port", str(free_port())) if "--main_process_port" not in options else ()
-    launch = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path))
+    launch = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(_path_of(preset)))
     return [*launch, *count, *port, *options, *target]
 
 
-def train(preset: str | Path, run_dir: Path, *arguments: str, processes: int | None = None, **started: Any) -> Finished:
-    """Run `app.train` to its end under a preset."""
+def _path_of(preset: str | Path) -> Path:
+    return REPOSITORY / "accelerate_configs" / f"{preset}.yaml" if isinstance(preset, str) else preset
+
+
+def launch(preset: str | Path, run_dir: Path, *arguments: str, processes: int | None = None, **started: Any) -> Finished:
+    """Run `app.train` to its end under a preset, started as a user would."""
     target = ("-m", "app.train", "--run-dir", str(run_dir), "--trackers", "none", *arguments)
     return Started(accelerate(preset, target=target, processes=processes), **started).wait()
+
+
+class Running:
+    """The ranks of a run in forks of the warm process."""
+
+    def __init__(self, warm: Connection, log: Path) -> None:
+        self._warm, self._log = warm, log
+        self._ranks: set[int] = set(warm.recv())  # process ids of those that run
+        self._codes: list[int] = []  # in the order in which they ended
+
+    def is_over(self) -> bool:
+        return self._ends_within(0.0)
+
+    def kill(self) -> Finished:
+        """SIGKILL to all ranks, at once."""
+        for rank in self._ranks:
+            os.kill(rank, signal.SIGKILL)
+        return self.wait()
+
+    def wait(self) -> Finished:
+        if not self._ends_within(TIMEOUT_S):
+            one_failed = any(self._codes)
+            output = self.kill().output
+            assert one_failed, f"still running after {TIMEOUT_S} s: {output}"
+        return Finished(next(filter(None, self._codes), 0), self._log.read_text())
+
+    def _ends_within(self, timeout_s: float) -> bool:
+        """Whether all ranks end in this time, or soon after the first one that failed."""
+        end_s = time.monotonic() + timeout_s
+        while self._ranks:
+            if not self._warm.poll(max(0.0, end_s - time.monotonic())):
+                return False
+            rank, code = self._warm.recv()
+            self._ranks.remove(rank)
+            self._codes.append(code)
+            if code:
+                end_s = min(end_s, time.monotonic() + SOON_S)
+        return True
+
+
+class Warm:
+    """The process with everything imported."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="samerun-warm-")
+        self._runs = 0
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(0.1)
+            command = [sys.executable, str(SCRIPTS / "warm.py"), str(server.getsockname()[1])]
+            self._started = Started(command, env=ONE_THREAD)
+            self._connection = self._accept(server)
+
+    def _accept(self, server: socket.socket) -> Connection:
+        while not self._started.is_over():
+            with suppress(TimeoutError):
+                accepted, _ = server.accept()
+                accepted.setblocking(True)
+                return Connection(accepted.detach())
+        raise AssertionError(f"the warm process did not come up: {self._started.wait().output}")
+
+    def start(self, command: tuple[str, ...], environments: list[dict[str, str]]) -> Running:
+        self._runs += 1
+        log = Path(self._folder.name, f"{self._runs}.log")
+        log.touch()
+        self._connection.send((command, environments, str(log)))
+        return Running(self._connection, log)
+
+    def close(self) -> None:
+        self._started.kill()
+        self._connection.close()
+        self._folder.cleanup()
+
+
+@functools.cache
+def launched_environments(preset: str, processes: int) -> list[dict[str, str]]:
+    """What a real `accelerate launch` under the preset gives each of its processes to find in its environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = (str(SCRIPTS / "environment.py"), folder)
+        command = accelerate(preset, target=target, processes=None if preset in ALONE else processes)
+        Started(command, env=ONE_THREAD).wait().check()
+        return [read(Path(folder, f"{rank}.json")) for rank in range(processes)]
+
+
+@functools.cache
+def warm() -> Warm:
+    """The one warm process, started when first asked for."""
+    return Warm()
+
+
+def end_warm() -> None:
+    if warm.cache_info().currsize:
+        warm().close()
+        warm.cache_clear()
+
+
+def start(preset: str, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Running:
+    """Start a module (or a script, by its path) on warm ranks, with the environment of a preset."""
+    # The meeting point of the launcher went with it.
+    meeting = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"} if processes and processes > 1 else {}
+    given = launched_environments(preset, processes or 1)
+    return warm().start(command, [{**variables, **meeting, **(env or {})} for variables in given])
+
+
+def run(preset: str, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Finished:
+    """Run a module (or a script, by its path) to its end on warm ranks, with the environment of a preset."""
+    return start(preset, processes, *command, env=env).wait()
+
+
+def train(
+    preset: str, run_dir: Path, *arguments: str, processes: int | None = None, env: Mapping[str, str] | None = None
+) -> Finished:
+    """Run `app.train` to its end on warm ranks, with the environment of a preset."""
+    return run(preset, processes, "app.train", "--run-dir", str(run_dir), "--trackers", "none", *arguments, env=env)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

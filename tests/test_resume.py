@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import math
+import random
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Started, accelerate, read, read_lines, train
+import torch
+from processes import Running, Started, accelerate, read, read_lines, start, train
 
-from app import checkpoint_files
+from app import checkpoint_files, manifest
+from app.piece import Piece
 from app.verify import verify
 
 pytestmark = pytest.mark.multiproc
 
-HALF, STEPS = 15, 25
-# Every state that a run has: both optimizers' moments, the average, and, in the middle of the second epoch (of 22 steps), the
+HALF, STEPS = 15, 35
+# Every state that a run has: both optimizers' moments, the average, and, in the middle of the first epoch (of 22 steps), the
 # place in the data. GELU and average pooling for the reason that docs/same-run.md gives.
 RECIPE = (
     "--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=64", "train.ema_decay=0.9", "log.every_steps=1",
@@ -27,82 +36,215 @@ OPTIMIZERS = {
     "adamw": ("optim.name=adamw", "optim.lr=0.003"),
     "sgd": ("optim.name=sgd", "optim.lr=0.1", "optim.momentum=0.9"),
 }
-SAVING = (f"checkpoint.every_steps={HALF}", "checkpoint.keep_last=3")
+
+Topology = tuple[str, int]
+ALONE: Topology = ("cpu", 1)
+TOPOLOGIES: tuple[Topology, ...] = (
+    ALONE, ("multi_gpu", 2), ("multi_gpu", 4), ("deepspeed_zero1", 2), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2),
+    ("deepspeed_zero3", 4), ("fsdp2", 2),
+)  # fmt: skip
 
 
-def run(preset: str, processes: int, run_dir: Path, *arguments: str) -> Path:
-    train(preset, run_dir, *RECIPE, *arguments, processes=None if preset == "cpu" else processes).check()
+def go(topology: Topology, run_dir: Path, *arguments: str, precision: str = "no") -> Path:
+    """Train to the end. `accelerate launch --mixed_precision` tells a run by this variable of its environment."""
+    env = {"ACCELERATE_MIXED_PRECISION": precision}
+    train(topology[0], run_dir, *RECIPE, *arguments, processes=topology[1], env=env).check()
+    facts = read(run_dir / "run.json")
+    assert (facts["world_size"], facts["mixed_precision"]) == (topology[1], precision)
     return run_dir
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """Runs to the end, each started when first asked for."""
+
+    folder: Path
+
+    @functools.cache  # noqa: B019 - the one instance lives as long as its tests
+    def reference(self, optimizer: str, steps: int = STEPS) -> Path:
+        """One process, and a checkpoint at its end alone."""
+        saving = (f"train.steps={steps}", f"checkpoint.every_steps={steps}")
+        return go(ALONE, self.folder / f"{optimizer}-{steps}", *OPTIMIZERS[optimizer], *saving)
+
+    @functools.cache  # noqa: B019
+    def source(self, topology: Topology, optimizer: str, precision: str = "no") -> Path:
+        """A run that leaves a checkpoint in the middle and is, by that, no other run."""
+        saving = (f"checkpoint.every_steps={HALF}", "checkpoint.keep_last=3")
+        run_dir = self.folder / f"{topology}-{optimizer}-{precision}"
+        go(topology, run_dir, *OPTIMIZERS[optimizer], *saving, precision=precision)
+        found = [path.name for path in checkpoint_files.committed(run_dir)]
+        assert found == ["step-00000035", "step-00000030", "step-00000015"]
+        if precision == "no":
+            assert_equals(run_dir, self.reference(optimizer), after=0)
+        return run_dir
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def lines_after(run_dir: Path, name: str, step: int) -> list[dict[str, Any]]:
     return [line for line in read_lines(run_dir / name) if line["step"] > step]
 
 
-def assert_equals(found: Path, reference: Path, *, after: int) -> None:
-    """Losses, learning rates, samples and the last test loss, which is that of the averaged weights."""
+def loss_difference(found: Path, reference: Path, *, after: int) -> float:
+    """The largest relative difference of a step's loss. Steps, samples and learning rates are equal."""
     lines, expected = (lines_after(run_dir, "metrics.jsonl", after) for run_dir in (found, reference))
-    assert [line["step"] for line in lines] == list(range(after + 1, STEPS + 1))
-    for name in ("learning_rate", "epoch", "samples_seen"):
+    steps = read(reference / "result.json")["steps"]
+    assert [line["step"] for line in lines] == list(range(after + 1, steps + 1))
+    for name in ("step", "learning_rate", "epoch", "samples_seen"):
         assert [line[name] for line in lines] == [line[name] for line in expected]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
     samples = [lines_after(run_dir, "samples.jsonl", after) for run_dir in (found, reference)]
-    assert len(samples[0]) == STEPS - after
+    assert len(samples[0]) == steps - after
     assert samples[0] == samples[1]
+    return max(abs(line["loss"] / other["loss"] - 1) for line, other in zip(lines, expected, strict=True))
+
+
+def assert_equals(found: Path, reference: Path, *, after: int, tolerance: float = 1e-5) -> None:
+    """Losses, learning rates, samples and the last test loss, which is that of the averaged weights."""
+    assert loss_difference(found, reference, after=after) <= tolerance
     results = [read(run_dir / "result.json") for run_dir in (found, reference)]
-    assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], rel=1e-5)
+    assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], rel=tolerance)
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The undisturbed runs, in one process and without a checkpoint."""
-    folder = tmp_path_factory.mktemp("references")
-    return {name: run("cpu", 1, folder / name, *chosen) for name, chosen in OPTIMIZERS.items()}
+def last_state(run_dir: Path) -> tuple[dict[str, Any], dict[tuple[str, str], torch.Tensor]]:
+    """What the last checkpoint says of the run, and its tensors, by group and parameter."""
+    folder = checkpoint_files.committed(run_dir)[0]
+    reader, tensors = checkpoint_files.Reader(folder), {}
+    for key, of in manifest.read(folder)[1].items():
+        for name, stored in of.items():
+            tensors[key, name] = torch.empty(math.prod(stored.shape), dtype=torch.float64)
+            reader.read_into(Piece(key, name, stored.shape, 0, tensors[key, name]))
+    return {name: reader.state[name] for name in ("step", "samples_seen", "optimizer")}, tensors
 
 
-# Each way to keep the tensors once as a source and once as a target.
-@pytest.mark.parametrize(
-    ("source", "target", "optimizer"),
-    [
-        (("cpu", 1), ("deepspeed_zero3", 2), "adamw"),
-        (("deepspeed_zero3", 2), ("fsdp2", 2), "adamw"),
-        (("fsdp2", 2), ("deepspeed_zero2", 2), "adamw"),
-        (("deepspeed_zero2", 2), ("multi_gpu", 4), "adamw"),
-        (("multi_gpu", 4), ("deepspeed_zero1", 2), "sgd"),
-        (("deepspeed_zero1", 2), ("cpu", 1), "sgd"),
-    ],
-)
-def test_a_run_goes_on_under_another_preset(
-    references: dict[str, Path], tmp_path: Path, source: tuple[str, int], target: tuple[str, int], optimizer: str
+def tensor_difference(found: Path, reference: Path) -> float:
+    """The largest difference of a tensor of the last checkpoints, as a share of its norm. Counts of steps are equal."""
+    (state, tensors), (expected_state, expected) = last_state(found), last_state(reference)
+    assert state == expected_state
+    assert tensors.keys() == expected.keys()
+    assert len({key for key, _ in tensors} - {"weight", "average"}) >= 1, "no state of the optimizer"
+    return max(float((values - expected[at]).norm() / expected[at].norm()) for at, values in tensors.items())
+
+
+# From every topology to every topology ---------------------------------------------------------------------------------------
+
+
+def matrix() -> list[Any]:
+    """Both optimizers from each to each; not slow: each pair of strategies both ways, with one of the optimizers."""
+    cases = []
+    for (at, target), (since, source) in itertools.product(enumerate(TOPOLOGIES), repeat=2):
+        other_strategy = source[0] != target[0] and 4 not in (source[1], target[1])
+        other_number = source[0] == target[0] and source[1] != target[1]
+        for turn, optimizer in enumerate(OPTIMIZERS):
+            soon = (other_strategy or other_number) and turn == (at + since + (at < since)) % 2
+            marks = () if soon else pytest.mark.slow
+            name = f"{source[0]}-{source[1]}-to-{target[0]}-{target[1]}-{optimizer}"
+            cases.append(pytest.param(source, target, optimizer, marks=marks, id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("source", "target", "optimizer"), matrix())
+def test_a_run_goes_on_under_any_preset(
+    undisturbed: Undisturbed, tmp_path: Path, source: Topology, target: Topology, optimizer: str
 ) -> None:
-    reference, chosen = references[optimizer], OPTIMIZERS[optimizer]
-    first = run(*source, tmp_path / "first", *chosen, *SAVING)
-    assert_equals(first, reference, after=0)  # saving changes nothing
+    first, reference = undisturbed.source(source, optimizer), undisturbed.reference(optimizer)
     saved = checkpoint_files.path_of(first, HALF)
-    assert checkpoint_files.committed(first) == [checkpoint_files.path_of(first, STEPS), saved]
-    second = run(*target, tmp_path / "second", *chosen, "--resume", str(saved))
+    arguments = (*OPTIMIZERS[optimizer], f"checkpoint.every_steps={STEPS}", "--resume", str(saved))
+    second = go(target, tmp_path / "second", *arguments)
+    assert read(second / "run.json")["resumed_step"] == HALF
+    losses, tensors = loss_difference(second, reference, after=HALF), tensor_difference(second, reference)
+    print(f"{source} -> {target}, {optimizer}: losses {losses:.1e}, tensors {tensors:.1e}")
     assert_equals(second, reference, after=HALF)
     assert [(verdict.is_good, verdict.first_step, verdict.last_step) for verdict, _ in map(verify, (first, second))] == [
         (True, 1, STEPS), (True, HALF + 1, STEPS)
     ]  # fmt: skip
-    assert (read(second / "run.json")["resumed_step"], read(second / "run.json")["preset"]) == (HALF, target[0])
+    assert tensors <= 1e-5
+    if source == target:  # then not even rounding differs
+        assert loss_difference(second, first, after=HALF) == tensor_difference(second, first) == 0.0
 
 
-def test_a_killed_run_goes_on_in_its_folder(references: dict[str, Path], tmp_path: Path) -> None:
-    """SIGKILL to all of it, and again under another preset: the log is that of one run."""
-    for preset, processes, until in (("multi_gpu", 2, 6), ("deepspeed_zero2", 2, 17)):
-        target = ("-m", "app.train", "--run-dir", str(tmp_path), "--trackers", "none", "--resume", "auto", *RECIPE,
-                  *OPTIMIZERS["adamw"], "checkpoint.every_steps=4")  # fmt: skip
-        started = Started(accelerate(preset, target=target, processes=processes))
-        deadline_s = time.monotonic() + 120
-        metrics = tmp_path / "metrics.jsonl"
-        while not metrics.exists() or f'"step": {until},' not in metrics.read_text():
-            assert time.monotonic() < deadline_s, started.kill().output
-            time.sleep(0.01)
-        started.kill()
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (ALONE, ("deepspeed_zero3", 2)),
+        (("deepspeed_zero3", 2), ("fsdp2", 2)),
+        (("fsdp2", 2), ("deepspeed_zero2", 2)),
+        (("deepspeed_zero2", 2), ("multi_gpu", 2)),
+        (("multi_gpu", 2), ("deepspeed_zero1", 2)),
+        (("deepspeed_zero1", 2), ALONE),
+        (ALONE, ALONE),
+        (("multi_gpu", 2), ("multi_gpu", 2)),
+        (("deepspeed_zero2", 2), ("deepspeed_zero2", 2)),
+        (("deepspeed_zero3", 2), ("deepspeed_zero3", 2)),
+        (("fsdp2", 2), ("fsdp2", 2)),
+    ],
+    ids=str,
+)
+def test_bf16_goes_on_too(undisturbed: Undisturbed, tmp_path: Path, source: Topology, target: Topology) -> None:
+    """Compared with the undisturbed run on the target's topology, which rounds as it does.
+
+    On the same topology nothing differs, so nothing is lost of the float32 weights behind the bf16 ones. On others the runs
+    cannot agree better than undisturbed ones do: those of these topologies differ by 4e-4 to 7e-4 of a loss and 1e-2 of a
+    tensor's norm, and the resumed ones from them by 5e-4 to 7e-4 and 8e-3 to 1e-2. Twice to three times that is allowed.
+    """
+    first, other = (undisturbed.source(topology, "adamw", "bf16") for topology in (source, target))
+    saved = checkpoint_files.path_of(first, HALF)
+    arguments = (*OPTIMIZERS["adamw"], f"checkpoint.every_steps={STEPS}", "--resume", str(saved))
+    second = go(target, tmp_path / "second", *arguments, precision="bf16")
+    losses, tensors = loss_difference(second, other, after=HALF), tensor_difference(second, other)
+    spread = loss_difference(first, other, after=HALF), tensor_difference(first, other)
+    print(f"{source} -> {target}: losses {losses:.1e}, tensors {tensors:.1e}; undisturbed {spread[0]:.1e}, {spread[1]:.1e}")
+    assert losses <= (0.0 if source == target else 2e-3)
+    assert tensors <= (0.0 if source == target else 2e-2)
+
+
+# In one folder ---------------------------------------------------------------------------------------------------------------
+
+
+def await_step(running: Started | Running, run_dir: Path, step: int) -> None:
+    await_that(running, lambda: last_step(run_dir) >= step)
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that is logged, 0 before the first."""
+    metrics = run_dir / "metrics.jsonl"
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")] if metrics.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def saves(run_dir: Path) -> set[tuple[str, int]]:
+    """The saves that are going on, or were cut."""
+    found = set()
+    for path in (run_dir / "checkpoints").glob(".step-*.tmp"):
+        with suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ctime_ns))
+    return found
+
+
+def await_that(running: Started | Running, happened: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 120
+    while not happened():
+        over = running.is_over()
+        assert not over, running.wait().output
+        assert time.monotonic() < end_s, running.kill().output
+        time.sleep(0.005)
+
+
+def test_a_killed_run_goes_on_in_its_folder(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """SIGKILL to all of it, launcher and all, and again under another preset: the log is that of one run."""
+    arguments = ("--run-dir", str(tmp_path), "--trackers", "none", "--resume", "auto", *RECIPE, *OPTIMIZERS["adamw"],
+                 "checkpoint.every_steps=4")  # fmt: skip
+    started = Started(accelerate("multi_gpu", target=("-m", "app.train", *arguments), processes=2))
+    await_step(started, tmp_path, 6)
+    started.kill()
+    running = start("deepspeed_zero2", 2, "app.train", *arguments)
+    await_step(running, tmp_path, 17)
+    running.kill()
     finished = train("cpu", tmp_path, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
     assert "resumed from" in finished.output
-    assert_equals(tmp_path, references["adamw"], after=0)
+    assert_equals(tmp_path, undisturbed.reference("adamw"), after=0)
     assert_verified(tmp_path, starts=3)
 
 
@@ -127,14 +269,53 @@ def assert_verified(run_dir: Path, *, starts: int) -> None:
         assert str(verify(run_dir)[0]).splitlines() == [f"NOT {whole}", words]
 
 
+LONG = 120
+KILLED = tuple(topology for topology in TOPOLOGIES if topology[1] < 4)
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(
+    undisturbed: Undisturbed, tmp_path: Path, kills: int
+) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    chance = random.Random(seed)
+    arguments = (*RECIPE, *OPTIMIZERS["adamw"], f"train.steps={LONG}", "--resume", "auto")
+    for number in range(kills):
+        topology = chance.choice(KILLED)
+        said = ("--run-dir", str(tmp_path), "--trackers", "none", "checkpoint.every_steps=2", *arguments)
+        place = killed_at(chance, start(*topology, "app.train", *said), tmp_path)
+        print(f"seed {seed}, kill {number + 1}: {topology} {place}")
+    train("cpu", tmp_path, *arguments, f"checkpoint.every_steps={LONG}").check()
+    reference = undisturbed.reference("adamw", LONG)
+    assert_equals(tmp_path, reference, after=0, tolerance=1e-4)
+    assert tensor_difference(tmp_path, reference) <= 1e-4
+    assert str(verify(tmp_path)[0]).startswith(f"every one of the {LONG} global batches was applied exactly once")
+
+
+def killed_at(chance: random.Random, running: Running, run_dir: Path) -> str:
+    """Kill the run as it starts, a little after one of its next steps, or in a save; return where it was."""
+    before = saves(run_dir)
+    moment = chance.choice(("start", "step", "save"))
+    if moment == "start":
+        time.sleep(chance.uniform(0.0, 1.0))
+    elif moment == "step":
+        await_step(running, run_dir, last_step(run_dir) + chance.randint(1, 4))
+        time.sleep(chance.uniform(0.0, 0.03))
+    else:
+        await_that(running, lambda: bool(saves(run_dir) - before))
+        time.sleep(chance.uniform(0.0, 0.03))
+    running.kill()
+    return f"at a {moment}, after step {last_step(run_dir)}, {len(saves(run_dir) - before)} save cut"
+
+
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
-    return run("cpu", 1, folder, *OPTIMIZERS["adamw"], "checkpoint.every_steps=10", "checkpoint.keep_last=2")
+    return go(ALONE, folder, *OPTIMIZERS["adamw"], "checkpoint.every_steps=10", "checkpoint.keep_last=2")
 
 
 def test_old_ones_are_pruned_and_a_finished_run_is_scored_again(finished_run: Path) -> None:
-    assert [path.name for path in checkpoint_files.committed(finished_run)] == ["step-00000025", "step-00000020"]
+    assert [path.name for path in checkpoint_files.committed(finished_run)] == ["step-00000035", "step-00000030"]
     before = read(finished_run / "result.json")
     train("cpu", finished_run, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
     assert read(finished_run / "result.json")["test_loss"] == before["test_loss"]
@@ -160,10 +341,10 @@ def test_a_checkpoint_of_another_run_is_refused_with_all_that_differs(
 def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_path: Path, finished_run: Path) -> None:
     newest, older = checkpoint_files.committed(finished_run)
     (newest / "rank-00000.safetensors").write_bytes(b"")
-    longer = (*RECIPE, *OPTIMIZERS["adamw"], "train.steps=26", "--resume")
+    longer = (*RECIPE, *OPTIMIZERS["adamw"], "train.steps=36", "--resume")
     finished = train("cpu", tmp_path / "run", *longer, str(finished_run)).check()
     assert f"passed over: {newest}" in finished.output
-    assert f"resumed from {older}, 20 of 26 steps done" in finished.output
+    assert f"resumed from {older}, 30 of 36 steps done" in finished.output
     (older / "state.json").unlink()
     finished = train("cpu", tmp_path / "other", *longer, str(finished_run))
     assert finished.returncode != 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import REPOSITORY, Started, accelerate
+from processes import REPOSITORY, SCRIPTS, run
 from scripts import shards as script
 
 from app import optim
@@ -19,8 +19,6 @@ from app.errors import CheckpointError
 from app.launched import Launched
 from app.runtime import Runtime
 from app.shards import Shards
-
-SCRIPT = REPOSITORY / "tests" / "scripts" / "shards.py"
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +92,7 @@ def test_the_reference_is_worth_comparing_with(left: tuple[Path, dict[str, scrip
 def test_two_processes_hold_what_one_does_and_go_on_from_it(
     left: tuple[Path, dict[str, script.Record]], tmp_path: Path, preset: str, cases: str
 ) -> None:
-    target = (str(SCRIPT), cases, str(left[0]), str(tmp_path / "found.pt"))
-    Started(accelerate(preset, target=target, processes=2)).wait().check()
+    run(preset, 2, str(SCRIPTS / "shards.py"), cases, str(left[0]), str(tmp_path / "found.pt")).check()
     found = script.read_records(tmp_path / "found.pt")
     assert list(found) == cases.split(",")
     for name, record in found.items():

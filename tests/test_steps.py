@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from processes import Finished, read_lines, train
+from processes import Finished, launch, read_lines, train
 
 from app.average import WeightAverage
 from app.steps import Step, Steps
@@ -34,7 +34,7 @@ def run(preset: str, folder: Path, *arguments: str) -> Finished:
     (folder / "sitecustomize.py").write_text(FAULT)
     recipe = ("--recipe", "digits", f"train.steps={STEPS}", "train.ema_decay=0.9", "model.activation=gelu", *arguments)
     repository = str(Path(__file__).parent.parent)
-    return train(preset, folder / "run", *recipe, processes=2, env={"PYTHONPATH": f"{folder}:{repository}"})
+    return launch(preset, folder / "run", *recipe, processes=2, env={"PYTHONPATH": f"{folder}:{repository}"})
 
 
 @pytest.mark.multiproc

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import torch
 from PIL import Image
-from processes import REPOSITORY, Finished, Started, accelerate, read, read_lines
+from processes import REPOSITORY, Finished, Started, accelerate, read, read_lines, train
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.multiproc
@@ -20,9 +21,8 @@ SHORT = ("--recipe", "digits", "train.epochs=2", "optim.warmup_epochs=0.5")
 
 
 def alone(run_dir: Path, *arguments: str) -> Finished:
-    """One process without a launcher, whose exit code is the run's own."""
-    command = [sys.executable, "-m", "app.train", "--run-dir", str(run_dir), "--trackers", "none", *SHORT, *arguments]
-    return Started(command).wait()
+    """One process, whose exit code is the run's own."""
+    return train("cpu", run_dir, *SHORT, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_the_result_counts_every_test_sample(run: Path) -> None:
 
 
 def test_evaluating_the_run_again_gives_the_same_scores(run: Path) -> None:
-    finished = Started([sys.executable, "-m", "app.evaluate", str(run), "--json"]).wait().check()
+    finished = processes.run("cpu", 1, "app.evaluate", str(run), "--json").check()
     scores = json.loads(finished.output.splitlines()[-1])
     result = read(run / "result.json")
     assert scores["accuracy"] == result["test_accuracy"]
@@ -152,8 +152,7 @@ PHOTOS = ("--recipe", "imagefolder", "model.name=convnet", "data.image_size=16",
 
 def test_a_folder_of_pictures_trains_on_two_processes(tmp_path: Path) -> None:
     path = photos(tmp_path / "photos", per_class=24)
-    target = ("-m", "app.train", "--run-dir", str(tmp_path / "run"), "--trackers", "none", *PHOTOS, f"data.path={path}")
-    Started(accelerate("multi_gpu", target=target, processes=2)).wait().check()
+    train("multi_gpu", tmp_path / "run", *PHOTOS, f"data.path={path}", processes=2).check()
     result = read(tmp_path / "run" / "result.json")
     assert result["test_samples"] == 48
     assert result["test_accuracy"] == 1.0
@@ -163,8 +162,7 @@ def test_a_broken_picture_is_named(tmp_path: Path) -> None:
     path = photos(tmp_path / "photos", per_class=24)
     broken = path / "train" / "light" / "7.jpg"
     broken.write_bytes(broken.read_bytes()[:200])
-    command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path / "run"), "--trackers", "none", *PHOTOS]
-    finished = Started([*command, f"data.path={path}"]).wait()
+    finished = train("cpu", tmp_path / "run", *PHOTOS, f"data.path={path}")
     assert finished.returncode == 6, finished.output
     assert "DataError" in finished.output
     assert "light/7.jpg" in finished.output
