@@ -6,8 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from processes import end_warm, train
 from slurm_lab import RECIPE, STEPS, losses
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes says more of the machine than of the code
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

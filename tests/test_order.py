@@ -73,7 +73,7 @@ def test_an_epoch_holds_every_index_once(size):
 
 
 @given(st.integers(1, 5000), seeds, st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_permutation_is_a_bijection_at_any_positions(size, seed, epoch):
     indices = whole(size, seed, epoch)
     assert indices.dtype == np.int64
@@ -83,7 +83,7 @@ def test_the_permutation_is_a_bijection_at_any_positions(size, seed, epoch):
 
 
 @given(st.integers(10**9, 10**12), seeds, st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_huge_sets_stay_in_range_without_repeats(size, seed, epoch):
     positions = np.concatenate([np.arange(500), size // 2 + np.arange(500), size - 500 + np.arange(500)])
     indices = permute(positions, size=size, seed=seed, epoch=epoch)
@@ -146,7 +146,7 @@ def test_each_index_is_as_likely_at_each_position(size):
     first_step=st.integers(0, 60),
     num_steps=st.integers(0, 40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_samples_of_a_step_depend_on_the_recipe_alone(size, seed, micro_batches_per_step, first_step, num_steps):
     last_step = first_step + num_steps
     undisturbed = numbers_of(run(size, seed, last_step=101)).reshape(101, 24)
@@ -158,7 +158,7 @@ def test_the_samples_of_a_step_depend_on_the_recipe_alone(size, seed, micro_batc
 
 
 @given(st.integers(8, 300), seeds, st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_epoch_has_each_sample_at_most_once_and_drops_the_rest(size, seed, global_batch_size):
     steps_per_epoch = size // global_batch_size
     numbers = numbers_of(run(size, seed, global_batch_size, last_step=3 * steps_per_epoch))
@@ -236,7 +236,6 @@ def test_accelerate_deals_the_same_steps_on_any_topology(world_size, micro_batch
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
-@settings(deadline=None)
 def test_evaluation_sees_every_index_once_in_order(size, batch_size):
     batches = EvalBatches(size=size, batch_size=batch_size)
     numbers = list(batches)

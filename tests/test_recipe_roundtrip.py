@@ -63,7 +63,7 @@ def recipes(draw) -> Recipe:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(recipe=recipes())
 def test_yaml_reads_back_to_an_equal_recipe(tmp_path_factory, recipe):
     path = tmp_path_factory.mktemp("recipe") / "again.yaml"

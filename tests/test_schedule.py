@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
@@ -95,7 +95,6 @@ optim_recipes = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(optim=optim_recipes, total_steps=st.integers(1, 200), batch=st.integers(1, 4096))
 def test_between_zero_and_the_peak_and_never_up_after_the_warmup(optim, total_steps, batch):
     peak = optim.lr * batch / optim.lr_reference_batch if optim.lr_reference_batch else optim.lr
@@ -108,7 +107,6 @@ def test_between_zero_and_the_peak_and_never_up_after_the_warmup(optim, total_st
         assert math.isclose(found[warm_up], max(found)) or optim.schedule == "step"
 
 
-@settings(deadline=None)
 @given(optim=optim_recipes, total_steps=st.integers(2, 200))
 def test_no_jumps(optim, total_steps):
     """From one step to the next, the rate moves by no more than a straight warm-up or the steepest part of a cosine does."""
@@ -119,7 +117,6 @@ def test_no_jumps(optim, total_steps):
     assert max(abs(after - before) for before, after in pairwise(found)) <= limit * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(optim=optim_recipes, total_steps=st.integers(1, 100), factor=st.integers(2, 8))
 def test_linear_scaling(optim, total_steps, factor):
     optim = replace(optim, lr_reference_batch=256)

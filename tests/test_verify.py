@@ -158,7 +158,7 @@ def histories(draw: st.DrawFn) -> History:
     return history
 
 
-HISTORIES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+HISTORIES = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 @given(histories())
