@@ -31,7 +31,7 @@ STAGES = {"deepspeed_zero1": "1", "deepspeed_zero2": "2", "deepspeed_zero3": "3"
 def accelerates_reading(name, topology=None, **options):
     """What `accelerate launch` makes of our command line: its options after its own checks."""
     argv = accelerate_argv(topology or Topology(), preset.load(name), ["--recipe", "r", "a=b"], **options)
-    args = launch_command_parser().parse_args(argv[3:])
+    args = launch_command_parser().parse_args(argv[argv.index("accelerate.commands.launch") + 1 :])
     return _validate_launch_command(args)[0]
 
 
