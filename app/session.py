@@ -14,7 +14,19 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from app import checkpoint, console, exported, handshake, ledger, models, optim, recipe_file, run_folder, schedule
+from app import (
+    checkpoint,
+    checkpoint_files,
+    console,
+    exported,
+    handshake,
+    ledger,
+    models,
+    optim,
+    recipe_file,
+    run_folder,
+    schedule,
+)
 from app.average import WeightAverage
 from app.control import Control
 from app.data import loader
@@ -171,9 +183,10 @@ def evaluation_of(
 def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | Stopped) -> None:
     """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
     if isinstance(ended, Stopped):
+        saved = checkpoint_files.path_of(run_dir, ended.step)
         training.display.say(
             f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
-            f"{training.checkpoints.latest}; the same command with --resume auto and --run-dir {run_dir} goes on"
+            f"saved as {saved}; the same command with --resume auto and --run-dir {run_dir} goes on"
         )
         end = ledger.End(step=ended.step, outcome="stopped")
         training.control.record_outcome(ended.step, ended.request)
