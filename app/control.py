@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from app import run_folder
-from app.errors import RunFolderError
+from app.errors import RunFolderError, is_of_a_lost_peer
 from app.runtime import Runtime
 
 _LOOK_EVERY_S = 1.0
@@ -92,9 +92,11 @@ class Control:
         self._previous = {number: signal.signal(number, self._take_note) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
+        if error is not None and signal.SIGTERM in self._received and is_of_a_lost_peer(error):
+            signal.raise_signal(signal.SIGTERM)  # so that was what it meant: the launcher ends those whose peer is gone
 
     def _take_note(self, number: int, _frame: FrameType | None) -> None:
         self._received.add(signal.Signals(number))

@@ -109,12 +109,17 @@ def leave_with(error: SamerunError, rank: int) -> NoReturn:
     os._exit(error.exit_code)
 
 
+def is_of_a_lost_peer(error: BaseException) -> bool:
+    """Return whether `error` says that another process is gone: this one follows it, and is no cause."""
+    texts = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "DistBackendError")
+    return any(text in f"{type(error).__name__}: {error}" for text in texts)
+
+
 def let_the_first_be_seen(error: Exception) -> None:
-    """If `error` is that another process is gone, wait for the launchers to end this one, which follows it and is no cause.
+    """If `error` is that another process is gone, wait for the launchers to end this one.
 
     They name the process that ended first, look ten times a second, and end the others on their node at once, those of
     other nodes within seconds. Otherwise the many that lost it would fill the end of the log with their tracebacks.
     """
-    texts = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "DistBackendError")
-    if any(text in f"{type(error).__name__}: {error}" for text in texts):
+    if is_of_a_lost_peer(error):
         time.sleep(10.0)
