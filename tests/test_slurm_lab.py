@@ -116,11 +116,11 @@ def test_a_killed_process_ends_the_job_everywhere_and_is_named(lab: Lab, tmp_pat
 
 def test_the_traceback_of_the_process_that_failed_is_the_last_thing_in_the_log(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import signal\ndef fail(*_): raise RuntimeError('struck')\nsignal.signal(signal.SIGUSR2, fail)\n"
+        "import signal\ndef fail(*_): raise RuntimeError('struck')\nsignal.signal(signal.SIGALRM, fail)\n"
     )
     options = ("--time=5", f"--export=ALL,PYTHONPATH={tmp_path}")
     job = lab.sbatch(*options, SCRIPT, "--processes-per-node", "1", "--run-dir", str(tmp_path / "run"), *ENDLESS)
-    over = strike(lab, job, "USR2")
+    over = strike(lab, job, "ALRM")
     assert over.exit_code == "1:0", over.output
     lines = over.output.splitlines()
     verdict = lines.index("samerun: rank 1 on node2 ended with exit code 1, and the run with it:")
