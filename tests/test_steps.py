@@ -9,44 +9,32 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from processes import Finished, launch, read_lines, train
+from processes import SCRIPTS, read_lines, run, train
 
 from app.average import WeightAverage
 from app.steps import Step, Steps
 
-BAD_STEP, STEPS = 3, 6
-# On the last rank the loss of one forward pass is not a number, as after an overflow.
-FAULT = f"""
-import os
-if os.environ.get("RANK") == "1" and "app.train" in " ".join(__import__("sys").orig_argv):
-    import torch
-    exact, calls = torch.nn.functional.cross_entropy, 0
-    def cross_entropy(*arguments, **options):
-        global calls
-        calls += 1
-        loss = exact(*arguments, **options)
-        return loss * float("nan") if calls == {BAD_STEP} else loss
-    torch.nn.functional.cross_entropy = cross_entropy
-"""
-
-
-def run(preset: str, folder: Path, *arguments: str) -> Finished:
-    (folder / "sitecustomize.py").write_text(FAULT)
-    recipe = ("--recipe", "digits", f"train.steps={STEPS}", "train.ema_decay=0.9", "model.activation=gelu", *arguments)
-    repository = str(Path(__file__).parent.parent)
-    return launch(preset, folder / "run", *recipe, processes=2, env={"PYTHONPATH": f"{folder}:{repository}"})
+BAD_STEP, STEPS = 3, 6  # the first is that of scripts/bad_batch.py
 
 
 @pytest.mark.multiproc
 def test_one_bad_batch_of_one_rank_is_skipped_by_all_under_every_strategy(tmp_path: Path) -> None:
     losses = {}
     for preset in ("multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"):
-        (folder := tmp_path / preset).mkdir()
-        run(preset, folder, "log.every_steps=1").check()
-        lines = read_lines(folder / "run" / "metrics.jsonl")
+        folder = tmp_path / preset
+        recipe = (
+            "--recipe",
+            "digits",
+            f"train.steps={STEPS}",
+            "train.ema_decay=0.9",
+            "model.activation=gelu",
+            "log.every_steps=1",
+        )
+        run(preset, 2, str(SCRIPTS / "bad_batch.py"), "--run-dir", str(folder), "--trackers", "none", *recipe).check()
+        lines = read_lines(folder / "metrics.jsonl")
         assert [line["skipped_steps"] for line in lines] == [[], [], [BAD_STEP], [], [], []], preset
         assert lines[BAD_STEP - 1]["loss"] is None
-        (evaluation,) = read_lines(folder / "run" / "evaluations.jsonl")  # of the average
+        (evaluation,) = read_lines(folder / "evaluations.jsonl")  # of the average
         losses[preset] = [line["loss"] for line in lines if line["step"] != BAD_STEP] + [evaluation["test_loss"]]
     for preset, found in losses.items():
         assert found == pytest.approx(losses["multi_gpu"], rel=1e-5), preset
@@ -98,9 +86,9 @@ def test_the_verdict_may_be_left_to_the_fused_optimizer() -> None:
 @pytest.mark.multiproc
 def test_dropout_of_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     model = ("model.name=squeezenet1_1", "data.image_size=24", "train.global_batch_size=8", "train.steps=4")
-    run = ("--recipe", "digits", *model, "log.every_steps=1", "checkpoint.every_steps=2")
+    arguments = ("--recipe", "digits", *model, "log.every_steps=1", "checkpoint.every_steps=2")
     whole, rest = (tmp_path / name for name in ("whole", "rest"))
-    train("cpu", whole, *run).check()
-    train("cpu", rest, *run, "--resume", str(whole / "checkpoints" / "step-00000002")).check()
+    train("cpu", whole, *arguments).check()
+    train("cpu", rest, *arguments, "--resume", str(whole / "checkpoints" / "step-00000002")).check()
     losses = [[line["loss"] for line in read_lines(folder / "metrics.jsonl")] for folder in (whole, rest)]
     assert losses[1] == losses[0][2:]
