@@ -321,6 +321,17 @@ def test_old_ones_are_pruned_and_a_finished_run_is_scored_again(finished_run: Pa
     assert read(finished_run / "result.json")["test_loss"] == before["test_loss"]
 
 
+def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
+    rising = ("optim.name=sgd", "optim.lr=8", "optim.schedule=constant", "optim.warmup_steps=110", "train.steps=110")
+    wanted = ("checkpoint.every_minutes=null", "checkpoint.keep_best=true", "checkpoint.keep_last=1")
+    train("cpu", tmp_path, "--recipe", "digits", *rising, *wanted).check()
+    scores = {line["step"]: line["test_accuracy"] for line in read_lines(tmp_path / "evaluations.jsonl")}
+    best = max(scores, key=lambda step: scores[step])
+    assert best < 110, "the last was the best, which shows nothing"
+    assert checkpoint_files.committed(tmp_path) == [checkpoint_files.path_of(tmp_path, step) for step in (110, best)]
+    assert checkpoint_files.Reader(checkpoint_files.path_of(tmp_path, 110)).state["best"]["step"] == best
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
