@@ -138,7 +138,8 @@ class Running:
     def kill(self) -> Finished:
         """SIGKILL to all ranks, at once."""
         for rank in self._ranks:
-            os.kill(rank, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended since
+                os.kill(rank, signal.SIGKILL)
         return self.wait()
 
     def wait(self) -> Finished:

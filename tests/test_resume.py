@@ -161,7 +161,9 @@ def test_a_run_goes_on_under_any_preset(
         (True, 1, STEPS), (True, HALF + 1, STEPS)
     ]  # fmt: skip
     assert tensors <= 1e-5
-    if source == target:  # then not even rounding differs
+    # Then not even rounding differs; but DDP deals gradients out to its buckets anew after the first step of a start, and the
+    # sum of more than two numbers depends on where in a ring each begins.
+    if source == target != ("multi_gpu", 4):
         assert loss_difference(second, first, after=HALF) == tensor_difference(second, first) == 0.0
 
 
