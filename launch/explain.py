@@ -25,7 +25,7 @@ def _listed(hosts: tuple[str, ...]) -> str:
 
 
 def commands(found: Found) -> Iterator[str]:
-    """Yield the lines of --dry-run: the command that this process would become and, across an allocation, each node's own."""
+    """Yield the lines of --dry-run: the command that this process would start and, across an allocation, each node's own."""
     if not found.is_started_elsewhere:
         yield shlex.join(found.accelerate_argv()) + "\n"
         return

@@ -1,7 +1,7 @@
 """A Slurm job as an `Allocation`: environment in, topology out, and every value with the variable it came from.
 
-A job's processes are started in two moves. `samerun launch` in a batch script or a shell of salloc becomes one `srun` over
-all nodes; each of its tasks, one a node, is `samerun launch` again, finds its own node rank, and becomes that node's
+A job's processes are started in two moves. `samerun launch` in a batch script or a shell of salloc starts one `srun` over
+all nodes; each of its tasks, one a node, is `samerun launch` again, finds its own node rank, and starts that node's
 `accelerate launch`. So nothing has to be filled in by a shell, which would do it once, on the first node, for all.
 
 Slurm's variables, and which of them lie: sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm
