@@ -112,7 +112,9 @@ class Watch:
             return _culprit(f"{rank} on {self._hosts[rank]}", code, self._lines[rank])
         if self._node:
             host, task, code = self._node
-            return _culprit(host, code, self._lines[task])
+            # The launcher of one process ends with 1 whatever that did, so then what was said counts.
+            said = self.error_code if code == 1 else None
+            return _culprit(host, said or code, self._lines[task])
         return None
 
 
@@ -175,8 +177,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, pass_on: sign
         sys.stderr.writelines(f"{line}\n" for line in (_verdict(culprit), *culprit.last_words))
         sys.stderr.flush()
         code = culprit.exit_code
-        # The launcher of one process ends with 1 whatever that did, so then what was said counts.
-        error_code = code if code in _ERRORS.values() else error_code if code == 1 else None
+        error_code = code if code in _ERRORS.values() else None
     return Ending(exit_code=_as_shells_say(code), signals=got, error_code=error_code, lost_node=watch.lost_node)
 
 

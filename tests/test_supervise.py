@@ -129,3 +129,15 @@ def test_a_launcher_that_failed_itself_is_named_with_its_sentence():
         "[node1] samerun: TopologyError: port is 23456\n"
         "[node1] (--port) is in use\n"
     )
+
+
+def test_the_exit_code_of_one_process_is_that_of_what_it_said():
+    """Accelerate's launcher of one process ends with 1 whatever that did."""
+    said = "0: DataError: nowhere cannot be read\nsrun: error: node1: task 0: Exited with exit code 1\n"
+    code, _, err = ended("sh", "-c", f"printf %s {shlex.quote(said)} >&2; exit 1")
+    assert code == 6
+    assert err.endswith(
+        "samerun: node1 ended with exit code 6, and the run with it:\n[node1] DataError: nowhere cannot be read\n"
+    )
+    code, _, _ = ended("sh", "-c", "echo 'srun: error: node1: task 0: Exited with exit code 1' >&2; exit 1")
+    assert code == 1
