@@ -177,6 +177,14 @@ def test_a_wrong_head_address_is_said(lab: Lab, tmp_path: Path) -> None:
     assert "set SAMERUN_HOST_SUFFIX" in job.output
 
 
+def test_a_job_of_one_process_ends_with_the_exit_code_of_its_run(lab: Lab, tmp_path: Path) -> None:
+    nowhere = ("data.source=imagefolder", f"data.path={tmp_path}", "data.image_size=8")
+    options = ("--preset", "cpu", "--processes-per-node", "1", "--run-dir", str(tmp_path / "run"))
+    job = lab.wait(lab.sbatch("--nodes=1", SCRIPT, *options, *RECIPE, *nowhere))
+    assert (job.state, job.exit_code) == ("FAILED", "6:0"), job.output
+    assert job.output.splitlines()[-1].startswith("[node1] DataError: "), job.output
+
+
 def test_a_job_with_unequal_nodes_is_refused_with_the_choices(lab: Lab) -> None:
     job = lab.wait(lab.sbatch("--nodes=2", "--gpus=3", "--wrap", "exec samerun launch"), timeout_s=30)
     assert (job.state, job.exit_code) == ("FAILED", "5:0"), job
