@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.utils.cpp_extension import get_default_build_root
-
 _GUARD = "samerun.flock"
 
 
@@ -42,6 +40,8 @@ def load(config: Mapping[str, Any]) -> None:
 @contextmanager
 def _alone() -> Iterator[Path]:
     """Wait until no other process of this machine is in the block, and yield the folder of compiled extensions."""
+    from torch.utils.cpp_extension import get_default_build_root  # on a machine without CUDA its import warns
+
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
     with (root / _GUARD).open("w") as guard:
