@@ -22,6 +22,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -122,4 +123,20 @@ def let_the_first_be_seen(error: Exception) -> None:
     other nodes within seconds. Otherwise the many that lost it would fill the end of the log with their tracebacks.
     """
     if is_of_a_lost_peer(error):
+        _hang_up()
         time.sleep(10.0)
+
+
+def _hang_up() -> None:
+    """End the connections to the other processes, so that what waits for this one learns of it now.
+
+    In a ring, a process next to the one that is gone may wait for one further on, which waits here: its launcher could not
+    end it before. The connection to the store is kept: threads of torch would complain of its loss.
+    """
+    import psutil  # not at the top: the launcher, which starts at once, reads this file
+
+    store = os.environ.get("MASTER_PORT", "")
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and store not in (str(connection.raddr.port), str(connection.laddr.port)):
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:  # closed from the other end
+                duplicate.shutdown(socket.SHUT_RDWR)

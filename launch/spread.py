@@ -35,6 +35,7 @@ _STAYS = re.compile(
 )
 # A command line can be read by everybody on its host.
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)(API_?|ACCESS_?|PRIVATE_?)?KEY(_|$)", re.IGNORECASE)
+_LOOK_EVERY_S = 0.2
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # bash exports functions under other names
 
 
@@ -102,12 +103,15 @@ def host_starter(starter: str, host: str, script: str) -> list[str]:
 
 
 def stop_script(marks: Mapping[str, str], *, kill_after_s: float | None = None) -> str:
-    """Return a script of bash that says SIGTERM to every process with these variables in its environment, then SIGKILL.
+    """Return a script of bash that says SIGTERM to every process with these variables in its environment, then SIGKILL to
+    those that are left after some seconds.
 
     So it finds those whose parent is gone, and needs no file with a number that may have become another process's.
     """
-    then = "" if kill_after_s is None else f"; sleep {kill_after_s}; stop KILL"
-    return f'stop() {{ {_find(marks)}; [ -z "$pids" ] || kill -s "$1" $pids 2>/dev/null; }}; stop TERM{then}; true'
+    find, stop = f"find() {{ {_find(marks)}; }}", 'stop() { find; [ -z "$pids" ] || kill -s "$1" $pids 2>/dev/null; }'
+    looks = 0 if kill_after_s is None else math.ceil(kill_after_s / _LOOK_EVERY_S)
+    wait = f'for ((look = 0; look < {looks}; look++)); do find; [ -z "$pids" ] && break; sleep {_LOOK_EVERY_S}; done'
+    return f"{find}; {stop}; stop TERM" + ("" if kill_after_s is None else f"; {wait}; stop KILL") + "; true"
 
 
 def signal_script(marks: Mapping[str, str], number: int) -> str:
@@ -144,7 +148,7 @@ def _first_failure(started: Mapping[str, subprocess.Popen[bytes]]) -> str | None
         failed = next((host for host, code in codes.items() if code), None)
         if failed is not None or None not in codes.values():
             return failed
-        time.sleep(0.2)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _still_running(started: Mapping[str, subprocess.Popen[bytes]], *, seconds: float) -> list[str]:
@@ -152,7 +156,7 @@ def _still_running(started: Mapping[str, subprocess.Popen[bytes]], *, seconds: f
     left = list(started)
     while left and time.monotonic() < end:
         left = [host for host in left if started[host].poll() is None]
-        time.sleep(0.2)
+        time.sleep(_LOOK_EVERY_S)
     return left
 
 

@@ -180,6 +180,15 @@ def test_what_does_not_end_is_ended_with_all_its_processes(start, tmp_path):
     assert alive == []
 
 
+def test_what_ends_when_it_is_told_to_is_not_waited_for():
+    mark = {"SAMERUN_PORT": f"of {os.getpid()}"}
+    told = subprocess.Popen(["sleep", "300"], env=mark)
+    began_s = time.monotonic()
+    subprocess.run(["/bin/bash", "-c", spread.stop_script(mark, kill_after_s=60)], check=True, timeout=50)
+    assert told.wait(timeout=1) == -signal.SIGTERM
+    assert time.monotonic() - began_s < 30
+
+
 @pytest.mark.parametrize(
     ("starter", "number"), [("ssh", signal.SIGTERM), ("ssh", signal.SIGUSR1), ("pbs_tmrsh", signal.SIGINT)]
 )
