@@ -1,39 +1,74 @@
-"""The time of a run, as one of its processes spends it: training, waiting for data, evaluating, saving."""
+"""The time of a run, as one of its processes spends it: the phases of a step, and the pauses for evaluating and saving.
+
+Phases end at a lap. On a CPU a lap is read from the host's clock. A GPU works through what it was given while the host is
+ahead of it, so there a lap is an event in the GPU's own queue (CUDA events: docs.pytorch.org/docs/stable/notes/cuda.html,
+"Asynchronous execution"): what it idled for data is then the wait, however long the host was asleep.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+Phase = Literal["data_wait", "forward_backward", "optimizer", "other"]
+"""`other` is what is in none of them: counting, logging, agreeing."""
+_PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a run, from its start or between two readings."""
+
+    training_s: float
+    """All but pauses."""
+    held_s: float
+    """In which the training was held by saving."""
+    phases_s: Mapping[Phase, float]
+    """The phases of the steps, on the device: as long together as the training, but for what a GPU has still to do."""
+
+    def __sub__(self, earlier: Spent) -> Spent:
+        phases_s = {phase: time_s - earlier.phases_s[phase] for phase, time_s in self.phases_s.items()}
+        return Spent(self.training_s - earlier.training_s, self.held_s - earlier.held_s, phases_s)
+
+
+NOTHING = Spent(0.0, 0.0, dict.fromkeys(_PHASES, 0.0))
+
+
 class Clock:
-    """Seconds of training, with pauses (evaluation, saving) kept apart."""
+    """Seconds of training, by phases, with pauses (evaluation, saving) kept apart."""
 
-    _since_s: float = field(default_factory=time.perf_counter)
-    _spent_s: float = 0.0
-    waiting_s: float = 0.0
-    """Time the training waited for data."""
-    held_s: float = 0.0
-    """Time the training was held by saving."""
-    pause_s: float = 0.0
-    """Length of the last pause."""
+    def __init__(self, device: torch.device) -> None:
+        self.pause_s = 0.0
+        """Length of the last pause."""
+        self._held_s, self._spent_s, self._since_s = 0.0, 0.0, time.perf_counter()
+        self._laps: _Laps = _CudaLaps(device) if device.type == "cuda" else _HostLaps()
+        self.lap = self._laps.end
+        """`lap(phase)`: what went on since the last lap was this phase."""
 
     @property
     def training_s(self) -> float:
         """Time since the start, without pauses."""
         return self._spent_s + time.perf_counter() - self._since_s
 
+    def spent(self) -> Spent:
+        """Return the time since the start; the phases up to the last lap. Waits for a GPU to come so far."""
+        phases_s = self._laps.total_s()
+        return Spent(self.training_s, self._held_s, phases_s)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the block as training."""
+        self.lap("other")
         self._spent_s, start_s = self.training_s, time.perf_counter()
         try:
             yield
         finally:
+            self._laps.begin()
             self._since_s = time.perf_counter()
             self.pause_s = self._since_s - start_s
 
@@ -42,11 +77,61 @@ class Clock:
         """Count the block as saving, which is not training."""
         with self.paused():
             yield
-        self.held_s += self.pause_s
+        self._held_s += self.pause_s
 
-    def wait_for(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, counting the time until it is there."""
-        start_s = time.perf_counter()
-        batch = next(batches)
-        self.waiting_s += time.perf_counter() - start_s
-        return batch
+
+class _Laps(Protocol):
+    def begin(self) -> None:
+        """Begin a lap here: what went on before is in no phase."""
+
+    def end(self, phase: Phase) -> None:
+        """End a lap, and begin the next."""
+
+    def total_s(self) -> dict[Phase, float]:
+        """Return the time of every phase in seconds."""
+
+
+class _HostLaps:
+    def __init__(self) -> None:
+        self._total_s = dict.fromkeys(_PHASES, 0.0)
+        self._began_s = time.perf_counter()
+
+    def begin(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def end(self, phase: Phase) -> None:
+        now_s = time.perf_counter()
+        self._total_s[phase] += now_s - self._began_s
+        self._began_s = now_s
+
+    def total_s(self) -> dict[Phase, float]:
+        return dict(self._total_s)
+
+
+class _CudaLaps:
+    def __init__(self, device: torch.device) -> None:
+        self._total_s = dict.fromkeys(_PHASES, 0.0)
+        self._device = device
+        self._free: list[Any] = []
+        self._ended: list[tuple[Phase | None, Any]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self._record(None)
+
+    def end(self, phase: Phase) -> None:
+        self._record(phase)
+
+    def total_s(self) -> dict[Phase, float]:
+        self._ended[-1][1].synchronize()
+        for (_, begin), (phase, end) in zip(self._ended, self._ended[1:], strict=False):
+            if phase is not None:
+                self._total_s[phase] += begin.elapsed_time(end) / 1000
+        self._free += [event for _, event in self._ended[:-1]]
+        self._ended = self._ended[-1:]
+        return dict(self._total_s)
+
+    def _record(self, phase: Phase | None) -> None:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._ended.append((phase, event))

@@ -5,6 +5,7 @@ Only the main process shows anything.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -15,6 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 # In a log file a line every few seconds shows that a run is alive; more would bury what matters.
 SECONDS_BETWEEN_LINES = 5.0
+_TOO_LONG_SHARE = 0.2
+_LINES_IN_A_ROW = 3
+"""Of metrics, in which the training waits too long before it is said: the first contains the start of the workers."""
 
 
 class Display(Protocol):
@@ -30,14 +34,31 @@ class Display(Protocol):
         """Leave the terminal as it was."""
 
 
-def display(*, total_steps: int, is_main: bool) -> Display:
-    """Return the display that suits where this process's output goes."""
+def display(*, total_steps: int, is_main: bool, remedy: str) -> Display:
+    """Return the display that suits where this process's output goes. `remedy` is what helps where training waits for data."""
     if not is_main:
         return _Nothing()
+    starving = _Starving(remedy)
     console = Console()
     # Open MPI gives each process a terminal of its own, wherever mpirun's output goes.
     on_terminal = console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    return _Bar(console, total_steps) if on_terminal else _Lines(total_steps)
+    return _Bar(console, total_steps, starving) if on_terminal else _Lines(total_steps, starving)
+
+
+class _Starving:
+    """Tells once that the training waits for its data."""
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+        self._lines = 0.0
+
+    def sentence(self, line: Mapping[str, Any]) -> str | None:
+        """Return what is to be said with this line of metrics, or None."""
+        self._lines = self._lines + 1 if line["data_wait_share"] > _TOO_LONG_SHARE else 0
+        if self._lines != _LINES_IN_A_ROW:
+            return None
+        self._lines = math.inf
+        return f"note: {line['data_wait_share']:.0%} of the time goes by waiting for data: {self._remedy}"
 
 
 class _Nothing:
@@ -49,7 +70,8 @@ class _Nothing:
 
 
 class _Bar:
-    def __init__(self, console: Console, total_steps: int) -> None:
+    def __init__(self, console: Console, total_steps: int, starving: _Starving) -> None:
+        self._starving = starving
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -65,6 +87,8 @@ class _Bar:
         self._progress.console.print(text, highlight=False, markup=False)
 
     def show(self, line: Mapping[str, Any]) -> None:
+        if sentence := self._starving.sentence(line):
+            self.say(sentence)
         state = f"{_loss(line)}  {line['samples_per_s']:,.0f} samples/s"
         self._progress.update(self._task, completed=line["step"], state=state)
 
@@ -73,8 +97,8 @@ class _Bar:
 
 
 class _Lines:
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
+    def __init__(self, total_steps: int, starving: _Starving) -> None:
+        self._total_steps, self._starving = total_steps, starving
         self._shown_s = -SECONDS_BETWEEN_LINES
 
     def say(self, text: str) -> None:
@@ -82,6 +106,8 @@ class _Lines:
             print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)  # noqa: T201 - the log file's lines
 
     def show(self, line: Mapping[str, Any]) -> None:
+        if sentence := self._starving.sentence(line):
+            self.say(sentence)
         now_s = time.perf_counter()
         if now_s - self._shown_s < SECONDS_BETWEEN_LINES and line["step"] < self._total_steps:
             return
@@ -89,7 +115,7 @@ class _Lines:
         self.say(
             f"step {line['step']}/{self._total_steps}  epoch {line['epoch']}  {_loss(line)}  "
             f"lr {line['learning_rate']:.2e}  {line['samples_per_s']:,.0f} samples/s  "
-            f"waiting for data {line['data_wait_share']:.0%}"
+            f"waiting for data {line['data_wait_share']:.0%}{_utilization(line)}"
         )
 
     def close(self) -> None: ...
@@ -98,3 +124,7 @@ class _Lines:
 def _loss(line: Mapping[str, Any]) -> str:
     skipped = f" ({len(line['skipped_steps'])} steps skipped)" if line["skipped_steps"] else ""
     return f"loss {'none' if line['loss'] is None else format(line['loss'], '.4f')}{skipped}"
+
+
+def _utilization(line: Mapping[str, Any]) -> str:
+    return "" if line["mfu"] is None else f"  {line['mfu']:.0%} of the device's peak"

@@ -65,6 +65,7 @@ class Stopped:
 def train(run: Training) -> Evaluation | Stopped:
     """Take every step of the recipe and return the scores of the final weights on the test set, unless asked to stop."""
     accelerator, model, optimizer, metrics = run.runtime.accelerator, run.model, run.optimizer, run.metrics
+    lap = metrics.clock.lap
     batches = iter(batches_of(run.batches))
     model.train()
     scores: Evaluation | None = None
@@ -72,16 +73,20 @@ def train(run: Training) -> Evaluation | Stopped:
         set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
         for micro_batch in range(run.runtime.plan.accumulation):
             run.runtime.alive(step=step)
-            batch = metrics.clock.wait_for(batches)
+            lap("other")
+            batch = next(batches)
+            lap("data_wait")
             if run.seed_dropout is not None:
                 run.seed_dropout(step, micro_batch)
             with accelerator.accumulate(model):
                 inputs, targets = run.preparation.train(batch)
                 loss_sum, count = loss_sum_and_count(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)
                 accelerator.backward(loss_sum / count)
+                lap("forward_backward")
                 if accelerator.sync_gradients:
                     taken = run.steps.take()
                 optimizer.zero_grad()
+                lap("optimizer")
             metrics.add(loss_sum, batch["samples"])
         if run.average is not None:
             run.average.update(taken.skipped)

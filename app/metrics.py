@@ -1,7 +1,7 @@
-"""What a run measures of itself: the loss over whole global batches, the rate, the wait, and where they are written.
+"""What a run measures of itself: the loss over whole global batches, the rate, where the time goes, and where it is written.
 
 Nothing here makes the device wait between two logs: losses, digests and verdicts stay tensors until they are logged, and one
-reduction each then covers all steps since the last log. Only the main process writes.
+collective each then covers all steps since the last log. Only the main process writes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from accelerate import Accelerator
 
 from app import ledger, run_folder
-from app.clock import Clock
+from app.clock import NOTHING, Clock
 from app.errors import TrainingError
 from app.fed import Fed
+from app.gauges import Gauges
 from app.steps import Step
 
 
@@ -26,9 +27,17 @@ class Metrics:
     """Collects each step's loss and samples, and writes a line every so many steps."""
 
     def __init__(
-        self, accelerator: Accelerator, run_dir: Path, *, global_batch_size: int, record_samples: bool, first_step: int = 0
+        self,
+        accelerator: Accelerator,
+        run_dir: Path,
+        gauges: Gauges,
+        *,
+        global_batch_size: int,
+        record_samples: bool,
+        first_step: int = 0,
     ) -> None:
-        self.clock = Clock()
+        self.clock = Clock(accelerator.device)
+        self._gauges = gauges
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""
         self._accelerator, self._run_dir, self._global_batch_size = accelerator, run_dir, global_batch_size
@@ -43,8 +52,8 @@ class Metrics:
         self._skipped_to_log: list[int] = []
         self._skipped_to_record: list[int] = []
         self._written_s: float | None = None
-        self._logged_steps, self._logged_training_s, self._logged_waiting_s, self._logged_held_s = first_step, 0.0, 0.0, 0.0
-        self._recorded_steps, self._recorded_training_s, self._recorded_waiting_s = first_step, 0.0, 0.0
+        self._logged_steps, self._logged = first_step, NOTHING
+        self._recorded_steps, self._recorded = first_step, NOTHING
 
     def add(self, loss_sum: torch.Tensor, samples: torch.Tensor) -> None:
         """Take in one forward pass: its summed loss (scalar) and its sample numbers (int64 [micro-batch])."""
@@ -75,14 +84,15 @@ class Metrics:
         self._record_steps()
         steps = step - self._logged_steps
         applied = steps - len(self._skipped_to_log)
-        loss = self._accelerator.reduce(self._loss_sum, "sum").item() / (max(applied, 1) * self._global_batch_size)
+        spent = self.clock.spent()
+        since = spent - self._logged
+        loss_sum, readings = self._gauges.read(self._loss_sum, since, steps=steps, global_batch_size=self._global_batch_size)
+        loss = loss_sum / (max(applied, 1) * self._global_batch_size)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} somewhere in steps {self._logged_steps + 1} to {step} (learning rate {learning_rate:g}): "
                 "lower optim.lr, lengthen the warm-up, or set optim.clip_norm."
             )
-        training_s, waiting_s, held_s = self.clock.training_s, self.clock.waiting_s, self.clock.held_s
-        elapsed_s = training_s - self._logged_training_s
         line = {
             "step": step,
             "samples_seen": step * self._global_batch_size,
@@ -91,16 +101,14 @@ class Metrics:
             "learning_rate": learning_rate,
             "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
             "skipped_steps": self._skipped_to_log,
-            "samples_per_s": steps * self._global_batch_size / elapsed_s,
-            "data_wait_share": (waiting_s - self._logged_waiting_s) / elapsed_s,
-            "training_s": training_s,
-            "saving_held_s": held_s - self._logged_held_s,
+            **readings,
+            "training_s": spent.training_s,
+            "saving_held_s": since.held_s,
             "saving_written_s": self._written_s,
         }
         self._loss_sum.zero_()
         self._skipped_to_log, self._written_s = [], None
-        self._logged_steps, self._logged_training_s, self._logged_waiting_s = step, training_s, waiting_s
-        self._logged_held_s = held_s
+        self._logged_steps, self._logged = step, spent
         self._write(run_folder.METRICS, line)
         return line
 
@@ -129,18 +137,19 @@ class Metrics:
             return
         self._see_what_was_skipped()
         digests = self._accelerator.reduce(self._fed.take(), "sum").tolist()
-        training_s, waiting_s = self.clock.training_s, self.clock.waiting_s
+        spent = self.clock.spent()
+        since = spent - self._recorded
         steps = ledger.Steps(
             first=self._recorded_steps + 1,
             last=self._ended_steps,
             digests=tuple(map(ledger.as_text, digests)),
             skipped=tuple(self._skipped_to_record),
-            training_s=training_s - self._recorded_training_s,
-            waiting_s=waiting_s - self._recorded_waiting_s,
+            training_s=since.training_s,
+            waiting_s=since.phases_s["data_wait"],
         )
         self._record(steps)
         self._skipped_to_record, self._recorded_steps = [], self._ended_steps
-        self._recorded_training_s, self._recorded_waiting_s = training_s, waiting_s
+        self._recorded = spent
 
     def _see_what_was_skipped(self) -> None:
         for step, taken in enumerate(self._unseen, start=self._seen_steps + 1):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -19,6 +20,7 @@ from app import (
     checkpoint_files,
     console,
     exported,
+    flops,
     handshake,
     ledger,
     models,
@@ -28,6 +30,8 @@ from app import (
     schedule,
 )
 from app.average import WeightAverage
+from app.clock import Clock
+from app.communication import Communication
 from app.control import Control
 from app.data import loader
 from app.data.augment import Preparation
@@ -37,6 +41,7 @@ from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
 from app.errors import PresetError
+from app.gauges import Gauges
 from app.loop import Stopped, Training
 from app.metrics import Metrics
 from app.opening import Resumed
@@ -64,6 +69,8 @@ class Parts:
     model: torch.nn.Module
     preparation: Preparation
     length: schedule.Length
+    flops_per_sample: float
+    """Of a forward and backward pass; counted on the main process, 0 on the others."""
 
 
 def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
@@ -75,8 +82,11 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
         )
         model = build_model(runtime, recipe, data.train)
         preparation = build_preparation(runtime, recipe, data.train)
+    counted = 0.0
+    if runtime.is_main:  # before it is divided among the ranks
+        counted = flops.of_training_sample(model, channels=data.train.channels, image_size=data.train.image_size)
     handshake.check_agreement(runtime.accelerator, _facts(loaded, data, model))
-    return Parts(model, preparation, length)
+    return Parts(model, preparation, length, counted)
 
 
 def prepare(
@@ -85,7 +95,8 @@ def prepare(
     """Distribute the model as the preset says, take up a checkpoint, and return everything that the loop uses."""
     recipe, length = loaded.recipe, parts.length
     first_step = resumed.step if resumed else 0
-    display = console.display(total_steps=length.total_steps, is_main=runtime.is_main)
+    remedy = loader.remedy(data.train, local_world_size=runtime.launched.local_world_size, device=runtime.device)
+    display = console.display(total_steps=length.total_steps, is_main=runtime.is_main, remedy=remedy)
     display.say(_banner(runtime, loaded, data, length, run_dir))
     for note in models.topology_dependence(parts.model):
         display.say(f"note: {note}")
@@ -100,13 +111,22 @@ def prepare(
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     shards = Shards(runtime.accelerator, model, optimizer, average)
     facts = {"data": data.facts, "model": asdict(exported.ModelConfig.of(recipe, data.train))}
+    gauges = Gauges(
+        runtime.accelerator,
+        Communication(model),
+        flops_per_sample=parts.flops_per_sample,
+        peak_flops_per_s=flops.peak_per_s(runtime.device, mixed_precision=runtime.launched.mixed_precision),
+    )
     metrics = Metrics(
         runtime.accelerator,
         run_dir,
+        gauges,
         global_batch_size=runtime.plan.global_batch_size,
         record_samples=recipe.log.samples,
         first_step=first_step,
     )
+    if runtime.launched.strategy == "deepspeed":
+        _time_step_in_backward(model, metrics.clock)
     checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, metrics=metrics)
     minutes = recipe.checkpoint.every_minutes
     control = Control(
@@ -140,6 +160,19 @@ def prepare(
         metrics=metrics,
         display=display,
     )
+
+
+def _time_step_in_backward(engine: Any, clock: Clock) -> None:
+    """Count DeepSpeed's step as one, though Accelerate takes it at the end of the last backward pass."""
+    take = engine.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        clock.lap("forward_backward")
+        taken = take(*args, **kwargs)
+        clock.lap("optimizer")
+        return taken
+
+    engine.step = step
 
 
 def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Module:

@@ -24,6 +24,8 @@ from torch import nn
 from app import checkpoint, optim, run_folder
 from app.batching import BatchPlan
 from app.checkpoint import Checkpoints
+from app.communication import Communication
+from app.gauges import Gauges
 from app.launched import read
 from app.metrics import Metrics
 from app.recipe import Recipe, TrainRecipe
@@ -67,7 +69,8 @@ def _build(layers: int, folder: Path) -> Case:
     model, optimizer = runtime.prepare(plain, optim.build(recipe.optim, plain))
     facts: dict[str, Any] = {"data": {}, "model": {}}
     shards = Shards(runtime.accelerator, model, optimizer)
-    metrics = Metrics(runtime.accelerator, folder, global_batch_size=world_size, record_samples=False)
+    gauges = Gauges(runtime.accelerator, Communication(model), flops_per_sample=0.0, peak_flops_per_s=None)
+    metrics = Metrics(runtime.accelerator, folder, gauges, global_batch_size=world_size, record_samples=False)
     checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
     with runtime.together():
         if runtime.is_main:

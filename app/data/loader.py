@@ -76,6 +76,18 @@ def num_workers(cores: Iterable[int], local_world_size: int, device: torch.devic
     return max(0, min(16, share))
 
 
+def remedy(source: Source, *, local_world_size: int, device: torch.device) -> str:
+    """Return what helps where training waits for this source."""
+    if not source.decodes:
+        return "the disk it lies on is slow; copy the data to one of this machine, or give the job more memory to keep it in"
+    workers = num_workers(os.sched_getaffinity(0), local_world_size, device)
+    count = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
+    return (
+        f"pictures are read and decoded by {count}, as many as this job's cores allow; give it more cores (--cpus-per-task), "
+        "make the pictures smaller once, or copy them to a disk of this machine"
+    )
+
+
 def batches_of(loader: Iterable[Batch | Failure]) -> Iterator[Batch]:
     """Yield the loader's batches. Raises DataError, with the worker's sentence, for a batch that could not be made."""
     for batch in loader:

@@ -1,0 +1,71 @@
+"""What the ranks read off themselves when a line is logged: where their time went, what they hold and what they achieve."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+
+from app.clock import Spent
+from app.communication import Communication
+
+
+class Gauges:
+    """The readings of all ranks, in one collective."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        communication: Communication,
+        *,
+        flops_per_sample: float,
+        peak_flops_per_s: float | None,
+    ) -> None:
+        """`flops_per_sample` is that of a forward and backward pass; `peak_flops_per_s` is what one device can do, if known."""
+        self._accelerator, self._communication = accelerator, communication
+        self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
+
+    def read(self, loss_sum: torch.Tensor, spent: Spent, *, steps: int, global_batch_size: int) -> tuple[float, dict[str, Any]]:
+        """Return the sum of the ranks' `loss_sum` (scalars), and the readings of so many steps by name. All ranks call it.
+
+        Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
+        not known is None: communication where the strategy does not tell, utilization where the device's peak is not known.
+        """
+        exposed_s = self._communication.exposed_s()
+        phases_s = spent.phases_s
+        times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"]]
+        communication_s = math.nan if exposed_s is None else min(exposed_s * steps, phases_s["forward_backward"])
+        own = [0.0, spent.training_s, *times_s, communication_s, float(self._memory_bytes())]
+        readings = torch.tensor(own, dtype=torch.float64).to(loss_sum.device)
+        readings[0] = loss_sum
+        ranks: torch.Tensor = self._accelerator.gather(readings[None]).cpu()
+        loss, training_s, *parts_s, memory_bytes = *ranks[:, :-1].sum(0).tolist(), ranks[:, -1].max().item()
+        data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
+        is_known = not math.isnan(communication)
+        samples_per_s = steps * global_batch_size / (training_s / len(ranks))
+        flops_per_s = samples_per_s * self._flops_per_sample
+        peak = self._peak_flops_per_s
+        return loss, {
+            "samples_per_s": samples_per_s,
+            "samples_per_s_per_device": samples_per_s / len(ranks),
+            "data_wait_share": data_wait,
+            "forward_backward_share": forward_backward - (communication if is_known else 0.0),
+            "communication_share": communication if is_known else None,
+            "optimizer_share": optimizer,
+            "flops_per_s": flops_per_s,
+            "mfu": None if peak is None else flops_per_s / (peak * len(ranks)),
+            "memory_bytes": int(memory_bytes),
+        }
+
+    def _memory_bytes(self) -> int:
+        """The most that the GPU's tensors held since the last time; on a CPU, what the process holds now."""
+        device = self._accelerator.device
+        if device.type != "cuda":
+            held_bytes: int = psutil.Process().memory_info().rss
+            return held_bytes
+        peak_bytes: int = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak_bytes
