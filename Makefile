@@ -15,11 +15,14 @@ PYTEST_ARGS ?=
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
 
-test: $(VENV)/.installed-dev | lab-packages
-	$(RUN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+# Two workers: the tests wait as long as they compute, for schedulers, time limits and processes that end.
+PYTEST := $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-full: $(VENV)/.installed-dev | lab-packages
-	$(RUN)/python -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.compiled | lab-packages
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-full: $(VENV)/.compiled | lab-packages
+	$(PYTEST) $(PYTEST_ARGS)
 
 lab-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
@@ -49,3 +52,8 @@ $(VENV)/.installed: pyproject.toml | $(RUN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(RUN)/python
 	$(RUN)/python -m pip install --quiet --editable .[dev]
 	@touch $@ $(VENV)/.installed
+
+# DeepSpeed compiles what it needs on a CPU, for a minute or two: once, and not while tests wait for it.
+$(VENV)/.compiled: $(VENV)/.installed-dev
+	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(RUN)/python -m app.compiled_ops
+	@touch $@

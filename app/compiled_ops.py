@@ -4,6 +4,9 @@ torch guards the folder of such an operator by a file named `lock`. A process th
 loads, leaves it behind, and every later one on this home folder would wait for it for ever, without a word. So the operators
 are loaded before DeepSpeed asks for them, by one process at a time under a lock of the kernel's, which ends with its holder:
 whoever has that finds a `lock` only if it is a dead process's.
+
+torch compiles with whatever `ninja` is on the PATH, where a virtual environment's need not be, and one version compiles
+again what another one has: so it is always the one that DeepSpeed brought along.
 """
 
 from __future__ import annotations
@@ -26,15 +29,33 @@ def load(config: Mapping[str, Any]) -> None:
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if offload.get("device") == "cpu":
         names.append("CPUAdamBuilder")
-    if not names:
-        return
-    with _alone() as root:
+    if names:
+        _load(*names)
+
+
+def _load(*names: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    with _alone() as root, _own_ninja():
         for name in names:
             builder = get_accelerator().create_op_builder(name)
             if builder is not None and builder.is_compatible(verbose=False):
                 for leftover in root.glob(f"**/{builder.name}/lock"):
                     leftover.unlink()
                 builder.load(verbose=False)
+
+
+@contextmanager
+def _own_ninja() -> Iterator[None]:
+    """Put the `ninja` that DeepSpeed requires first on the PATH."""
+    from ninja import BIN_DIR
+
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join((BIN_DIR, before))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 @contextmanager
@@ -47,3 +68,7 @@ def _alone() -> Iterator[Path]:
     with (root / _GUARD).open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         yield root
+
+
+if __name__ == "__main__":
+    load({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})  # everything, so that no run has to wait for it

@@ -116,18 +116,19 @@ def is_of_a_lost_peer(error: BaseException) -> bool:
     return any(text in f"{type(error).__name__}: {error}" for text in texts)
 
 
-def let_the_first_be_seen(error: Exception) -> None:
+def let_the_first_be_seen(error: Exception, *, store_port: int | None) -> None:
     """If `error` is that another process is gone, wait for the launchers to end this one.
 
     They name the process that ended first, look ten times a second, and end the others on their node at once, those of
     other nodes within seconds. Otherwise the many that lost it would fill the end of the log with their tracebacks.
+    `store_port` is that of the store through which the processes met, if there is one.
     """
     if is_of_a_lost_peer(error):
-        _hang_up()
+        _hang_up(but_not_on=store_port)
         time.sleep(10.0)
 
 
-def _hang_up() -> None:
+def _hang_up(*, but_not_on: int | None) -> None:
     """End the connections to the other processes, so that what waits for this one learns of it now.
 
     In a ring, a process next to the one that is gone may wait for one further on, which waits here: its launcher could not
@@ -135,8 +136,7 @@ def _hang_up() -> None:
     """
     import psutil  # not at the top: the launcher, which starts at once, reads this file
 
-    store = os.environ.get("MASTER_PORT", "")
     for connection in psutil.Process().net_connections("tcp"):
-        if connection.raddr and store not in (str(connection.raddr.port), str(connection.laddr.port)):
+        if connection.raddr and but_not_on not in (connection.raddr.port, connection.laddr.port):
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:  # closed from the other end
                 duplicate.shutdown(socket.SHUT_RDWR)

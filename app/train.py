@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     except SamerunError as error:
         leave_with(error, launched.rank)
     except Exception as error:
-        let_the_first_be_seen(error)
+        port = os.environ.get("MASTER_PORT")
+        let_the_first_be_seen(error, store_port=int(port) if port else None)
         raise
 
 

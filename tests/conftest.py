@@ -10,6 +10,8 @@ from hypothesis import settings
 from processes import end_warm, train
 from slurm_lab import RECIPE, STEPS, losses
 
+LONG_FILES = ["test_slurm_lab", "test_same_run", "test_requeue_lab", "test_hosts_lab", "test_resume", "test_handshake"]
+
 settings.register_profile("untimed", deadline=None)  # how long an example takes says more of the machine than of the code
 settings.load_profile("untimed")
 
@@ -38,6 +40,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # With several workers (`pytest -n 2 --dist loadfile`) none is left alone with a long file at the end.
+    items.sort(key=lambda item: LONG_FILES.index(item.path.stem) if item.path.stem in LONG_FILES else len(LONG_FILES))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -8,7 +8,6 @@ to its processes. That the runs are the same is shown by a test of test_same_run
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import signal
@@ -95,7 +94,7 @@ def clean_environment() -> dict[str, str]:
     foreign = ("SLURM_", "PBS_", "OMPI_", "PMI", "ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     # DeepSpeed compiles for minutes, and again for another virtual environment that finds the first one's files.
-    compiled = Path.home() / ".cache" / "torch_extensions" / hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]
+    compiled = Path(sys.prefix, "torch_extensions")
     return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | {"PYTHONPATH": str(REPOSITORY)}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import slurm_lab
-from processes import REPOSITORY, Started, read, read_lines
+from processes import REPOSITORY, Started, clean_environment, read, read_lines
 from slurm_lab import ENDLESS, RECIPE, STEPS, Lab, assert_ran
 
 _WHY_NOT = slurm_lab.why_not()
@@ -119,8 +119,9 @@ def qsub(lab: Lab, folder: Path, *arguments: str) -> Started:
     nodefile, remote_shell = folder / "nodefile", folder / "bin" / "pbs_tmrsh"
     shutil.copy(CAPTURED / "nodefile-select-2x2.txt", nodefile)
     home = os.environ["HOME"]
-    # PYTHONPATH: as by `qsub -v`, which reaches tasks as well.
-    here = {"PBS_NODEFILE": str(nodefile), "HOME": home, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
+    # Those of the tests as by `qsub -v`, which reaches tasks as well.
+    carried = {name: clean_environment()[name] for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR")}
+    here = {"PBS_NODEFILE": str(nodefile), "HOME": home, "TMPDIR": str(folder), **carried}
     tasks = {"node1": "select-2x2-pbsdsh-task00000002", "node2": "select-2x2-pbsdsh-task20000001"}
     choices = " ".join(f'{host}) set -- {shlex.join(captured(task, **here))} "$@" ;;' for host, task in tasks.items())
     remote_shell.parent.mkdir()

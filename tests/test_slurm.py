@@ -283,10 +283,13 @@ def test_on_one_node_processes_are_processes_of_that_node(monkeypatch):
 
 
 def samerun(environment, *arguments, path):
-    """`samerun launch` as a process of its own, with an srun on the PATH that must not be called."""
-    never = path / "srun"
-    never.write_text("#!/bin/sh\nexit 99\n")
-    never.chmod(0o755)
+    """`samerun launch` as a process of its own, with an srun on the PATH that must not be called, and no controller.
+
+    The captured job's is elsewhere, and Slurm's own scontrol would look for it for 20 s.
+    """
+    for command, code in {"srun": 99, "scontrol": 1}.items():
+        (path / command).write_text(f"#!/bin/sh\nexit {code}\n")
+        (path / command).chmod(0o755)
     given = {"PATH": f"{path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "launch.cli", "launch", *arguments]
     return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
