@@ -28,9 +28,10 @@ class Gauges:
         self._accelerator, self._communication = accelerator, communication
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
 
-    def read(self, loss_sum: torch.Tensor, spent: Spent, *, steps: int, global_batch_size: int) -> tuple[float, dict[str, Any]]:
-        """Return the sum of the ranks' `loss_sum` (scalars), and the readings of so many steps by name. All ranks call it.
+    def read(self, loss_sum: torch.Tensor, spent: Spent, *, samples: int, steps: int) -> tuple[float, dict[str, Any]]:
+        """Return the sum of the ranks' `loss_sum` (scalars), and the readings by name, of so many samples and steps.
 
+        All ranks call it.
         Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
         not known is None: communication where the strategy does not tell, utilization where the device's peak is not known.
         """
@@ -45,7 +46,7 @@ class Gauges:
         loss, training_s, *parts_s, memory_bytes = *ranks[:, :-1].sum(0).tolist(), ranks[:, -1].max().item()
         data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
         is_known = not math.isnan(communication)
-        samples_per_s = steps * global_batch_size / (training_s / len(ranks))
+        samples_per_s = samples / (training_s / len(ranks))
         flops_per_s = samples_per_s * self._flops_per_sample
         peak = self._peak_flops_per_s
         return loss, {

@@ -19,7 +19,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def as_text(number: int) -> str:
 
 def append(run_dir: Path, event: Event) -> None:
     """Write one line at the end, on a line of its own whatever a kill left there. Raises RunFolderError."""
-    line = json.dumps({"event": _NAMES[type(event)], **asdict(event)}) + "\n"
+    line = json.dumps({"event": _NAMES[type(event)], **vars(event)}) + "\n"
     try:
         with (run_dir / LEDGER).open("a+b") as file:
             if file.tell() > 0:

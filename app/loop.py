@@ -14,7 +14,7 @@ from app.checkpoint import Checkpoints
 from app.console import Display
 from app.control import Control, Request
 from app.data.augment import Preparation
-from app.data.loader import Batch, batches_of
+from app.data.loader import Batch, Failure, batches_of
 from app.errors import TrainingError
 from app.metrics import Metrics
 from app.models import loss_sum_and_count
@@ -35,7 +35,7 @@ class Training:
     model: torch.nn.Module
     optimizer: Any
     average: WeightAverage | None
-    batches: Iterable[Batch]
+    batches: Iterable[Batch | Failure]
     preparation: Preparation
     length: Length
     learning_rate_at: Callable[[int], float]
@@ -78,15 +78,14 @@ def train(run: Training) -> Evaluation | Stopped:
             lap("data_wait")
             if run.seed_dropout is not None:
                 run.seed_dropout(step, micro_batch)
-            with accelerator.accumulate(model):
+            with run.steps.micro_batch():
                 inputs, targets = run.preparation.train(batch)
                 loss_sum, count = loss_sum_and_count(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)
-                accelerator.backward(loss_sum / count)
+                run.steps.backward(loss_sum, count)
                 lap("forward_backward")
                 if accelerator.sync_gradients:
                     taken = run.steps.take()
-                optimizer.zero_grad()
-                lap("optimizer")
+                    lap("optimizer")
             metrics.add(loss_sum, batch["samples"])
         if run.average is not None:
             run.average.update(taken.skipped)

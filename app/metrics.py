@@ -20,6 +20,7 @@ from app.clock import NOTHING, Clock
 from app.errors import TrainingError
 from app.fed import Fed
 from app.gauges import Gauges
+from app.losses import Losses
 from app.steps import Step
 
 
@@ -43,8 +44,7 @@ class Metrics:
         self._accelerator, self._run_dir, self._global_batch_size = accelerator, run_dir, global_batch_size
         self._record_samples = record_samples
         self._samples: list[int] = []
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        self._step_loss = torch.zeros_like(self._loss_sum)
+        self._losses = Losses(accelerator.device)
         self._fed = Fed()
         self._unseen: list[Step] = []
         self._seen_steps, self._ended_steps, self._grad_norm = first_step, first_step, math.nan
@@ -57,7 +57,7 @@ class Metrics:
 
     def add(self, loss_sum: torch.Tensor, samples: torch.Tensor) -> None:
         """Take in one forward pass: its summed loss (scalar) and its sample numbers (int64 [micro-batch])."""
-        self._step_loss += loss_sum.detach()
+        self._losses.add(loss_sum)
         self._fed.add(samples)
         if self._record_samples:
             self._samples += self._accelerator.gather(samples).tolist()
@@ -67,11 +67,7 @@ class Metrics:
         self._fed.end_step()
         self._unseen.append(taken)
         self._ended_steps = step
-        if isinstance(taken.skipped, torch.Tensor):
-            self._loss_sum += self._step_loss.masked_fill_(taken.skipped, 0.0)
-        elif not taken.skipped:
-            self._loss_sum += self._step_loss
-        self._step_loss.zero_()
+        self._losses.end_step(taken.skipped)
         if self._record_samples:
             self._append(run_folder.SAMPLES, {"step": step, "samples": self._samples})
             self._samples = []
@@ -86,7 +82,8 @@ class Metrics:
         applied = steps - len(self._skipped_to_log)
         spent = self.clock.spent()
         since = spent - self._logged
-        loss_sum, readings = self._gauges.read(self._loss_sum, since, steps=steps, global_batch_size=self._global_batch_size)
+        samples = steps * self._global_batch_size
+        loss_sum, readings = self._gauges.read(self._losses.take(), since, samples=samples, steps=steps)
         loss = loss_sum / (max(applied, 1) * self._global_batch_size)
         if not math.isfinite(loss):
             raise TrainingError(
@@ -106,7 +103,6 @@ class Metrics:
             "saving_held_s": since.held_s,
             "saving_written_s": self._written_s,
         }
-        self._loss_sum.zero_()
         self._skipped_to_log, self._written_s = [], None
         self._logged_steps, self._logged = step, spent
         self._write(run_folder.METRICS, line)

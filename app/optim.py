@@ -13,18 +13,21 @@ _FUSED_DEVICES = {"cpu", "cuda"}
 
 
 def build(recipe: OptimRecipe, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
-    """Return the optimizer of the model's trainable parameters, in two groups: with weight decay, and without.
+    """Return the optimizer of the model's trainable parameters: in two groups, with and without weight decay, if there is any.
 
     Call it before the parameters are sharded: the groups follow from names and shapes. `fused`, for AdamW alone:
     None is where supported.
     The learning rate is the recipe's until `set_learning_rate` sets that of a step.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in named:
+        decayed[recipe.weight_decay > 0 and decays(name, parameter)].append(parameter)
     groups = [
-        {"params": [parameter for name, parameter in named if decays(name, parameter)], "weight_decay": recipe.weight_decay},
-        {"params": [parameter for name, parameter in named if not decays(name, parameter)], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": recipe.weight_decay if decay else 0.0}
+        for decay, parameters in decayed.items()
+        if parameters  # a group costs a call of the fused kernel
     ]
-    groups = [group for group in groups if group["params"]]
     if recipe.name == "sgd":
         return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
     if fused is None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from app.data.augment import Preparation
-from app.data.loader import Batch, batches_of
+from app.data.loader import Batch, Failure, batches_of
 from app.errors import DataError
 from app.runtime import Runtime
 
@@ -40,7 +40,13 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    runtime: Runtime, model: torch.nn.Module, loader: Iterable[Batch], preparation: Preparation, *, size: int, num_classes: int
+    runtime: Runtime,
+    model: torch.nn.Module,
+    loader: Iterable[Batch | Failure],
+    preparation: Preparation,
+    *,
+    size: int,
+    num_classes: int,
 ) -> Evaluation:
     """Return the scores of `model` on the `size` samples of a prepared `loader`; all ranks call it and get the same.
 

@@ -6,14 +6,13 @@ Every step that can fail on one rank alone is agreed upon by all of them (`Runti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from app import (
     checkpoint,
@@ -36,6 +35,7 @@ from app.control import Control
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.hash64 import derive_key
+from app.data.loader import Batch, Failure
 from app.data.open import Data, download_data
 from app.data.open import open_data as open_sources
 from app.data.order import EvalBatches, TrainBatches
@@ -49,7 +49,7 @@ from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.scores import Evaluation, evaluate
-from app.shards import Shards
+from app.shards import Shards, unwrapped
 from app.steps import Steps
 
 
@@ -103,9 +103,7 @@ def prepare(
 
     # Weights, two moments and an average, in float32: enough to guess how long the first save takes.
     state_bytes = 16 * sum(weight.numel() for weight in parts.model.parameters())
-    model, optimizer, batches = runtime.prepare(
-        parts.model, optim.build(recipe.optim, parts.model), _train_loader(runtime, recipe, data.train, length, first_step)
-    )
+    model, optimizer = runtime.prepare(parts.model, optim.build(recipe.optim, parts.model))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
@@ -151,7 +149,7 @@ def prepare(
         samples_of=functools.partial(_samples_of, recipe, len(data.train)),
         control=control,
         first_step=first_step,
-        batches=batches,
+        batches=_training_batches(runtime, recipe, data.train, length, first_step),
         preparation=parts.preparation,
         length=length,
         learning_rate_at=_learning_rate(recipe, length),
@@ -209,8 +207,8 @@ def evaluation_of(
 ) -> Callable[[], Evaluation]:
     """Return the function that scores `model` on all of `source`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(source), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
-    prepared = runtime.prepare(_loader(runtime, source, batches))
-    return functools.partial(evaluate, runtime, model, prepared, preparation, size=len(source), num_classes=len(source.classes))
+    fed = _fed(runtime, source, batches)
+    return functools.partial(evaluate, runtime, model, fed, preparation, size=len(source), num_classes=len(source.classes))
 
 
 def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | Stopped) -> None:
@@ -237,7 +235,7 @@ def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluat
     runtime, recipe, length = training.runtime, training.recipe, training.length
     training_s = training.metrics.clock.training_s
     with training.average.applied() if training.average else nullcontext():
-        weights = runtime.accelerator.get_state_dict(training.model)
+        weights = whole_weights(runtime, training.model)
         if runtime.is_main:
             # Inside the block: under some strategies these are the live weights.
             exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
@@ -260,6 +258,14 @@ def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluat
         f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
         f"run folder {run_dir}"
     )
+
+
+def whole_weights(runtime: Runtime, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state of a prepared model, on the main process at least; all ranks call it."""
+    if runtime.launched.strategy in ("deepspeed", "fsdp2"):
+        gathered: dict[str, torch.Tensor] = runtime.accelerator.get_state_dict(model)
+        return gathered
+    return unwrapped(model).state_dict()
 
 
 def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:
@@ -303,7 +309,9 @@ def _dropout_seeds(seed: int, rank: int, model: torch.nn.Module) -> Callable[[in
     return seed_pass if models.layers_with_dropout(model) else None
 
 
-def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: schedule.Length, first_step: int) -> DataLoader:
+def _training_batches(
+    runtime: Runtime, recipe: Recipe, source: Source, length: schedule.Length, first_step: int
+) -> Iterable[Batch | Failure]:
     batches = TrainBatches(
         size=len(source),
         seed=recipe.seed,
@@ -312,7 +320,7 @@ def _train_loader(runtime: Runtime, recipe: Recipe, source: Source, length: sche
         first_step=first_step,
         last_step=length.total_steps,
     )
-    return _loader(runtime, source, batches)
+    return _fed(runtime, source, batches)
 
 
 def _samples_of(recipe: Recipe, size: int, step: int) -> list[int]:
@@ -328,5 +336,12 @@ def _samples_of(recipe: Recipe, size: int, step: int) -> list[int]:
     return indices
 
 
-def _loader(runtime: Runtime, source: Source, batches: TrainBatches | EvalBatches) -> DataLoader:
-    return loader.build(source, batches, local_world_size=runtime.launched.local_world_size, device=runtime.device)
+def _fed(runtime: Runtime, source: Source, batches: TrainBatches | EvalBatches) -> Iterable[Batch | Failure]:
+    """Return this rank's shares of the global micro-batches, on its device."""
+    launched, device = runtime.launched, runtime.device
+    if source.decodes:
+        prepared: Iterable[Batch | Failure] = runtime.prepare(
+            loader.build(source, batches, local_world_size=launched.local_world_size, device=device)
+        )
+        return prepared
+    return loader.InProcess(source, batches, rank=launched.rank, world_size=runtime.plan.world_size, device=device)

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from app.errors import CheckpointError, PresetError
 from app.piece import AVERAGE, WEIGHT, Piece
@@ -52,6 +53,22 @@ class _Fragment:
         return local.view(-1).narrow(0, self.offset, self.count)  # `view`, unlike `reshape`, never copies
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside what compiling and `prepare` have put around it.
+
+    Accelerate's `unwrap_model` imports DeepSpeed whatever the strategy is. That takes a second, and has torch ask for GPUs in a
+    way that costs 0.2-0.5 ms in every optimizer step where there is none (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.15).
+    """
+    inner: Any
+    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper, whose class would have to be imported, for another second
+        inner = model._orig_mod
+    elif isinstance(model, DistributedDataParallel) or type(model).__module__.startswith("deepspeed."):
+        inner = model.module
+    else:
+        return model
+    return unwrapped(inner)
+
+
 class Shards:
     """The tensors of a prepared model and optimizer, addressed by what they are."""
 
@@ -62,7 +79,7 @@ class Shards:
 
         Raises PresetError if the optimizer keeps them where they cannot be found.
         """
-        self.model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        self.model = unwrapped(model)
         self._holder, self._average = optimizer.optimizer, average
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self._copies, self._copy = 1, 0  # how many ranks hold the same elements, and which of them this one is

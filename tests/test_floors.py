@@ -33,7 +33,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.runtime", "app.compiled_ops"),
         ("app.handshake",),
         ("app.console",),
-        ("app.metrics", "app.gauges", "app.communication", "app.clock", "app.fed", "app.ledger"),
+        ("app.metrics", "app.gauges", "app.communication", "app.clock", "app.fed", "app.losses", "app.ledger"),
         ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
     [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",), ("app.watchdog",)],
