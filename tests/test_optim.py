@@ -153,7 +153,7 @@ def test_frozen_weights_are_left_out():
 
 
 def test_set_learning_rate_reaches_every_group():
-    optimizer = optim.build(OptimRecipe(lr=1.0), Tiny())
+    optimizer = optim.build(OptimRecipe(lr=1.0, weight_decay=0.1), Tiny())
     assert len(optimizer.param_groups) == 2
     optim.set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

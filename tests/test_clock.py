@@ -1,0 +1,90 @@
+"""Where the time of a run goes, and what the ranks read off themselves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import read_lines, train
+
+from app import flops, models
+from app.clock import Clock
+from app.recipe import ModelRecipe
+
+SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share")
+RUN = ("--recipe", "digits", "train.steps=40", "log.every_steps=10")
+
+
+def busy(seconds: float) -> None:
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        pass
+
+
+def test_laps_are_the_time_of_their_phases_and_a_pause_is_in_none() -> None:
+    clock = Clock(torch.device("cpu"))
+    busy(0.02)
+    clock.lap("data_wait")
+    before = clock.spent()
+    with clock.held():
+        busy(0.05)
+    busy(0.01)
+    clock.lap("optimizer")
+    spent = clock.spent() - before
+    assert before.phases_s["data_wait"] >= 0.02
+    assert spent.phases_s["data_wait"] == 0.0
+    assert spent.phases_s["optimizer"] >= 0.01
+    assert spent.held_s >= 0.05
+    whole = clock.spent()
+    assert sum(whole.phases_s.values()) <= whole.training_s
+    assert whole.training_s - sum(whole.phases_s.values()) < 0.01  # what came after the last lap
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_lap_is_the_gpus_time_not_the_hosts() -> None:
+    device = torch.device("cuda")
+    matrix = torch.randn(4096, 4096, device=device)
+    clock = Clock(device)
+    for _ in range(50):
+        matrix @ matrix
+    clock.lap("forward_backward")
+    began_s = time.perf_counter()
+    phases_s = clock.spent().phases_s
+    assert phases_s["forward_backward"] >= 0.5 * (time.perf_counter() - began_s)
+    busy(0.05)  # nothing for the GPU to do: it waits
+    torch.ones(1, device=device)
+    clock.lap("data_wait")
+    assert clock.spent().phases_s["data_wait"] >= 0.05
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "fsdp2"])
+def test_every_line_says_where_the_time_went(preset: str, tmp_path: Path) -> None:
+    train(preset, tmp_path, *RUN, processes=2).check()
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert len(lines) == 4
+    for line in lines:
+        shares = [line[name] for name in SHARES]
+        # DDP says what its ranks wait for each other; nobody else does.
+        assert (line["communication_share"] is None) == (preset != "multi_gpu")
+        assert all(share >= 0 for share in shares)
+        assert 0.2 < sum(shares) + (line["communication_share"] or 0.0) <= 1.0
+        assert line["optimizer_share"] > 0
+        assert line["samples_per_s_per_device"] == pytest.approx(line["samples_per_s"] / 2)
+        assert line["flops_per_s"] > 0
+        assert line["mfu"] is None  # a CPU's peak is not known
+        assert line["memory_bytes"] > 50e6
+
+
+def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
+    """resnet50 takes 4.09 G products in its forward pass (torchvision's table of models)."""
+    recipe = ModelRecipe(name="resnet50")
+    model = models.build(recipe, channels=3, image_size=(224, 224), num_classes=1000)
+    counted = flops.of_training_sample(model, channels=3, image_size=(224, 224))
+    assert counted == pytest.approx(3 * 2 * 4.09e9, rel=0.01)
+
+
+def test_what_is_not_known_stays_unknown() -> None:
+    assert flops.peak_per_s(torch.device("cpu"), mixed_precision="bf16") is None
