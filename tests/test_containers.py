@@ -47,6 +47,9 @@ def file_of(width: int, height: int, *, seed: int, kind: str = "JPEG", mode: str
     return content.getvalue()
 
 
+PICTURE = file_of(8, 8, seed=1)
+
+
 def write_folder(root: Path, *, mode: str = "RGB") -> None:
     """Nine pictures a split: JPEG and PNG, of several sizes."""
     for split in ("train", "test"):
@@ -241,6 +244,17 @@ def test_lmdb_of_others_is_read(pictures: Path, tmp_path: Path) -> None:
 
 
 # Writing
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_names_of_any_letters_come_back(tmp_path: Path, source: str) -> None:
+    """As folders have them: `\\udcff` is how Python spells a byte that is no UTF-8."""
+    names = ("0:a", " b ", "c\u00e9\udcff", "")
+    for split in ("train", "test"):
+        WRITERS[source](tmp_path, split, names, [Record("\u00e9\udcff", PICTURE, "jpg", 3)] * 2)
+    train, _ = opened(source, tmp_path)
+    assert train.classes == names
+    assert everything(train)[1].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("source", FORMATS)
@@ -452,7 +466,6 @@ def shard_of(path: Path, *members: tuple[str, bytes]) -> Path:
     return path
 
 
-PICTURE = file_of(8, 8, seed=1)
 NAMED = ("__classes__", json.dumps(CLASSES).encode())
 
 
@@ -468,6 +481,7 @@ A_PICTURE, A_LABEL = ("a.jpg", PICTURE), ("a.cls", b"1")
         ([A_PICTURE, ("a.cls", b"ant")], r"a\.cls of {} holds b'ant', not the number of a class; mend it or leave it out"),
         ([NAMED, A_PICTURE, ("a.cls", b"3")], r"sample 0 of the train split of .* has label 3, but .* must be in 0\.\.2"),
         ([A_PICTURE, ("a.cls", b"99999999")], r"the train split of .* holds 99999999; labels are 0 up to"),
+        ([("__classes__", b"ant bee"), A_PICTURE, A_LABEL], r"__classes__ of {} is b'ant bee', not a JSON list"),
         ([("readme", b"")], r"{}: there are no samples in it"),
         ([], r"{}: there are no samples in it"),
     ],
@@ -544,7 +558,10 @@ def test_databases_that_cannot_be_read(tmp_path: Path) -> None:
     write_database(path, samples)
     write_database(path, [], **{"00000000": PICTURE})
     refused(
-        "lmdb", tmp_path, rf"^{path} holds 2 pictures and 0 labels, and its __len__ is 0; write it again", test_split="train"
+        "lmdb",
+        tmp_path,
+        rf"^{path} holds 2 pictures, but its __labels__ are 0 bytes and its __len__ is b'0'; write",
+        test_split="train",
     )
     write_database(path, samples)
     with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:

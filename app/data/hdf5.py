@@ -87,8 +87,7 @@ def _open_split(images: Sequence[str], labels: Sequence[str], folder: Path, spli
                 f"{path}: {label_set.name} is {label_set.dtype} {list(label_set.shape)}, but must be whole numbers, one for "
                 f"each of the {len(image_set)} rows of {image_set.name}; mend it"
             )
-        classes = tuple(file[CLASSES].asstr()[()].tolist()) if CLASSES in file else None
-        return Hdf5Records(path, classes, targets.astype(np.int64), image_set.name, encoded)
+        return Hdf5Records(path, _classes(file), targets.astype(np.int64), image_set.name, encoded)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({first_line(error)}); replace the file") from error
 
@@ -126,6 +125,14 @@ def _dataset(file: Any, names: Sequence[str], path: Path, what: str) -> Any:
         f"{path} has none of the datasets {', '.join(names)}, but {', '.join(file) or 'nothing'}; "
         f"name one of these in data.{what}_column"
     )
+
+
+def _classes(file: Any) -> tuple[str, ...] | None:
+    import h5py
+
+    if CLASSES not in file or not h5py.check_string_dtype(file[CLASSES].dtype):
+        return None
+    return tuple(file[CLASSES].asstr(errors="surrogateescape")[()].tolist())
 
 
 def _holds_files(images: Any) -> bool:
