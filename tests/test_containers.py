@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import h5py
@@ -454,6 +454,23 @@ def test_a_damaged_picture_is_named(copied: Callable[[str], Path], pictures: Pat
         "lmdb": rf"record 00000000 of {path}/train\.lmdb cannot be read as an image",
     }
     refused(source, path, f"^{what[source]}")
+
+
+@pytest.mark.parametrize(
+    ("source", "places", "sentence"),
+    [
+        ("hdf5", [96], r"^{} cannot be read \(Unable to .*\); replace train\.h5$"),
+        ("lmdb", range(8192, 1 << 15, 4096), r"^{} is damaged \(.*CORRUPTED.*\); replace it$"),
+    ],
+)
+def test_damage_that_a_library_finds_is_told(
+    copied: Callable[[str], Path], source: str, places: Sequence[int], sentence: str
+) -> None:
+    path = copied(source)
+    (found,) = path.glob("train.*")
+    for place in places:
+        change(found / "data.mdb" if found.is_dir() else found, at=place, to=bytes(600))
+    refused(source, path, sentence.format(found))
 
 
 def shard_of(path: Path, *members: tuple[str, bytes]) -> Path:

@@ -10,6 +10,8 @@ There is no custom for what a data set looks like in LMDB; this is what is read 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,7 @@ def _open_split(folder: Path, split: str, key: str) -> LmdbRecords:
         raise DataError(f"{folder} holds no database {split}.lmdb for {key}={split}; correct data.path or {key}")
     _check_size(path)
     stored, length = _value(path, LABELS), _value(path, LENGTH)
-    with opened(open_database, path).begin() as transaction:
+    with _reading(path) as transaction:
         classes = transaction.get(CLASSES)
         entries = transaction.stat()["entries"] - 2 - (classes is not None)
     if length != b"%d" % entries or len(stored) != LABEL_TYPE.itemsize * entries:
@@ -89,6 +91,18 @@ def open_database(path: Path) -> Any:
         raise DataError(f"{path} cannot be opened as an LMDB database ({first_line(error)}); replace it") from error
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Give a transaction. Raises DataError if what is read in it is damaged."""
+    import lmdb
+
+    try:
+        with opened(open_database, path).begin() as transaction:
+            yield transaction
+    except lmdb.Error as error:
+        raise DataError(f"{path} is damaged ({first_line(error)}); replace it") from error
+
+
 def _check_size(path: Path) -> None:
     """Check that the file is as long as it says: to read beyond its end would end the process without a word."""
     environment = opened(open_database, path)
@@ -99,7 +113,7 @@ def _check_size(path: Path) -> None:
 
 
 def _value(path: Path, key: bytes) -> bytes:
-    with opened(open_database, path).begin() as transaction:
+    with _reading(path) as transaction:
         value: bytes | None = transaction.get(key)
     if value is None:
         raise DataError(f"{path} has no record {key.decode()}; write it as docs/data.md says")
