@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +9,14 @@ from app.data.arrays import open_digits
 from app.data.cifar import download_cifar, open_cifar
 from app.data.fake import open_fake
 from app.data.folders import open_folder
+from app.data.hdf5 import open_hdf5
 from app.data.hub import download_hub, open_hub
 from app.data.idx import download_idx, open_idx
+from app.data.lmdb_file import open_lmdb
 from app.data.source import DOWNLOADS, Source, first_line
+from app.data.tar_shards import open_tar_shards
+from app.data.tfrecords import open_tfrecords
+from app.data.turns import alone
 from app.errors import DataError
 from app.recipe import Recipe
 
@@ -27,6 +29,10 @@ OPEN = {
     "imagefolder": open_folder,
     "fakedata": open_fake,
     "huggingface": open_hub,
+    "webdataset": open_tar_shards,
+    "hdf5": open_hdf5,
+    "lmdb": open_lmdb,
+    "tfrecord": open_tfrecords,
 }
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 
@@ -73,19 +79,10 @@ def download_data(recipe: Recipe) -> None:
         download_hub(recipe)
     elif source in DOWNLOAD_FILES:
         try:
-            with _alone_in(root):
+            with alone(root / ".download.lock"):
                 DOWNLOAD_FILES[source](recipe)
         except (OSError, RuntimeError) as error:
             raise DataError(
                 f"data.source={source} cannot be downloaded into {root}: {first_line(error)}. "
                 "Where there is no network, bring the files and point data.path at them"
             ) from error
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Make a folder, and hold a lock in it that other machines respect as well, where the file system has such locks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".download.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
