@@ -20,10 +20,11 @@ from app.errors import RecipeError
 class DataRecipe:
     """The samples: where they are and what they look like."""
 
-    source: Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface"] = (
-        "digits"
-    )
-    """Kind of data. `digits` comes with the package; `huggingface` is whatever the `datasets` library opens."""
+    source: Literal[
+        "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface", "arrays"
+    ] = "digits"
+    """Kind of data. `digits` comes with the package; `huggingface` is whatever the `datasets` library opens; `arrays` is what
+    `samerun data pack --to arrays` writes."""
     path: str | None = None
     """File, folder or hub name. None looks in the usual places (`docs/data.md` lists them)."""
     download: bool = False

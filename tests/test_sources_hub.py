@@ -214,7 +214,7 @@ def test_arrays_of_different_channels_are_named(tmp_path: Path) -> None:
 def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "rows")
     in_memory, _ = open_data(recipe(path))
-    monkeypatch.setattr(hub, "IN_MEMORY_BYTES", 9 * 6 * 5 * 3 - 1)
+    monkeypatch.setattr(hub, "DECODED_ONCE_BYTES", 9 * 6 * 5 * 3 - 1)
     source, test = open_data(recipe(path))
     assert source.decodes
     assert not test.decodes

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from app.data.arrays import open_digits
+from app.data.arrays import open_arrays, open_digits
 from app.data.cifar import download_cifar, open_cifar
 from app.data.fake import open_fake
 from app.data.folders import open_folder
@@ -27,6 +27,7 @@ OPEN = {
     "imagefolder": open_folder,
     "fakedata": open_fake,
     "huggingface": open_hub,
+    "arrays": open_arrays,
 }
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 
