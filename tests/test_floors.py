@@ -17,6 +17,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [
         ("app.recipe", "app.recipe_keys", "app.recipe_file", "app.batching"),
         ("app.topology",),
+        ("app.cores",),
         ("app.environment", "app.tasks", "app.launched"),
     ],
     [
@@ -123,6 +124,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.doctor",
             "app.benchmarks.saving_case",
             "app.benchmarks.feeding",
+            "app.cores",
             "app.errors",
             "app.runtime",
             "app.compiled_ops",

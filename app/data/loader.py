@@ -7,7 +7,6 @@ and `samples` int64 [B], the sample numbers.
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from app import cores
 from app.data.source import Source
 from app.errors import DataError
 
@@ -55,7 +55,7 @@ def build(source: Source, batches: Any, *, local_world_size: int, device: torch.
 
     Arrays are looked up in this process: handing a batch over from a worker costs more than the look-up.
     """
-    workers = num_workers(os.sched_getaffinity(0), local_world_size, device) if source.decodes else 0
+    workers = num_workers(cores.of_this_process(local_world_size), device) if source.decodes else 0
     return DataLoader(
         Samples(source),
         batch_sampler=batches,
@@ -67,13 +67,12 @@ def build(source: Source, batches: Any, *, local_world_size: int, device: torch.
     )
 
 
-def num_workers(cores: Iterable[int], local_world_size: int, device: torch.device) -> int:
-    """Return how many decoding processes one training process may start on a node with these free cores.
+def num_workers(own_cores: int, device: torch.device) -> int:
+    """Return how many decoding processes one training process may start that has this many cores.
 
-    Where the CPU trains, one core of each share is kept for that. More than 16 never paid off in published measurements.
+    Where the CPU trains, one is kept for that. More than 16 never paid off in published measurements.
     """
-    share = len(list(cores)) // local_world_size - (1 if device.type == "cpu" else 0)
-    return max(0, min(16, share))
+    return max(0, min(16, own_cores - (1 if device.type == "cpu" else 0)))
 
 
 def batches_of(loader: Iterable[Batch | Failure]) -> Iterator[Batch]:
