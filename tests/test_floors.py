@@ -129,7 +129,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.runtime",
             "app.compiled_ops",
             "app.console",
-            "app.data.kept",
+            "app.data.turns",
             "launch.cli",
             "launch.local",
             "launch.spread",

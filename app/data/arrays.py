@@ -65,6 +65,9 @@ class ArrayReader:
         for index in indices:
             yield torch.from_numpy(self.images.array[index].copy()), int(self.labels[index])
 
+    def file(self, index: int) -> None:
+        """Return nothing: pixels are stored."""
+
 
 def open_array(split: Split, *, recipe: Recipe, training: bool, where: str, made_of: Sequence[object]) -> Source:
     """Return the source of a split in arrays, checked.

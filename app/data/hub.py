@@ -13,23 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from app.data.arrays import ArraySource
 from app.data.framing import Framing
-from app.data.kept import keep, stamps
+from app.data.kept import stamps
 from app.data.pictures import PictureSource
 from app.data.rows import RowReader, read_labels
 from app.data.source import FINGERPRINT_SAMPLES, Source, fingerprint, first_line, spread
-from app.data.split import Unstored, pictures_in_a_chunk
 from app.errors import DataError, RecipeError
 from app.recipe import Recipe
 
-# A split whose images take no more bytes than this is decoded once on a machine and kept: MNIST and CIFAR are (47 and 154 MB;
-# it takes some seconds), ImageNet is not.
-DECODED_ONCE_BYTES = 256 << 20
-# Most rows read in one go: the library takes 5 us a row of numbers that way, and 250 one by one.
-READ_CHUNK = 1000
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 """The library's name for what reads a single file, by the file's suffix."""
 
@@ -181,7 +172,7 @@ def _open_split(reader: RowReader, classes: tuple[str, ...], train_reader: RowRe
     ((first, _),) = train_reader([0])
     channels, height, width = first.shape
     size = len(reader.labels)
-    source = PictureSource(
+    return PictureSource(
         read=reader,
         size=size,
         where=reader.where,
@@ -189,20 +180,6 @@ def _open_split(reader: RowReader, classes: tuple[str, ...], train_reader: RowRe
         channels=channels,
         image_size=framing.size_of((height, width)),
         framing=framing,
-        fingerprint=fingerprint(classes, size, reader.content, listing=reader.labels.tobytes()),
+        fingerprint=fingerprint(classes, size, reader.content, listing=reader.labels),
+        made_of=("huggingface", *stamps(Path(file["filename"]) for file in reader.rows.cache_files)),
     )
-    shape = (size, channels, *source.image_size)
-    size_bytes = int(np.prod(shape, dtype=np.int64))
-    if framing.min_area is not None or size_bytes > DECODED_ONCE_BYTES:
-        return source
-    files = stamps(Path(file["filename"]) for file in reader.rows.cache_files)
-    made_of = ["huggingface", *files, source.fingerprint, framing.image_size, framing.resize_size, reader.channels]
-    split = keep(made_of, size_bytes, lambda: Unstored(shape, _decoded(source, shape), reader.labels, classes))
-    return ArraySource(split.images, split.labels, classes, source.fingerprint)
-
-
-def _decoded(source: Source, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    step = min(READ_CHUNK, pictures_in_a_chunk(shape))
-    for start in range(0, shape[0], step):
-        indices = np.arange(start, min(start + step, shape[0]))
-        yield source.fetch(indices, indices)[0].numpy()

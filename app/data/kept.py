@@ -7,23 +7,18 @@ is removed here: `rm -r` any of it at any time, it is made again.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from app.data.split import FORMAT, Split, Unstored, open_split, write_split
+from app.data.turns import alone, cache_folder
 from app.errors import DataError
 
 # Less than this is not worth a file: each process holds it in memory, beside the 200 MB that torch takes.
 SMALL_BYTES = 8 << 20
-# What file systems say that have no locks, such as Lustre mounted without `flock`.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def keep(made_of: Sequence[object], size_bytes: int, read: Callable[[], Unstored]) -> Split:
@@ -47,7 +42,6 @@ def keep(made_of: Sequence[object], size_bytes: int, read: Callable[[], Unstored
         except DataError:  # damaged: made again below
             pass
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder.with_suffix(".lock")):
             return _make(folder, read)
     except OSError as error:
@@ -64,27 +58,6 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
             raise DataError(f"{file} cannot be read ({error.strerror}); replace the file") from error
         found.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
     return found
-
-
-def cache_folder() -> Path:
-    """Return the folder for all that can be made again."""
-    own = os.environ.get("SAMERUN_CACHE")
-    return Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "samerun"
-
-
-@contextmanager
-def alone(lock: Path) -> Iterator[None]:
-    """Wait until no other process holds the file `lock`, and hold it; other machines respect that where file systems have it.
-
-    Where there are no locks at all, nobody waits: what is made under them is renamed, so that at worst it is made twice.
-    """
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-        yield
 
 
 def _make(folder: Path, read: Callable[[], Unstored]) -> Split:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from app.data.arrays import open_arrays, open_digits
 from app.data.cifar import download_cifar, open_cifar
+from app.data.decoded import decoded_once
 from app.data.fake import open_fake
 from app.data.folders import open_folder
 from app.data.hub import download_hub, open_hub
 from app.data.idx import download_idx, open_idx
 from app.data.source import DOWNLOADS, Source, first_line
+from app.data.turns import alone
 from app.errors import DataError
 from app.recipe import Recipe
 
@@ -54,7 +54,21 @@ def open_data(recipe: Recipe) -> Data:
         DataError: The data is missing, unreadable, or not what the recipe says.
         RecipeError: The recipe lacks a key that this kind of data needs.
     """
-    return Data(*OPEN[recipe.data.source](recipe))
+    return Data(*map(decoded_once, OPEN[recipe.data.source](recipe)))
+
+
+def open_stored(recipe: Recipe) -> Data:
+    """Return the same splits with their pictures as they are stored: what `reader_of` reads is not brought to a size.
+
+    Raises:
+        DataError, RecipeError: As `open_data`.
+    """
+    data = recipe.data
+    needs_size = data.source in ("imagefolder", "fakedata")  # the first for its batches, which nobody asks for here
+    size = (data.image_size or 1) if needs_size else None
+    augment = replace(recipe.augment, resized_crop_min_area=None)
+    stored = replace(recipe, data=replace(data, image_size=size, resize_size=None), augment=augment)
+    return Data(*OPEN[data.source](stored))
 
 
 def download_data(recipe: Recipe) -> None:
@@ -74,19 +88,10 @@ def download_data(recipe: Recipe) -> None:
         download_hub(recipe)
     elif source in DOWNLOAD_FILES:
         try:
-            with _alone_in(root):
+            with alone(root / ".download.lock"):
                 DOWNLOAD_FILES[source](recipe)
         except (OSError, RuntimeError) as error:
             raise DataError(
                 f"data.source={source} cannot be downloaded into {root}: {first_line(error)}. "
                 "Where there is no network, bring the files and point data.path at them"
             ) from error
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Make a folder, and hold a lock in it that other machines respect as well, where the file system has such locks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".download.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,19 @@ from torch import Tensor
 from app.data.framing import Framing
 from app.errors import DataError
 
-Reader = Callable[[Sequence[int]], Iterable[tuple[Tensor, int]]]
-"""From indices to the pictures, each uint8 [C, H, W] of any size, and their labels. Raises DataError naming the sample."""
+
+class Reader(Protocol):
+    """Reads the pictures of a split, each of its own size."""
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """All labels, integers [N]; None of made-up data, which is computed sample by sample."""
+
+    def __call__(self, indices: Sequence[int]) -> Iterable[tuple[Tensor, int]]:
+        """Return the pictures, each uint8 [C, H, W] of any size, and their labels. Raises DataError naming the sample."""
+
+    def file(self, index: int) -> bytes | None:
+        """Return the picture's file as it is stored, or None where pixels are. Raises DataError if it cannot be read."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,6 +48,8 @@ class PictureSource:
     image_size: tuple[int, int]
     framing: Framing
     fingerprint: str
+    made_of: tuple[Any, ...] | None = None
+    """What the pictures are stored in (`kept.stamps`), where they may be decoded once and kept; None where not."""
 
     def __len__(self) -> int:
         return self.size
