@@ -47,6 +47,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.predict",),
         ("app.export",),
         ("app.benchmarks",),
+        ("app.data_cli", "app.data_inspect", "app.data_pack", "app.data_bench", "app.many"),
         ("app.parity", "app.curves"),
         ("app.verify", "app.goodput"),
         ("app.doctor", "app.probe", "app.diagnosis"),
