@@ -13,7 +13,7 @@ from app import cores, recipe_file
 from app.errors import DataError, RecipeError
 from app.recipe import Recipe
 
-FORMATS = ("imagefolder", "arrays")
+FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")
 """What `pack` writes."""
 _TEST_NAMES = ("test", "val", "valid", "validation")
 _WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is found out unless data.source=KIND says it"
@@ -114,8 +114,8 @@ def _pack(argv: Sequence[str]) -> int:
         asked = data_pack.Packing(
             to=options.to, out=options.out, shrinking=shrinking, processes=options.processes, advance=advance
         )
-        data = data_pack.pack(recipe, asked)
-    sys.stdout.write(f"{options.out}: {len(data.train):,} training and {len(data.test):,} test samples as {options.to}\n")
+        keys = data_pack.pack(recipe, asked)
+    sys.stdout.write(f"written; a recipe reads it with {' '.join(keys)}\n")
     return 0
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from app.data.decoded import reader_of
 from app.data.open import open_stored
-from app.data.pictures import Reader
+from app.data.pictures import Reader, format_of
 from app.data.source import Source, spread
 from app.errors import DataError
 from app.many import in_order
@@ -92,8 +90,7 @@ def _look_at(reader: Reader, index: int, seen: Seen) -> None:
         seen.stored_as["pixels"] += 1
         seen.stored_bytes += picture.numel()
     else:
-        with Image.open(io.BytesIO(file)) as opened:
-            seen.stored_as[opened.format or "unknown"] += 1
+        seen.stored_as[format_of(file) or "unknown"] += 1
         seen.stored_bytes += len(file)
     channels, height, width = picture.shape
     seen.channels[channels] += 1

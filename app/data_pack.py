@@ -20,9 +20,11 @@ from PIL import Image
 from app.data.decoded import reader_of
 from app.data.folders import FileReader
 from app.data.open import OPEN, Data, open_stored
-from app.data.pictures import Reader
+from app.data.pictures import Reader, format_of
+from app.data.record import Record
 from app.data.source import Source
 from app.data.split import Unstored, pictures_in_a_chunk, write_split
+from app.data.writers import WRITERS
 from app.errors import DataError, RecipeError
 from app.many import in_order
 from app.recipe import Recipe
@@ -52,7 +54,7 @@ class Packing:
     """What is asked of a pack."""
 
     to: str
-    """imagefolder or arrays."""
+    """imagefolder, arrays, or a name of `writers.WRITERS`."""
     out: Path
     shrinking: Shrinking | None = None
     processes: int = 1
@@ -60,8 +62,8 @@ class Packing:
     """Told how many samples more have been written."""
 
 
-def pack(recipe: Recipe, asked: Packing) -> Data:
-    """Write both splits of a recipe's data and return what was packed, as it was opened.
+def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
+    """Write both splits of a recipe's data and return the recipe values that read what was written, `key=value` each.
 
     Raises:
         DataError: The folder is there already, cannot be written, or the data cannot be read.
@@ -71,14 +73,16 @@ def pack(recipe: Recipe, asked: Packing) -> Data:
         raise DataError(f"{asked.out} is there already, and packing replaces nothing: choose another --out, or remove it")
     data = _open(recipe, asked)
     temporary = asked.out.with_name(f".{asked.out.name}.{uuid.uuid4().hex[:8]}.tmp")
-    names = (recipe.data.train_split, recipe.data.test_split)
+    names = _names(recipe)
     try:
         temporary.mkdir(parents=True)
-        for name, source in zip(_folder_names(names), data, strict=True):
+        for name, source in zip(names, data, strict=True):
             if asked.to == "arrays":
                 _write_arrays(temporary / name, source, asked)
-            else:
+            elif asked.to == "imagefolder":
                 _write_folder(temporary / name, source, asked)
+            else:
+                WRITERS[asked.to](temporary, name, source.classes, _records(source, asked))
         os.sync()
         temporary.rename(asked.out)
     except OSError as error:
@@ -87,11 +91,16 @@ def pack(recipe: Recipe, asked: Packing) -> Data:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return data
+    return (
+        f"data.source={asked.to}",
+        f"data.path={asked.out}",
+        *(f"data.{key}={name}" for key, name in zip(("train_split", "test_split"), names, strict=True)),
+    )
 
 
-def _folder_names(splits: tuple[str, str]) -> tuple[str, str]:
-    """Return the names of the splits' folders: their own, unless one is a slice such as `train[:90%]`."""
+def _names(recipe: Recipe) -> tuple[str, str]:
+    """Return the names of the splits that are written: their own, unless one is a slice such as `train[:90%]`, or a pattern."""
+    splits = recipe.data.train_split, recipe.data.test_split
     return splits if all(name.isidentifier() for name in splits) and splits[0] != splits[1] else ("train", "test")
 
 
@@ -136,6 +145,17 @@ def _write_folder(folder: Path, source: Source, asked: Packing) -> None:
         else:
             place = folder / _file_name(source.classes[label]) / f"{index:08d}.{extension_of(content)}"
         place.write_bytes(content)
+
+
+def _records(source: Source, asked: Packing) -> Iterator[Record]:
+    reader = reader_of(source)
+    for index, (content, label) in enumerate(stored_files(source, asked)):
+        key = (
+            str(reader.path(index).relative_to(reader.folder).with_suffix(""))
+            if isinstance(reader, FileReader)
+            else f"{index:08d}"
+        )
+        yield Record(key, content, extension_of(content), label)
 
 
 def _file_name(class_name: str) -> str:
@@ -199,9 +219,7 @@ def shrunk(content: bytes, shrinking: Shrinking, *, name: str) -> bytes:
 
 def extension_of(content: bytes) -> str:
     """Return the usual extension, without the dot, of a picture's file: jpg, png, ... Raises DataError if it is none."""
-    try:
-        with Image.open(io.BytesIO(content)) as picture:
-            kind = (picture.format or "").lower()
-    except (OSError, SyntaxError) as error:
-        raise DataError(f"a picture cannot be read ({error}): `samerun data inspect --all` names each such") from error
-    return {"jpeg": "jpg", "tiff": "tif"}.get(kind, kind)
+    kind = format_of(content)
+    if kind is None:
+        raise DataError("a file is no picture: `samerun data inspect --all` names each that cannot be read")
+    return {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())

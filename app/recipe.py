@@ -21,8 +21,9 @@ class DataRecipe:
     """The samples: where they are and what they look like."""
 
     source: Literal[
-        "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface", "arrays"
-    ] = "digits"
+        "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface",
+        "webdataset", "hdf5", "lmdb", "tfrecord", "arrays",
+    ] = "digits"  # fmt: skip
     """Kind of data. `digits` comes with the package; `huggingface` is whatever the `datasets` library opens; `arrays` is what
     `samerun data pack --to arrays` writes."""
     path: str | None = None
@@ -30,13 +31,15 @@ class DataRecipe:
     download: bool = False
     """Whether missing data may be downloaded, by one process per node."""
     train_split: str = "train"
-    """Name of the training split: a sub-folder for imagefolder, a split for huggingface."""
+    """Name of the training split: a sub-folder for imagefolder, a split for huggingface, file names begin with it elsewhere."""
     test_split: str = "test"
-    """Name of the test split: a sub-folder for imagefolder, a split for huggingface."""
+    """Name of the test split, as for train_split."""
     image_column: str = "image"
-    """Column that holds the images (huggingface)."""
+    """Column, dataset or feature that holds the images (huggingface, hdf5, tfrecord)."""
     label_column: str = "label"
-    """Column that holds the labels (huggingface)."""
+    """Column, dataset or feature that holds the labels (huggingface, hdf5, tfrecord)."""
+    color: Literal["auto", "rgb", "gray"] = "auto"
+    """What picture files are decoded to. auto: RGB, but gray for huggingface if all pictures that are sampled are gray."""
     image_size: int | None = None
     """Side in pixels of the square image the model sees. None: as stored, for data whose images all have one size."""
     resize_size: int | None = None

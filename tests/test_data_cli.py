@@ -21,7 +21,8 @@ from sources import everything
 
 from app.benchmarks.feeding import made_up
 from app.data.open import open_data
-from app.data_cli import main, recipe_of
+from app.data.writers import WRITERS
+from app.data_cli import FORMATS, main, recipe_of
 from app.errors import DataError, RecipeError
 from app.many import in_order
 
@@ -94,6 +95,25 @@ def test_arrays_give_the_same_run(folder: Path, tmp_path: Path, processes: str) 
         assert (after.classes, after.decodes) == (before.classes, False)
         assert torch.equal(everything(after)[0], everything(before)[0])
         assert torch.equal(everything(after)[1], everything(before)[1])
+
+
+@pytest.mark.parametrize("kind", list(WRITERS))
+def test_a_container_holds_the_same_samples(
+    folder: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {"imagefolder", "arrays", *WRITERS} == set(FORMATS)
+    out = str(tmp_path / "out")
+    assert main(["pack", str(folder), "--to", kind, "--out", out, "--processes", "1"]) == 0
+    size = ["data.image_size=16", "augment.resized_crop_min_area=null"]
+    said = capsys.readouterr().out.split(" with ")[1].split()
+    assert recipe_of(out, []).data.source == kind
+    packed = recipe_of("imagefolder", [*said, *size])
+    for before, after in zip(open_data(recipe_of(str(folder), size)), open_data(packed), strict=True):
+        assert after.classes == before.classes
+        for mine, theirs in zip(everything(after), everything(before), strict=True):
+            assert torch.equal(mine, theirs)
+    main(["pack", out, "data.test_split=val", "--to", "imagefolder", "--out", str(tmp_path / "back"), "--processes", "1"])
+    assert sorted(files_in(folder).values()) == sorted(files_in(tmp_path / "back").values())
 
 
 def test_what_was_an_array_keeps_its_fingerprint(tmp_path: Path) -> None:

@@ -33,12 +33,13 @@ class FileReader:
     """Relative paths as bytes, [N]."""
     labels: np.ndarray
     """int64 [N]."""
+    channels: int
 
     def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
         """Yield pictures and labels, as `Reader` says."""
         for index in indices:
             path = self.path(index)
-            yield decode(path, channels=3, name=str(path)), int(self.labels[index])
+            yield decode(path, channels=self.channels, name=str(path)), int(self.labels[index])
 
     def path(self, index: int) -> Path:
         """Return the path of a picture."""
@@ -63,7 +64,7 @@ class FileReader:
 
 
 def open_folder(recipe: Recipe) -> tuple[Source, Source]:
-    """Return the training and the test split: 3 channels (RGB), data.image_size pixels, one class for each sub-folder.
+    """Return the training and the test split: RGB (or data.color=gray), data.image_size pixels, one class for each sub-folder.
 
     Raises:
         RecipeError: data.path or data.image_size is not given.
@@ -122,14 +123,14 @@ def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Re
         raise DataError(f"{folder}: no picture in the class folder(s) {names}; fill them or remove them from both splits")
     start = len(os.path.join(folder, ""))  # noqa: PTH118 - as ImageFolder joins; relpath would take 8 s for ImageNet
     paths = np.array([os.fsencode(path[start:]) for path, _ in samples])
-    reader = FileReader(folder, paths, labels)
+    reader = FileReader(folder, paths, labels, channels=1 if recipe.data.color == "gray" else 3)
     framing = Framing.of(recipe, training=training)
     return PictureSource(
         read=reader,
         size=len(samples),
         where=str(folder),
         classes=classes,
-        channels=3,
+        channels=reader.channels,
         image_size=(side, side),
         framing=framing,
         fingerprint=fingerprint(classes, len(samples), reader.head, listing=labels.tobytes() + b"\0".join(paths)),

@@ -28,8 +28,8 @@ BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 def open_hub(recipe: Recipe) -> tuple[Source, Source]:
     """Return the training and the test split.
 
-    Encoded images become RGB, unless all that are sampled are grayscale; arrays keep their channels. Without
-    data.image_size every image must have the size of the first.
+    Encoded images become RGB, unless all that are sampled are grayscale or data.color says otherwise; arrays keep their
+    channels. Without data.image_size every image must have the size of the first.
 
     Raises:
         RecipeError: data.path is not given.
@@ -47,7 +47,9 @@ def open_hub(recipe: Recipe) -> tuple[Source, Source]:
     ]
     train_reader = readers[0]
     sampled = spread(len(train_reader.labels), FINGERPRINT_SAMPLES)
-    if train_reader.encoded and all(train_reader.is_gray(index) for index in sampled):
+    if train_reader.encoded and (
+        data.color == "gray" or (data.color == "auto" and all(train_reader.is_gray(index) for index in sampled))
+    ):
         readers = [replace(reader, channels=1) for reader in readers]
     train, test = (
         _open_split(reader, classes, readers[0], Framing.of(recipe, training=training))

@@ -11,9 +11,13 @@ from app.data.cifar import download_cifar, open_cifar
 from app.data.decoded import decoded_once
 from app.data.fake import open_fake
 from app.data.folders import open_folder
+from app.data.hdf5 import open_hdf5
 from app.data.hub import download_hub, open_hub
 from app.data.idx import download_idx, open_idx
+from app.data.lmdb_file import open_lmdb
 from app.data.source import DOWNLOADS, Source, first_line
+from app.data.tar_shards import open_tar_shards
+from app.data.tfrecords import open_tfrecords
 from app.data.turns import alone
 from app.errors import DataError
 from app.recipe import Recipe
@@ -28,6 +32,10 @@ OPEN = {
     "fakedata": open_fake,
     "huggingface": open_hub,
     "arrays": open_arrays,
+    "webdataset": open_tar_shards,
+    "hdf5": open_hdf5,
+    "lmdb": open_lmdb,
+    "tfrecord": open_tfrecords,
 }
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,16 @@ def decode(file: Path | BinaryIO, *, channels: int, name: str) -> Tensor:
     mode = "L" if channels == 1 else "RGB"
     pixels = np.array(picture if picture.mode == mode else picture.convert(mode))
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
+
+
+def format_of(content: bytes) -> str | None:
+    """Return Pillow's name for the format of a picture's file, such as JPEG, or None if it is no picture's."""
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            name: str | None = picture.format
+            return name
+    except (OSError, SyntaxError):
+        return None
 
 
 def is_gray(picture: Image.Image) -> bool:

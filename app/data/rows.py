@@ -161,7 +161,7 @@ def read_labels(splits: Sequence[Any], column: str, where: Sequence[str]) -> tup
         names = sorted(set(columns[0].tolist()))
         columns = [_numbered(labels, names, name) for labels, name in zip(columns, where, strict=True)]
     else:
-        names = _numbers_up_to(int(columns[0].max(initial=0)), column, where[0])
+        names = numbers_up_to(int(columns[0].max(initial=0)), f"data.label_column={column}: {where[0]}")
     for labels, name in zip(columns, where, strict=True):
         check_labels(labels, len(names), where=name)
     return tuple(names), [labels.astype(np.int64) for labels in columns]
@@ -182,9 +182,10 @@ def _column(rows: Any, column: str, where: str) -> np.ndarray:
     return np.asarray(values.to_numpy())
 
 
-def _numbers_up_to(highest: int, column: str, where: str) -> list[str]:
+def numbers_up_to(highest: int, where: str) -> list[str]:
+    """Return the names of classes that have none: 0 up to the largest label. Raises DataError if that can be no label."""
     if highest >= MOST_CLASSES:
-        raise DataError(f"data.label_column={column}: {where} holds {highest}; labels are 0 up to the number of classes - 1")
+        raise DataError(f"{where} holds {highest}; labels are 0 up to the number of classes - 1")
     return [str(label) for label in range(highest + 1)]
 
 

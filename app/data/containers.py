@@ -1,0 +1,207 @@
+"""What all containers share: WebDataset, HDF5, LMDB and TFRecord files, read by sample number.
+
+Sample i is the i-th record of the split, and its picture is decoded as that of an image folder is: a recipe gives the same
+run over any of them. Each format opens a split as `Records`; handles on files are opened by the process that reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+from torch import Tensor
+
+from app.data.framing import Framing
+from app.data.pictures import PictureSource, decode, format_of
+from app.data.rows import numbers_up_to
+from app.data.source import Source, check_labels, fingerprint
+from app.errors import DataError, RecipeError
+from app.recipe import Recipe
+
+H = TypeVar("H", bound="Handle")
+# Fewer than the 1,024 files that a process may usually have open, which is also how many shards ImageNet has as TFRecord.
+MOST_OPEN_FILES = 128
+
+
+class Records(Protocol):
+    """The records of one split; may be pickled, or forked into workers."""
+
+    @property
+    def where(self) -> str:
+        """The split and where it is, as errors name it."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int64 [N], unchecked."""
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Name of each class; None if the container does not say."""
+
+    def picture(self, index: int, channels: int) -> Tensor:
+        """Return a picture, uint8 [C, H, W]; `channels` are those that picture files are decoded to. Raises DataError."""
+
+    def content(self, index: int) -> bytes:
+        """Return what the fingerprint covers of a record: its picture's file, or its pixels. Raises DataError."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecordReader:
+    """Reads pictures and labels as `PictureSource` asks for them."""
+
+    records: Records
+    channels: int
+
+    def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+        """Yield pictures and labels, as `Reader` says."""
+        for index in indices:
+            yield self.records.picture(index, self.channels), int(self.records.labels[index])
+
+    @property
+    def labels(self) -> np.ndarray:
+        """All labels, int64 [N]."""
+        return self.records.labels
+
+    def file(self, index: int) -> bytes | None:
+        """Return the picture's file as it is stored; nothing of one that stores pixels. Raises DataError."""
+        content = self.records.content(index)
+        return content if format_of(content) else None
+
+
+def open_records(recipe: Recipe, open_split: Callable[[Path, str, str], Records]) -> tuple[Source, Source]:
+    """Return the training and the test split.
+
+    Picture files become RGB, or grayscale with data.color=gray; without data.image_size all must have the size of the first.
+
+    Args:
+        recipe: What is learnt.
+        open_split: From data.path, the name of a split and the recipe's key that it comes from to its records.
+
+    Raises:
+        RecipeError: data.path is not given.
+        DataError: A file is missing or damaged, the splits' classes differ, or a label is not that of a class.
+    """
+    data = recipe.data
+    if data.path is None:
+        raise RecipeError(f"data.source={data.source} needs data.path: the folder that holds the files of both splits")
+    folder = Path(data.path)
+    let_go()  # of files that may have been replaced since
+    splits = [
+        open_split(folder, split, key)
+        for split, key in ((data.train_split, "data.train_split"), (data.test_split, "data.test_split"))
+    ]
+    classes = _classes(*splits)
+    for split in splits:
+        check_labels(split.labels, len(classes), where=split.where)
+    channels = 1 if data.color == "gray" else 3
+    first = splits[0].picture(0, channels)
+    train, test = (
+        PictureSource(
+            read=RecordReader(split, channels),
+            size=len(split.labels),
+            where=split.where,
+            classes=classes,
+            channels=first.shape[0],
+            image_size=framing.size_of((first.shape[1], first.shape[2])),
+            framing=framing,
+            fingerprint=fingerprint(classes, len(split.labels), split.content, listing=split.labels.tobytes()),
+        )
+        for split, framing in zip(splits, (Framing.of(recipe, training=training) for training in (True, False)), strict=True)
+    )
+    return train, test
+
+
+def _classes(train: Records, test: Records) -> tuple[str, ...]:
+    """Return the classes' names: those that the containers hold, else 0 up to the largest label of the training split."""
+    if train.classes and test.classes and train.classes != test.classes:
+        raise DataError(
+            f"the classes of the two splits differ: {_some(train.classes)} in {train.where}, {_some(test.classes)} in "
+            f"{test.where}; write both with the same"
+        )
+    names = train.classes or test.classes
+    return names or tuple(numbers_up_to(int(train.labels.max(initial=0)), train.where))
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:5])}{' ...' if len(names) > 5 else ''})"
+
+
+def decoded(content: bytes, channels: int, *, name: str) -> Tensor:
+    """Return the picture in the content of an image file, as `decode` does."""
+    return decode(io.BytesIO(content), channels=channels, name=name)
+
+
+class Handle(Protocol):
+    """A library's handle on a file."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+_HANDLES: dict[tuple[object, Path], Handle] = {}
+
+
+def opened(opening: Callable[[Path], H], path: Path) -> H:
+    """Return what `opening` opens of a file: opened once in this process.
+
+    No handle crosses a fork, as LMDB demands: before one all are closed, and both processes open what they need again.
+    """
+    handle = _HANDLES.get((opening, path))
+    if handle is None:
+        _let_go_before_forks()
+        handle = _HANDLES[opening, path] = opening(path)
+    return cast(H, handle)
+
+
+def let_go() -> None:
+    """Close all handles; what still needs one opens it again."""
+    while _HANDLES:
+        _HANDLES.popitem()[1].close()
+
+
+@functools.cache
+def _let_go_before_forks() -> None:
+    os.register_at_fork(before=let_go)
+
+
+class Files:
+    """Files that are read in pieces, opened when needed; those that were not used for longest are closed.
+
+    A fork may share them, because a piece is read at its place and not where the file was left.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(paths)
+        self._open: OrderedDict[int, int] = OrderedDict()
+
+    def read(self, number: int, offset_bytes: int, size_bytes: int) -> bytes:
+        """Return a piece of the file with this number. Raises DataError if it cannot be read, or the file is shorter."""
+        try:
+            piece = os.pread(self._descriptor(number), size_bytes, offset_bytes)
+        except OSError as error:
+            raise DataError(f"{self.paths[number]} cannot be read ({error.strerror}); replace the file") from error
+        if len(piece) < size_bytes:
+            raise DataError(f"{self.paths[number]} ends before byte {offset_bytes + size_bytes}: it was cut; replace the file")
+        return piece
+
+    def _descriptor(self, number: int) -> int:
+        if number not in self._open:
+            if len(self._open) >= MOST_OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[number] = os.open(self.paths[number], os.O_RDONLY)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self.paths, "_open": OrderedDict()}
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)

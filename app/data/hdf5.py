@@ -1,0 +1,135 @@
+"""HDF5: a file for each split, with the datasets `images` and `labels`.
+
+`images` holds picture files, as variable-length uint8 [N], or pixels, uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]; `labels`
+whole numbers [N]. Other names for them go into data.image_column and data.label_column. Names of the classes are strings
+in the dataset `classes`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from app.data.containers import decoded, open_records, opened
+from app.data.extras import extra
+from app.data.rows import picture_of
+from app.data.source import Source, first_line
+from app.errors import DataError
+from app.recipe import Recipe
+
+IMAGES, LABELS, CLASSES = "images", "labels", "classes"
+SUFFIXES = (".h5", ".hdf5")
+
+
+@dataclass(frozen=True, eq=False)
+class Hdf5Records:
+    """The rows of a split."""
+
+    path: Path
+    classes: tuple[str, ...] | None
+    labels: np.ndarray
+    """int64 [N]."""
+    images: str
+    """Name of the dataset."""
+    encoded: bool
+    """Whether its rows hold picture files; pixels otherwise."""
+
+    @property
+    def where(self) -> str:
+        """The file."""
+        return str(self.path)
+
+    def picture(self, index: int, channels: int) -> Tensor:
+        """Return a picture, as `Records` says; pixels keep their channels."""
+        row, name = self._row(index), f"sample {index} of {self.where}"
+        return decoded(row.tobytes(), channels, name=name) if self.encoded else picture_of(row, name=name)
+
+    def content(self, index: int) -> bytes:
+        """Return a picture's file, or its shape and pixels, as `Records` says."""
+        row = self._row(index)
+        return row.tobytes() if self.encoded else str(row.shape).encode() + row.tobytes()
+
+    def _row(self, index: int) -> np.ndarray:
+        try:
+            return np.asarray(opened(OpenFile, self.path).dataset(self.images)[index])
+        except OSError as error:
+            raise DataError(f"sample {index} of {self.where} cannot be read ({first_line(error)}); replace the file") from error
+
+
+def open_hdf5(recipe: Recipe) -> tuple[Source, Source]:
+    """Return the training and the test split, as `open_records` does."""
+    images, labels = (IMAGES, recipe.data.image_column), (LABELS, recipe.data.label_column)
+    return open_records(recipe, functools.partial(_open_split, images, labels))
+
+
+def _open_split(images: Sequence[str], labels: Sequence[str], folder: Path, split: str, key: str) -> Hdf5Records:
+    path = next((place for suffix in ("", *SUFFIXES) if (place := folder / f"{split}{suffix}").is_file()), None)
+    if path is None:
+        raise DataError(f"{folder} holds no file {split}{SUFFIXES[0]} for {key}={split}; correct data.path or {key}")
+    file = opened(OpenFile, path).file
+    try:
+        image_set, label_set = _dataset(file, images, path, "image"), _dataset(file, labels, path, "label")
+        encoded = _holds_files(image_set)
+        if not encoded and (image_set.dtype != np.uint8 or image_set.ndim not in (3, 4)):
+            raise DataError(
+                f"{path}: {image_set.name} is {image_set.dtype} {list(image_set.shape)}; store picture files as uint8 of "
+                "variable length [N], or pixels as uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]"
+            )
+        targets = label_set[()].reshape(-1)
+        if targets.dtype.kind not in "iu" or len(targets) != len(image_set):
+            raise DataError(
+                f"{path}: {label_set.name} is {label_set.dtype} {list(label_set.shape)}, but must be whole numbers, one for "
+                f"each of the {len(image_set)} rows of {image_set.name}; mend it"
+            )
+        classes = tuple(file[CLASSES].asstr()[()].tolist()) if CLASSES in file else None
+        return Hdf5Records(path, classes, targets.astype(np.int64), image_set.name, encoded)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({first_line(error)}); replace the file") from error
+
+
+class OpenFile:
+    """An HDF5 file that is open for reading, without locks: many network file systems have none."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError if it cannot be opened."""
+        with extra("data.source=hdf5", "h5py"):
+            import h5py
+        try:
+            self.file = h5py.File(path, "r", locking=False)
+        except OSError as error:
+            raise DataError(f"{path} cannot be opened as an HDF5 file ({first_line(error)}); replace the file") from error
+        self._datasets: dict[str, Any] = {}
+
+    def dataset(self, name: str) -> Any:
+        """Return a dataset, kept open: to open it takes twice as long as to read a row."""
+        if name not in self._datasets:
+            self._datasets[name] = self.file[name]
+        return self._datasets[name]
+
+    def close(self) -> None:
+        """Close the file and what is open of it."""
+        self._datasets.clear()
+        self.file.close()
+
+
+def _dataset(file: Any, names: Sequence[str], path: Path, what: str) -> Any:
+    for name in names:
+        if name in file and hasattr(file[name], "dtype"):
+            return file[name]
+    raise DataError(
+        f"{path} has none of the datasets {', '.join(names)}, but {', '.join(file) or 'nothing'}; "
+        f"name one of these in data.{what}_column"
+    )
+
+
+def _holds_files(images: Any) -> bool:
+    """Return whether the rows are bytes of different lengths."""
+    import h5py
+
+    return bool(images.ndim == 1 and h5py.check_vlen_dtype(images.dtype) == np.uint8)

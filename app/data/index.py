@@ -1,0 +1,125 @@
+"""Where each record of a set of files is: found once, in one pass over the files, and kept.
+
+The index is an array int64 [N, 4] in a file beside the data, or in the user's cache where that folder cannot be written. Its
+name holds a hash of the files' names, sizes and dates: when a file changes, another index is made. It is mapped into memory,
+so that millions of records cost a process nothing, and all processes of a node share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.data.turns import alone, cache_folder
+from app.errors import DataError
+
+FORMAT = 1
+"""Number of this layout, part of the name: an index of another layout is not looked at."""
+Row = tuple[int, int, int]
+"""Of a record: where its content begins in the file in bytes, its size in bytes, its label."""
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Where the records are; pickled, it is the index file's place, not its content."""
+
+    path: Path
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64 [N, 4]: number of the file, offset in bytes, size in bytes, label."""
+        return np.asarray(np.load(self.path, mmap_mode="r"))
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int64 [N]."""
+        labels: np.ndarray = self.rows[:, 3]
+        return labels
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+
+def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Row]]) -> Index:
+    """Return the index of the records of files, in their order.
+
+    Args:
+        files: All of one folder or below it; the index is kept beside the first.
+        kind: All that decides, beside the files, what `read` gives.
+        read: Yields the records of a file; called for each file unless there is an index already.
+
+    Raises:
+        DataError: There are no records, the index can be kept nowhere, or what `read` raises.
+    """
+    name = _name(files, kind)
+    folder = files[0].parent
+    places = (folder, cache_folder() / "indexes" / _digest(str(folder.resolve())))
+    for place in places:
+        if os.access(place / name, os.R_OK):
+            return Index(place / name)
+    problems = []
+    for place in places:
+        try:
+            with alone(place / ".samerun.lock"):
+                if not (place / name).exists():
+                    _write(place, name, _table(files, read))
+        except OSError as error:
+            problems.append(f"{place} ({error.strerror or error})")
+        else:
+            return Index(place / name)
+    raise DataError(
+        f"the index of {folder} cannot be kept in {' nor in '.join(problems)}; "
+        "free space there, or set SAMERUN_CACHE to a folder that can be written"
+    )
+
+
+def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.ndarray:
+    # 32 bytes a record; tuples in a list would take 200.
+    numbers = array("q")
+    for number, file in enumerate(files):
+        for row in read(file):
+            numbers.extend((number, *row))
+    if not numbers:
+        raise DataError(f"{', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: there are no samples in it")
+    return np.frombuffer(numbers, np.int64).reshape(-1, 4)
+
+
+def _write(place: Path, name: str, table: np.ndarray) -> None:
+    """Write the index under its name, whole, and remove those of the same files as they were before. Raises OSError."""
+    before = list(place.glob(f"{name.rpartition('-')[0]}-*"))
+    temporary = place / f"{name}.{secrets.token_hex(4)}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            np.save(file, table)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(place / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for old in before:
+        with suppress(OSError):  # of another user, or gone
+            old.unlink()
+
+
+def _name(files: Sequence[Path], kind: str) -> str:
+    try:
+        stamps = [(status.st_size, status.st_mtime_ns) for status in (file.stat() for file in files)]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}); replace it") from error
+    names = [os.path.relpath(file, files[0].parent) for file in files]
+    return f".samerun-index-{_digest(FORMAT, kind, *names)}-{_digest(*stamps)}"
+
+
+def _digest(*values: object) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
