@@ -24,6 +24,7 @@ from app.data.pictures import Reader, format_of
 from app.data.record import Record
 from app.data.source import Source
 from app.data.split import Unstored, pictures_in_a_chunk, write_split
+from app.data.stage import located
 from app.data.writers import WRITERS
 from app.errors import DataError, RecipeError
 from app.many import in_order
@@ -110,7 +111,7 @@ def _open(recipe: Recipe, asked: Packing) -> Data:
     if asked.shrinking is not None:
         raise RecipeError("--max-side is for files; for arrays data.image_size=N says the size that all pictures get")
     augment = replace(recipe.augment, resized_crop_min_area=None)
-    return Data(*OPEN[recipe.data.source](replace(recipe, augment=augment)))
+    return Data(*OPEN[recipe.data.source](located(replace(recipe, augment=augment))))
 
 
 def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:
