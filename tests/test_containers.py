@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import h5py
@@ -45,6 +45,9 @@ def file_of(width: int, height: int, *, seed: int, kind: str = "JPEG", mode: str
     content = io.BytesIO()
     Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode).save(content, kind)
     return content.getvalue()
+
+
+PICTURE = file_of(8, 8, seed=1)
 
 
 def write_folder(root: Path, *, mode: str = "RGB") -> None:
@@ -241,6 +244,17 @@ def test_lmdb_of_others_is_read(pictures: Path, tmp_path: Path) -> None:
 
 
 # Writing
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_names_of_any_letters_come_back(tmp_path: Path, source: str) -> None:
+    """As folders have them: `\\udcff` is how Python spells a byte that is no UTF-8."""
+    names = ("0:a", " b ", "c\u00e9\udcff", "")
+    for split in ("train", "test"):
+        WRITERS[source](tmp_path, split, names, [Record("\u00e9\udcff", PICTURE, "jpg", 3)] * 2)
+    train, _ = opened(source, tmp_path)
+    assert train.classes == names
+    assert everything(train)[1].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("source", FORMATS)
@@ -442,6 +456,23 @@ def test_a_damaged_picture_is_named(copied: Callable[[str], Path], pictures: Pat
     refused(source, path, f"^{what[source]}")
 
 
+@pytest.mark.parametrize(
+    ("source", "places", "sentence"),
+    [
+        ("hdf5", [96], r"^{} cannot be read \(Unable to .*\); replace train\.h5$"),
+        ("lmdb", range(8192, 1 << 15, 4096), r"^{} is damaged \(.*CORRUPTED.*\); replace it$"),
+    ],
+)
+def test_damage_that_a_library_finds_is_told(
+    copied: Callable[[str], Path], source: str, places: Sequence[int], sentence: str
+) -> None:
+    path = copied(source)
+    (found,) = path.glob("train.*")
+    for place in places:
+        change(found / "data.mdb" if found.is_dir() else found, at=place, to=bytes(600))
+    refused(source, path, sentence.format(found))
+
+
 def shard_of(path: Path, *members: tuple[str, bytes]) -> Path:
     for split in ("train", "test"):
         with tarfile.open(path / f"{split}.tar", "w") as tar:
@@ -452,7 +483,6 @@ def shard_of(path: Path, *members: tuple[str, bytes]) -> Path:
     return path
 
 
-PICTURE = file_of(8, 8, seed=1)
 NAMED = ("__classes__", json.dumps(CLASSES).encode())
 
 
@@ -468,6 +498,7 @@ A_PICTURE, A_LABEL = ("a.jpg", PICTURE), ("a.cls", b"1")
         ([A_PICTURE, ("a.cls", b"ant")], r"a\.cls of {} holds b'ant', not the number of a class; mend it or leave it out"),
         ([NAMED, A_PICTURE, ("a.cls", b"3")], r"sample 0 of the train split of .* has label 3, but .* must be in 0\.\.2"),
         ([A_PICTURE, ("a.cls", b"99999999")], r"the train split of .* holds 99999999; labels are 0 up to"),
+        ([("__classes__", b"ant bee"), A_PICTURE, A_LABEL], r"__classes__ of {} is b'ant bee', not a JSON list"),
         ([("readme", b"")], r"{}: there are no samples in it"),
         ([], r"{}: there are no samples in it"),
     ],
@@ -544,7 +575,10 @@ def test_databases_that_cannot_be_read(tmp_path: Path) -> None:
     write_database(path, samples)
     write_database(path, [], **{"00000000": PICTURE})
     refused(
-        "lmdb", tmp_path, rf"^{path} holds 2 pictures and 0 labels, and its __len__ is 0; write it again", test_split="train"
+        "lmdb",
+        tmp_path,
+        rf"^{path} holds 2 pictures, but its __labels__ are 0 bytes and its __len__ is b'0'; write",
+        test_split="train",
     )
     write_database(path, samples)
     with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:

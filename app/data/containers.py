@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -103,19 +104,25 @@ def open_records(recipe: Recipe, open_split: Callable[[Path, str, str], Records]
     channels = 1 if data.color == "gray" else 3
     first = splits[0].picture(0, channels)
     train, test = (
-        PictureSource(
-            read=RecordReader(split, channels),
-            size=len(split.labels),
-            where=split.where,
-            classes=classes,
-            channels=first.shape[0],
-            image_size=framing.size_of((first.shape[1], first.shape[2])),
-            framing=framing,
-            fingerprint=fingerprint(classes, len(split.labels), split.content, listing=split.labels.tobytes()),
-        )
-        for split, framing in zip(splits, (Framing.of(recipe, training=training) for training in (True, False)), strict=True)
+        _source(RecordReader(split, channels), classes, first, Framing.of(recipe, training=training))
+        for split, training in zip(splits, (True, False), strict=True)
     )
     return train, test
+
+
+def _source(reader: RecordReader, classes: tuple[str, ...], first: Tensor, framing: Framing) -> Source:
+    """Return the source of a split; `first` is the first training picture, uint8 [C, H, W]."""
+    records = reader.records
+    return PictureSource(
+        read=reader,
+        size=len(records.labels),
+        where=records.where,
+        classes=classes,
+        channels=first.shape[0],
+        image_size=framing.size_of((first.shape[1], first.shape[2])),
+        framing=framing,
+        fingerprint=fingerprint(classes, len(records.labels), records.content, listing=records.labels.tobytes()),
+    )
 
 
 def _classes(train: Records, test: Records) -> tuple[str, ...]:
@@ -131,6 +138,17 @@ def _classes(train: Records, test: Records) -> tuple[str, ...]:
 
 def _some(names: Sequence[str]) -> str:
     return f"{len(names)} ({', '.join(names[:5])}{' ...' if len(names) > 5 else ''})"
+
+
+def class_names(content: bytes, where: str) -> tuple[str, ...]:
+    """Return the names in a JSON list. Raises DataError if it is something else."""
+    try:
+        names = json.loads(content)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{where} is {content[:40]!r}, not a JSON list of the classes' names; write it again")
+    return tuple(names)
 
 
 def decoded(content: bytes, channels: int, *, name: str) -> Tensor:

@@ -8,7 +8,8 @@ in the dataset `classes`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,8 @@ class Hdf5Records:
         return row.tobytes() if self.encoded else str(row.shape).encode() + row.tobytes()
 
     def _row(self, index: int) -> np.ndarray:
-        try:
+        with _reading(self.path, f"sample {index} of {self.path}"):
             return np.asarray(opened(OpenFile, self.path).dataset(self.images)[index])
-        except OSError as error:
-            raise DataError(f"sample {index} of {self.where} cannot be read ({first_line(error)}); replace the file") from error
 
 
 def open_hdf5(recipe: Recipe) -> tuple[Source, Source]:
@@ -72,25 +71,34 @@ def _open_split(images: Sequence[str], labels: Sequence[str], folder: Path, spli
     path = next((place for suffix in ("", *SUFFIXES) if (place := folder / f"{split}{suffix}").is_file()), None)
     if path is None:
         raise DataError(f"{folder} holds no file {split}{SUFFIXES[0]} for {key}={split}; correct data.path or {key}")
-    file = opened(OpenFile, path).file
+    with _reading(path, str(path)):
+        return _records(path, opened(OpenFile, path).file, images, labels)
+
+
+def _records(path: Path, file: Any, images: Sequence[str], labels: Sequence[str]) -> Hdf5Records:
+    image_set, label_set = _dataset(file, images, path, "image"), _dataset(file, labels, path, "label")
+    encoded = _holds_files(image_set)
+    if not encoded and (image_set.dtype != np.uint8 or image_set.ndim not in (3, 4)):
+        raise DataError(
+            f"{path}: {image_set.name} is {image_set.dtype} {list(image_set.shape)}; store picture files as uint8 of "
+            "variable length [N], or pixels as uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]"
+        )
+    targets = label_set[()].reshape(-1)
+    if targets.dtype.kind not in "iu" or len(targets) != len(image_set):
+        raise DataError(
+            f"{path}: {label_set.name} is {label_set.dtype} {list(label_set.shape)}, but must be whole numbers, one for "
+            f"each of the {len(image_set)} rows of {image_set.name}; mend it"
+        )
+    return Hdf5Records(path, _classes(file), targets.astype(np.int64), image_set.name, encoded)
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Say that `what` cannot be read where the library says so, which it does in many ways. Raises DataError."""
     try:
-        image_set, label_set = _dataset(file, images, path, "image"), _dataset(file, labels, path, "label")
-        encoded = _holds_files(image_set)
-        if not encoded and (image_set.dtype != np.uint8 or image_set.ndim not in (3, 4)):
-            raise DataError(
-                f"{path}: {image_set.name} is {image_set.dtype} {list(image_set.shape)}; store picture files as uint8 of "
-                "variable length [N], or pixels as uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]"
-            )
-        targets = label_set[()].reshape(-1)
-        if targets.dtype.kind not in "iu" or len(targets) != len(image_set):
-            raise DataError(
-                f"{path}: {label_set.name} is {label_set.dtype} {list(label_set.shape)}, but must be whole numbers, one for "
-                f"each of the {len(image_set)} rows of {image_set.name}; mend it"
-            )
-        classes = tuple(file[CLASSES].asstr()[()].tolist()) if CLASSES in file else None
-        return Hdf5Records(path, classes, targets.astype(np.int64), image_set.name, encoded)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({first_line(error)}); replace the file") from error
+        yield
+    except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"{what} cannot be read ({first_line(error)}); replace {path.name}") from error
 
 
 class OpenFile:
@@ -100,10 +108,8 @@ class OpenFile:
         """Raises DataError if it cannot be opened."""
         with extra("data.source=hdf5", "h5py"):
             import h5py
-        try:
+        with _reading(path, str(path)):
             self.file = h5py.File(path, "r", locking=False)
-        except OSError as error:
-            raise DataError(f"{path} cannot be opened as an HDF5 file ({first_line(error)}); replace the file") from error
         self._datasets: dict[str, Any] = {}
 
     def dataset(self, name: str) -> Any:
@@ -126,6 +132,14 @@ def _dataset(file: Any, names: Sequence[str], path: Path, what: str) -> Any:
         f"{path} has none of the datasets {', '.join(names)}, but {', '.join(file) or 'nothing'}; "
         f"name one of these in data.{what}_column"
     )
+
+
+def _classes(file: Any) -> tuple[str, ...] | None:
+    import h5py
+
+    if CLASSES not in file or not h5py.check_string_dtype(file[CLASSES].dtype):
+        return None
+    return tuple(file[CLASSES].asstr(errors="surrogateescape")[()].tolist())
 
 
 def _holds_files(images: Any) -> bool:

@@ -10,7 +10,8 @@ There is no custom for what a data set looks like in LMDB; this is what is read 
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from app.data.containers import decoded, open_records, opened
+from app.data.containers import class_names, decoded, open_records, opened
 from app.data.extras import extra
 from app.data.source import Source, first_line
 from app.errors import DataError
@@ -66,16 +67,17 @@ def _open_split(folder: Path, split: str, key: str) -> LmdbRecords:
     if path is None:
         raise DataError(f"{folder} holds no database {split}.lmdb for {key}={split}; correct data.path or {key}")
     _check_size(path)
-    labels = np.frombuffer(_value(path, LABELS), LABEL_TYPE).astype(np.int64)
-    length = int(_value(path, LENGTH))
-    with opened(open_database, path).begin() as transaction:
+    stored, length = _value(path, LABELS), _value(path, LENGTH)
+    with _reading(path) as transaction:
         classes = transaction.get(CLASSES)
         entries = transaction.stat()["entries"] - 2 - (classes is not None)
-    if not len(labels) == length == entries:
+    if length != b"%d" % entries or len(stored) != LABEL_TYPE.itemsize * entries:
         raise DataError(
-            f"{path} holds {entries} pictures and {len(labels)} labels, and its __len__ is {length}; write it again"
+            f"{path} holds {entries} pictures, but its __labels__ are {len(stored)} bytes and its __len__ is {length[:20]!r}; "
+            "write it as docs/data.md says"
         )
-    return LmdbRecords(path, None if classes is None else tuple(json.loads(classes)), labels)
+    names = None if classes is None else class_names(classes, f"__classes__ of {path}")
+    return LmdbRecords(path, names, np.frombuffer(stored, LABEL_TYPE).astype(np.int64))
 
 
 def open_database(path: Path) -> Any:
@@ -89,6 +91,18 @@ def open_database(path: Path) -> Any:
         raise DataError(f"{path} cannot be opened as an LMDB database ({first_line(error)}); replace it") from error
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Give a transaction. Raises DataError if what is read in it is damaged."""
+    import lmdb
+
+    try:
+        with opened(open_database, path).begin() as transaction:
+            yield transaction
+    except lmdb.Error as error:
+        raise DataError(f"{path} is damaged ({first_line(error)}); replace it") from error
+
+
 def _check_size(path: Path) -> None:
     """Check that the file is as long as it says: to read beyond its end would end the process without a word."""
     environment = opened(open_database, path)
@@ -99,7 +113,7 @@ def _check_size(path: Path) -> None:
 
 
 def _value(path: Path, key: bytes) -> bytes:
-    with opened(open_database, path).begin() as transaction:
+    with _reading(path) as transaction:
         value: bytes | None = transaction.get(key)
     if value is None:
         raise DataError(f"{path} has no record {key.decode()}; write it as docs/data.md says")

@@ -73,10 +73,12 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 
 def _is_shard(name: str, split: str, suffixes: Sequence[str]) -> bool:
     """Return whether a file's name is that of a shard of the split; of any, if that is ""."""
-    suffix = "|".join(re.escape(suffix) for suffix in suffixes if suffix)
-    prefix = rf"(.+[-_.])?{re.escape(split)}([-_]?\d+)?" if split else r"[^.].*?"
-    numbered = rf"(.+[-_.])?{re.escape(split)}({suffix})?-\d+-of-\d+({suffix})?" if split else r"[^.].*-\d+-of-\d+"
-    return bool(re.fullmatch(rf"{prefix}({suffix})", name) or ("" in suffixes and re.fullmatch(numbered, name)))
+    suffix = f"({'|'.join(re.escape(suffix) for suffix in suffixes if suffix)})"
+    stem = rf"(?!\.)(.+[-_.])?{re.escape(split)}" if split else r"(?!\.).*?"
+    forms = [rf"{stem}([-_]?\d+(-of-\d+)?)?{suffix}"]
+    if "" in suffixes:
+        forms.append(rf"{stem}{suffix}?-\d+-of-\d+")
+    return any(re.fullmatch(form, name) for form in forms)
 
 
 def _number(file: Path) -> tuple[int, int] | None:

@@ -7,7 +7,6 @@ other members are passed over. Names of the classes, of which WebDataset says no
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
 from collections.abc import Iterator
@@ -15,12 +14,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from app.data.containers import Files, decoded, open_records
+from app.data.containers import Files, class_names, decoded, open_records
 from app.data.index import Index, Row, indexed
 from app.data.shard_files import find_shards
 from app.data.source import Source, first_line
@@ -81,11 +80,14 @@ def open_tar_shards(recipe: Recipe) -> tuple[Source, Source]:
 def _open_split(folder: Path, split: str, key: str) -> TarRecords:
     shards = find_shards(folder, split, key=key, suffixes=(".tar",))
     index = indexed(shards, "webdataset", _rows)
-    with tarfile.open(shards[0], "r:") as tar:
+    return TarRecords(f"the {split} split of {folder}", _classes(shards[0]), index, Files(shards))
+
+
+def _classes(shard: Path) -> tuple[str, ...] | None:
+    with tarfile.open(shard, "r:") as tar:
         first = tar.next()
         content = tar.extractfile(first) if first and first.name == CLASSES else None
-        classes = tuple(json.load(content)) if content else None
-    return TarRecords(f"the {split} split of {folder}", classes, index, Files(shards))
+        return None if content is None else class_names(content.read(), f"{CLASSES} of {shard}")
 
 
 def _rows(shard: Path) -> Iterator[Row]:
@@ -109,7 +111,7 @@ def _members(shard: Path) -> Iterator[_Member]:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
                 key, extension = _key_and_extension(member.name)
                 if member.isreg() and extension and not member.name.startswith("__"):
-                    label = _label(tar, member, shard) if extension == LABEL else None
+                    label = _label(file, member, shard) if extension == LABEL else None
                     yield _Member(key, extension, member.offset_data, member.size, label)
             # Damage after the first header is the end to tarfile; the true end is a block of zeros.
             if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
@@ -127,9 +129,8 @@ def _key_and_extension(name: str) -> tuple[str, str]:
     return folder + slash + key, extension
 
 
-def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, shard: Path) -> int:
-    content = tar.extractfile(member)
-    text = content.read().strip() if content else b""
-    if not text.isdigit():
+def _label(file: BinaryIO, member: tarfile.TarInfo, shard: Path) -> int:
+    text = os.pread(file.fileno(), member.size, member.offset_data).strip()
+    if not text.isdigit() or len(text) > 18:
         raise DataError(f"{member.name} of {shard} holds {text[:20]!r}, not the number of a class; mend it or leave it out")
     return int(text)

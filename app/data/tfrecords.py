@@ -143,9 +143,13 @@ def encoded_and_label(content: bytes, features: Features, name: str) -> tuple[by
 def read_classes(folder: Path) -> tuple[str, ...] | None:
     """Return the names of the classes in labels.txt; None without such a file. Raises DataError if it is not as it must be."""
     path = folder / CLASSES
-    if not path.exists():
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:
         return None
-    lines = [line.partition(":") for line in path.read_text().splitlines() if line]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); mend it or remove it") from error
+    lines = [line.partition(":") for line in text.split("\n") if line]
     if [number for number, _, _ in lines] != [str(number) for number in range(len(lines))]:
         raise DataError(f"{path} does not name the classes 0, 1, ... in order, as 0:ant; mend it or remove it")
     return tuple(name for _, _, name in lines)

@@ -27,12 +27,10 @@ from app.errors import DataError
 
 SHARD_BYTES = 1 << 30
 """About the size of a shard: large enough to be read in one go, and a thousandth of a large data set."""
-HDF5_ROWS = 1000
-"""Rows that an HDF5 file grows by."""
+BATCH = 128
+"""Records that are held in memory, to be written at once."""
 HDF5_CHUNK = 64
 """Rows in a chunk, of which the whole is looked at for one."""
-LMDB_RECORDS = 1000
-"""Records in a transaction."""
 LMDB_BYTES = 1 << 40
 """Most that a database may hold; only addresses are reserved for it."""
 
@@ -77,18 +75,19 @@ def write_hdf5(folder: Path, split: str, classes: Sequence[str], records: Iterab
         import h5py
     kinds = {hdf5.IMAGES: h5py.vlen_dtype(np.uint8), hdf5.LABELS: np.int64, "keys": h5py.string_dtype()}
     with _placed(folder, f"{split}.h5") as place, h5py.File(place / f"{split}.h5", "w") as file:
-        file.create_dataset(hdf5.CLASSES, data=list(classes), dtype=h5py.string_dtype())
-        for name, kind in kinds.items():
-            file.create_dataset(name, (0,), kind, maxshape=(None,), chunks=(HDF5_CHUNK,))
+        file.create_dataset(hdf5.CLASSES, data=[os.fsencode(name) for name in classes], dtype=h5py.string_dtype())
+        columns = [
+            file.create_dataset(name, (0,), kind, maxshape=(None,), chunks=(HDF5_CHUNK,)) for name, kind in kinds.items()
+        ]
+        images, labels, keys = columns
         checked, size = _checked(records, classes), 0
-        while rows := list(itertools.islice(checked, HDF5_ROWS)):
-            files = np.empty(len(rows), object)
-            for number, row in enumerate(rows):  # at once, files of one size would be taken for an array of two dimensions
-                files[number] = np.frombuffer(row.encoded, np.uint8)
-            columns = {hdf5.IMAGES: files, hdf5.LABELS: [row.label for row in rows], "keys": [row.key for row in rows]}
-            for name, column in columns.items():
-                file[name].resize(size + len(rows), axis=0)
-                file[name][size:] = column
+        while rows := list(itertools.islice(checked, BATCH)):
+            for column in columns:
+                column.resize(size + len(rows), axis=0)
+            for number, row in enumerate(rows, size):  # one by one: at once, files of one size would be taken for a matrix
+                images[number] = np.frombuffer(row.encoded, np.uint8)
+            labels[size:] = [row.label for row in rows]
+            keys[size:] = [os.fsencode(row.key) for row in rows]
             size += len(rows)
 
 
@@ -101,7 +100,7 @@ def write_lmdb(folder: Path, split: str, classes: Sequence[str], records: Iterab
         checked = _checked(records, classes)
         try:
             with lmdb.open(str(place / f"{split}.lmdb"), map_size=LMDB_BYTES, lock=False) as environment:
-                while rows := list(itertools.islice(checked, LMDB_RECORDS)):
+                while rows := list(itertools.islice(checked, BATCH)):
                     with environment.begin(write=True) as transaction:
                         for row in rows:
                             transaction.put(lmdb_file.key_of(len(labels)), row.encoded, append=True)
@@ -211,7 +210,11 @@ def _write_classes(folder: Path, classes: Sequence[str]) -> None:
     known = tfrecords.read_classes(folder)
     if known not in (None, tuple(classes)):
         raise DataError(f"{path} names other classes than this split has; write both splits with the same")
+    broken = [name for name in classes if "\n" in name or "\r" in name]
+    if broken:
+        raise DataError(f"the class {broken[0]!r} has a line break in its name, for which {path.name} has no place; rename it")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(f"{number}:{name}\n" for number, name in enumerate(classes)))
+    text = "".join(f"{number}:{name}\n" for number, name in enumerate(classes))
+    temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
     _sync(temporary)
     temporary.rename(path)
