@@ -22,11 +22,14 @@ class DataRecipe:
 
     source: Literal[
         "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface",
-        "webdataset", "hdf5", "lmdb", "tfrecord",
+        "webdataset", "hdf5", "lmdb", "tfrecord", "arrays",
     ] = "digits"  # fmt: skip
-    """Kind of data. `digits` comes with the package; `huggingface` is whatever the `datasets` library opens."""
+    """Kind of data. `digits` comes with the package; `huggingface` is whatever the `datasets` library opens; `arrays` is what
+    `samerun data pack --to arrays` writes."""
     path: str | None = None
-    """File, folder or hub name. None looks in the usual places (`docs/data.md` lists them)."""
+    """File, folder or hub name; `~` and variables are filled in. None looks in the usual places (`docs/data.md` lists them)."""
+    stage_to: str | None = None
+    """Folder on a disk of the node, such as $SLURM_TMPDIR, that data.path is copied to before training, once. None: no copy."""
     download: bool = False
     """Whether missing data may be downloaded, by one process per node."""
     train_split: str = "train"
@@ -282,6 +285,8 @@ def _contradictions(recipe: Recipe) -> list[str]:
         problems.append("data.resize_size needs data.image_size: the size in pixels of the centre crop")
     if data.resize_size is not None and data.image_size is not None and data.resize_size < data.image_size:
         problems.append(f"data.resize_size is {data.resize_size}: it must be at least data.image_size, {data.image_size}")
+    if data.stage_to is not None and data.path is None:
+        problems.append(f"data.stage_to is {data.stage_to!r}, and there is no data.path to copy: give it")
     if augment.mixes_pairs and train.global_batch_size % 2:
         problems.append(
             f"train.global_batch_size is {train.global_batch_size}: it must be even, because mixup and cutmix mix pairs"

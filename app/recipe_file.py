@@ -33,6 +33,7 @@ NOT_LEARNT = (
     "log.",
     "checkpoint.",
     "data.download",
+    "data.stage_to",
     "train.evaluate_every_epochs",
     "train.max_micro_batch",
     "train.max_skipped_steps",

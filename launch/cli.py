@@ -64,11 +64,18 @@ def _export(argv: list[str]) -> int:
     return export.main(argv)
 
 
+def _data(argv: list[str]) -> int:
+    from app import data_cli
+
+    return data_cli.main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
     "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
     "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
+    "data": (_data, "look at data, pack it smaller or in another form, measure how fast it is fed"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
 }

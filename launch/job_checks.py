@@ -140,9 +140,12 @@ def divide(
 
 
 def _data_problems(recipe: Recipe) -> Iterator[str]:
-    """Whether data.path is there, where it is a path for sure: a name of the hub looks like a relative one."""
-    path = Path(recipe.data.path or "")
-    is_name = recipe.data.source == "huggingface" and not path.is_absolute()
+    """Whether data.path is there, where it is a path for sure: a name of the hub looks like a relative one.
+
+    What variables stand for is only known on the nodes.
+    """
+    path = Path(recipe.data.path or "").expanduser()
+    is_name = (recipe.data.source == "huggingface" and not path.is_absolute()) or "$" in str(path)
     if not (is_name or recipe.data.download or os.access(path, os.R_OK)):
         yield (
             f"data.path is {recipe.data.path!r}: there is no such file or folder, or you may not read it. Correct it, or if "

@@ -25,7 +25,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_processes_end() -> Iterator[None]:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is unpacked or resized once is kept for these tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SAMERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_processes_end(_own_cache: None) -> Iterator[None]:
     yield
     end_warm()
 

@@ -17,6 +17,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [
         ("app.recipe", "app.recipe_keys", "app.recipe_file", "app.batching"),
         ("app.topology",),
+        ("app.cores",),
         ("app.environment", "app.tasks", "app.launched"),
     ],
     [
@@ -46,6 +47,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.predict",),
         ("app.export",),
         ("app.benchmarks",),
+        ("app.data_cli", "app.data_inspect", "app.data_pack", "app.data_bench", "app.many"),
         ("app.parity", "app.curves"),
         ("app.verify", "app.goodput"),
         ("app.doctor", "app.probe", "app.diagnosis"),
@@ -122,6 +124,9 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.evaluate",
             "app.doctor",
             "app.benchmarks.saving_case",
+            "app.benchmarks.feeding",
+            "app.cores",
+            "app.errors",
             "app.runtime",
             "app.compiled_ops",
             "app.console",

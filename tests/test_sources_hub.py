@@ -17,7 +17,7 @@ from PIL import Image
 from sources import check_contract, check_workers_and_pickling, everything
 from torchvision.transforms.v2 import functional as F
 
-from app.data import hub
+from app.data import decoded
 from app.data.open import download_data, open_data
 from app.errors import DataError, RecipeError
 from app.recipe import AugmentRecipe, DataRecipe, Recipe
@@ -214,7 +214,7 @@ def test_arrays_of_different_channels_are_named(tmp_path: Path) -> None:
 def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "rows")
     in_memory, _ = open_data(recipe(path))
-    monkeypatch.setattr(hub, "IN_MEMORY_BYTES", 9 * 6 * 5 * 3 - 1)
+    monkeypatch.setattr(decoded, "DECODED_ONCE_BYTES", 9 * 6 * 5 * 3 - 1)
     source, test = open_data(recipe(path))
     assert source.decodes
     assert not test.decodes

@@ -16,6 +16,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
+from app.data import jpeg
 from app.data.draws import SampleDraws
 from app.data.framing import RATIOS, Framing, crop_box
 from app.data.open import open_data
@@ -297,3 +298,34 @@ def test_file_names_of_any_bytes(tmp_path: Path) -> None:
     (tmp_path / "train/ant/0.jpg").rename(tmp_path / "train/ant" / "0 \u00e9\udcff.jpg")
     train, _ = open_data(recipe(tmp_path))
     assert everything(train)[0].shape == (12, 3, 24, 24)
+
+
+@pytest.mark.skipif(not jpeg.is_installed(), reason="needs torchcodec, of the extra jpeg")
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1, "quality": 30}])
+def test_jpeg_files_are_the_same_pixels_with_and_without_torchcodec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, options: dict
+) -> None:
+    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (7, 9, 3)).astype(np.uint8))
+    file = tmp_path / "picture.jpg"
+    small.resize((83, 59), Image.Resampling.BICUBIC).convert(mode).save(file, "JPEG", **options)
+    asked = []
+    decoder = jpeg._decoder()
+    monkeypatch.setattr(jpeg, "_decoder", lambda: lambda *args, **keys: asked.append(1) or decoder(*args, **keys))
+    for channels in (3, 1) if mode == "L" else (3,):
+        sooner = decode(io.BytesIO(file.read_bytes()), channels=channels, name="x")
+        assert torch.equal(decode(file, channels=channels, name="x"), sooner)
+        with monkeypatch.context() as without:
+            without.setattr(jpeg, "is_installed", lambda: False)
+            assert torch.equal(decode(file, channels=channels, name="x"), sooner)
+    assert bool(asked) == (mode != "CMYK")
+
+
+def test_a_jpeg_that_was_cut_is_refused_with_and_without_torchcodec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "picture.jpg"
+    Image.new("RGB", (200, 200), "red").save(file)
+    file.write_bytes(file.read_bytes()[:-40])
+    for installed in (jpeg.is_installed(), False):
+        monkeypatch.setattr(jpeg, "is_installed", lambda installed=installed: installed)
+        with pytest.raises(DataError, match=r"picture\.jpg cannot be read as an image \(OSError: .*truncated"):
+            decode(file, channels=3, name=str(file))

@@ -1,6 +1,6 @@
-"""Sources that live in memory as one array, and the ones among them that need no library: the embedded digits.
+"""Sources whose pictures have one size and are looked up, not decoded; the ones that need no library: the embedded digits.
 
-`fetch` is one look-up for the whole batch: 5-10 us for 128 of 60,000 images of 28x28.
+`fetch` is one look-up for the whole batch, in memory or in a file that is mapped: 5-10 us for 128 of 60,000 images of 28x28.
 """
 
 from __future__ import annotations
@@ -15,35 +15,34 @@ import torch
 from torch import Tensor
 
 from app.data.framing import Framing
+from app.data.kept import keep, stamps
 from app.data.pictures import PictureSource
-from app.data.source import Source, check_labels, fingerprint
+from app.data.source import Source, check_labels
+from app.data.split import Images, Split, Unstored, open_split, pictures_in_a_chunk
+from app.errors import DataError, RecipeError
 from app.recipe import Recipe
-
-# Images resized in one go: bounds the memory that resizing needs beside its result.
-RESIZE_CHUNK = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class ArraySource:
-    """One split held in memory."""
+    """One split in arrays."""
 
     decodes: ClassVar[bool] = False
-    images: np.ndarray
-    """uint8 [N, C, H, W]."""
+    images: Images
     labels: np.ndarray
-    """int64 [N], in 0 .. len(classes) - 1."""
+    """Of any integer type, [N], in 0 .. len(classes) - 1."""
     classes: tuple[str, ...]
     fingerprint: str
 
     @property
     def channels(self) -> int:
         """Channels of each image."""
-        return int(self.images.shape[1])
+        return int(self.images.array.shape[1])
 
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width in pixels."""
-        return int(self.images.shape[2]), int(self.images.shape[3])
+        return int(self.images.array.shape[2]), int(self.images.array.shape[3])
 
     def __len__(self) -> int:
         return len(self.images)
@@ -51,62 +50,93 @@ class ArraySource:
     def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[Tensor, Tensor]:  # noqa: ARG002  nothing is random
         """Return images and labels, as `Source.fetch` says."""
         # NumPy's look-up stays in this thread: torch's waits for its pool, for a millisecond when other processes are busy.
-        return torch.from_numpy(self.images[indices]), torch.from_numpy(self.labels[indices])
+        return torch.from_numpy(self.images.array[indices]), torch.from_numpy(self.labels[indices].astype(np.int64, copy=False))
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayReader:
     """Reads the pictures of an array one by one, for random crops."""
 
-    images: np.ndarray
+    images: Images
     labels: np.ndarray
 
     def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
         """Yield pictures and labels, as `Reader` says."""
         for index in indices:
-            yield torch.from_numpy(self.images[index]), int(self.labels[index])
+            yield torch.from_numpy(self.images.array[index].copy()), int(self.labels[index])
+
+    def file(self, index: int) -> None:
+        """Return nothing: pixels are stored."""
 
 
-def open_array(
-    images: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], *, recipe: Recipe, training: bool, origin: str
-) -> Source:
-    """Return the source of an array, checked.
+def open_array(split: Split, *, recipe: Recipe, training: bool, where: str, made_of: Sequence[object]) -> Source:
+    """Return the source of a split in arrays, checked.
 
-    With `data.image_size` (and another size stored) the images are resized here, once, and cropped at the centre: bilinear
-    with antialiasing. Only where the recipe asks for random resized crops are they cropped when they are fetched.
+    With `data.image_size` (and another size stored) the images are resized, once for all processes of the machine, and
+    cropped at the centre: bilinear with antialiasing. Only where the recipe asks for random resized crops are they cropped
+    when they are fetched.
 
     Args:
-        images: uint8 [N, C, H, W].
-        labels: Int [N].
-        classes: Name of each class.
+        split: Pictures, labels and classes.
         recipe: What is learnt.
         training: Whether this is the training split.
-        origin: Where the data came from, as errors name it.
+        where: The split and where it came from, as errors name it.
+        made_of: What tells this split from any other, for keeping what is resized.
 
     Raises:
         DataError: A label is not that of a class, or there are no samples.
     """
-    where = f"the {'train' if training else 'test'} split of {origin}"
-    check_labels(labels, len(classes), where=where)
-    shape = str(images.shape).encode()
-    targets = labels.astype(np.int64)
-    identity = fingerprint(classes, len(images), lambda index: shape + images[index].tobytes(), listing=targets.tobytes())
-    framing = Framing.of(recipe, training=training)
+    check_labels(split.labels, len(split.classes), where=where)
+    framing, identity = Framing.of(recipe, training=training), split.fingerprint
+    stored = split.images.array.shape
     if framing.min_area is not None:
         return PictureSource(
-            read=ArrayReader(images, targets),
-            size=len(images),
+            read=ArrayReader(split.images, split.labels),
+            size=len(split.images),
             where=where,
-            classes=classes,
-            channels=images.shape[1],
-            image_size=framing.size_of(images.shape[2:]),
+            classes=split.classes,
+            channels=stored[1],
+            image_size=framing.size_of(stored[2:]),
             framing=framing,
             fingerprint=identity,
         )
-    if framing.image_size is not None:
-        chunks = torch.from_numpy(images).split(RESIZE_CHUNK)
-        images = torch.cat([framing.fixed(chunk) for chunk in chunks]).numpy()
-    return ArraySource(images, targets, classes, identity)
+    if framing.size_of(stored[2:]) != stored[2:] or framing.resize_size is not None:
+        shape = (*stored[:2], *framing.size_of(stored[2:]))
+        made_from = [*made_of, identity, framing.image_size, framing.resize_size]
+        split = keep(
+            made_from,
+            int(np.prod(shape, dtype=np.int64)),
+            lambda: Unstored(shape, _resized(split, framing, shape), split.labels, split.classes),
+        )
+    return ArraySource(split.images, split.labels, split.classes, identity)
+
+
+def _resized(split: Split, framing: Framing, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    array = split.images.array
+    step = min(pictures_in_a_chunk(shape), pictures_in_a_chunk(array.shape))
+    for start in range(0, len(array), step):
+        yield framing.fixed(torch.from_numpy(array[start : start + step].copy())).numpy()
+
+
+def open_arrays(recipe: Recipe) -> tuple[Source, Source]:
+    """Return the training and the test split that `samerun data pack --to arrays` wrote: data.path/<split>.
+
+    Raises:
+        RecipeError: data.path is not given.
+        DataError: A split is not there or not whole.
+    """
+    data = recipe.data
+    if data.path is None:
+        raise RecipeError("data.source=arrays needs data.path: the folder that `samerun data pack --to arrays` made")
+    folders = [Path(data.path) / name for name in (data.train_split, data.test_split)]
+    splits = [open_split(folder) for folder in folders]
+    if splits[0].classes != splits[1].classes:
+        raise DataError(f"{folders[0]} and {folders[1]} have different classes; pack both splits together")
+    train, test = (
+        open_array(split, recipe=recipe, training=training, where=str(folder), made_of=stamps(sorted(folder.iterdir())))
+        for split, folder, training in zip(splits, folders, (True, False), strict=True)
+    )
+    return train, test
 
 
 def open_digits(recipe: Recipe) -> tuple[Source, Source]:
@@ -117,7 +147,13 @@ def open_digits(recipe: Recipe) -> tuple[Source, Source]:
     in_test = np.arange(len(labels)) % 5 == 4
     classes = tuple("0123456789")
     train, test = (
-        open_array(images[rows], labels[rows], classes, recipe=recipe, training=training, origin="the embedded digits")
-        for rows, training in ((~in_test, True), (in_test, False))
+        open_array(
+            Split(Images(images[rows]), labels[rows].astype(np.int64), classes),
+            recipe=recipe,
+            training=training,
+            where=f"the {name} split of the embedded digits",
+            made_of=["digits", name],
+        )
+        for rows, training, name in ((~in_test, True, "train"), (in_test, False, "test"))
     )
     return train, test

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from app.data.arrays import open_array
+from app.data.kept import keep, stamps
 from app.data.source import DOWNLOADS, Source
+from app.data.split import Unstored
 from app.errors import DataError
 from app.recipe import Recipe
 
@@ -26,12 +28,6 @@ def open_cifar(recipe: Recipe) -> tuple[Source, Source]:
             f"data.source={recipe.data.source}: there is no folder {folder}. Unpack {kind.filename} into {root}, "
             "point data.path at the folder it is unpacked in, or set data.download=true"
         )
-    damaged = _damaged(kind, folder)
-    if damaged:
-        raise DataError(
-            f"{folder}: {', '.join(damaged)} missing or damaged (the checksum differs); unpack {kind.filename} again, "
-            "or remove the folder and set data.download=true"
-        )
     train, test = (_split(kind, root, recipe=recipe, training=training) for training in (True, False))
     return train, test
 
@@ -48,11 +44,27 @@ def download_cifar(recipe: Recipe) -> None:
 
 
 def _split(kind: Any, root: Path, *, recipe: Recipe, training: bool) -> Source:
+    folder = root / kind.base_folder
+    files = [folder / name for name, _ in [*(kind.train_list if training else kind.test_list), (kind.meta["filename"], "")]]
+    made_of = stamps([file for file in files if file.exists()])
+    size_bytes = sum(size for _, size, _ in made_of)
+    split = keep(made_of, size_bytes, lambda: _read(kind, root, training=training))
+    where = f"the {'train' if training else 'test'} split of {folder}"
+    return open_array(split, recipe=recipe, training=training, where=where, made_of=made_of)
+
+
+def _read(kind: Any, root: Path, *, training: bool) -> Unstored:
+    """Read a split whose checksums are right. Raises DataError for a file that is missing or damaged."""
+    folder = root / kind.base_folder
+    damaged = _damaged(kind, folder)
+    if damaged:
+        raise DataError(
+            f"{folder}: {', '.join(damaged)} missing or damaged (the checksum differs); unpack {kind.filename} again, "
+            "or remove the folder and set data.download=true"
+        )
     dataset = kind(root, train=training)
-    images = np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2))
-    origin = str(root / kind.base_folder)
-    classes = tuple(dataset.classes)
-    return open_array(images, np.array(dataset.targets), classes, recipe=recipe, training=training, origin=origin)
+    images = dataset.data.transpose(0, 3, 1, 2)
+    return Unstored(images.shape, [np.ascontiguousarray(images)], np.array(dataset.targets), tuple(dataset.classes))
 
 
 def _damaged(kind: Any, folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from app.data.framing import Framing
-from app.data.pictures import PictureSource, decode
+from app.data.pictures import PictureSource, decode, format_of
 from app.data.rows import numbers_up_to
 from app.data.source import Source, check_labels, fingerprint
 from app.errors import DataError, RecipeError
@@ -64,6 +64,16 @@ class RecordReader:
         """Yield pictures and labels, as `Reader` says."""
         for index in indices:
             yield self.records.picture(index, self.channels), int(self.records.labels[index])
+
+    @property
+    def labels(self) -> np.ndarray:
+        """All labels, int64 [N]."""
+        return self.records.labels
+
+    def file(self, index: int) -> bytes | None:
+        """Return the picture's file as it is stored; nothing of one that stores pixels. Raises DataError."""
+        content = self.records.content(index)
+        return content if format_of(content) else None
 
 
 def open_records(recipe: Recipe, open_split: Callable[[Path, str, str], Records]) -> tuple[Source, Source]:

@@ -36,6 +36,13 @@ class FakeReader:
         """Yield pictures and labels, as `Reader` says."""
         return map(self._sample, indices)
 
+    @property
+    def labels(self) -> None:
+        """There is no list of them."""
+
+    def file(self, index: int) -> None:
+        """Return nothing: pixels are made up."""
+
     def content(self, index: int) -> bytes:
         """Return picture and label as bytes."""
         picture, label = self._sample(index)

@@ -45,6 +45,14 @@ class FileReader:
         """Return the path of a picture."""
         return self.folder / os.fsdecode(self.paths[index])
 
+    def file(self, index: int) -> bytes:
+        """Return a picture's file. Raises DataError if it cannot be read."""
+        path = self.path(index)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}); mend it or leave it out") from error
+
     def head(self, index: int) -> bytes:
         """Return what the fingerprint covers of a picture's file: its size and its first bytes."""
         path = self.path(index)

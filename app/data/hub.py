@@ -13,22 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from app.data.arrays import ArraySource
 from app.data.framing import Framing
+from app.data.kept import stamps
 from app.data.pictures import PictureSource
 from app.data.rows import RowReader, read_labels
 from app.data.source import FINGERPRINT_SAMPLES, Source, fingerprint, first_line, spread
 from app.errors import DataError, RecipeError
 from app.recipe import Recipe
 
-# A split whose images take no more bytes than this is decoded once, when it is opened, and kept in memory: MNIST and CIFAR
-# are (47 and 154 MB; it takes some seconds), ImageNet is not.
-IN_MEMORY_BYTES = 256 << 20
-# Rows read in one go: the library takes 5 us a row of numbers that way, and 250 one by one.
-READ_CHUNK = 1000
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 """The library's name for what reads a single file, by the file's suffix."""
 
@@ -182,7 +174,7 @@ def _open_split(reader: RowReader, classes: tuple[str, ...], train_reader: RowRe
     ((first, _),) = train_reader([0])
     channels, height, width = first.shape
     size = len(reader.labels)
-    source = PictureSource(
+    return PictureSource(
         read=reader,
         size=size,
         where=reader.where,
@@ -190,11 +182,6 @@ def _open_split(reader: RowReader, classes: tuple[str, ...], train_reader: RowRe
         channels=channels,
         image_size=framing.size_of((height, width)),
         framing=framing,
-        fingerprint=fingerprint(classes, size, reader.content, listing=reader.labels.tobytes()),
+        fingerprint=fingerprint(classes, size, reader.content, listing=reader.labels),
+        made_of=("huggingface", *stamps(Path(file["filename"]) for file in reader.rows.cache_files)),
     )
-    height, width = source.image_size
-    if framing.min_area is not None or size * channels * height * width > IN_MEMORY_BYTES:
-        return source
-    chunks = [np.arange(start, min(start + READ_CHUNK, size)) for start in range(0, size, READ_CHUNK)]
-    images = torch.cat([source.fetch(chunk, chunk)[0] for chunk in chunks])
-    return ArraySource(images.numpy(), reader.labels, classes, source.fingerprint)

@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: idx files, plain or compressed, wherever they are kept.
+"""MNIST and Fashion-MNIST: idx files, plain or compressed, wherever they are kept. Plain ones are mapped where they lie.
 
 The format is four numbers that say type and shape, then the bytes: http://yann.lecun.com/exdb/mnist/.
 """
@@ -8,12 +8,17 @@ from __future__ import annotations
 import gzip
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from app.data.arrays import open_array
+from app.data.kept import keep, stamps
 from app.data.source import DOWNLOADS, Source
+from app.data.split import Images, Split, Unstored, pictures_in_a_chunk
 from app.errors import DataError
 from app.recipe import Recipe
 
@@ -63,36 +68,96 @@ def open_idx(recipe: Recipe) -> tuple[Source, Source]:
             "Point data.path at the folder that has them, or set data.download=true"
         )
     train, test = (
-        open_array(*_read_split(images, labels), CLASSES[name], recipe=recipe, training=training, origin=str(images.parent))
+        open_array(
+            _open_split(images, labels, CLASSES[name]),
+            recipe=recipe,
+            training=training,
+            where=f"the {'train' if training else 'test'} split of {images.parent}",
+            made_of=stamps([images, labels]),
+        )
         for images, labels, training in ((files[0], files[1], True), (files[2], files[3], False))
     )
     return train, test
 
 
-def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Return the array in an idx file of unsigned bytes: uint8, with that many dimensions.
+def _open_split(images: Path, labels: Path, classes: tuple[str, ...]) -> Split:
+    """Return a split, mapped: plain pictures where they lie, compressed ones from where they are kept unpacked."""
+    (count, height, width), targets = read_shape(images, 3), read_labels(labels)
+    if count != len(targets):
+        raise DataError(f"{images} holds {count} images, but {labels} {len(targets)} labels; replace the files")
+    shape = (count, 1, height, width)
+    if images.suffix != ".gz":
+        return Split(Images.mapped(images, _header_bytes(3), shape), targets, classes)
+    size_bytes = int(np.prod(shape, dtype=np.int64))
+    return keep(stamps([images, labels]), size_bytes, lambda: Unstored(shape, _unpacked(images, shape), targets, classes))
+
+
+def read_labels(path: Path) -> np.ndarray:
+    """Return the numbers in an idx file of one dimension, uint8 [N]: mapped, or in memory if it is compressed.
+
+    Raises:
+        DataError: The file cannot be read, or is not what it should be.
+    """
+    shape = read_shape(path, 1)
+    if path.suffix != ".gz":
+        return Images.mapped(path, _header_bytes(1), shape).array
+    return np.concatenate([np.empty(0, np.uint8), *_unpacked(path, shape)])
+
+
+def read_shape(path: Path, dimensions: int) -> tuple[int, ...]:
+    """Return the shape of the array in an idx file of unsigned bytes; a plain file is checked to have so many bytes.
 
     Raises:
         DataError: The file cannot be read, is no such file, or is shorter or longer than it says.
     """
+    header, magic = _header_bytes(dimensions), UNSIGNED_BYTE << 8 | dimensions
+    with _opened(path) as file:
+        start = file.read(header)
+        if len(start) < header or struct.unpack_from(">I", start)[0] != magic:
+            raise DataError(
+                f"{path} is not an idx file of {dimensions} dimension(s): it starts with 0x{start[:4].hex()}, "
+                f"not 0x{magic:08x}; replace the file"
+            )
+    shape = struct.unpack_from(f">{dimensions}I", start, 4)
+    if path.suffix != ".gz":
+        _check_length(path, path.stat().st_size - header, shape)
+    return shape
+
+
+def _unpacked(path: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Yield the array of a compressed file in pieces, and check at its end that it has so many bytes."""
+    rows, row_bytes, read_bytes = pictures_in_a_chunk(shape), int(np.prod(shape[1:], dtype=np.int64)), 0
+    with _opened(path) as file:
+        file.read(_header_bytes(1 if len(shape) == 1 else 3))
+        for start in range(0, shape[0], rows):
+            piece = file.read(min(rows, shape[0] - start) * row_bytes)
+            read_bytes += len(piece)
+            if len(piece) % row_bytes == 0:
+                yield np.frombuffer(piece, np.uint8).reshape(-1, *shape[1:])
+        while more := file.read(1 << 20):  # the last read is what checks the file's own checksum
+            read_bytes += len(more)
+    _check_length(path, read_bytes, shape)
+
+
+def _check_length(path: Path, data_bytes: int, shape: tuple[int, ...]) -> None:
+    if data_bytes != np.prod(shape, dtype=np.int64):
+        raise DataError(
+            f"{path} holds {data_bytes} bytes of data, but its header says {'x'.join(map(str, shape))}; replace the file"
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[gzip.GzipFile | BinaryIO]:
+    """Open a file, unpacked if it is compressed. Raises DataError, in the block as well, if it cannot be read."""
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}); replace the file") from error
-    header = 4 + 4 * dimensions
-    magic = UNSIGNED_BYTE << 8 | dimensions
-    if len(content) < header or struct.unpack_from(">I", content)[0] != magic:
-        raise DataError(
-            f"{path} is not an idx file of {dimensions} dimension(s): it starts with 0x{content[:4].hex()}, "
-            f"not 0x{magic:08x}; replace the file"
-        )
-    shape = struct.unpack_from(f">{dimensions}I", content, 4)
-    if len(content) - header != np.prod(shape, dtype=np.int64):
-        raise DataError(
-            f"{path} holds {len(content) - header} bytes of data, but its header says {'x'.join(map(str, shape))}; "
-            "replace the file"
-        )
-    return np.array(np.frombuffer(content, np.uint8, offset=header).reshape(shape))  # a copy: torch wants memory it may write
+
+
+def _header_bytes(dimensions: int) -> int:
+    return 4 + 4 * dimensions
 
 
 def download_idx(recipe: Recipe) -> None:
@@ -111,10 +176,3 @@ def download_idx(recipe: Recipe) -> None:
 def _existing(path: Path) -> Path | None:
     compressed = path.with_name(path.name + ".gz")
     return next((candidate for candidate in (path, compressed) if candidate.is_file()), None)
-
-
-def _read_split(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
-    pictures, targets = read_idx(images, 3), read_idx(labels, 1)
-    if len(pictures) != len(targets):
-        raise DataError(f"{images} holds {len(pictures)} images, but {labels} {len(targets)} labels; replace the files")
-    return pictures[:, None], targets

@@ -7,7 +7,6 @@ and `samples` int64 [B], the sample numbers.
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from app import cores
 from app.data.source import Source
 from app.errors import DataError
 
@@ -78,7 +78,7 @@ def build(source: Source, batches: Any, *, local_world_size: int, device: torch.
 
     For sources that decode: worker processes do it.
     """
-    workers = num_workers(os.sched_getaffinity(0), local_world_size, device)
+    workers = num_workers(cores.of_this_process(local_world_size), device)
     return DataLoader(
         Samples(source),
         batch_sampler=batches,
@@ -90,24 +90,27 @@ def build(source: Source, batches: Any, *, local_world_size: int, device: torch.
     )
 
 
-def num_workers(cores: Iterable[int], local_world_size: int, device: torch.device) -> int:
-    """Return how many decoding processes one training process may start on a node with these free cores.
+def num_workers(own_cores: int, device: torch.device) -> int:
+    """Return how many decoding processes one training process may start that has this many cores.
 
-    Where the CPU trains, one core of each share is kept for that. More than 16 never paid off in published measurements.
+    Where the CPU trains, one is kept for that. More than 16 never paid off in published measurements.
     """
-    share = len(list(cores)) // local_world_size - (1 if device.type == "cpu" else 0)
-    return max(0, min(16, share))
+    return max(0, min(16, own_cores - (1 if device.type == "cpu" else 0)))
 
 
 def remedy(source: Source, *, local_world_size: int, device: torch.device) -> str:
     """Return what helps where training waits for this source."""
     if not source.decodes:
-        return "the disk it lies on is slow; copy the data to one of this machine, or give the job more memory to keep it in"
-    workers = num_workers(os.sched_getaffinity(0), local_world_size, device)
+        return (
+            "the disk it lies on is slow; have it copied to one of this machine (data.stage_to), or give the job more memory, "
+            "in which the system keeps what was read"
+        )
+    workers = num_workers(cores.of_this_process(local_world_size), device)
     count = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
     return (
         f"pictures are read and decoded by {count}, as many as this job's cores allow; give it more cores (--cpus-per-task), "
-        "make the pictures smaller once, or copy them to a disk of this machine"
+        "make the pictures smaller once (samerun data pack --max-side), or have them copied to a disk of this machine "
+        "(data.stage_to)"
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from app.data.arrays import open_digits
+from app.data.arrays import open_arrays, open_digits
 from app.data.cifar import download_cifar, open_cifar
+from app.data.decoded import decoded_once
 from app.data.fake import open_fake
 from app.data.folders import open_folder
 from app.data.hdf5 import open_hdf5
@@ -14,6 +16,7 @@ from app.data.hub import download_hub, open_hub
 from app.data.idx import download_idx, open_idx
 from app.data.lmdb_file import open_lmdb
 from app.data.source import DOWNLOADS, Source, first_line
+from app.data.stage import located, staged
 from app.data.tar_shards import open_tar_shards
 from app.data.tfrecords import open_tfrecords
 from app.data.turns import alone
@@ -29,6 +32,7 @@ OPEN = {
     "imagefolder": open_folder,
     "fakedata": open_fake,
     "huggingface": open_hub,
+    "arrays": open_arrays,
     "webdataset": open_tar_shards,
     "hdf5": open_hdf5,
     "lmdb": open_lmdb,
@@ -53,13 +57,29 @@ class Data(NamedTuple):
 
 
 def open_data(recipe: Recipe) -> Data:
-    """Return the training and the test split that a recipe asks for. Never touches the network.
+    """Return the training and the test split that a recipe asks for, from the node's own disk if it says so.
+
+    Never touches the network.
 
     Raises:
         DataError: The data is missing, unreadable, or not what the recipe says.
         RecipeError: The recipe lacks a key that this kind of data needs.
     """
-    return Data(*OPEN[recipe.data.source](recipe))
+    return Data(*map(decoded_once, OPEN[recipe.data.source](staged(recipe))))
+
+
+def open_stored(recipe: Recipe) -> Data:
+    """Return the same splits with their pictures as they are stored: what `reader_of` reads is not brought to a size.
+
+    Raises:
+        DataError, RecipeError: As `open_data`.
+    """
+    data = located(recipe).data
+    needs_size = data.source in ("imagefolder", "fakedata")  # the first for its batches, which nobody asks for here
+    size = (data.image_size or 1) if needs_size else None
+    augment = replace(recipe.augment, resized_crop_min_area=None)
+    stored = replace(recipe, data=replace(data, image_size=size, resize_size=None), augment=augment)
+    return Data(*OPEN[data.source](stored))
 
 
 def download_data(recipe: Recipe) -> None:
@@ -72,6 +92,7 @@ def download_data(recipe: Recipe) -> None:
         DataError: It cannot be downloaded.
         RecipeError: The recipe lacks a key that this kind of data needs.
     """
+    recipe = located(recipe)
     source, root = recipe.data.source, Path(recipe.data.path or DOWNLOADS)
     if not recipe.data.download:
         return

@@ -80,6 +80,10 @@ class RowReader:
         except OSError as error:
             raise DataError(f"{name} cannot be read ({error.strerror}); replace it or leave it out") from error
 
+    def file(self, index: int) -> bytes | None:
+        """Return an encoded picture's file, and nothing of arrays. Raises DataError if it cannot be read."""
+        return self.content(index) if self.encoded else None
+
     def is_gray(self, index: int) -> bool:
         """Return whether an encoded picture is grayscale; one that cannot be read, which `decode` reports, is not."""
         (value,) = self._values([index])

@@ -1,0 +1,134 @@
+"""What the data path costs: `python -m app.benchmarks.feeding`.
+
+For pictures of one size: the memory that a process takes for N samples and for 10 N, and the time of one look-up in a file
+that is mapped beside one in an array in memory. Made-up data in a temporary folder; nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import os
+import re
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from app.data import idx
+from app.data.arrays import ArraySource
+from app.data.open import open_data
+from app.data.source import Source
+from app.data.split import Images
+from app.recipe import DataRecipe, Recipe
+
+_BATCH = 128
+_LOOK_UPS = 4000
+_SIZES = (60_000, 600_000)
+
+
+def main() -> int:
+    """Print what was measured, as docs/performance.md has it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["SAMERUN_CACHE"] = str(folder / "cache")  # of this program, which ends with its folder
+        for compress in (False, True):
+            for size in _SIZES:
+                recipe = made_up(folder / f"{size}{'.gz' if compress else ''}", size, compress=compress)
+                first, later = (peak_anonymous_bytes(functools.partial(look_at_all, recipe)) / 2**20 for _ in range(2))
+                kind = "compressed" if compress else "plain"
+                _say(f"{kind:10} {size:9,} samples: {first:5.1f} MiB of its own when first opened, {later:5.1f} later")
+        mapped, _ = open_data(made_up(folder / "look-ups", _SIZES[0], compress=False))
+        assert isinstance(mapped, ArraySource)
+        held = ArraySource(Images(mapped.images.array.copy()), mapped.labels.copy(), mapped.classes, mapped.fingerprint)
+        for turn in range(3):
+            times = ", ".join(
+                f"{name} {_look_up_us(source, turn):.1f} us" for name, source in (("mapped", mapped), ("held", held))
+            )
+            _say(f"{_BATCH} of {len(mapped):,} pictures of 28x28: {times} (medians of {_LOOK_UPS:,})")
+    return 0
+
+
+def made_up(folder: Path, size: int, *, compress: bool) -> Recipe:
+    """Make idx files of `size` black pictures of 28x28 and return their recipe; plain ones take no room on a disk."""
+    folder.mkdir()
+    for images, labels, count in ((idx.FILES[0], idx.FILES[1], size), (idx.FILES[2], idx.FILES[3], _BATCH)):
+        _write(folder / images, (count, 28, 28), compress=compress)
+        _write(folder / labels, (count,), compress=compress)
+    return Recipe(data=DataRecipe(source="mnist", path=str(folder)))
+
+
+def look_at_all(recipe: Recipe) -> None:
+    """Open the recipe's data and fetch every training sample once."""
+    source, _ = open_data(recipe)
+    for start in range(0, len(source), _BATCH):
+        indices = np.arange(start, min(start + _BATCH, len(source)))
+        source.fetch(indices, indices)
+
+
+def peak_anonymous_bytes(work: Callable[[], None]) -> int:
+    """Return by how much the memory of a process that does `work` grew at most, without what is a file's (RssAnon of proc(5)).
+
+    The process is a fork of this one, which watches it from outside. Raises RuntimeError if the work fails.
+    """
+    wait, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(wait, 1)
+        failed = 1
+        try:
+            work()
+            failed = 0
+        finally:
+            os._exit(failed)
+    before = peak = _anonymous_bytes(child)
+    os.write(go, b"x")
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        peak = max(peak, _anonymous_bytes(child))
+        time.sleep(0.001)
+    os.close(wait)
+    os.close(go)
+    if ended[1] != 0:
+        raise RuntimeError(f"the measured process ended with status {ended[1]}")
+    return peak - before
+
+
+def _anonymous_bytes(process: int) -> int:
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0  # a process that has ended has none
+
+
+def _look_up_us(source: Source, seed: int) -> float:
+    random, elapsed_s = np.random.default_rng(seed), []
+    for _ in range(_LOOK_UPS):
+        indices = random.integers(0, len(source), _BATCH)
+        start_s = time.perf_counter()
+        source.fetch(indices, indices)
+        elapsed_s.append(time.perf_counter() - start_s)
+    return statistics.median(elapsed_s) * 1e6
+
+
+def _write(path: Path, shape: tuple[int, ...], *, compress: bool) -> None:
+    header, size_bytes = struct.pack(f">I{len(shape)}I", 0x800 | len(shape), *shape), int(np.prod(shape))
+    if not compress:
+        path.write_bytes(header)
+        os.truncate(path, len(header) + size_bytes)
+        return
+    with gzip.open(f"{path}.gz", "wb", compresslevel=1) as file:
+        file.write(header)
+        for start in range(0, size_bytes, 1 << 20):
+            file.write(bytes(min(1 << 20, size_bytes - start)))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""How many CPU cores a process may really use: what it is bound to, what its container may spend, and what its job was given.
+
+A machine's number of cores says little: a job has some of them, a container a share of their time. `of_this_process` takes the
+least that any of these grants. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def of_this_process(local_world_size: int) -> int:
+    """Return the cores that this process may use, of `local_world_size` that share what the node gives them; at least 1."""
+    return share(os.environ, local_world_size, bound=len(os.sched_getaffinity(0)), quota=quota())
+
+
+def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, quota: float | None) -> int:
+    """Return the cores of one of `local_world_size` processes of a node, at least 1.
+
+    Where Slurm started the processes one by one, each is bound to cores of its own and told their number; otherwise they share
+    what the process was bound to that started them.
+
+    Args:
+        environment: That of the process. A number that Slurm would not write counts as none.
+        local_world_size: Processes of the run on this node.
+        bound: Cores that this process may run on.
+        quota: Cores whose time all processes of the node may use together; None: no limit.
+    """
+    in_step = "SLURM_STEP_ID" in environment
+    tasks = local_world_size if in_step and _number(environment, "SLURM_STEP_TASKS_PER_NODE") not in (None, 1) else 1
+    on_node = _number(environment, "SLURM_CPUS_ON_NODE")
+    given = [bound]
+    if in_step and "SLURM_CPUS_PER_TASK" in environment:
+        given += [_number(environment, "SLURM_CPUS_PER_TASK") or bound]
+    elif on_node is not None:
+        given += [on_node // tasks]
+    cores = min(given) * tasks // local_world_size
+    if quota is not None:
+        cores = min(cores, int(quota / local_world_size))
+    return max(1, cores)
+
+
+def quota(memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return the cores whose time this process's cgroups may use, the least of all that contain it; None: no limit.
+
+    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`). In a container the path that the kernel tells may not be
+    there: then its parents are, up to the root, which is the container's own.
+    """
+    try:
+        lines = memberships.read_text().splitlines()
+    except OSError:  # no Linux
+        return None
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / controllers if controllers else root
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            found += [limit for limit in (_limit(folder),) if limit is not None]
+            if folder == top:
+                break
+    return min(found, default=None)
+
+
+def _limit(folder: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            numbers = " ".join((folder / name).read_text() for name in names).split()
+        except OSError:  # not of this version, or not here
+            continue
+        if numbers[0] not in ("max", "-1"):
+            return int(numbers[0]) / int(numbers[1])
+    return None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    """The first number of a variable: the least of `2(x2)` and the first node's of `4,2`."""
+    found = re.match(r"\d+", environment.get(name, ""))
+    return int(found[0]) if found else None

@@ -1,0 +1,152 @@
+"""Where data is on this machine: paths with variables filled in, and copies on the node's own disk.
+
+With `data.stage_to` one process of a node copies `data.path` before training, while the others wait; nodes copy side by side.
+A copy is named by a hash of all files' names, sizes and dates: of unchanged data the next run finds it, of changed data
+another is made. It appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from app.data.turns import alone
+from app.errors import DataError, RecipeError
+from app.recipe import Recipe
+
+# Files copied at a time: a network disk answers each after some milliseconds, in which others can be asked for.
+_COPIERS = 8
+# Left free beside a copy, for what else a job writes there.
+_SPARE_BYTES = 1 << 28
+
+
+class _File(NamedTuple):
+    """A file below data.path."""
+
+    name: str
+    """Its path relative to data.path; empty where that is a file itself."""
+    size_bytes: int
+    changed_ns: int
+
+
+def located(recipe: Recipe) -> Recipe:
+    """Return the recipe with data.path as it is called on this machine: `~` and variables filled in.
+
+    Raises:
+        RecipeError: A variable is not set here.
+    """
+    if recipe.data.path is None:
+        return recipe
+    return replace(recipe, data=replace(recipe.data, path=_filled_in("data.path", recipe.data.path)))
+
+
+def staged(recipe: Recipe) -> Recipe:
+    """Return the recipe with data.path on the node's own disk, copied there now unless it is: see the module.
+
+    Raises:
+        RecipeError: A variable is not set here.
+        DataError: data.path is no file or folder, or the disk has no room for it or cannot be written.
+    """
+    recipe = located(recipe)
+    if recipe.data.stage_to is None:
+        return recipe
+    source = Path(recipe.data.path or "")
+    folder = Path(_filled_in("data.stage_to", recipe.data.stage_to))
+    if not source.exists():
+        raise DataError(f"data.path={source} is no file or folder here, so it cannot be copied to data.stage_to={folder}")
+    files = sorted(_files(source))
+    told = repr((str(source.resolve()), files)).encode()
+    place = folder / f"{source.name}-{hashlib.sha256(told).hexdigest()[:16]}"
+    try:
+        if not place.exists():
+            with alone(folder / f".{place.name}.lock"):
+                _copy(source, place, files)
+    except OSError as error:
+        raise DataError(
+            f"{source} cannot be copied to data.stage_to={folder}: {error.strerror or error}. Name a folder on a disk of the "
+            "node that can be written, or leave data.stage_to out"
+        ) from error
+    inside = place / source.name  # the name itself may tell what it is, by its ending
+    return replace(recipe, data=replace(recipe.data, path=str(inside)))
+
+
+def _filled_in(key: str, text: str) -> str:
+    """Return a path with `~` and variables replaced. Raises RecipeError for a variable that is not set."""
+    filled = os.path.expandvars(Path(text).expanduser())
+    missing = re.search(r"\$\{?(\w+)", filled)
+    if missing:
+        raise RecipeError(f"{key} is {text}, and the environment here has no {missing[1]}: set it, or name the folder")
+    return filled
+
+
+def _files(source: Path) -> Iterator[_File]:
+    """Yield all files below a folder, links followed as readers of folders do; or the one that `source` is."""
+    if source.is_file():
+        status = source.stat()
+        yield _File("", status.st_size, status.st_mtime_ns)
+        return
+    for folder, _, names in os.walk(source, followlinks=True):
+        for name in names:
+            path = Path(folder) / name
+            status = path.stat()
+            yield _File(str(path.relative_to(source)), status.st_size, status.st_mtime_ns)
+
+
+def _copy(source: Path, place: Path, files: list[_File]) -> None:
+    """Copy the files to `place`, unless another process has meanwhile. The lock is held. Raises OSError and DataError."""
+    if place.exists():
+        return
+    for left in place.parent.glob(f".{place.name}.*.tmp"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    total_bytes, free_bytes = sum(file.size_bytes for file in files), shutil.disk_usage(place.parent).free
+    if total_bytes + _SPARE_BYTES > free_bytes:
+        raise DataError(
+            f"{source} takes {total_bytes / 1e9:.2f} GB, and data.stage_to={place.parent} has {free_bytes / 1e9:.2f} GB free: "
+            "name a larger disk, shrink the pictures (`samerun data pack`), or leave data.stage_to out"
+        )
+    temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
+    inside = temporary / source.name
+    try:
+        for folder in sorted({(inside / file.name).parent for file in files}):
+            folder.mkdir(parents=True, exist_ok=True)
+        with _progress(f"copying {source} to {place.parent}", total_bytes) as advance, ThreadPoolExecutor(_COPIERS) as pool:
+
+            def copy(file: _File) -> int:
+                shutil.copy2(source / file.name, inside / file.name)
+                return file.size_bytes
+
+            for size_bytes in pool.map(copy, files):
+                advance(size_bytes)
+        if not place.exists():  # where there are no locks, another process may have been first
+            temporary.rename(place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show how many bytes have been copied: a bar on a terminal, a line before and after in a log file."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    start_s = time.perf_counter()
+    if not console.is_terminal:
+        sys.stderr.write(f"{doing}: {total_bytes / 1e9:.2f} GB\n")
+        yield lambda _: None
+        sys.stderr.write(f"copied in {time.perf_counter() - start_s:.1f} s\n")
+        return
+    with Progress(TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console) as progress:
+        task = progress.add_task(doing, total=total_bytes)
+        yield lambda size_bytes: progress.advance(task, size_bytes)

@@ -1,0 +1,159 @@
+"""`samerun data bench`: pictures a second from a recipe's data path, what they cost, and how many cores feed a device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from app import cores
+from app.data import loader
+from app.data.augment import Preparation
+from app.data.decoded import reader_of
+from app.data.open import open_data
+from app.data.order import TrainBatches
+from app.data.source import Source
+from app.errors import RecipeError
+from app.recipe import Recipe
+
+BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a training picture costs: microseconds of one core, files in the system's page cache."""
+
+    read_us: float
+    """Getting its bytes, where files are stored."""
+    decode_us: float
+    frame_us: float
+    """Cropping and resizing; for arrays the look-up."""
+    augment_us: float
+    """Augmenting and normalising on the CPU; on a GPU that is not the cores' work."""
+    workers: int
+    """Processes that decoded in the measurement with workers; 0: arrays need none."""
+    with_workers_per_s: float
+    """Pictures a second as training is fed them, by the clock, nothing else being done."""
+
+    @property
+    def fetch_us(self) -> float:
+        """All that the cores do for a picture when a GPU trains."""
+        return self.read_us + self.decode_us + self.frame_us
+
+    def cores_for(self, images_per_s: float) -> int:
+        """Return how many such cores feed a device that takes so many pictures a second."""
+        return max(1, math.ceil(images_per_s * self.fetch_us / 1e6))
+
+
+def measure(recipe: Recipe, *, seconds: float) -> Costs:
+    """Return the costs of a recipe's training pictures, each part measured for about `seconds` with one thread.
+
+    Raises:
+        DataError, RecipeError: The data cannot be opened or read.
+    """
+    source, _ = open_data(recipe)
+    if len(source) < BATCH:
+        raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")
+    with _one_thread():
+        order = _indices(recipe, source)
+        batches = [next(order) for _ in range(_fitting(source, order, seconds))]
+        reader, prepare = reader_of(source), _preparation(recipe, source)
+        with_files = source.decodes and reader.file(0) is not None
+        read_us = _cpu_us(batches, lambda indices: [reader.file(int(i)) for i in indices]) if with_files else 0.0
+        decoded_us = _cpu_us(batches, lambda indices: deque(reader(indices.tolist()), maxlen=0)) if source.decodes else 0.0
+        fetched_us = _cpu_us(batches, lambda indices: source.fetch(indices, indices))
+        fed = {"images": None, "labels": None, "samples": torch.from_numpy(batches[0])}
+        fed["images"], fed["labels"] = source.fetch(batches[0], batches[0])
+        augment_us = _cpu_us(batches, lambda _: prepare(fed))
+    workers, with_workers_per_s = _with_workers(recipe, source, seconds)
+    return Costs(
+        read_us=read_us,
+        decode_us=max(0.0, decoded_us - read_us),
+        frame_us=max(0.0, fetched_us - decoded_us),
+        augment_us=augment_us,
+        workers=workers,
+        with_workers_per_s=with_workers_per_s,
+    )
+
+
+def as_text(costs: Costs, images_per_s: float | None) -> str:
+    """Return the table for people."""
+    own_cores = cores.of_this_process(1)
+    parts = {"reading": costs.read_us, "decoding": costs.decode_us, "framing or look-up": costs.frame_us}
+    lines = ["one core, by CPU time         us a picture   share"]
+    lines += [f"  {name:26} {us:12,.1f} {us / costs.fetch_us:8.0%}" for name, us in parts.items()]
+    lines += [f"  {'all that a worker does':26} {costs.fetch_us:12,.1f}          {1e6 / costs.fetch_us:,.0f} pictures/s a core"]
+    lines += [f"  {'augmenting, if on the CPU':26} {costs.augment_us:12,.1f}"]
+    how = f"{costs.workers} worker process{'es' if costs.workers != 1 else ''}" if costs.workers else "no workers"
+    lines += [f"as training is fed, {how} on {own_cores} cores: {costs.with_workers_per_s:,.0f} pictures/s"]
+    if images_per_s is not None:
+        needed = costs.cores_for(images_per_s)
+        lines += [f"a device that takes {images_per_s:,.0f} pictures/s needs {needed} such core{'s' if needed > 1 else ''}"]
+    return "\n".join(lines) + "\n"
+
+
+def _indices(recipe: Recipe, source: Source) -> Iterator[np.ndarray]:
+    """Yield batches of indices as training takes them."""
+    for numbers in _order(recipe, source):
+        yield numbers % len(source)
+
+
+def _order(recipe: Recipe, source: Source) -> TrainBatches:
+    return TrainBatches(
+        size=len(source), seed=recipe.seed, global_batch_size=BATCH, micro_batches_per_step=1, first_step=0, last_step=10**12
+    )
+
+
+def _fitting(source: Source, order: Iterator[np.ndarray], seconds: float) -> int:
+    """Return how many batches are fetched in `seconds`, from one that is fetched here, once to warm up and once more."""
+    indices = next(order)
+    source.fetch(indices, indices)
+    start_s = time.perf_counter()
+    source.fetch(indices, indices)
+    return max(1, min(1000, int(seconds / max(1e-6, time.perf_counter() - start_s))))
+
+
+def _cpu_us(batches: list[np.ndarray], work: Callable[[np.ndarray], Any]) -> float:
+    """Return microseconds of CPU time a sample of working on all batches, after one that warms up."""
+    work(batches[0])
+    start_s = time.process_time()
+    for indices in batches:
+        work(indices)
+    return (time.process_time() - start_s) / (len(batches) * BATCH) * 1e6
+
+
+def _preparation(recipe: Recipe, source: Source) -> Callable[[Any], Any]:
+    preparation = Preparation(
+        recipe.data, recipe.augment, seed=recipe.seed, num_classes=len(source.classes), channels=source.channels
+    )
+    return preparation.train
+
+
+def _with_workers(recipe: Recipe, source: Source, seconds: float) -> tuple[int, float]:
+    """Return the number of workers that training on this machine would start, and pictures a second from them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fed = loader.build(source, _order(recipe, source), local_world_size=1, device=device)
+    batches = iter(loader.batches_of(fed))
+    for _ in range(max(1, 2 * fed.num_workers)):  # what the workers had ready when the measurement began
+        next(batches)
+    start_s, taken = time.perf_counter(), 0
+    while (elapsed_s := time.perf_counter() - start_s) < seconds or taken == 0:
+        taken += len(next(batches)["samples"])
+    return fed.num_workers, taken / elapsed_s
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

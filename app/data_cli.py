@@ -1,0 +1,187 @@
+"""`samerun data inspect|pack|bench`: look at data, write it once more in another form, measure how fast it can be fed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from app import cores, recipe_file
+from app.errors import DataError, RecipeError
+from app.recipe import Recipe
+
+FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")
+"""What `pack` writes."""
+_TEST_NAMES = ("test", "val", "valid", "validation")
+_WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is found out unless data.source=KIND says it"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `samerun data` with these arguments and return its exit code. Raises SamerunError."""
+    commands = {"inspect": _inspect, "pack": _pack, "bench": _bench}
+    if not argv or argv[0] not in commands:
+        parser = argparse.ArgumentParser(prog="samerun data", description=__doc__)
+        parser.add_argument("command", choices=commands, help="`samerun data COMMAND --help` tells more")
+        parser.parse_args(argv or ["--help"])  # ends the program
+    return commands[argv[0]](argv[1:])
+
+
+def recipe_of(what: str, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe of a name or path of one, or one for the data in a folder or file, with the overrides.
+
+    Raises:
+        RecipeError: It is neither, or the recipe is wrong.
+        DataError: The kind of data cannot be told.
+    """
+    path = Path(what)
+    if what in recipe_file.names() or path.suffix in (".yaml", ".yml"):
+        return recipe_file.load(what, overrides).recipe
+    if not path.exists():
+        raise RecipeError(f"{what} is neither a recipe ({', '.join(recipe_file.names())}, or a .yaml file) nor a path of data")
+    said = [override for override in overrides if override.startswith("data.source=")]
+    found = [] if said else [f"data.source={_kind(path)}"]
+    if path.is_dir() and not (path / "test").exists():
+        found += [f"data.test_split={name}" for name in _TEST_NAMES if (path / name).is_dir()][:1]
+    return recipe_file.load("imagefolder", [f"data.path={path}", *found, *overrides]).recipe
+
+
+def _kind(path: Path) -> str:
+    """Return the value of data.source for the data in a folder or file."""
+    patterns = {
+        "arrays": ("*/images.npy",),
+        "webdataset": ("*.tar",),
+        "hdf5": ("*.h5", "*.hdf5"),
+        "lmdb": ("*.lmdb",),
+        "tfrecord": ("*.tfrecord*",),
+        "huggingface": ("dataset_dict.json", "*.parquet", "*.arrow", "*/*.parquet"),
+        "mnist": ("train-images-idx3-ubyte*",),
+        "cifar10": ("cifar-10-batches-py", "data_batch_1"),
+        "cifar100": ("cifar-100-python",),
+        "imagefolder": ("*/*/*",),
+    }
+    if path.is_file():
+        return "huggingface"
+    for kind, names in patterns.items():
+        if any(next(path.glob(name), None) for name in names):
+            return kind
+    raise DataError(f"{path} holds no data of a known kind; say data.source=KIND ({', '.join(patterns)})")
+
+
+def _inspect(argv: Sequence[str]) -> int:
+    parser = _parser("inspect", "Say what data there is: samples, classes, sizes, pixels, and what cannot be read.")
+    parser.add_argument("--all", action="store_true", help="look at every picture, not at a sample, and name the unreadable")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each instead of a table")
+    options = parser.parse_intermixed_args(argv)
+    paths, overrides = _told(options.words)
+    recipes = [recipe_of(what, overrides) for what in paths]
+    from app import data_inspect
+
+    unreadable = 0
+    for recipe in recipes:
+        with _progress("looking") as advance:
+            facts = data_inspect.inspect(recipe, everything=options.all, processes=options.processes, advance=advance)
+        sys.stdout.write(json.dumps(facts) + "\n" if options.json else data_inspect.as_text(facts))
+        unreadable += sum(len(facts[split]["unreadable"]) for split in ("train", "test"))
+    return DataError.exit_code if unreadable else 0
+
+
+def _pack(argv: Sequence[str]) -> int:
+    kept = "Samples keep their numbers, labels and classes; an image folder numbers its samples by class and file name."
+    parser = _parser("pack", f"Write data once more: smaller pictures, or another format. {kept}")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make; nothing is replaced")
+    parser.add_argument("--max-side", type=int, metavar="PIXELS", help="shrink pictures whose shorter side is longer than this")
+    parser.add_argument("--longer", action="store_true", help="with --max-side: the longer side is meant")
+    parser.add_argument("--quality", type=int, default=90, help="of shrunk JPEG and WebP files, 1..100 (default: 90)")
+    options = parser.parse_intermixed_args(argv)
+    recipe = _one_recipe(options.words)
+    problems = [
+        f"{name} is {value}: it must be {limits[0]}..{limits[1]}"
+        for name, value, limits in (("--quality", options.quality, (1, 100)), ("--max-side", options.max_side, (1, 65535)))
+        if value is not None and not limits[0] <= value <= limits[1]
+    ]
+    if problems:
+        raise RecipeError(*problems)
+    from app import data_pack
+
+    shrinking = None
+    if options.max_side is not None:
+        shrinking = data_pack.Shrinking(options.max_side, longer=options.longer, quality=options.quality)
+    with _progress("packing") as advance:
+        asked = data_pack.Packing(
+            to=options.to, out=options.out, shrinking=shrinking, processes=options.processes, advance=advance
+        )
+        keys = data_pack.pack(recipe, asked)
+    sys.stdout.write(f"written; a recipe reads it with {' '.join(keys)}\n")
+    return 0
+
+
+def _bench(argv: Sequence[str]) -> int:
+    parser = _parser("bench", "Measure how many pictures a second can be fed, and what the time goes to.")
+    parser.add_argument(
+        "--images-per-s", type=float, metavar="N", help="pictures a second that a device takes: how many cores feed it"
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="about how long each part is measured (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_intermixed_args(argv)
+    recipe = _one_recipe(options.words)
+    from dataclasses import asdict
+
+    from app import data_bench
+
+    costs = data_bench.measure(recipe, seconds=options.seconds)
+    needed = {} if options.images_per_s is None else {"cores_needed": costs.cores_for(options.images_per_s)}
+    as_json = json.dumps({**asdict(costs), **needed}) + "\n"
+    sys.stdout.write(as_json if options.json else data_bench.as_text(costs, options.images_per_s))
+    return 0
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"samerun data {command}", description=description)
+    several = "WHAT ..." if command == "inspect" else "WHAT"
+    parser.add_argument("words", nargs="+", metavar=f"{several} [key=value ...]", help=f"{_WHAT}; and recipe values")
+    if command != "bench":
+        count = cores.of_this_process(1)
+        parser.add_argument(
+            "--processes", type=int, default=count, help=f"that read and decode (default: {count}, the cores here)"
+        )
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: it must be at least 1")
+    return number
+
+
+def _told(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what is to be looked at and the overrides. Raises RecipeError if there is nothing to look at."""
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    paths = [word for word in words if word not in overrides]
+    if not paths:
+        raise RecipeError(f"there is nothing to look at: give {_WHAT}")
+    return paths, overrides
+
+
+def _one_recipe(words: Sequence[str]) -> Recipe:
+    paths, overrides = _told(words)
+    if len(paths) > 1:
+        raise RecipeError(f"{' and '.join(paths)} are given: one at a time")
+    return recipe_of(paths[0], overrides)
+
+
+@contextmanager
+def _progress(doing: str) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how many samples have been worked on; yield what is told of more of them."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn(doing), MofNCompleteColumn(), TextColumn("samples"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(doing, total=None)
+        yield lambda count: progress.advance(task, count)

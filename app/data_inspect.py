@@ -1,0 +1,154 @@
+"""`samerun data inspect`: what data there is, before anything is trained on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from app.data.decoded import reader_of
+from app.data.open import open_stored
+from app.data.pictures import Reader, format_of
+from app.data.source import Source, spread
+from app.errors import DataError
+from app.many import in_order
+from app.recipe import Recipe
+
+SAMPLED = 512
+"""Pictures of a split that are looked at, unless all are."""
+_PIECE = 16
+# Classes that are listed by name.
+_LISTED = 20
+
+
+@dataclass
+class Seen:
+    """What was seen of some pictures."""
+
+    heights: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+    stored_as: Counter[str] = field(default_factory=Counter)
+    channels: Counter[int] = field(default_factory=Counter)
+    labels: Counter[int] = field(default_factory=Counter)
+    stored_bytes: int = 0
+    means: list[list[float]] = field(default_factory=list)
+    """Of each picture, by channel, of pixel values scaled to 0..1."""
+    squares: list[list[float]] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+    def add(self, other: Seen) -> None:
+        """Take in what was seen of other pictures."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def inspect(recipe: Recipe, *, everything: bool, processes: int, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Return what there is to say of a recipe's data, by split; JSON has words for all of it.
+
+    Args:
+        recipe: Whose data it is.
+        everything: Look at each picture, not at a sample of them.
+        processes: That read and decode.
+        advance: Told how many pictures more have been looked at.
+
+    Raises:
+        DataError, RecipeError: The data cannot be opened.
+    """
+    facts: dict[str, Any] = {"source": recipe.data.source, "path": recipe.data.path}
+    for name, source in open_stored(recipe)._asdict().items():
+        indices = range(len(source)) if everything else spread(len(source), SAMPLED)
+        seen = Seen()
+        look = _looking(reader_of(source), indices)
+        for some in in_order(look, len(indices), piece=_PIECE, processes=processes):
+            seen.add(some)
+            advance(len(some.heights) + len(some.unreadable))
+        facts[name] = _facts(source, seen, len(indices))
+    return facts
+
+
+def _looking(reader: Reader, indices: Any) -> Callable[[range], Seen]:
+    def look(piece: range) -> Seen:
+        seen = Seen()
+        for position in piece:
+            try:
+                _look_at(reader, indices[position], seen)
+            except DataError as error:
+                seen.unreadable.append(str(error))
+        return seen
+
+    return look
+
+
+def _look_at(reader: Reader, index: int, seen: Seen) -> None:
+    file = reader.file(index)
+    ((picture, label),) = reader([index])
+    pixels = picture.numpy().reshape(len(picture), -1) / np.float32(255)
+    if file is None:
+        seen.stored_as["pixels"] += 1
+        seen.stored_bytes += picture.numel()
+    else:
+        seen.stored_as[format_of(file) or "unknown"] += 1
+        seen.stored_bytes += len(file)
+    channels, height, width = picture.shape
+    seen.channels[channels] += 1
+    seen.heights.append(height)
+    seen.widths.append(width)
+    seen.labels[label] += 1
+    seen.means.append(pixels.mean(1, dtype=np.float64).tolist())
+    seen.squares.append((pixels**2).mean(1, dtype=np.float64).tolist())
+
+
+def _facts(source: Source, seen: Seen, looked_at: int) -> dict[str, Any]:
+    labels = reader_of(source).labels
+    counts = np.bincount(labels, minlength=len(source.classes)) if labels is not None else None
+    facts: dict[str, Any] = {"samples": len(source), "classes": len(source.classes)}
+    if counts is not None:
+        facts["samples_by_class"] = dict(zip(source.classes, counts.tolist(), strict=True))
+        facts["largest_to_smallest_class"] = round(int(counts.max()) / int(counts.min()), 2) if counts.min() else None
+    facts["looked_at"] = looked_at
+    if seen.heights:
+        mean = np.mean(seen.means, 0) if len(seen.channels) == 1 else None
+        facts |= {
+            "stored_as": dict(seen.stored_as),
+            "stored_bytes": round(seen.stored_bytes * len(source) / len(seen.heights)),
+            "channels": sorted(seen.channels),
+            "height_px": _range(seen.heights),
+            "width_px": _range(seen.widths),
+            "mean": None if mean is None else mean.round(4).tolist(),
+            "std": None if mean is None else np.sqrt(np.mean(seen.squares, 0) - mean**2).round(4).tolist(),
+        }
+    return facts | {"decoded": source.decodes, "fingerprint": source.fingerprint, "unreadable": seen.unreadable}
+
+
+def _range(sizes: list[int]) -> dict[str, int]:
+    return {"min": min(sizes), "median": int(np.median(sizes)), "max": max(sizes)}
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """Return the facts as lines for people: the splits side by side, then what is wrong."""
+    names = [name for name in facts["train"] if name not in ("samples_by_class", "unreadable")]
+    rows = [("", "train", "test"), *((name, _word(facts["train"].get(name)), _word(facts["test"].get(name))) for name in names)]
+    by_class = [facts[split].get("samples_by_class", {}) for split in ("train", "test")]
+    listed = list(by_class[0])[:_LISTED]
+    rows += [(f"  class {name}", str(by_class[0][name]), str(by_class[1].get(name, 0))) for name in listed]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"data.source={facts['source']}" + (f" data.path={facts['path']}" if facts["path"] else "")]
+    lines += [f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
+    if len(by_class[0]) > len(listed):
+        lines.append(f"  and {len(by_class[0]) - len(listed)} classes more (--json lists all)")
+    for split in ("train", "test"):
+        lines += [f"unreadable in {split}: {text}" for text in facts[split]["unreadable"]]
+    return "\n".join(lines) + "\n"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if isinstance(value, str):
+        return value[:16]  # of a fingerprint: the rest is in --json
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

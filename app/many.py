@@ -1,0 +1,64 @@
+"""Work on many samples, spread over processes, with the results in the samples' order."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+import torch
+
+from app.errors import DataError
+
+R = TypeVar("R")
+# Pieces that are worked on or wait for their turn, by process: more would only take memory.
+_AHEAD = 3
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
+_work: Callable[[range], Any]
+
+
+def in_order(work: Callable[[range], R], size: int, *, piece: int, processes: int) -> Iterator[R]:
+    """Yield what `work` returns for each piece of 0 .. size - 1, in order; a single process is this one.
+
+    Args:
+        work: From the numbers of a piece to its result, which is pickled.
+        size: Number of samples.
+        piece: Samples in a piece; the last has fewer.
+        processes: That do the work, each with one thread.
+
+    Raises:
+        DataError: A process was killed; also whatever `work` raises.
+    """
+    pieces = (range(start, min(start + piece, size)) for start in range(0, size, piece))
+    if processes == 1:
+        yield from map(work, pieces)
+        return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=_begin, initargs=(work,))
+    try:
+        waiting: deque[Future[R]] = deque(pool.submit(_do, part) for part in itertools.islice(pieces, _AHEAD * processes))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(_do, part) for part in itertools.islice(pieces, 1))
+            yield result
+    except BrokenProcessPool as error:
+        raise DataError(f"one of {processes} processes was killed, perhaps for want of memory; ask for fewer") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(work: Callable[[range], Any]) -> None:
+    global _work  # noqa: PLW0603 - what a fork inherits needs no pickling, and a pool hands on only what can be pickled
+    _work = work
+    torch.set_num_threads(1)
+    # A process of a pool waits for work for ever when the one that made the pool is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _do(piece: range) -> Any:
+    return _work(piece)

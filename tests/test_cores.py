@@ -1,0 +1,85 @@
+"""Cores from what a process is bound to, its cgroups and its job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.cores import quota, share
+from app.data.loader import num_workers
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def captured(name: str) -> dict[str, str]:
+    """The environment of a process that a real Slurm started."""
+    lines = (REPOSITORY / "tests/environments/slurm" / name).read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_world_size", "bound", "limit", "cores"),
+    [
+        ({}, 1, 8, None, 8),
+        ({}, 3, 8, None, 2),
+        ({}, 16, 8, None, 1),
+        ({}, 2, 8, 6.0, 3),
+        ({}, 2, 8, 0.5, 1),
+        # One task a node, which starts the ranks: they share its CPUs, wherever it may run.
+        (captured("2node-1task-gres2-step-task0.txt"), 2, 64, None, 2),
+        # Each rank is a task: it has its own.
+        (captured("2node-2task-gres2-step-task3.txt"), 2, 2, None, 2),
+        (captured("2node-2task-gres2-step-task3.txt"), 2, 64, None, 2),
+        # A batch script has all that the job has on its node.
+        (captured("2node-2task-gres2-batch.txt"), 2, 64, None, 2),
+        (captured("2node-2task-gres2-batch.txt"), 1, 64, None, 4),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_CPUS_ON_NODE": "8"}, 4, 64, None, 2),
+        ({"SLURM_CPUS_ON_NODE": "many"}, 1, 8, None, 8),
+    ],
+)
+def test_the_least_that_anything_grants(environment, local_world_size, bound, limit, cores) -> None:
+    assert share(environment, local_world_size, bound=bound, quota=limit) == cores
+
+
+def groups(root: Path, files: dict[str, str], memberships: str) -> float | None:
+    for name, content in files.items():
+        (root / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "cgroup" / name).write_text(content)
+    (root / "memberships").write_text(memberships)
+    return quota(root / "memberships", root / "cgroup")
+
+
+@pytest.mark.parametrize(
+    ("files", "memberships", "cores"),
+    [
+        ({"job/cpu.max": "250000 100000\n"}, "0::/job/step\n", 2.5),
+        ({"cpu.max": "400000 100000\n", "a/cpu.max": "max 100000\n"}, "0::/a\n", 4.0),
+        ({"cpu.max": "100000 100000\n"}, "0::/not/here\n", 1.0),
+        ({"cpu,cpuacct/a/cpu.cfs_quota_us": "150000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"}, "4:cpu,cpuacct:/a\n", 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "3:cpuset:/\n1:cpu:/\n0::/\n", None),
+        ({"cpuset/cpu.max": "100000 100000"}, "3:cpuset:/\n", None),
+    ],
+)
+def test_both_versions_of_cgroups(tmp_path: Path, files: dict[str, str], memberships: str, cores: float | None) -> None:
+    assert groups(tmp_path, files, memberships) == cores
+
+
+def test_no_cgroups_no_limit(tmp_path: Path) -> None:
+    assert quota(tmp_path / "nothing", tmp_path) is None
+
+
+def test_a_process_that_is_bound_to_one_core_has_one() -> None:
+    core = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, [{core}]); from app import cores; print(cores.of_this_process(1))"
+    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert finished.stdout == "1\n"
+
+
+@pytest.mark.parametrize(("cores", "device", "workers"), [(1, "cpu", 0), (4, "cpu", 3), (4, "cuda", 4), (64, "cuda", 16)])
+def test_where_the_cpu_trains_one_core_is_kept_for_that(cores: int, device: str, workers: int) -> None:
+    assert num_workers(cores, torch.device(device)) == workers

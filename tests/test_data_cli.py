@@ -1,0 +1,254 @@
+"""`samerun data`: what it says of data is so, and what it packs is the same data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+from processes import Started
+from sources import everything
+
+from app.benchmarks.feeding import made_up
+from app.data.open import open_data
+from app.data.writers import WRITERS
+from app.data_cli import FORMATS, main, recipe_of
+from app.errors import DataError, RecipeError
+from app.many import in_order
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
+SIZES = ((90, 60), (40, 80), (30, 20))
+"""Width and height of the pictures of a class."""
+WHOLE = ["data.image_size=null", "data.resize_size=null", "augment.resized_crop_min_area=null"]
+"""Pictures as they are stored."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes with three pictures each in each split; the first is a JPEG, the others are PNG."""
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            for number, (width, height) in enumerate(SIZES):
+                file = tmp_path / "pictures" / split / name / f"{number}.{'JPEG' if number == 0 else 'png'}"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                pixels = random.integers(0, 256, (height // 10, width // 10, 3)).astype(np.uint8)
+                Image.fromarray(pixels).resize((width, height)).save(file)
+    return tmp_path / "pictures"
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_only_large_pictures_are_shrunk_and_all_keep_their_place(folder: Path, tmp_path: Path, processes: str) -> None:
+    out = tmp_path / "packed"
+    assert (
+        main(["pack", str(folder), "--to", "imagefolder", "--out", str(out), "--max-side", "30", "--processes", processes]) == 0
+    )
+    before, after = files_in(folder), files_in(out)
+    assert list(before) == list(after)
+    for name in before:
+        width, height = SIZES[int(Path(name).stem)]
+        with Image.open(out / name) as picture, Image.open(folder / name) as original:
+            assert picture.format == original.format
+            if min(width, height) <= 30:
+                assert before[name] == after[name]
+            else:
+                assert min(picture.size) == 30
+                assert picture.size[0] * height == picture.size[1] * width
+                small = np.asarray(original.resize(picture.size, Image.Resampling.LANCZOS), np.float32)
+                assert np.abs(np.asarray(picture, np.float32) - small).mean() < 6, "it is another picture"
+    recipe = recipe_of(str(out), ["data.image_size=16", "augment.resized_crop_min_area=null"])
+    assert everything(open_data(recipe).train)[1].tolist() == [0, 0, 0, 1, 1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["pictures", "packed"]
+
+
+def test_the_longer_side_can_be_meant(folder: Path, tmp_path: Path) -> None:
+    main(["pack", str(folder), "--to", "imagefolder", "--out", str(tmp_path / "out"), "--max-side", "30", "--longer"])
+    for path in (tmp_path / "out").rglob("*.*"):
+        with Image.open(path) as picture:
+            assert max(picture.size) <= 30
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_arrays_give_the_same_run(folder: Path, tmp_path: Path, processes: str) -> None:
+    size = ["data.image_size=16", "data.resize_size=20"]
+    main(["pack", str(folder), *size, "--to", "arrays", "--out", str(tmp_path / "out"), "--processes", processes])
+    recipe = recipe_of(str(folder), [*size, "augment.resized_crop_min_area=null"])
+    packed = recipe_of(
+        str(tmp_path / "out"), ["data.image_size=null", "data.resize_size=null", "augment.resized_crop_min_area=null"]
+    )
+    assert (packed.data.source, packed.data.test_split) == ("arrays", "val")
+    for before, after in zip(open_data(recipe), open_data(packed), strict=True):
+        assert (after.classes, after.decodes) == (before.classes, False)
+        assert torch.equal(everything(after)[0], everything(before)[0])
+        assert torch.equal(everything(after)[1], everything(before)[1])
+
+
+@pytest.mark.parametrize("kind", list(WRITERS))
+def test_a_container_holds_the_same_samples(
+    folder: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {"imagefolder", "arrays", *WRITERS} == set(FORMATS)
+    out = str(tmp_path / "out")
+    assert main(["pack", str(folder), "--to", kind, "--out", out, "--processes", "1"]) == 0
+    size = ["data.image_size=16", "augment.resized_crop_min_area=null"]
+    said = capsys.readouterr().out.split(" with ")[1].split()
+    assert recipe_of(out, []).data.source == kind
+    packed = recipe_of("imagefolder", [*said, *size])
+    for before, after in zip(open_data(recipe_of(str(folder), size)), open_data(packed), strict=True):
+        assert after.classes == before.classes
+        for mine, theirs in zip(everything(after), everything(before), strict=True):
+            assert torch.equal(mine, theirs)
+    main(["pack", out, "data.test_split=val", "--to", "imagefolder", "--out", str(tmp_path / "back"), "--processes", "1"])
+    assert sorted(files_in(folder).values()) == sorted(files_in(tmp_path / "back").values())
+
+
+def test_what_was_an_array_keeps_its_fingerprint(tmp_path: Path) -> None:
+    made_up(tmp_path / "idx", 300, compress=True)
+    main(["pack", str(tmp_path / "idx"), *WHOLE, "--to", "arrays", "--out", str(tmp_path / "out")])
+    before, after = (open_data(recipe_of(str(tmp_path / name), WHOLE)) for name in ("idx", "out"))
+    assert before.facts == after.facts
+
+
+def test_pixels_become_pictures_in_a_folder(tmp_path: Path) -> None:
+    main(["pack", "digits", "--to", "imagefolder", "--out", str(tmp_path / "out"), "--processes", "1"])
+    digits = open_data(recipe_of("digits", [])).test
+    names = sorted(path.name for path in (tmp_path / "out/test").rglob("*.png"))
+    assert [int(Path(name).stem) for name in names] == list(range(len(digits)))
+    (path,) = (tmp_path / "out/test").rglob(names[7])
+    images, labels = digits.fetch(np.array([7]), np.array([7]))
+    assert path.parent.name == str(int(labels[0]))
+    np.testing.assert_array_equal(np.asarray(Image.open(path)), images[0, 0].numpy())
+
+
+def test_nothing_is_replaced_and_a_failed_pack_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DataError, match=r"out is there already, and packing replaces nothing"):
+        main(["pack", str(folder), "--to", "imagefolder", "--out", str(tmp_path / "out")])
+    (folder / "train/cat/0.JPEG").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"^sample 0 cannot be read as an image"):
+        main(["pack", str(folder), "--to", "imagefolder", "--out", str(tmp_path / "new"), "--max-side", "9"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "pictures"]
+
+
+def test_a_pack_that_is_killed_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    made_up(tmp_path / "idx", 300_000, compress=False)
+    command = [
+        "data",
+        "pack",
+        str(tmp_path / "idx"),
+        *WHOLE,
+        "--to",
+        "arrays",
+        "--out",
+        str(tmp_path / "out"),
+        "--processes",
+        "2",
+    ]
+    started = Started([sys.executable, "-m", "launch.cli", *command])
+    processes: list[psutil.Process] = []
+    while len(processes) < 3 or not list(tmp_path.glob(".out.*.tmp/.train.*.tmp/images.npy")):
+        assert not started.is_over(), started.wait().output
+        processes = started.processes()
+        time.sleep(0.001)
+    processes[0].kill()
+    started.wait()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive, "what it had started goes with it"
+    assert not (tmp_path / "out").exists()
+    made_up(tmp_path / "small", 300, compress=False)
+    assert main(["pack", str(tmp_path / "small"), *WHOLE, "--to", "arrays", "--out", str(tmp_path / "out")]) == 0
+
+
+def test_what_cannot_be_asked_is_said(folder: Path, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    with pytest.raises(RecipeError, match=r"--quality is 101: it must be 1\.\.100"):
+        main(["pack", str(folder), "--to", "imagefolder", "--quality", "101", *out])
+    with pytest.raises(RecipeError, match=r"--max-side is for files"):
+        main(["pack", str(folder), "--to", "arrays", "--max-side", "9", *out])
+    with pytest.raises(RecipeError, match=r"nowhere is neither a recipe \(.*digits.*\) nor a path"):
+        main(["inspect", "nowhere"])
+    with pytest.raises(DataError, match=r"holds no data of a known kind; say data\.source=KIND"):
+        main(["inspect", str(tmp_path / "pictures/train/cat")])
+
+
+def test_inspect_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train/dog/3.png").write_bytes(b"no picture")
+    assert main(["inspect", str(folder), "--all", "--json", "--processes", "2"]) == DataError.exit_code
+    facts = json.loads(capsys.readouterr().out)
+    train = facts["train"]
+    assert facts["source"] == "imagefolder"
+    assert (train["samples"], facts["test"]["samples"], train["classes"]) == (7, 6, 2)
+    assert train["samples_by_class"] == {"cat": 3, "dog": 4}
+    assert train["largest_to_smallest_class"] == 1.33
+    assert train["stored_as"] == {"JPEG": 2, "PNG": 4}
+    assert (train["width_px"]["min"], train["width_px"]["max"], train["height_px"]["max"]) == (30, 90, 80)
+    (text,) = train["unreadable"]
+    assert "dog/3.png cannot be read" in text
+    whole = [np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3) / 255 for path in (folder / "val").rglob("*.*")]
+    mean = np.mean([pixels.mean(0) for pixels in whole], 0)
+    std = np.sqrt(np.mean([(pixels**2).mean(0) for pixels in whole], 0) - mean**2)
+    np.testing.assert_allclose(facts["test"]["mean"], mean, atol=2e-4)
+    np.testing.assert_allclose(facts["test"]["std"], std, atol=2e-4)
+    recipe = recipe_of(str(folder), [])
+    assert facts["train"]["fingerprint"] == open_data(recipe).train.fingerprint
+    (folder / "train/dog/3.png").unlink()
+    assert main(["inspect", str(folder), "digits"]) == 0
+    told = capsys.readouterr().out
+    assert f"data.source=imagefolder data.path={folder}" in told
+    assert "data.source=digits" in told
+
+
+def test_bench_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(70):
+        (folder / f"train/cat/more{number}.png").symlink_to(folder / "train/cat/1.png")
+    assert main(["bench", str(folder), "--seconds", "0.05", "--images-per-s", "1e6", "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert costs["read_us"] > 0
+    assert costs["decode_us"] > 0
+    fetch_us = costs["read_us"] + costs["decode_us"] + costs["frame_us"]
+    assert fetch_us <= costs["cores_needed"] < fetch_us + 1
+    assert main(["bench", str(folder), "--seconds", "0.05", "--images-per-s", "1e6"]) == 0
+    assert "needs" in capsys.readouterr().out
+    with pytest.raises(RecipeError, match=r"the training split has 6 samples: at least 64"):
+        main(["bench", str(replace_links(folder)), "--seconds", "0.05"])
+
+
+def replace_links(folder: Path) -> Path:
+    for link in (folder / "train/cat").glob("more*"):
+        link.unlink()
+    return folder
+
+
+def fail_at_5(piece: range) -> list[int]:
+    if 5 in piece:
+        raise DataError("five")
+    return list(piece)
+
+
+def die_at_5(piece: range) -> list[int]:
+    if 5 in piece and multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return list(piece)
+
+
+def test_several_processes_give_results_in_order_and_say_what_failed() -> None:
+    assert list(itertools.chain(*in_order(list, 50, piece=3, processes=3))) == list(range(50))
+    assert list(itertools.chain(*in_order(list, 50, piece=3, processes=1))) == list(range(50))
+    with pytest.raises(DataError, match="five"):
+        list(in_order(fail_at_5, 50, piece=3, processes=2))
+    with pytest.raises(DataError, match="one of 2 processes was killed"):
+        list(in_order(die_at_5, 50, piece=3, processes=2))
