@@ -173,8 +173,8 @@ class OptimRecipe:
 class LogRecipe:
     """What is written down while training."""
 
-    every_steps: int = 10
-    """Steps between two lines of metrics.jsonl."""
+    every_steps: int = 50
+    """Steps between two lines of metrics.jsonl; a line costs about what one or two steps of a tiny model do."""
     samples: bool = False
     """Also write samples.jsonl: the indices of the samples of each step, in order. For checking runs; costs a gather a step."""
 

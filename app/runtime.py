@@ -36,7 +36,7 @@ from accelerate.utils import (
 )
 from torch.distributed import DistNetworkError
 
-from app import compiled_ops
+from app import compiled_ops, compiling
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError, TrackerError
 from app.launched import Launched
@@ -75,6 +75,7 @@ class Runtime:
             self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0)
         except DistNetworkError as error:
             raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
+        compiling.survive_failures(self.accelerator)
 
     @property
     def is_main(self) -> bool:

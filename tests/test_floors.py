@@ -31,7 +31,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.steps",),
     ],
     [
-        ("app.runtime", "app.compiled_ops"),
+        ("app.runtime", "app.compiled_ops", "app.compiling"),
         ("app.handshake",),
         ("app.console",),
         ("app.metrics", "app.gauges", "app.communication", "app.clock", "app.fed", "app.losses", "app.ledger"),

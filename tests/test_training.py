@@ -177,3 +177,17 @@ def test_printing_the_recipe_needs_no_torch() -> None:
     finished = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "command line" in finished.stdout
     assert "digits.yaml:" in finished.stdout
+
+
+@pytest.mark.multiproc
+def test_a_model_that_cannot_be_compiled_is_trained_as_it_is(tmp_path: Path) -> None:
+    arguments = ("--recipe", "digits", "train.steps=2", "log.every_steps=1")
+    plain, uncompiled = tmp_path / "plain", tmp_path / "uncompiled"
+    processes.train("cpu", plain, *arguments).check()
+    no_compiler = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "CXX": "/bin/false"}
+    output = processes.launch("cpu", uncompiled, *arguments, env=no_compiler).check().output
+    assert output.count("torch.compile failed (InductorError: InvalidCxxCompiler") == 1
+    assert "Traceback" not in output
+    assert [line["loss"] for line in read_lines(uncompiled / "metrics.jsonl")] == [
+        line["loss"] for line in read_lines(plain / "metrics.jsonl")
+    ]

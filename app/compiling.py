@@ -1,0 +1,43 @@
+"""torch.compile, where `dynamo_backend` of the preset or the command line asks for it: what cannot be compiled runs as it is.
+
+torch would end the run with the compiler's traceback. Compiling is for speed alone, so it is one sentence instead.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+
+
+def survive_failures(accelerator: Accelerator) -> None:
+    """See to it that a model, or a part of it, that cannot be compiled is run uncompiled, and said to be once."""
+    if accelerator.state.dynamo_plugin.backend == DynamoBackend.NO:
+        return
+    import torch._dynamo  # takes a second, which only those who compile have to spend
+
+    torch._dynamo.config.suppress_errors = True
+    # Where torch says what it has suppressed, at length (torch 2.15).
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_Sentence().of)
+
+
+class _Sentence:
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def of(self, record: logging.LogRecord) -> bool:
+        """Make the first report of a failure one sentence, and drop the others."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            return True
+        if self._is_said:
+            return False
+        self._is_said = True
+        why = next(iter(str(error).splitlines()), "")
+        record.msg = (
+            f"torch.compile failed ({type(error).__name__}: {why}); what it could not compile runs uncompiled, with the same "
+            "results. Mend the cause, or leave dynamo_backend out of preset and command line."
+        )
+        record.args, record.exc_info = (), None
+        return True
