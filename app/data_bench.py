@@ -137,16 +137,24 @@ def _preparation(recipe: Recipe, source: Source) -> Callable[[Any], Any]:
 
 
 def _with_workers(recipe: Recipe, source: Source, seconds: float) -> tuple[int, float]:
-    """Return the number of workers that training on this machine would start, and pictures a second from them."""
+    """Return the number of workers that training on this machine would start, and pictures a second as it is fed."""
+    if not source.decodes:  # training looks batches up itself
+        return 0, _per_second(map(loader.Samples(source).__getitems__, _order(recipe, source)), seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fed = loader.build(source, _order(recipe, source), local_world_size=1, device=device)
-    batches = iter(loader.batches_of(fed))
-    for _ in range(max(1, 2 * fed.num_workers)):  # what the workers had ready when the measurement began
+    batches = iter(fed)
+    for _ in range(2 * fed.num_workers):  # what the workers had ready when the measurement began
         next(batches)
+    return fed.num_workers, _per_second(batches, seconds)
+
+
+def _per_second(batches: Iterator[loader.Batch | loader.Failure], seconds: float) -> float:
+    fed = loader.batches_of(batches)
+    next(fed)
     start_s, taken = time.perf_counter(), 0
     while (elapsed_s := time.perf_counter() - start_s) < seconds or taken == 0:
-        taken += len(next(batches)["samples"])
-    return fed.num_workers, taken / elapsed_s
+        taken += len(next(fed)["samples"])
+    return taken / elapsed_s
 
 
 @contextmanager

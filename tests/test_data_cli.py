@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from processes import Started
 from sources import everything
 
 from app.benchmarks.feeding import made_up
@@ -146,27 +144,18 @@ def test_nothing_is_replaced_and_a_failed_pack_leaves_nothing(folder: Path, tmp_
 
 def test_a_pack_that_is_killed_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
     made_up(tmp_path / "idx", 300_000, compress=False)
-    command = [
-        "data",
-        "pack",
-        str(tmp_path / "idx"),
-        *WHOLE,
-        "--to",
-        "arrays",
-        "--out",
-        str(tmp_path / "out"),
-        "--processes",
-        "2",
-    ]
-    started = Started([sys.executable, "-m", "launch.cli", *command])
-    processes: list[psutil.Process] = []
+    # So many that it is still at work when it is killed: all are read by two processes and written by one.
+    command = ["pack", str(tmp_path / "idx"), *WHOLE, "--to", "arrays", "--out", str(tmp_path / "out"), "--processes", "2"]
+    packing = multiprocessing.get_context("fork").Process(target=main, args=(command,))
+    packing.start()
+    processes = [psutil.Process(packing.pid)]
     while len(processes) < 3 or not list(tmp_path.glob(".out.*.tmp/.train.*.tmp/images.npy")):
-        assert not started.is_over(), started.wait().output
-        processes = started.processes()
+        assert packing.is_alive()
+        processes = [processes[0], *processes[0].children()]
         time.sleep(0.001)
-    processes[0].kill()
-    started.wait()
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    packing.kill()
+    packing.join()
+    _, alive = psutil.wait_procs(processes[1:], timeout=20)
     assert not alive, "what it had started goes with it"
     assert not (tmp_path / "out").exists()
     made_up(tmp_path / "small", 300, compress=False)

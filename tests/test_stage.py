@@ -13,7 +13,6 @@ import torch
 from processes import train
 from sources import everything
 
-from app import recipe_file
 from app.benchmarks.feeding import made_up
 from app.data import stage
 from app.data.open import open_data
@@ -92,8 +91,8 @@ def test_variables_are_filled_in(data: Path, tmp_path: Path, monkeypatch: pytest
         open_data(recipe("$NO_SUCH/x", tmp_path))
     with pytest.raises(DataError, match=r"elsewhere is no file or folder here"):
         open_data(recipe(tmp_path / "elsewhere", tmp_path / "disk"))
-    with pytest.raises(RecipeError, match=r"data\.stage_to is 'x', and there is no data\.path"):
-        recipe_file.load("digits", ["data.stage_to=x"])
+    with pytest.raises(RecipeError, match=r"data\.stage_to is x, and there is no data\.path"):
+        open_data(Recipe(data=DataRecipe(stage_to="x")))
 
 
 def test_a_training_of_two_processes_reads_the_copy(data: Path, tmp_path: Path) -> None:

@@ -55,13 +55,15 @@ def staged(recipe: Recipe) -> Recipe:
     """Return the recipe with data.path on the node's own disk, copied there now unless it is: see the module.
 
     Raises:
-        RecipeError: A variable is not set here.
+        RecipeError: There is no data.path, or a variable is not set here.
         DataError: data.path is no file or folder, or the disk has no room for it or cannot be written.
     """
     recipe = located(recipe)
     if recipe.data.stage_to is None:
         return recipe
-    source = Path(recipe.data.path or "")
+    if recipe.data.path is None:
+        raise RecipeError(f"data.stage_to is {recipe.data.stage_to}, and there is no data.path to copy: give it")
+    source = Path(recipe.data.path)
     folder = Path(_filled_in("data.stage_to", recipe.data.stage_to))
     if not source.exists():
         raise DataError(f"data.path={source} is no file or folder here, so it cannot be copied to data.stage_to={folder}")
