@@ -184,8 +184,9 @@ def test_a_model_that_cannot_be_compiled_is_trained_as_it_is(tmp_path: Path) -> 
     arguments = ("--recipe", "digits", "train.steps=2", "log.every_steps=1")
     plain, uncompiled = tmp_path / "plain", tmp_path / "uncompiled"
     processes.train("cpu", plain, *arguments).check()
-    no_compiler = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "CXX": "/bin/false"}
-    output = processes.launch("cpu", uncompiled, *arguments, env=no_compiler).check().output
+    target = ("-m", "app.train", "--run-dir", str(uncompiled), "--trackers", "none", *arguments)
+    command = accelerate("cpu", "--dynamo_backend", "inductor", target=target)
+    output = Started(command, env={"CXX": "/bin/false"}).wait().check().output
     assert output.count("torch.compile failed (InductorError: InvalidCxxCompiler") == 1
     assert "Traceback" not in output
     assert [line["loss"] for line in read_lines(uncompiled / "metrics.jsonl")] == [
