@@ -64,12 +64,19 @@ def _export(argv: list[str]) -> int:
     return export.main(argv)
 
 
+def _bench(argv: list[str]) -> int:
+    from app.benchmarks import bench
+
+    return bench.main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
     "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
     "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
+    "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
 }
 

@@ -118,10 +118,14 @@ def test_the_launcher_runs_without_torch() -> None:
 def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> None:
     allowed = {
         "os.environ": {
+            "app.errors",
             "app.train",
             "app.evaluate",
             "app.doctor",
             "app.benchmarks.saving_case",
+            "app.benchmarks.work",
+            "app.benchmarks.programs",
+            "app.benchmarks.turns",
             "app.runtime",
             "app.compiled_ops",
             "app.console",
@@ -129,7 +133,15 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "launch.local",
             "launch.spread",
         },
-        "torch.distributed": {"app.runtime", "app.ranks", "app.handshake", "app.steps", "app.shards", "app.probe"},
+        "torch.distributed": {
+            "app.runtime",
+            "app.ranks",
+            "app.handshake",
+            "app.steps",
+            "app.shards",
+            "app.probe",
+            "app.benchmarks.programs",
+        },
         "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():
