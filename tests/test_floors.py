@@ -21,7 +21,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     ],
     [
         ("app.schedule",),
-        ("app.models",),
+        ("app.models", "app.flops"),
         ("app.optim",),
         ("app.data",),
         ("app.run_folder",),

@@ -21,7 +21,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     """Measure, show the tables, write bench.csv, bench.json and the plot, and return 0."""
     options = _parser().parse_intermixed_args(argv)
     options.argv = argv
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = Console() if sys.stdout.isatty() else Console(width=132)
     folder = Path(options.out or f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,18 +141,12 @@ def _compete(
 ) -> list[Row]:
     """Let the programs of a group take turns, and return all windows but those of the warm-up."""
     with ExitStack() as stack:
-        contestants = {}
+        started = {}
         for entry in entries:
-            console.print(f"{group}: {entry.name} starts", markup=False)
-            task = _task(entry, work, group.model)
-            log = Path(work["folder"], f"{entry.name}.log")
-            shape = {"threads": group.threads, "processes": group.processes}
-            try:
-                contestants[entry.name] = stack.enter_context(turns.start(entry.name, task, **shape, log=log))
-            except TrainingError as error:
-                if entry.program in (*_HAND_WRITTEN, "samerun"):
-                    raise
-                console.print(f"left out: {error}", markup=False)
+            task, log = _task(entry, work, group.model), Path(work["folder"], f"{entry.name}.log")
+            one = turns.start(entry.name, task, threads=group.threads, processes=group.processes, log=log)
+            started[entry.name] = stack.enter_context(one)
+        contestants = {entry.name: started[entry.name] for entry in entries if _is_ready(entry, started[entry.name], console)}
         warm_s = {name: contestant.run(_WARM_STEPS).cpu_s for name, contestant in contestants.items()}[LIMIT]
         steps = _WINDOW_STEPS * max(1, math.ceil(options.window * _WARM_STEPS / warm_s / _WINDOW_STEPS))
         rows = []
@@ -167,6 +161,18 @@ def _compete(
                     for name in names
                 ]
         return rows
+
+
+def _is_ready(entry: Entry, contestant: turns.Contestant, console: Console) -> bool:
+    """Wait for the first step; say if a peer fails. Raises TrainingError if another program does."""
+    try:
+        contestant.take_first_step()
+    except TrainingError as error:
+        if entry.program in (*_HAND_WRITTEN, "samerun"):
+            raise
+        console.print(f"left out: {error}", markup=False)
+        return False
+    return True
 
 
 def _task(entry: Entry, work: dict[str, Any], model: str, *, epochs: int | None = None) -> dict[str, Any]:
@@ -184,7 +190,8 @@ def _whole_runs(
         log = Path(work["folder"], "whole.log")
         task = _task(entry, work, options.models[0], epochs=1)
         with turns.start(entry.name, task, threads=1, processes=1, log=log) as contestant:
-            found[entry.name] = {"first_step_cpu_s": contestant.start_cpu_s, "epoch_cpu_s": contestant.run_to_the_end()}
+            first_step_cpu_s = contestant.take_first_step()
+            found[entry.name] = {"first_step_cpu_s": first_step_cpu_s, "epoch_cpu_s": contestant.run_to_the_end()}
         figures = found[entry.name]
         console.print(
             f"{options.models[0]}, {entry.name}: {figures['first_step_cpu_s']:.1f} CPU s to the first step, "
@@ -195,13 +202,18 @@ def _whole_runs(
 
 
 def _about(options: argparse.Namespace) -> dict[str, Any]:
-    packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm")
     return {
         "command": shlex.join(["samerun", "bench", *options.argv]),
         "machine": machine(),
         "load_average": os.getloadavg(),
-        "versions": {name: found for name in packages if (found := _version(name))},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that take part and are installed."""
+    packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm")
+    return {name: version(name) for name in packages if importlib.util.find_spec(name)}
 
 
 def machine() -> str:
@@ -212,13 +224,6 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {processor}, {platform.system()} {platform.release()}, Python " + (
         platform.python_version()
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _plot(folder: Path, found: list[Result], console: Console) -> None:

@@ -24,6 +24,7 @@ def main(argv: list[str]) -> None:
     own: dict[str, Callable[[Work], None]] = {
         LIMIT: functools.partial(programs.hand_written, fused=True),
         "hand-written": functools.partial(programs.hand_written, fused=None),
+        "hand-written on a device": programs.on_device,
         "samerun": programs.samerun,
     }
     program = own.get(work.task.program) or peers.PEERS[work.task.program][0]

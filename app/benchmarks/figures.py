@@ -107,7 +107,7 @@ def _result(group: Group, program: str, rounds: Mapping[int, Row], limits: Mappi
 def table(group: Group, of_group: Sequence[Result], batch: int) -> Table:
     """Return the table of a group's results, in batches of `batch` samples over all processes."""
     made = Table(title=str(group), title_justify="left")
-    made.add_column("program")
+    made.add_column("program", no_wrap=True)
     for heading in ("CPU us a step\n(quartiles)", "of the limit\n(quartiles)", "own us a step", "wall us a step", "samples/s"):
         made.add_column(heading, justify="right", no_wrap=True)
     for result in of_group:

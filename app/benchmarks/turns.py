@@ -1,7 +1,7 @@
 """Programs that take turns: each in processes of its own, of which only those of one run at a time.
 
-    with start(entry, ...) as contestant:
-        contestant.start_cpu_s
+    with start(name, task, ...) as contestant:
+        cpu_s = contestant.take_first_step()
         window = contestant.run(steps)
 
 The other end is `app.benchmarks.meter.Meter`. No torch here.
@@ -14,7 +14,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -24,6 +24,7 @@ from typing import Any
 
 from app.errors import TrainingError
 
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 _LAST_LINES = 15
 _UNSET = (
     "RANK",
@@ -60,15 +61,21 @@ class Window:
 
 
 class Contestant:
-    """A program that has taken its first step and waits for its turn."""
+    """A program that was started."""
 
     def __init__(self, name: str, processes: list[subprocess.Popen[bytes]], connections: list[Connection], log: Path) -> None:
-        """Wait for the first step. Raises TrainingError, with the program's last words, if there is none."""
+        """Each process writes to `log`."""
         self.name, self._processes, self._connections, self._log = name, processes, connections, log
-        first = self._answers()
-        self.start_cpu_s = max(answer["cpu_s"] for answer in first)
-        """CPU time from the start of a process to the end of its first step."""
-        self._workers_cpu_s = [answer["children_cpu_s"] for answer in first]
+        self._workers_cpu_s = [0.0] * len(processes)
+
+    def take_first_step(self) -> float:
+        """Wait for it, and return the CPU seconds of a process from its start to the end of that step.
+
+        Comes before any `run`. Raises TrainingError, with the program's last words, if it fails.
+        """
+        answers = self._answers()
+        self._workers_cpu_s = [answer["children_cpu_s"] for answer in answers]
+        return float(max(answer["cpu_s"] for answer in answers))
 
     def run(self, steps: int) -> Window:
         """Let it take so many steps. Raises TrainingError if it fails."""
@@ -107,17 +114,24 @@ class Contestant:
 
 
 @contextmanager
-def start(name: str, task: dict[str, Any], *, threads: int, processes: int, log: Path) -> Iterator[Contestant]:
+def start(
+    name: str,
+    task: dict[str, Any],
+    *,
+    log: Path,
+    threads: int,
+    processes: int = 1,
+    variables: Mapping[str, str] = ON_CPU,
+) -> Iterator[Contestant]:
     """Start a program in so many processes of so many threads each, and end them after the block.
 
-    `task` is an `app.benchmarks.work.Task`. Raises TrainingError as `Contestant` does.
+    `task` is an `app.benchmarks.work.Task`, and `variables` are those of the preset. Raises TrainingError as `Contestant` does.
     """
     started: list[subprocess.Popen[bytes]] = []
     connections: list[Connection] = []
-    environments = _environments(threads, processes)
     try:
         with log.open("wb") as output:
-            for environment in environments:
+            for environment in _environments(threads, processes, variables):
                 ours, theirs = Pipe()
                 connections.append(ours)
                 command = [
@@ -141,9 +155,9 @@ def start(name: str, task: dict[str, Any], *, threads: int, processes: int, log:
             connection.close()
 
 
-def _environments(threads: int, processes: int) -> list[dict[str, str]]:
+def _environments(threads: int, processes: int, variables: Mapping[str, str]) -> list[dict[str, str]]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(_UNSET)}
-    plain |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    plain |= {"OMP_NUM_THREADS": str(threads), **variables}
     if processes == 1:
         return [plain]
     with socket.socket() as probe:

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -52,6 +53,10 @@ class Task:
     """Whether training images are changed as the recipe says."""
     epochs: int | None = None
     """Epochs until an evaluation and the end; None: trains until its meter ends the process."""
+    synthetic_samples: int | None = None
+    """Train on so many random images in memory instead of the recipe's data."""
+    compiled: bool = False
+    """Whether the hand-written loop compiles its model. What Samerun does is up to the preset's variables."""
 
 
 class Work:
@@ -75,8 +80,15 @@ class Work:
 
     @cached_property
     def data(self) -> Data:
-        """Both splits, as the recipe opens them."""
-        return open_data(self.loaded.recipe)
+        """Both splits, as the recipe opens them, or random ones."""
+        samples = self.task.synthetic_samples
+        if samples is None:
+            return open_data(self.loaded.recipe)
+        generator, shape = np.random.default_rng(0), (samples, self.channels, self.height, self.width)
+        images = generator.integers(256, size=shape, dtype=np.uint8)
+        labels = generator.integers(self.classes, size=samples)
+        source = ArraySource(images, labels, tuple(map(str, range(self.classes))), "synthetic")
+        return Data(source, source)
 
     def tensors(self, *, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a whole split, normalised: images float32 [N, C, H, W] and labels int64 [N]."""
@@ -93,15 +105,21 @@ class Work:
 
     def model(self) -> nn.Module:
         """Return the model, on the CPU, with its forward passes counted."""
-        torch.manual_seed(self.loaded.recipe.seed)
-        model: nn.Module
-        if self.task.model == LINEAR:
-            model = nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.height * self.width, self.classes))
-        else:
-            size = (self.height, self.width)
-            model = models.build(self.loaded.recipe.model, channels=self.channels, image_size=size, num_classes=self.classes)
-        self._meter.watch(model)
+        model = self.uncounted_model()
+        self.count(model)
         return model
+
+    def uncounted_model(self) -> nn.Module:
+        """Return the model, on the CPU; hand to `count` what becomes of it."""
+        torch.manual_seed(self.loaded.recipe.seed)
+        if self.task.model == LINEAR:
+            return nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.height * self.width, self.classes))
+        size = (self.height, self.width)
+        return models.build(self.loaded.recipe.model, channels=self.channels, image_size=size, num_classes=self.classes)
+
+    def count(self, model: nn.Module) -> None:
+        """Measure the steps of what is called in each of them: a compiled model has to be counted from outside."""
+        self._meter.watch(model)
 
     def optimizer(self, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
         """Return AdamW as torch makes it, or with its fused kernel."""
