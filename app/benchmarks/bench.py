@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 
 from app.benchmarks import turns
-from app.benchmarks.figures import LIMIT, Group, Result, Row, results, table, write
+from app.benchmarks.figures import LIMIT, LINEAR, Group, Result, Row, results, table, write
 from app.errors import RecipeError, RunFolderError, TrainingError
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
@@ -67,7 +67,9 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="samerun-bench-") as place:
         work, batch = _common(options, Path(place))
         for group in _groups(options):
-            mine = entries if group.processes == 1 else [entry for entry in entries if _runs_on_several(entry)]
+            # Several processes have a hand-written loop of their own; a matrix trains faster than any peer's feed goes.
+            only_ours = group.processes > 1 or group.model == LINEAR
+            mine = [entry for entry in entries if _has_no_peer(entry)] if only_ours else entries
             rows += _compete(group, mine, work, options, console)
             found = results(rows)
             console.print(table(group, [result for result in found if result.group == group], batch))
@@ -103,7 +105,7 @@ def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
     return entries
 
 
-def _runs_on_several(entry: Entry) -> bool:
+def _has_no_peer(entry: Entry) -> bool:
     return entry.program in (*_HAND_WRITTEN, "samerun") and not entry.augmented and not entry.overrides
 
 
@@ -258,8 +260,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [options] [key=value ...]",
         description="Compare the training loop with a hand-written one over tensors in memory (the limit), and with the peers "
         "that are installed, on the same work: AdamW at a constant rate, the recipe's data and batch. By CPU time a step, in "
-        "rounds in which all take turns. linear is one matrix, whose step shows what the program around it costs; convnet is "
-        "the small one of 409 thousand weights; any other name is a model as in model.name.",
+        "rounds in which all take turns. linear is one matrix, whose step shows what the loop around it costs (no peer is fed "
+        "so fast: they are left out); convnet is the small one of 409 thousand weights; any other name is a model as in "
+        "model.name.",
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", default="fashion_mnist", help="name or path, of data that fits in memory (default: "

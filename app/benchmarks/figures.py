@@ -18,6 +18,8 @@ from rich.table import Table
 
 LIMIT = "hand-written, fused"
 """The program that all others are compared with: a loop over tensors in memory with the fused AdamW."""
+LINEAR = "linear"
+"""A model of one matrix: so small that a step costs what the program around it costs."""
 REPORT, WINDOWS = "bench.json", "bench.csv"
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from app import models, recipe_file
+from app.benchmarks.figures import LINEAR
 from app.benchmarks.meter import Meter
 from app.data.arrays import ArraySource
 from app.data.idx import FILES, UNSIGNED_BYTE
@@ -27,8 +28,6 @@ from app.data.open import Data, open_data
 from app.errors import RecipeError
 from app.recipe_file import LoadedRecipe
 
-LINEAR = "linear"
-"""A model of one matrix: so small that a step costs what the program around it costs."""
 _CONVNET = ("model.name=convnet", "model.channels=16,32", "model.hidden=256")
 """The small network of 409 thousand weights: its step is short enough that feeding and the loop show."""
 _FOREVER_STEPS = 10**9
