@@ -4,8 +4,8 @@ Every program does the same work in processes of its own, and they take turns in
 meets all of them. What is measured is CPU time a step (all threads of a process, and its workers), after a warm-up; the
 hand-written loop over tensors in memory with the fused AdamW is the limit, and ratios are to its window of the same round.
 
-What programs do not have in common is left out: schedule, clipping, label smoothing, averages of the weights, logging to
-trackers. Samerun writes what it always writes: metrics and ledger.
+What programs do not have in common is left out: schedule, clipping, weight decay, label smoothing, averages of the weights,
+channels_last, logging to trackers. Samerun writes what it always writes: metrics and ledger.
 """
 
 from __future__ import annotations
@@ -86,10 +86,8 @@ def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
     from app.benchmarks.peers import PEERS
 
     entries = [Entry(name, name) for name in (*_HAND_WRITTEN, "samerun")]
-    peers = (
-        {"all": list(PEERS), "none": []}.get(options.peers) if options.peers in ("all", "none") else options.peers.split(",")
-    )
-    for name in peers or []:
+    peers = {"all": list(PEERS), "none": []}.get(options.peers, options.peers.split(","))
+    for name in peers:
         if name not in PEERS:
             raise RecipeError(f"--peers has {name!r}: choose from {', '.join(PEERS)}; or all, or none.")
         package = PEERS[name][1]
@@ -100,7 +98,9 @@ def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
     if options.augmented:
         entries += [Entry(name + _AUGMENTED, name, augmented=True) for name in ("samerun", "accelerate")[: 1 + bool(peers)]]
     for container in filter(None, options.containers.split(",")):
-        source, _, path = container.partition("=")
+        source, sign, path = container.partition("=")
+        if not sign:
+            raise RecipeError(f"--containers has {container!r}: expected SOURCE=PATH, such as imagefolder=my/pictures.")
         entries.append(Entry(f"samerun on {source}", "samerun", overrides=(f"data.source={source}", f"data.path={path}")))
     return entries
 
@@ -124,7 +124,7 @@ def _common(options: argparse.Namespace, place: Path) -> tuple[dict[str, Any], i
     from app.benchmarks import work
     from app.data.open import open_data
 
-    recipe = work.load(options.recipe, options.overrides, options.models[0], augmented=True).recipe
+    recipe = work.load(options.recipe, options.overrides, model=options.models[0], augmented=True).recipe
     data = open_data(recipe)
     shape = work.shape_of(data)
     if shape[0] == 1:

@@ -96,8 +96,7 @@ def transformers(work: Work) -> None:
             self.model = work.model()
 
         def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            logits = self.model(images)
-            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+            return {"loss": F.cross_entropy(logits := self.model(images), labels), "logits": logits}
 
     def collate(rows: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
         images, labels = zip(*rows, strict=True)

@@ -70,7 +70,8 @@ class Work:
     @cached_property
     def loaded(self) -> LoadedRecipe:
         """The recipe, without what the programs do not have in common."""
-        return load(self.task.recipe, self.task.overrides, self.task.model, self.task.augmented, self.task.epochs)
+        task = self.task
+        return load(task.recipe, task.overrides, model=task.model, augmented=task.augmented, epochs=task.epochs)
 
     @property
     def batch(self) -> int:
@@ -149,11 +150,12 @@ class Work:
         return itertools.count() if self.task.epochs is None else range(self.task.epochs)
 
 
-def load(name: str, overrides: Sequence[str], model: str, augmented: bool, epochs: int | None = None) -> LoadedRecipe:
+def load(name: str, overrides: Sequence[str], *, model: str, augmented: bool, epochs: int | None = None) -> LoadedRecipe:
     """Return a recipe for a model, without what the programs do not have in common: see `--help` of the command."""
     length = f"train.steps={_FOREVER_STEPS}" if epochs is None else f"train.epochs={epochs}"
     common = ["optim.name=adamw", "optim.schedule=constant", "optim.warmup_epochs=null", "optim.clip_norm=null"]
     common += ["train.label_smoothing=0", "train.ema_decay=null", "train.evaluate_every_epochs=0", "model.channels_last=false"]
+    common.append("optim.weight_decay=0")  # ours spares biases and norms, which makes two groups of weights
     common += [length, *({LINEAR: (), "convnet": _CONVNET}.get(model, (f"model.name={model}",)))]
     if not augmented:
         common += ["augment.crop_padding=0", "augment.flip=0"]
