@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,8 +35,8 @@ class Moment:
 class Meter:
     """Measures the program in whose process it is, as the other end of its connection says.
 
-    It is told a number of steps, and answers when they are taken; told 0, it ends the process. Its first answer, to nothing,
-    comes before the second step, and tells the CPU time that the process took until the first one was done.
+    It is told a number of steps, and answers when they are taken; when nobody is left to tell it, it ends the process. Its
+    first answer, to nothing, comes before the second step, and tells the CPU time that the process took until then.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -58,14 +57,14 @@ class Meter:
     def _end_window(self) -> None:
         end = Moment.now()
         start = self._start or Moment(0.0, end.wall_s)
-        self._answer({"cpu_s": end.cpu_s - start.cpu_s, "wall_s": end.wall_s - start.wall_s})
-        self._left = self._connection.recv()
-        if self._left == 0:
-            os._exit(0)  # libraries that own the loop would catch an exception, and a process group wait for its peers
+        figures = {"cpu_s": end.cpu_s - start.cpu_s, "wall_s": end.wall_s - start.wall_s, "children_cpu_s": _children_cpu_s()}
+        try:
+            self._connection.send(figures)
+            self._left = self._connection.recv()
+        except (EOFError, ConnectionError):
+            # The command is gone. Libraries that own the loop would catch an exception, and a process group wait for its peers.
+            os._exit(1)
         self._start = Moment.now()
-
-    def _answer(self, figures: Mapping[str, float]) -> None:
-        self._connection.send({**figures, "children_cpu_s": _children_cpu_s()})
 
 
 def _children_cpu_s() -> float:
