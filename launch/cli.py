@@ -70,6 +70,12 @@ def _data(argv: list[str]) -> int:
     return data_cli.main(argv)
 
 
+def _bench(argv: list[str]) -> int:
+    from app.benchmarks import bench
+
+    return bench.main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
@@ -77,6 +83,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
     "data": (_data, "look at data, pack it smaller or in another form, measure how fast it is fed"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
+    "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
 }
 

@@ -126,7 +126,9 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.benchmarks.saving_case",
             "app.benchmarks.feeding",
             "app.cores",
-            "app.errors",
+            "app.benchmarks.work",
+            "app.benchmarks.programs",
+            "app.benchmarks.turns",
             "app.runtime",
             "app.compiled_ops",
             "app.console",
@@ -135,7 +137,15 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "launch.local",
             "launch.spread",
         },
-        "torch.distributed": {"app.runtime", "app.ranks", "app.handshake", "app.steps", "app.shards", "app.probe"},
+        "torch.distributed": {
+            "app.runtime",
+            "app.ranks",
+            "app.handshake",
+            "app.steps",
+            "app.shards",
+            "app.probe",
+            "app.benchmarks.programs",
+        },
         "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():

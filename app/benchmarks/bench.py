@@ -1,0 +1,288 @@
+"""`samerun bench`: how fast the training loop is, beside a hand-written one and the peers that are installed.
+
+Every program does the same work in processes of its own, and they take turns in rounds, so that whatever else the machine does
+meets all of them. What is measured is CPU time a step (all threads of a process, and its workers), after a warm-up; the
+hand-written loop over tensors in memory with the fused AdamW is the limit, and ratios are to its window of the same round.
+
+What programs do not have in common is left out: schedule, clipping, weight decay, label smoothing, averages of the weights,
+channels_last, logging to trackers. Samerun writes what it always writes: metrics and ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from app.benchmarks import turns
+from app.benchmarks.figures import LIMIT, LINEAR, Group, Result, Row, results, table, write
+from app.errors import RecipeError, RunFolderError, TrainingError
+
+_HAND_WRITTEN = (LIMIT, "hand-written")
+_AUGMENTED = " + augmentation"
+_WARM_STEPS = 10
+"""Steps before anything is measured; from the same number of the limit's the length of a window is chosen."""
+_WINDOW_STEPS = 10
+"""Windows are multiples of this: the steps between two logs of Samerun."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A program as it takes part."""
+
+    name: str
+    """As the tables have it."""
+    program: str
+    augmented: bool = False
+    overrides: tuple[str, ...] = ()
+    """Recipe values of its own: where it finds the same data in a container."""
+
+
+def main(argv: list[str]) -> int:
+    """Measure, show the tables, write bench.csv, bench.json and the plot, and return 0."""
+    options = _parser().parse_intermixed_args(argv)
+    options.argv = argv
+    console = Console() if sys.stdout.isatty() else Console(width=132)
+    folder = Path(options.out or f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"the folder {folder} (--out) cannot be made: {error.strerror}. Choose another.") from error
+    entries = _entries(options, console)
+    rows: list[Row] = []
+    found: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="samerun-bench-") as place:
+        work, batch = _common(options, Path(place))
+        for group in _groups(options):
+            # Several processes have a hand-written loop of their own; a matrix trains faster than any peer's feed goes.
+            only_ours = group.processes > 1 or group.model == LINEAR
+            mine = [entry for entry in entries if _has_no_peer(entry)] if only_ours else entries
+            rows += _compete(group, mine, work, options, console)
+            found = results(rows)
+            console.print(table(group, [result for result in found if result.group == group], batch))
+            write(folder, _about(options), rows, found)
+        whole = _whole_runs(entries, work, options, console) if options.epoch else {}
+    write(folder, {**_about(options), "whole_runs": whole}, rows, found)
+    _plot(folder, found, console)
+    console.print(f"{_about(options)['machine']}\nwritten to {folder}", markup=False, highlight=False)
+    return 0
+
+
+def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
+    """Return what takes part, and say which peers do not."""
+    from app.benchmarks.peers import PEERS
+
+    entries = [Entry(name, name) for name in (*_HAND_WRITTEN, "samerun")]
+    peers = {"all": list(PEERS), "none": []}.get(options.peers, options.peers.split(","))
+    for name in peers:
+        if name not in PEERS:
+            raise RecipeError(f"--peers has {name!r}: choose from {', '.join(PEERS)}; or all, or none.")
+        package = PEERS[name][1]
+        if importlib.util.find_spec(package) is None:
+            console.print(f"{name}: not installed (pip install 'samerun[peers]')", markup=False)
+        else:
+            entries.append(Entry(name, name))
+    if options.augmented:
+        entries += [Entry(name + _AUGMENTED, name, augmented=True) for name in ("samerun", "accelerate")[: 1 + bool(peers)]]
+    for container in filter(None, options.containers.split(",")):
+        source, sign, path = container.partition("=")
+        if not sign:
+            raise RecipeError(f"--containers has {container!r}: expected SOURCE=PATH, such as imagefolder=my/pictures.")
+        entries.append(Entry(f"samerun on {source}", "samerun", overrides=(f"data.source={source}", f"data.path={path}")))
+    return entries
+
+
+def _has_no_peer(entry: Entry) -> bool:
+    return entry.program in (*_HAND_WRITTEN, "samerun") and not entry.augmented and not entry.overrides
+
+
+def _groups(options: argparse.Namespace) -> list[Group]:
+    return [
+        Group(model, threads, processes)
+        for model in options.models
+        for threads in options.threads
+        for processes in options.processes
+        if processes == 1 or threads == min(options.threads)
+    ]
+
+
+def _common(options: argparse.Namespace, place: Path) -> tuple[dict[str, Any], int]:
+    """Return what the tasks of all programs have in common, with the data at hand, and the batch in samples."""
+    from app.benchmarks import work
+    from app.data.open import open_data
+
+    recipe = work.load(options.recipe, options.overrides, model=options.models[0], augmented=True).recipe
+    data = open_data(recipe)
+    shape = work.shape_of(data)
+    if shape[0] == 1:
+        work.write_for_torchvision(data, place)
+    elif options.peers != "none":
+        raise RecipeError(
+            f"the recipe's images have {shape[0]} channels, and peers are fed by torchvision's MNIST, which is grey: take "
+            "fashion_mnist or mnist, or --peers none."
+        )
+    common = {"recipe": options.recipe, "folder": str(place), "shape": shape, "overrides": options.overrides}
+    return common, recipe.train.global_batch_size
+
+
+def _compete(
+    group: Group, entries: list[Entry], work: dict[str, Any], options: argparse.Namespace, console: Console
+) -> list[Row]:
+    """Let the programs of a group take turns, and return all windows but those of the warm-up."""
+    with ExitStack() as stack:
+        started = {}
+        for entry in entries:
+            task, log = _task(entry, work, group.model), Path(work["folder"], f"{entry.name}.log")
+            one = turns.start(entry.name, task, threads=group.threads, processes=group.processes, log=log)
+            started[entry.name] = stack.enter_context(one)
+        contestants = {entry.name: started[entry.name] for entry in entries if _is_ready(entry, started[entry.name], console)}
+        warm_s = {name: contestant.run(_WARM_STEPS).cpu_s for name, contestant in contestants.items()}[LIMIT]
+        steps = _WINDOW_STEPS * max(1, math.ceil(options.window * _WARM_STEPS / warm_s / _WINDOW_STEPS))
+        rows = []
+        names = list(contestants)
+        for number in range(1 + options.rounds):
+            console.print(f"{group}: round {number} of {options.rounds}, {steps} steps each", markup=False)
+            turned = names[number % len(names) :] + names[: number % len(names)]
+            windows = {name: contestants[name].run(steps) for name in turned}
+            if number > 0:
+                rows += [
+                    Row(group, name, number, steps, windows[name].cpu_us_per_step, windows[name].wall_us_per_step)
+                    for name in names
+                ]
+        return rows
+
+
+def _is_ready(entry: Entry, contestant: turns.Contestant, console: Console) -> bool:
+    """Wait for the first step; say if a peer fails. Raises TrainingError if another program does."""
+    try:
+        contestant.take_first_step()
+    except TrainingError as error:
+        if entry.program in (*_HAND_WRITTEN, "samerun"):
+            raise
+        console.print(f"left out: {error}", markup=False)
+        return False
+    return True
+
+
+def _task(entry: Entry, work: dict[str, Any], model: str, *, epochs: int | None = None) -> dict[str, Any]:
+    overrides = [*work["overrides"], *entry.overrides]
+    own = {"program": entry.program, "augmented": entry.augmented, "model": model, "epochs": epochs, "overrides": overrides}
+    return {**work, **own}
+
+
+def _whole_runs(
+    entries: list[Entry], work: dict[str, Any], options: argparse.Namespace, console: Console
+) -> dict[str, dict[str, float]]:
+    """Return the CPU seconds to the first step, and of a whole command of one epoch and an evaluation, of each program."""
+    found: dict[str, dict[str, float]] = {}
+    for entry in entries:
+        log = Path(work["folder"], "whole.log")
+        task = _task(entry, work, options.models[0], epochs=1)
+        with turns.start(entry.name, task, threads=1, processes=1, log=log) as contestant:
+            first_step_cpu_s = contestant.take_first_step()
+            found[entry.name] = {"first_step_cpu_s": first_step_cpu_s, "epoch_cpu_s": contestant.run_to_the_end()}
+        figures = found[entry.name]
+        console.print(
+            f"{options.models[0]}, {entry.name}: {figures['first_step_cpu_s']:.1f} CPU s to the first step, "
+            f"{figures['epoch_cpu_s']:.1f} for one epoch and an evaluation",
+            markup=False,
+        )
+    return found
+
+
+def _about(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "command": shlex.join(["samerun", "bench", *options.argv]),
+        "machine": machine(),
+        "load_average": os.getloadavg(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that take part and are installed."""
+    packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm")
+    return {name: version(name) for name in packages if importlib.util.find_spec(name)}
+
+
+def machine() -> str:
+    """Return cores, processor, system and Python, in one line."""
+    file = Path("/proc/cpuinfo")
+    named = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if "model name" in line]
+    processor = named[0] if named else platform.machine()
+    return f"{len(os.sched_getaffinity(0))} cores of {processor}, {platform.system()} {platform.release()}, Python " + (
+        platform.python_version()
+    )
+
+
+def _plot(folder: Path, found: list[Result], console: Console) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("no plot: matplotlib is not installed (pip install 'samerun[plots]')", markup=False)
+        return
+    from app.benchmarks import plots
+
+    plots.draw(found, folder / "bench")
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(filter(None, text.split(","))))
+
+
+def _numbers(text: str) -> list[int]:
+    if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 1 with commas between them, such as 1,2")
+    return list(dict.fromkeys(int(part) for part in text.split(",")))
+
+
+def _positive(text: str) -> int:
+    (number, *rest) = _numbers(text)
+    if rest:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one number")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun bench",
+        usage="%(prog)s [options] [key=value ...]",
+        description="Compare the training loop with a hand-written one over tensors in memory (the limit), and with the peers "
+        "that are installed, on the same work: AdamW at a constant rate, the recipe's data and batch. By CPU time a step, in "
+        "rounds in which all take turns. linear is one matrix, whose step shows what the loop around it costs (no peer is fed "
+        "so fast: they are left out); convnet is the small one of 409 thousand weights; any other name is a model as in "
+        "model.name.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--recipe", default="fashion_mnist", help="name or path, of data that fits in memory (default: "
+                        "fashion_mnist)")  # fmt: skip
+    parser.add_argument("--models", type=_names, default=["linear", "convnet", "resnet18"],
+                        help="comma-separated (default: linear,convnet,resnet18)")  # fmt: skip
+    parser.add_argument("--threads", type=_numbers, default=[1, 2], help="of each process, comma-separated (default: 1,2)")
+    parser.add_argument("--processes", type=_numbers, default=[1, 2], help="comma-separated; several, with the least "
+                        "threads, compare Samerun under DDP with a hand-written DDP loop (default: 1,2)")  # fmt: skip
+    parser.add_argument("--rounds", type=_positive, default=9, help="windows of each program that count (default: 9)")
+    parser.add_argument("--window", type=float, default=1.0, metavar="SECONDS",
+                        help="CPU time of the limit in a window, about (default: 1)")  # fmt: skip
+    parser.add_argument("--peers", default="all", metavar="all|none|NAMES", help="comma-separated: accelerate, fabric, "
+                        "lightning, transformers, timm, torchvision (default: all that are installed)")  # fmt: skip
+    parser.add_argument("--augmented", action="store_true", help="also Samerun and Accelerate with the recipe's random crops "
+                        "and flips")  # fmt: skip
+    parser.add_argument("--containers", default="", metavar="SOURCE=PATH,...", help="also Samerun on the same data in other "
+                        "containers: a data.source and its data.path each")  # fmt: skip
+    parser.add_argument("--epoch", action="store_true", help="also the CPU seconds from the start of each program to its first "
+                        "step, and to the end of an epoch and an evaluation, with the first model")  # fmt: skip
+    parser.add_argument("--out", metavar="DIR", help="folder for bench.csv, bench.json and the plot (default: bench-TIME)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all programs")
+    return parser

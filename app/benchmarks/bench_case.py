@@ -1,0 +1,35 @@
+"""One process of `samerun bench`: runs one program, measured. Started by `app.benchmarks.turns` alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+
+from app.benchmarks import peers, programs
+from app.benchmarks.figures import LIMIT
+from app.benchmarks.meter import Meter
+from app.benchmarks.work import Task, Work
+
+
+def main(argv: list[str]) -> None:
+    """Run the program of a task: the number of the file descriptor of its connection, its threads, and the task as JSON."""
+    descriptor, threads, task = argv
+    torch.set_num_threads(int(threads))
+    work = Work(Task(**json.loads(task)), Meter(Connection(int(descriptor))))
+    own: dict[str, Callable[[Work], None]] = {
+        LIMIT: functools.partial(programs.hand_written, fused=True),
+        "hand-written": functools.partial(programs.hand_written, fused=None),
+        "hand-written on a device": programs.on_device,
+        "samerun": programs.samerun,
+    }
+    program = own.get(work.task.program) or peers.PEERS[work.task.program][0]
+    program(work)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

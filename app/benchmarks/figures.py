@@ -1,0 +1,150 @@
+"""What the windows of `samerun bench` say: medians, quartiles and ratios, as a table, as CSV and as JSON.
+
+A ratio is the hand-written fused loop's time divided by the program's, both of the same round: 1.00 is the limit, above is
+faster. A program's own cost is the difference of the same two. Standard library; rich for the table.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+LIMIT = "hand-written, fused"
+"""The program that all others are compared with: a loop over tensors in memory with the fused AdamW."""
+LINEAR = "linear"
+"""A model of one matrix: so small that a step costs what the program around it costs."""
+REPORT, WINDOWS = "bench.json", "bench.csv"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Programs that were compared with each other."""
+
+    model: str
+    threads: int
+    """Threads of each process."""
+    processes: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {_counted(self.processes, 'process')} of {_counted(self.threads, 'thread')}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One window of one program, in one round."""
+
+    group: Group
+    program: str
+    round: int
+    steps: int
+    cpu_us_per_step: float
+    wall_us_per_step: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of some figures, and between what half of them lies."""
+
+    median: float
+    low: float
+    """Their first quartile."""
+    high: float
+    """Their third quartile."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return that of one figure or more."""
+        low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(median, low, high)
+
+    def text(self, form: str) -> str:
+        """Write it, with each figure in this form."""
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What all rounds say of a program."""
+
+    group: Group
+    program: str
+    cpu_us: Spread
+    """CPU time of a step, of one process, in us."""
+    wall_us: Spread
+    ratio: Spread
+    """Share of the limit's speed, by CPU time."""
+    own_us: Spread
+    """CPU time of a step beyond the limit's, in us."""
+    rounds: int
+
+
+def results(rows: Sequence[Row]) -> list[Result]:
+    """Return the result of each program of each group, in the order in which they first came."""
+    found: dict[tuple[Group, str], dict[int, Row]] = {}
+    for row in rows:
+        found.setdefault((row.group, row.program), {})[row.round] = row
+    return [_result(group, program, rounds, found[group, LIMIT]) for (group, program), rounds in found.items()]
+
+
+def _result(group: Group, program: str, rounds: Mapping[int, Row], limits: Mapping[int, Row]) -> Result:
+    pairs = [(row.cpu_us_per_step, limits[number].cpu_us_per_step) for number, row in rounds.items()]
+    return Result(
+        group,
+        program,
+        cpu_us=Spread.of([own for own, _ in pairs]),
+        wall_us=Spread.of([row.wall_us_per_step for row in rounds.values()]),
+        ratio=Spread.of([limit / own for own, limit in pairs]),
+        own_us=Spread.of([own - limit for own, limit in pairs]),
+        rounds=len(rounds),
+    )
+
+
+def table(group: Group, of_group: Sequence[Result], batch: int) -> Table:
+    """Return the table of a group's results, in batches of `batch` samples over all processes."""
+    made = Table(title=str(group), title_justify="left")
+    made.add_column("program", no_wrap=True)
+    for heading in ("CPU us a step\n(quartiles)", "of the limit\n(quartiles)", "own us a step", "wall us a step", "samples/s"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for result in of_group:
+        made.add_row(
+            result.program,
+            result.cpu_us.text(",.0f"),
+            result.ratio.text(".3f"),
+            f"{result.own_us.median:+,.0f}",
+            f"{result.wall_us.median:,.0f}",
+            f"{1e6 * batch / result.wall_us.median:,.0f}",
+        )
+    return made
+
+
+def write(folder: Path, about: Mapping[str, Any], rows: Sequence[Row], found: Iterable[Result]) -> None:
+    """Write bench.csv, a line for each window, and bench.json: `about`, the results and the CPU us a step of each round."""
+    with (folder / WINDOWS).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("model", "threads", "processes", "program", "round", "steps", "cpu_us_per_step", "wall_us_per_step"))
+        for row in rows:
+            place = (row.group.model, row.group.threads, row.group.processes, row.program, row.round, row.steps)
+            writer.writerow((*place, f"{row.cpu_us_per_step:.2f}", f"{row.wall_us_per_step:.2f}"))
+    by_group: dict[str, dict[str, Any]] = {}
+    for result in found:
+        times = [row.cpu_us_per_step for row in rows if (row.group, row.program) == (result.group, result.program)]
+        by_group.setdefault(str(result.group), {})[result.program] = {
+            "cpu_us_per_step": vars(result.cpu_us),
+            "wall_us_per_step": vars(result.wall_us),
+            "share_of_limit": vars(result.ratio),
+            "own_us_per_step": vars(result.own_us),
+            "cpu_us_per_step_of_rounds": times,
+        }
+    (folder / REPORT).write_text(json.dumps({**about, "results": by_group}, indent=2) + "\n")
+
+
+def _counted(number: int, what: str) -> str:
+    plural = {"process": "processes"}.get(what, f"{what}s")
+    return f"{number} {what if number == 1 else plural}"

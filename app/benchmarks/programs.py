@@ -1,0 +1,115 @@
+"""The limit and ourselves: a hand-written loop over tensors in memory, and Samerun's own loop, on one process or several."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from app import cores
+from app.benchmarks.work import Work
+from app.data.loader import num_workers
+
+
+def hand_written(work: Work, *, fused: bool | None) -> None:
+    """Train with nothing but torch; `fused` is AdamW's option, None its default. Several processes use DDP as it is."""
+    images, labels = work.tensors(training=True)
+    model = network = work.model()
+    if work.world_size > 1:
+        torch.distributed.init_process_group("gloo")
+        network = nn.parallel.DistributedDataParallel(model)
+    optimizer = work.optimizer(model, fused=fused)
+    share = work.batch // work.world_size
+    for _ in work.epochs():
+        order = torch.randperm(len(images))
+        for step in range(len(images) // work.batch):
+            start = step * work.batch + work.rank * share
+            picked = order[start : start + share]
+            loss = F.cross_entropy(network(images[picked]), labels[picked])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        parts = zip(*(tensor.split(work.batch) for tensor in work.tensors(training=False)), strict=True)
+        _correct = sum(int((model(part).argmax(1) == truth).sum()) for part, truth in parts)
+
+
+def on_device(work: Work) -> None:
+    """Train with nothing but torch, as fast as it goes: bf16, channels_last, fused AdamW, on the accelerator if any."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    model = work.uncounted_model().to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network: nn.Module = torch.compile(model) if work.task.compiled else model  # type: ignore[assignment]
+    work.count(network)
+    optimizer = work.optimizer(model, fused=True)
+    for images, labels in _synthetic(work, device) if work.task.synthetic_samples else _photographs(work, device):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = F.cross_entropy(network(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _synthetic(work: Work, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield one and the same batch, which lies on the device, ready: no feed can be faster."""
+    images = torch.randn(work.batch, work.channels, work.height, work.width, device=device)
+    labels = torch.randint(work.classes, (work.batch,), device=device)
+    return itertools.repeat((images.to(memory_format=torch.channels_last), labels))
+
+
+def _photographs(work: Work, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield random crops, flipped, of a folder of photographs, by torchvision as its references do it, in worker processes."""
+    from torchvision import datasets
+    from torchvision.transforms import v2
+
+    recipe = work.loaded.recipe
+    area = recipe.augment.resized_crop_min_area or 1.0
+    changes = [v2.RandomResizedCrop((work.height, work.width), (area, 1.0)), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    workers = num_workers(cores.of_this_process(1), device)
+    photographs = datasets.ImageFolder(Path(work.task.folder, "train"), v2.Compose(changes))
+    loader = DataLoader(
+        photographs,
+        work.batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=device.type == "cuda",
+    )
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in work.statistics)
+    for _ in work.epochs():
+        for pixels, labels in loader:
+            images = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=torch.channels_last)
+            yield images.div_(255).sub_(mean).div_(std), labels.to(device, non_blocking=True)
+
+
+def samerun(work: Work) -> None:
+    """Train as `app.train` does, by its parts: all it starts is started, only the model is given."""
+    # Imported here: the others are not to pay for it.
+    from app import opening, session
+    from app.batching import BatchPlan
+    from app.launched import read
+    from app.loop import train
+    from app.runtime import Runtime
+    from app.watchdog import Watchdog
+
+    launched, recipe = read(os.environ), work.loaded.recipe
+    runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size), clip_norm=recipe.optim.clip_norm)
+    data = work.data
+    parts = dataclasses.replace(session.agree(runtime, work.loaded, data), model=work.uncounted_model())
+    place = runtime.from_main(tempfile.mkdtemp(prefix="run-", dir=work.task.folder))
+    run_dir = opening.open_run_folder(runtime, work.loaded, place, trackers="none", origin=None, may_exist=False)
+    training = session.prepare(runtime, work.loaded, data, parts, Path(run_dir), None)
+    work.count(training.model)
+    with training.control:
+        with Watchdog(runtime, run_dir, timeout_s=540):
+            ended = train(training)
+        session.finish(training, data, run_dir, ended)

@@ -1,0 +1,78 @@
+"""`samerun bench` measures real programs, and what it reports follows from what it measured."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+
+import pytest
+from processes import ONE_THREAD, Started, read
+
+from app.benchmarks.figures import LIMIT, Group, Row, Spread, results
+from launch import cli
+
+ALL = {LIMIT, "hand-written", "samerun"}
+
+
+@pytest.mark.multiproc
+def test_a_small_bench_gives_a_whole_report(tmp_path):
+    small = ["--recipe", "digits", "--models", "linear", "--threads", "1", "--processes", "1", "--peers", "none"]
+    measured = ["--rounds", "3", "--window", "0.01", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "launch.cli", "bench", *small, *measured, "train.global_batch_size=32"]
+    output = Started(command, env=ONE_THREAD).wait().check().output
+    report = read(tmp_path / "bench.json")
+    ((group, programs),) = report["results"].items()
+    assert group == "linear, 1 process of 1 thread"
+    assert programs.keys() == ALL
+    assert all(name in output for name in (group, "samerun", "own us a step"))
+    assert "global_batch_size=32" in report["command"]
+    assert report["versions"]["torch"]
+    with (tmp_path / "bench.csv").open() as file:
+        windows = list(csv.DictReader(file))
+    for name, found in programs.items():
+        of_program = [float(window["cpu_us_per_step"]) for window in windows if window["program"] == name]
+        assert len(of_program) == 3
+        assert min(of_program) > 1.0
+        assert of_program == pytest.approx(found["cpu_us_per_step_of_rounds"], abs=0.01)
+        assert found["cpu_us_per_step"]["median"] == pytest.approx(statistics.median(of_program), abs=0.01)
+        limits = programs[LIMIT]["cpu_us_per_step_of_rounds"]
+        ratios = [limit / own for limit, own in zip(limits, found["cpu_us_per_step_of_rounds"], strict=True)]
+        assert found["share_of_limit"]["median"] == pytest.approx(statistics.median(ratios))
+    for ending, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        assert (tmp_path / f"bench.{ending}").read_bytes().startswith(start)
+
+
+def test_ratios_are_those_of_the_same_round():
+    group = Group("linear", 1, 1)
+    # The machine is ten times as slow in the second round, for both.
+    times = {LIMIT: (100.0, 1000.0, 100.0), "samerun": (125.0, 1250.0, 125.0)}
+    rows = [Row(group, name, number, 10, us, us) for name, all_us in times.items() for number, us in enumerate(all_us)]
+    limit, ours = results(rows)
+    assert limit.ratio == Spread(1.0, 1.0, 1.0)
+    assert ours.ratio == Spread(0.8, 0.8, 0.8)
+    assert ours.own_us == Spread(25.0, 25.0, 137.5)
+    assert ours.rounds == 3
+
+
+def test_a_wrong_peer_or_folder_is_named(capsys, tmp_path):
+    assert cli.main(["bench", "--peers", "accelerat", "--out", str(tmp_path)]) == 3
+    assert "'accelerat': choose from accelerate, fabric" in capsys.readouterr().err
+    assert cli.main(["bench", "--out", "/dev/null/no"]) == 7
+    assert "/dev/null/no (--out) cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.multiproc
+def test_the_dry_run_of_the_gpu_script_gives_the_whole_table(tmp_path):
+    command = [sys.executable, "-m", "app.benchmarks.gpu", "--dry-run", "--out", str(tmp_path / "table.md")]
+    Started(command, env=ONE_THREAD).wait().check()
+    text = (tmp_path / "table.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [row[:3] for row in rows] == [
+        [images, "off", program] for images in ("synthetic", "photographs") for program in ("hand-written", "samerun")
+    ]
+    assert all(float(row[3].split()[0].replace(",", "")) > 0 for row in rows)
+    assert [row[4] for row in rows] == ["unknown"] * 4  # nobody says what the CPU can do
+    assert "2 rounds of 2 steps" in text
+    assert "--dry-run" in text
+    assert "torch 2." in text
