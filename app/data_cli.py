@@ -146,7 +146,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     if command != "bench":
         count = cores.of_this_process(1)
         parser.add_argument(
-            "--processes", type=int, default=count, help=f"that read and decode (default: {count}, the cores here)"
+            "--processes", type=_at_least_one, default=count, help=f"that read and decode (default: {count}, the cores here)"
         )
     return parser
 

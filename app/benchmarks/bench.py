@@ -19,8 +19,9 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ _HAND_WRITTEN = (LIMIT, "hand-written")
 _AUGMENTED = " + augmentation"
 _WARM_STEPS = 10
 """Steps before anything is measured; from the same number of the limit's the length of a window is chosen."""
-_WINDOW_STEPS = 10
+_WINDOW_STEPS = 50
 """Windows are multiples of this: the steps between two logs of Samerun."""
 
 
@@ -49,6 +50,16 @@ class Entry:
     augmented: bool = False
     overrides: tuple[str, ...] = ()
     """Recipe values of its own: where it finds the same data in a container."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of the environment, as a preset sets them."""
+
+
+_SWITCHES = {
+    "channels_last": Entry("samerun, channels_last", "samerun", overrides=("model.channels_last=true",)),
+    "bf16": Entry("samerun, bf16", "samerun", variables={"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    "compile": Entry("samerun, compiled", "samerun", variables={"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
+}
+"""What a recipe or a preset can be asked for, to train faster."""
 
 
 def main(argv: list[str]) -> int:
@@ -97,6 +108,10 @@ def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
             entries.append(Entry(name, name))
     if options.augmented:
         entries += [Entry(name + _AUGMENTED, name, augmented=True) for name in ("samerun", "accelerate")[: 1 + bool(peers)]]
+    for switch in options.switches:
+        if switch not in _SWITCHES:
+            raise RecipeError(f"--switches has {switch!r}: choose from {', '.join(_SWITCHES)}.")
+        entries.append(_SWITCHES[switch])
     for container in filter(None, options.containers.split(",")):
         source, sign, path = container.partition("=")
         if not sign:
@@ -106,7 +121,7 @@ def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
 
 
 def _has_no_peer(entry: Entry) -> bool:
-    return entry.program in (*_HAND_WRITTEN, "samerun") and not entry.augmented and not entry.overrides
+    return entry.name in (*_HAND_WRITTEN, "samerun")
 
 
 def _groups(options: argparse.Namespace) -> list[Group]:
@@ -146,7 +161,8 @@ def _compete(
         started = {}
         for entry in entries:
             task, log = _task(entry, work, group.model), Path(work["folder"], f"{entry.name}.log")
-            one = turns.start(entry.name, task, threads=group.threads, processes=group.processes, log=log)
+            variables = {**turns.ON_CPU, **entry.variables}
+            one = turns.start(entry.name, task, threads=group.threads, processes=group.processes, log=log, variables=variables)
             started[entry.name] = stack.enter_context(one)
         contestants = {entry.name: started[entry.name] for entry in entries if _is_ready(entry, started[entry.name], console)}
         warm_s = {name: contestant.run(_WARM_STEPS).cpu_s for name, contestant in contestants.items()}[LIMIT]
@@ -279,6 +295,8 @@ def _parser() -> argparse.ArgumentParser:
                         "lightning, transformers, timm, torchvision (default: all that are installed)")  # fmt: skip
     parser.add_argument("--augmented", action="store_true", help="also Samerun and Accelerate with the recipe's random crops "
                         "and flips")  # fmt: skip
+    parser.add_argument("--switches", type=_names, default=[], metavar="NAMES", help="also Samerun with each of channels_last, "
+                        "bf16, compile; comma-separated")  # fmt: skip
     parser.add_argument("--containers", default="", metavar="SOURCE=PATH,...", help="also Samerun on the same data in other "
                         "containers: a data.source and its data.path each")  # fmt: skip
     parser.add_argument("--epoch", action="store_true", help="also the CPU seconds from the start of each program to its first "

@@ -177,7 +177,8 @@ def write_for_torchvision(data: Data, folder: Path) -> None:
     """Write grey images as the files of which torchvision makes its MNIST, `folder`/MNIST/raw."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    arrays = [part for source in data for part in (source.images[:, 0], source.labels.astype("uint8"))]  # type: ignore[attr-defined]
+    sources = [source for source in data if isinstance(source, ArraySource)]  # as both are: see `shape_of`
+    arrays = [part for source in sources for part in (source.images.array[:, 0], source.labels.astype(np.uint8))]
     for name, array in zip(FILES, arrays, strict=True):
         header = struct.pack(f">{1 + array.ndim}I", UNSIGNED_BYTE << 8 | array.ndim, *array.shape)
         (raw / name).write_bytes(header + array.tobytes())
