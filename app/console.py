@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 # In a log file a line every few seconds shows that a run is alive; more would bury what matters.
 SECONDS_BETWEEN_LINES = 5.0
-_TOO_LONG_SHARE = 0.2
+_TOO_LONG_SHARE = 0.3
 _LINES_IN_A_ROW = 3
 """Of metrics, in which the training waits too long before it is said: the first contains the start of the workers."""
 

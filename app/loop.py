@@ -17,7 +17,7 @@ from app.data.augment import Preparation
 from app.data.loader import Batch, Failure, batches_of
 from app.errors import TrainingError
 from app.metrics import Metrics
-from app.models import loss_sum_and_count
+from app.models import mean_loss
 from app.optim import set_learning_rate
 from app.recipe import Recipe
 from app.runtime import Runtime
@@ -80,13 +80,13 @@ def train(run: Training) -> Evaluation | Stopped:
                 run.seed_dropout(step, micro_batch)
             with run.steps.micro_batch():
                 inputs, targets = run.preparation.train(batch)
-                loss_sum, count = loss_sum_and_count(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)
-                run.steps.backward(loss_sum, count)
+                loss = mean_loss(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)
+                run.steps.backward(loss)
                 lap("forward_backward")
                 if accelerator.sync_gradients:
                     taken = run.steps.take()
                     lap("optimizer")
-            metrics.add(loss_sum, batch["samples"])
+            metrics.add(loss, batch["samples"])
         if run.average is not None:
             run.average.update(taken.skipped)
         metrics.end_step(step + 1, taken)

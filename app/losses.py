@@ -14,11 +14,13 @@ class Losses:
     def __init__(self, device: torch.device) -> None:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._passes: list[torch.Tensor] = []
+        self._count = 0
         self._skipped: list[torch.Tensor | bool] = []
 
-    def add(self, loss_sum: torch.Tensor) -> None:
-        """Take in the summed loss, a scalar, of one forward pass."""
-        self._passes.append(loss_sum.detach())
+    def add(self, loss: torch.Tensor, count: int) -> None:
+        """Take in the mean loss, a scalar, of one forward pass over `count` samples: as many in every pass."""
+        self._passes.append(loss.detach())
+        self._count = count
 
     def end_step(self, skipped: torch.Tensor | bool) -> None:
         """Finish a step; what was skipped (a bool scalar) has no part in the sum. All steps have equally many passes."""
@@ -34,7 +36,7 @@ class Losses:
         return taken
 
     def _add_up(self) -> None:
-        steps = torch.stack(self._passes).double().view(len(self._skipped), -1).sum(1)
+        steps = self._count * torch.stack(self._passes).double().view(len(self._skipped), -1).sum(1)
         skipped = torch.stack([torch.as_tensor(one, device=steps.device) for one in self._skipped])
         self._sum = self._sum + steps.masked_fill(skipped, 0.0).sum()
         self._passes, self._skipped = [], []

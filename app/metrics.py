@@ -55,9 +55,9 @@ class Metrics:
         self._logged_steps, self._logged = first_step, NOTHING
         self._recorded_steps, self._recorded = first_step, NOTHING
 
-    def add(self, loss_sum: torch.Tensor, samples: torch.Tensor) -> None:
-        """Take in one forward pass: its summed loss (scalar) and its sample numbers (int64 [micro-batch])."""
-        self._losses.add(loss_sum)
+    def add(self, loss: torch.Tensor, samples: torch.Tensor) -> None:
+        """Take in one forward pass: its mean loss (scalar) and its sample numbers (int64 [micro-batch])."""
+        self._losses.add(loss, len(samples))
         self._fed.add(samples)
         if self._record_samples:
             self._samples += self._accelerator.gather(samples).tolist()

@@ -59,8 +59,8 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
     return converted
 
 
-def loss_sum_and_count(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float) -> tuple[torch.Tensor, int]:
-    """Return the sum of the samples' cross-entropies, a scalar tensor in nats, and the number of samples.
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float) -> torch.Tensor:
+    """Return the mean of the samples' cross-entropies, a scalar tensor in nats.
 
     Args:
         logits: [B, K], computed with in float32 at least.
@@ -70,7 +70,7 @@ def loss_sum_and_count(logits: torch.Tensor, targets: torch.Tensor, *, label_smo
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if targets.is_floating_point():
         targets = targets.to(logits.dtype)
-    return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing), len(targets)
+    return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
 
 
 def topology_dependence(model: nn.Module) -> list[str]:

@@ -36,7 +36,6 @@ class Steps:
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, *, clip_norm: float | None) -> None:
         """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have."""
         self._accelerator, self._model, self._optimizer, self._clip_norm = accelerator, model, optimizer, clip_norm
-        self._shares: dict[int, torch.Tensor] = {}
         self._accumulation = accelerator.gradient_accumulation_steps
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         own = optimizer.optimizer
@@ -50,19 +49,12 @@ class Steps:
         """Return the block of one forward and backward pass: in all but a step's last, ranks keep their gradients."""
         return nullcontext() if self._accumulation == 1 else self._accelerator.accumulate(self._model)
 
-    def backward(self, loss_sum: torch.Tensor, count: int) -> None:
-        """Add the gradient of a micro-batch's mean loss to that of the step, which is the mean over its passes.
-
-        `loss_sum` is the scalar sum over `count` samples, as many in every pass.
-        """
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a micro-batch's mean loss, a scalar, to that of the step, which is the mean over its passes."""
         if self._torch_optimizer is None:
-            self._accelerator.backward(loss_sum / count)
-            return
-        # The gradient of a quotient without the quotient: two kernels less on the way forth and back.
-        share = self._shares.get(count)
-        if share is None:
-            share = self._shares[count] = torch.full_like(loss_sum.detach(), 1 / (count * self._accumulation))
-        loss_sum.backward(share)
+            self._accelerator.backward(loss)
+        else:
+            (loss if self._accumulation == 1 else loss / self._accumulation).backward()
 
     def take(self) -> Step:
         """Clip the gradient, take the step if it is finite, and forget it. Called by all ranks after the last backward pass."""
