@@ -89,7 +89,7 @@ class Preparation:
     def _normalised(self, images: Tensor) -> Tensor:
         self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
         inputs = images.to(self._scale.dtype, memory_format=self._memory_format)
-        return inputs.mul_(self._scale).add_(self._shift)
+        return torch.addcmul(self._shift, inputs, self._scale)
 
     def _finished(self, inputs: Tensor) -> Tensor:
         return inputs.to(self._dtype, memory_format=self._memory_format)
