@@ -125,6 +125,8 @@ def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int],
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
+    if kind == "none":
+        return nn.Identity()
     if kind == "batch":
         return nn.BatchNorm2d(channels)
     return nn.GroupNorm(max(groups for groups in range(1, _MAX_GROUPS + 1) if channels % groups == 0), channels)
