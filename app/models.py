@@ -125,7 +125,7 @@ def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int],
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
-    if kind == "none":
+    if kind == "identity":
         return nn.Identity()
     if kind == "batch":
         return nn.BatchNorm2d(channels)

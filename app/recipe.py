@@ -93,8 +93,8 @@ class ModelRecipe:
 
     name: str = "convnet"
     """`convnet`, or any classification model of torchvision by its name (resnet18, vit_b_16, ...)."""
-    norm: Literal["group", "batch", "none"] = "group"
-    """Normalisation of the convnet. Batch statistics depend on the micro-batch, group statistics do not; both cost time."""
+    norm: Literal["group", "batch", "identity"] = "group"
+    """Normalisation of the convnet; identity: none. Batch statistics depend on the micro-batch, group statistics do not."""
     activation: Literal["relu", "gelu"] = "relu"
     """Activation of the convnet. With gelu and average pooling it has no kinks, at which rounding decides a gradient."""
     pooling: Literal["max", "average"] = "max"

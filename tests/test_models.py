@@ -43,7 +43,7 @@ def plain_convnet(norm: list[nn.Module]) -> nn.Sequential:
     [
         ("group", [nn.GroupNorm(8, 32), nn.GroupNorm(8, 64)]),
         ("batch", [nn.BatchNorm2d(32), nn.BatchNorm2d(64)]),
-        ("none", [nn.Identity(), nn.Identity()]),
+        ("identity", [nn.Identity(), nn.Identity()]),
     ],
 )
 def test_convnet_is_plain_torch(kind, norm):

@@ -29,7 +29,7 @@ from app.data.split import Images
 from app.errors import RecipeError
 from app.recipe_file import LoadedRecipe
 
-_CONVNET = ("model.name=convnet", "model.norm=none", "model.channels=16,32", "model.hidden=256")
+_CONVNET = ("model.name=convnet", "model.norm=identity", "model.channels=16,32", "model.hidden=256")
 """The small network of 409 thousand weights: its step is short enough that feeding and the loop show."""
 _FOREVER_STEPS = 10**9
 
