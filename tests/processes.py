@@ -95,7 +95,9 @@ def clean_environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     # DeepSpeed compiles for minutes, and again for another virtual environment that finds the first one's files.
     compiled = Path(sys.prefix, "torch_extensions")
-    return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | {"PYTHONPATH": str(REPOSITORY)}
+    # And again for another version of `ninja`: the scripts that are no training take what is on the PATH.
+    path = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", os.defpath)))
+    return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | {"PYTHONPATH": str(REPOSITORY), "PATH": path}
 
 
 def free_port() -> int:
