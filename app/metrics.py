@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ class Metrics:
             ledger.append(self._run_dir, event)
 
     def _write(self, name: str, line: dict[str, Any]) -> None:
-        self._append(name, line)
+        self._append(name, {**line, "time": round(time.time(), 3)})
         numbers = {key: value for key, value in line.items() if isinstance(value, (int, float)) and key != "step"}
         self._accelerator.log(numbers, step=line["step"])
 

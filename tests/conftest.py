@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     train("cpu", run_dir, *RECIPE[:-2]).check()
     assert len(losses(run_dir)) == STEPS
     return losses(run_dir)
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, to read and to copy: the digits, two epochs in one process, in a line every 5 steps."""
+    run_dir = tmp_path_factory.mktemp("finished") / "digits"
+    train("cpu", run_dir, "--recipe", "digits", "train.epochs=2", "train.global_batch_size=64", "log.every_steps=5").check()
+    return run_dir
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

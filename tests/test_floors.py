@@ -37,7 +37,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.metrics", "app.gauges", "app.communication", "app.clock", "app.fed", "app.losses", "app.ledger"),
         ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
-    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",), ("app.watchdog",)],
+    [("app.shards", "app.average"), ("app.scores",), ("app.exported",), ("app.control",), ("app.watchdog",), ("app.goodput",)],
     [("app.checkpoint", "app.initial_weights")],
     [("app.loop",), ("app.opening",)],
     [("app.session",)],
@@ -49,7 +49,8 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.benchmarks",),
         ("app.data_cli", "app.data_inspect", "app.data_pack", "app.data_bench", "app.many"),
         ("app.parity", "app.curves"),
-        ("app.verify", "app.goodput"),
+        ("app.verify",),
+        ("app.reports",),
         ("app.doctor", "app.probe", "app.diagnosis"),
     ],
 ]

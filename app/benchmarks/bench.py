@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from app.benchmarks import turns
+from app.benchmarks import plots, turns
 from app.benchmarks.figures import LIMIT, LINEAR, Group, Result, Row, results, table, write
 from app.errors import RecipeError, RunFolderError, TrainingError
 
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
             write(folder, _about(options), rows, found)
         whole = _whole_runs(entries, work, options, console) if options.epoch else {}
     write(folder, {**_about(options), "whole_runs": whole}, rows, found)
-    _plot(folder, found, console)
+    plots.draw(found, folder / "bench")
     console.print(f"{_about(options)['machine']}\nwritten to {folder}", markup=False, highlight=False)
     return 0
 
@@ -242,15 +242,6 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {processor}, {platform.system()} {platform.release()}, Python " + (
         platform.python_version()
     )
-
-
-def _plot(folder: Path, found: list[Result], console: Console) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        console.print("no plot: matplotlib is not installed (pip install 'samerun[plots]')", markup=False)
-        return
-    from app.benchmarks import plots
-
-    plots.draw(found, folder / "bench")
 
 
 def _names(text: str) -> list[str]:

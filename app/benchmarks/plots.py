@@ -1,7 +1,4 @@
-"""The picture of `samerun bench`: what share of the limit's speed each program reaches, with its spread.
-
-The one module that imports matplotlib (the extra `plots`).
-"""
+"""The picture of `samerun bench`: what share of the limit's speed each program reaches, with its spread."""
 
 from __future__ import annotations
 

@@ -1,0 +1,137 @@
+"""A run as its folder tells it: finished, going on, killed, or copied from another machine with files missing or cut.
+
+What cannot be read becomes a sentence among the complaints, and everything else is still there. Imports neither torch nor
+the data of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from app import ledger, run_folder
+from app.errors import RunFolderError
+
+Line = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRun:
+    """What a run folder holds. Files that every run has from its start, and that are missing or broken, are complained of."""
+
+    folder: Path
+    recipe: Mapping[str, Any]
+    """recipe.yaml, by section and key."""
+    about: Mapping[str, Any]
+    """run.json: processes, devices, batch, versions, command."""
+    metrics: Sequence[Line]
+    """The whole lines of metrics.jsonl, by rising step; of a step that was taken twice the later."""
+    evaluations: Sequence[Line]
+    """Those of evaluations.jsonl."""
+    events: Sequence[ledger.Event]
+    """Those of ledger.jsonl, the oldest first."""
+    result: Mapping[str, Any]
+    """result.json; empty if the run is not finished."""
+    outcome: Mapping[str, Any]
+    """outcome.json; empty if the run did not end by itself."""
+    complaints: Sequence[str]
+    """A sentence for each file that is missing or broken."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name, as a heading or in a legend."""
+        return self.folder.resolve().name
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, as its last start knew them; None if no start is recorded."""
+        return next((event.total_steps for event in reversed(self.events) if isinstance(event, ledger.Start)), None)
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples that one pass takes: the training data without its incomplete last global batch; None if not known."""
+        size = next((event.training_samples for event in reversed(self.events) if isinstance(event, ledger.Start)), None)
+        batch = self.about.get("global_batch_size")
+        return size // batch * batch if size and batch else None
+
+
+def read(folder: Path) -> PastRun:
+    """Return what is in `folder`. Raises RunFolderError if it is not a folder, or holds nothing that a run writes."""
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder} is not a folder: give that of a run (--run-dir, by default runs/<recipe>-<time>).")
+    if not any((folder / name).exists() for name in (run_folder.RUN, run_folder.METRICS, run_folder.RECIPE, run_folder.LEDGER)):
+        raise RunFolderError(f"{folder} is not the folder of a run: it has none of the files that a run writes at its start.")
+    complaints: list[str] = []
+
+    def attempt(load: Callable[[], T], otherwise: T) -> T:
+        try:
+            return load()
+        except RunFolderError as error:
+            complaints.append(str(error))
+            return otherwise
+
+    def optional(name: str) -> Mapping[str, Any]:
+        path = folder / name
+        return attempt(lambda: run_folder.read_json(path), {}) if path.exists() else {}
+
+    return PastRun(
+        folder=folder,
+        recipe=attempt(lambda: _recipe(folder / run_folder.RECIPE), {}),
+        about=attempt(lambda: run_folder.read_json(folder / run_folder.RUN), {}),
+        metrics=_lines(folder / run_folder.METRICS, complaints),
+        evaluations=_lines(folder / run_folder.EVALUATIONS, complaints, optional=True),
+        events=attempt(lambda: ledger.read(folder), []),
+        result=optional(run_folder.RESULT),
+        outcome=optional(run_folder.OUTCOME),
+        complaints=complaints,
+    )
+
+
+def _recipe(path: Path) -> Mapping[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise RunFolderError(f"{path} is not a recipe: it holds {type(values).__name__}, not sections with keys.")
+    return values
+
+
+def _lines(path: Path, complaints: list[str], *, optional: bool = False) -> list[Line]:
+    """The whole lines of a JSONL file, sorted by step; the broken ones are counted in one complaint."""
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        if not optional:
+            complaints.append(f"{path} is missing.")
+        return []
+    except OSError as error:
+        complaints.append(f"{path} cannot be read: {error.strerror}.")
+        return []
+    by_step: dict[int, Line] = {}
+    broken: list[int] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        values = _object(line)
+        if values is None:
+            broken.append(number)
+        else:
+            by_step[values["step"]] = values
+    if broken:
+        count = f"{len(broken)} lines are" if len(broken) > 1 else "a line is"
+        complaints.append(f"{path}: {count} broken or cut (the first is line {broken[0]}) and left out.")
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """The object of a line that says of which step it is; None for any other."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and type(values.get("step")) is int else None
