@@ -97,7 +97,10 @@ def clean_environment() -> dict[str, str]:
     compiled = Path(sys.prefix, "torch_extensions")
     # And again for another version of `ninja`: the scripts that are no training take what is on the PATH.
     path = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", os.defpath)))
-    return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | {"PYTHONPATH": str(REPOSITORY), "PATH": path}
+    # Processes of several nodes, and of several tests, share the cores here: one whose threads spin while they wait for one
+    # another takes the time in which the others would come. A run of the labs took 194 CPU seconds with that, and 34 without.
+    sharing = {"OMP_WAIT_POLICY": "passive"}
+    return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | sharing | {"PYTHONPATH": str(REPOSITORY), "PATH": path}
 
 
 def free_port() -> int:
@@ -203,7 +206,7 @@ def launched_environments(preset: str, processes: int) -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         target = (str(SCRIPTS / "environment.py"), folder)
         command = accelerate(preset, target=target, processes=None if preset in ALONE else processes)
-        Started(command, env=ONE_THREAD).wait().check()
+        warm().start(tuple(command[command.index("-m") + 1 :]), [{**clean_environment(), **ONE_THREAD}]).wait().check()
         return [read(Path(folder, f"{rank}.json")) for rank in range(processes)]
 
 

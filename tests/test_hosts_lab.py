@@ -72,7 +72,7 @@ def mpirun(lab: Lab, folder: Path, *arguments: str) -> Started:
     agent.write_text(f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done # options of ssh
 host=$1; shift
-exec {enter} "$host" env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "cd; $*"
+exec {enter} "$host" env -i HOME="$HOME" PATH=/usr/bin:/bin OMP_WAIT_POLICY=passive sh -c "cd; $*"
 """)
     agent.chmod(0o755)
     command = f"mpirun --bind-to none --host node1:2,node2:2 --mca plm_rsh_agent {agent}"
@@ -120,7 +120,7 @@ def qsub(lab: Lab, folder: Path, *arguments: str) -> Started:
     shutil.copy(CAPTURED / "nodefile-select-2x2.txt", nodefile)
     home = os.environ["HOME"]
     # Those of the tests as by `qsub -v`, which reaches tasks as well.
-    carried = {name: clean_environment()[name] for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR")}
+    carried = {name: clean_environment()[name] for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR", "OMP_WAIT_POLICY")}
     here = {"PBS_NODEFILE": str(nodefile), "HOME": home, "TMPDIR": str(folder), **carried}
     tasks = {"node1": "select-2x2-pbsdsh-task00000002", "node2": "select-2x2-pbsdsh-task20000001"}
     choices = " ".join(f'{host}) set -- {shlex.join(captured(task, **here))} "$@" ;;' for host, task in tasks.items())
