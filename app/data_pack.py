@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from app.data.record import Record
 from app.data.source import Source
 from app.data.split import Unstored, pictures_in_a_chunk, write_split
 from app.data.stage import located
+from app.data.whole import made_whole
 from app.data.writers import WRITERS
 from app.errors import DataError, RecipeError
 from app.many import in_order
@@ -73,25 +72,21 @@ def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
     if asked.out.exists() or asked.out.is_symlink():
         raise DataError(f"{asked.out} is there already, and packing replaces nothing: choose another --out, or remove it")
     data = _open(recipe, asked)
-    temporary = asked.out.with_name(f".{asked.out.name}.{uuid.uuid4().hex[:8]}.tmp")
     names = _names(recipe)
     try:
-        temporary.mkdir(parents=True)
-        for name, source in zip(names, data, strict=True):
-            if asked.to == "arrays":
-                _write_arrays(temporary / name, source, asked)
-            elif asked.to == "imagefolder":
-                _write_folder(temporary / name, source, asked)
-            else:
-                WRITERS[asked.to](temporary, name, source.classes, _records(source, asked))
-        os.sync()
-        temporary.rename(asked.out)
+        with made_whole(asked.out) as temporary:
+            for name, source in zip(names, data, strict=True):
+                if asked.to == "arrays":
+                    _write_arrays(temporary / name, source, asked)
+                elif asked.to == "imagefolder":
+                    _write_folder(temporary / name, source, asked)
+                else:
+                    WRITERS[asked.to](temporary, name, source.classes, _records(source, asked))
+            os.sync()
     except OSError as error:
         raise DataError(
             f"{asked.out} cannot be written: {error.strerror or error}. Free space there, or choose another"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return (
         f"data.source={asked.to}",
         f"data.path={asked.out}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import multiprocessing
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,7 +40,8 @@ def in_order(work: Callable[[range], R], size: int, *, piece: int, processes: in
     if processes == 1:
         yield from map(work, pieces)
         return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=_begin, initargs=(work,))
+    begin_with = (work, os.getpid())
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=_begin, initargs=begin_with)
     try:
         waiting: deque[Future[R]] = deque(pool.submit(_do, part) for part in itertools.islice(pieces, _AHEAD * processes))
         while waiting:
@@ -52,12 +54,14 @@ def in_order(work: Callable[[range], R], size: int, *, piece: int, processes: in
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(work: Callable[[range], Any]) -> None:
+def _begin(work: Callable[[range], Any], parent_pid: int) -> None:
     global _work  # noqa: PLW0603 - what a fork inherits needs no pickling, and a pool hands on only what can be pickled
     _work = work
     torch.set_num_threads(1)
     # A process of a pool waits for work for ever when the one that made the pool is killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it was killed before this one could ask to be told
+        os._exit(1)
 
 
 def _do(piece: range) -> Any:

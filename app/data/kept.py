@@ -15,6 +15,7 @@ from pathlib import Path
 
 from app.data.split import FORMAT, Split, Unstored, open_split, write_split
 from app.data.turns import alone, cache_folder
+from app.data.whole import remove_remains
 from app.errors import DataError
 
 # Less than this is not worth a file: each process holds it in memory, beside the 200 MB that torch takes.
@@ -67,8 +68,7 @@ def _make(folder: Path, read: Callable[[], Unstored]) -> Split:
             return open_split(folder)
         except DataError:
             shutil.rmtree(folder)
-    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    remove_remains(folder)
     try:
         write_split(folder, read())
     except DataError:

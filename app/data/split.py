@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.data.source import fingerprint
+from app.data.whole import made_whole
 from app.errors import DataError
 
 IMAGES, LABELS, ABOUT = "images.npy", "labels.npy", "split.json"
@@ -99,24 +98,20 @@ def write_split(folder: Path, split: Unstored) -> None:
     Raises:
         DataError: It cannot be written, or there is such a folder.
     """
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        _write_npy(temporary / IMAGES, np.uint8, split.shape, split.chunks)
-        _write_npy(temporary / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
-        written = Split(_mapped(temporary), np.load(temporary / LABELS, mmap_mode="r"), split.classes)
-        about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
-        with (temporary / ABOUT).open("w") as file:
-            file.write(json.dumps(about, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(folder)
+        with made_whole(folder) as temporary:
+            _write_npy(temporary / IMAGES, np.uint8, split.shape, split.chunks)
+            _write_npy(temporary / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
+            written = Split(_mapped(temporary), np.load(temporary / LABELS, mmap_mode="r"), split.classes)
+            about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
+            with (temporary / ABOUT).open("w") as file:
+                file.write(json.dumps(about, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written: {error.strerror or error}. Free space there, or choose another place"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def open_split(folder: Path) -> Split:

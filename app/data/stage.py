@@ -13,15 +13,15 @@ import re
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from app.data.turns import alone
+from app.data.whole import made_whole, remove_remains
 from app.errors import DataError, RecipeError
 from app.recipe import Recipe
 
@@ -109,17 +109,16 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
     """Copy the files to `place`, unless another process has meanwhile. The lock is held. Raises OSError and DataError."""
     if place.exists():
         return
-    for left in place.parent.glob(f".{place.name}.*.tmp"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    remove_remains(place)
     total_bytes, free_bytes = sum(file.size_bytes for file in files), shutil.disk_usage(place.parent).free
     if total_bytes + _SPARE_BYTES > free_bytes:
         raise DataError(
             f"{source} takes {total_bytes / 1e9:.2f} GB, and data.stage_to={place.parent} has {free_bytes / 1e9:.2f} GB free: "
             "name a larger disk, shrink the pictures (`samerun data pack`), or leave data.stage_to out"
         )
-    temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
-    inside = temporary / source.name
-    try:
+    # Where there are no locks, another process may have been first.
+    with suppress(FileExistsError), made_whole(place) as temporary:
+        inside = temporary / source.name
         for folder in sorted({(inside / file.name).parent for file in files}):
             folder.mkdir(parents=True, exist_ok=True)
         with _progress(f"copying {source} to {place.parent}", total_bytes) as advance, ThreadPoolExecutor(_COPIERS) as pool:
@@ -130,10 +129,6 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
 
             for size_bytes in pool.map(copy, files):
                 advance(size_bytes)
-        if not place.exists():  # where there are no locks, another process may have been first
-            temporary.rename(place)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
