@@ -150,10 +150,10 @@ def _losses_by_steps(run: PastRun) -> dict[tuple[int, int], float]:
 
 def _machines(run: PastRun) -> dict[str, Any]:
     told = {key: run.about[key] for key in _MACHINES if key in run.about}
-    ranks = [str(rank).split() for rank in run.about.get("ranks", [])]
-    if ranks:
-        told["hosts"] = ", ".join(dict.fromkeys(rank[0] for rank in ranks))
-        told["devices"] = ", ".join(dict.fromkeys(rank[-1].partition(":")[0] for rank in ranks))
+    ranks = run.about.get("ranks")
+    if isinstance(ranks, list):  # of "HOST DEVICE"
+        told["hosts"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[0] for rank in ranks))
+        told["devices"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[2].partition(":")[0] for rank in ranks))
     starts = [event for event in run.events if isinstance(event, ledger.Start)]
     if starts:
         told |= {"starts": len(starts), "training_samples": starts[-1].training_samples, "total_steps": starts[-1].total_steps}

@@ -58,7 +58,7 @@ class PastRun:
         """Samples that one pass takes: the training data without its incomplete last global batch; None if not known."""
         size = next((event.training_samples for event in reversed(self.events) if isinstance(event, ledger.Start)), None)
         batch = self.about.get("global_batch_size")
-        return size // batch * batch if size and batch else None
+        return size // batch * batch if size and isinstance(batch, int) and batch > 0 else None
 
 
 def is_run(folder: Path) -> bool:
