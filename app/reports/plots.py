@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -44,6 +45,7 @@ _LOG_FROM = 10.0  # largest loss over smallest, from which on what happens at th
 _LINES = ("-", "--", "-.", ":")
 _COLOURS = ("#000000", "#0072b2", "#b34f00", "#00694b", "#8c8c8c", "#56b4e9", "#e69f00", "#cc79a7")
 _MARKERS = "os^Dv*PX"
+_MOST_POINTS = 500  # of a curve; more lie beside each other on paper, and make a band of what should be a line
 _MARKS = 9  # on the line of a run whose points are too many to mark each
 
 
@@ -130,7 +132,7 @@ def draw(
     axes: Axes, runs: Sequence[PastRun], quantity: Quantity, *, x: X = "epoch", parts: Sequence[Part] = PARTS
 ) -> list[str]:
     """Draw the curves of the runs, with labels for a legend, and return the sentences about what is missing."""
-    curves = [[curve(run, part, quantity, x=x) for part in parts] for run in runs]
+    curves = [[_readable(run, curve(run, part, quantity, x=x)) for part in parts] for run in runs]
     scale, x_label = _scale_of(runs, x)
     for number, (name, of_run) in enumerate(zip(labels(runs), curves, strict=True)):
         for part, found in zip(parts, of_run, strict=True):
@@ -147,6 +149,19 @@ def draw(
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center")
     _set_scales(axes, x, is_log=bool(quantity == "loss" and drawn and 0 < _LOG_FROM * min(drawn) < max(drawn)))
     return [note for of_run in curves for found in of_run for note in found.notes]
+
+
+def _readable(run: PastRun, found: Curve) -> Curve:
+    """The curve, of too many points to see a line the means of some after each other."""
+    size = math.ceil(len(found.y) / _MOST_POINTS)
+    if size <= 1:
+        return found
+
+    def means(values: Sequence[float]) -> list[float]:
+        return [statistics.fmean(values[first : first + size]) for first in range(0, len(values), size)]
+
+    note = f"{run.name}: {len(found.y):,} lines are drawn as points, each the mean of {size}."
+    return Curve(x=means(found.x), y=means(found.y), notes=[*found.notes, note])
 
 
 def _as_text(label: str) -> str:
