@@ -1,0 +1,215 @@
+"""Loss and accuracy of past runs as lines on matplotlib axes.
+
+    draw(axes, [run], "loss")                          training as a line, validation as a line with markers
+    draw(axes, runs, "accuracy", x="time", parts=["validation"])
+    figure, notes = page(runs, xs=["epoch", "time"])   all of it, with one legend
+
+A run is told by its line style and marker, so that it can be printed in grey; of runs that lie upon each other, each later
+line is thinner than those below. Whatever a run does not have is left out, and what `curve` returns says so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from app import ledger
+from app.reports.past_run import Line, PastRun
+
+Quantity = Literal["loss", "accuracy"]
+Part = Literal["training", "validation"]
+X = Literal["epoch", "samples", "time"]
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+PARTS: tuple[Part, ...] = get_args(Part)
+XS: tuple[X, ...] = get_args(X)
+
+_PLACES: Mapping[tuple[Part, Quantity], str] = {
+    ("training", "loss"): "loss",
+    ("training", "accuracy"): "accuracy",
+    ("validation", "loss"): "test_loss",
+    ("validation", "accuracy"): "test_accuracy",
+}
+_UNITS: Mapping[Quantity, str] = {"loss": "nats", "accuracy": "%"}
+_TIME_UNITS = ((7200.0, 3600.0, "h"), (600.0, 60.0, "min"), (0.0, 1.0, "s"))  # from so many seconds on: seconds in it, name
+_LOG_FROM = 10.0  # largest loss over smallest, from which on what happens at the end would be a flat line otherwise
+
+# Four line styles, dark at first and then lighter; in colour, those of Okabe and Ito, which all eyes tell apart.
+_LINES = ("-", "--", "-.", ":")
+_COLOURS = ("#000000", "#0072b2", "#b34f00", "#00694b", "#8c8c8c", "#56b4e9", "#e69f00", "#cc79a7")
+_MARKERS = "os^Dv*PX"
+_MARKS = 9  # on the line of a run whose points are too many to mark each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What was recorded of a run, by rising step."""
+
+    x: Sequence[float]
+    """Epochs (fractional), samples, or seconds since the first start of the run."""
+    y: Sequence[float]
+    """Loss in nats, or accuracy as a share, 0..1."""
+    notes: Sequence[str]
+    """A sentence for whatever is not there, or is not quite what was asked for."""
+
+
+def curve(run: PastRun, part: Part, quantity: Quantity, *, x: X = "epoch") -> Curve:
+    """Return one curve of a run, without the points that have no value or no place."""
+    lines: Sequence[Line] = run.metrics if part == "training" else run.evaluations
+    key = _PLACES[part, quantity]
+    lines = [line for line in lines if _is_number(line.get(key))]
+    if not lines:
+        return Curve(x=[], y=[], notes=[f"{run.name}: no {part} {quantity} is recorded."])
+    places, note = {"epoch": _epochs, "samples": _samples, "time": _seconds}[x](run, lines)
+    points = [(place, float(line[key])) for place, line in zip(places, lines, strict=True) if place is not None]
+    return Curve(x=[place for place, _ in points], y=[value for _, value in points], notes=[note] if note else [])
+
+
+def _epochs(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
+    size = run.samples_per_epoch
+    if size and all(_is_number(line.get("samples_seen")) for line in lines):
+        return [line["samples_seen"] / size for line in lines], ""
+    note = f"{run.name}: how many samples an epoch has is not recorded; lines stand where their epoch begins."
+    return [_number(line, "epoch") for line in lines], note
+
+
+def _samples(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
+    places = [_number(line, "samples_seen") for line in lines]
+    return places, f"{run.name}: lines do not say how many samples were seen." if None in places else ""
+
+
+def _seconds(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
+    times = [_number(line, "time") for line in lines]
+    if all(time is None for time in times):
+        return _training_seconds(run, lines)
+    begin_s = next((event.launched for event in run.events if isinstance(event, ledger.Start)), None)
+    note = f"{run.name}: lines without a time are left out." if None in times else ""
+    if begin_s is None:
+        begin_s = min(time for line in (*run.metrics, *run.evaluations) if (time := _number(line, "time")) is not None)
+        note = f"{run.name}: when it was started is not recorded; its time begins with its first line."
+    return [None if time is None else time - begin_s for time in times], note
+
+
+def _training_seconds(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
+    """The seconds spent training, for lines that have no time: those of older versions."""
+    known = {line["step"]: line["training_s"] for line in run.metrics if _is_number(line.get("training_s"))}
+    spent_s = list(known.values())
+    if spent_s != sorted(spent_s):  # it begins anew with every start
+        return [None] * len(lines), f"{run.name}: its lines have no time, and it was started several times: not drawn."
+    note = f"{run.name}: its lines have no time; drawn by the time spent training, without start, evaluations and saves."
+    return [known.get(line["step"]) for line in lines], note
+
+
+def _number(line: Line, key: str) -> float | None:
+    return float(line[key]) if _is_number(line.get(key)) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def labels(runs: Sequence[PastRun]) -> list[str]:
+    """Return a name for each run, without the words that all share: 1x8 and 4x2 for digits-1x8-adamw and digits-4x2-adamw."""
+    parts = [run.folder.resolve().parts[1:] or (run.name,) for run in runs]
+    depth = next((depth for depth in range(1, 9) if len({path[-depth:] for path in parts}) == len(runs)), 1)
+    words = [re.split(r"([-_/])", "/".join(path[-depth:])) for path in parts]  # a word, what separates it, a word, ...
+    while len(runs) > 1 and all(len(own) > 1 for own in words) and len({own[0] for own in words}) == 1:
+        words = [own[2:] for own in words]
+    while len(runs) > 1 and all(len(own) > 1 for own in words) and len({own[-1] for own in words}) == 1:
+        words = [own[:-2] for own in words]
+    return ["".join(own) for own in words]
+
+
+def draw(
+    axes: Axes, runs: Sequence[PastRun], quantity: Quantity, *, x: X = "epoch", parts: Sequence[Part] = PARTS
+) -> list[str]:
+    """Draw the curves of the runs, with labels for a legend, and return the sentences about what is missing."""
+    curves = [[curve(run, part, quantity, x=x) for part in parts] for run in runs]
+    scale, x_label = _scale_of(runs, x)
+    for number, (name, of_run) in enumerate(zip(labels(runs), curves, strict=True)):
+        for part, found in zip(parts, of_run, strict=True):
+            if not found.y:
+                continue
+            label = part if len(runs) == 1 else name if len(parts) == 1 else f"{name}, {part}"
+            factor = 100.0 if quantity == "accuracy" else 1.0
+            places, values = [place / scale for place in found.x], [factor * value for value in found.y]
+            axes.plot(places, values, label=label, **_style(number, part, len(values), alone=len(parts) == 1))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(f"{parts[0] + ' ' if len(parts) == 1 else ''}{quantity} ({_UNITS[quantity]})")
+    drawn = [value for of_run in curves for found in of_run for value in found.y]
+    if not drawn:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center")
+    _set_scales(axes, x, is_log=bool(quantity == "loss" and drawn and 0 < _LOG_FROM * min(drawn) < max(drawn)))
+    return [note for of_run in curves for found in of_run for note in found.notes]
+
+
+def _scale_of(runs: Sequence[PastRun], x: X) -> tuple[float, str]:
+    """What the places are divided by to be shown, and the label of the axis: the same in all panels of these runs."""
+    if x != "time":
+        return 1.0, {"epoch": "epoch", "samples": "samples seen"}[x]
+    last_s = max((curve(run, part, "loss", x=x).x[-1:] or [0.0])[0] for run in runs for part in PARTS)
+    seconds, unit = next((seconds, unit) for least_s, seconds, unit in _TIME_UNITS if last_s >= least_s)
+    return seconds, f"time since the start ({unit})"
+
+
+def _style(number: int, part: Part, points: int, *, alone: bool) -> dict[str, Any]:
+    """How the line of a run is drawn; `alone`: only this part is drawn, so training lines are free to have markers too."""
+    style = {
+        "linestyle": _LINES[number % len(_LINES)],
+        "color": _COLOURS[number % len(_COLOURS)],
+        "linewidth": max(0.9, 2.0 - 0.3 * number),
+    }
+    if part == "training" and not alone:
+        return style
+    spacing = max(1, points // _MARKS)
+    marked = slice(number * spacing // 3 % spacing, None, spacing)  # the markers of runs that coincide stand beside each other
+    return {
+        **style,
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "markersize": 4.5,
+        "markerfacecolor": "white",
+        "markevery": marked,
+    }
+
+
+def _set_scales(axes: Axes, x: X, *, is_log: bool) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=x == "epoch", min_n_ticks=2, steps=[1, 2, 5, 10]))
+    if x == "samples":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(left=0.0)
+    axes.grid(visible=True, color="0.88", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def page(
+    runs: Sequence[PastRun], *, quantities: Sequence[Quantity] = QUANTITIES, xs: Sequence[X] = ("epoch",)
+) -> tuple[Figure, list[str]]:
+    """Return a figure with a column for each of `xs`, and the sentences about what is missing.
+
+    Of one run, training and validation share a panel; of several, each has its own. One legend stands above all panels.
+    """
+    rows: list[tuple[Quantity, Sequence[Part]]]
+    rows = [(quantity, own) for quantity in quantities for own in ([PARTS] if len(runs) == 1 else [[part] for part in PARTS])]
+    figure = Figure(figsize=(max(7.0, 4.6 * len(xs)), 0.7 + 2.5 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), len(xs), sharex="col", sharey="row", squeeze=False)
+    notes: list[str] = []
+    for (quantity, parts), places in zip(rows, grid, strict=True):
+        for axes, x in zip(places, xs, strict=True):
+            notes += draw(axes, runs, quantity, x=x, parts=parts)
+            axes.label_outer()
+    entries = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if entries:
+        figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=4, frameon=False, handlelength=4)
+    return figure, list(dict.fromkeys(notes))

@@ -1,0 +1,89 @@
+"""The curves of past runs: the right points, told apart without colour, and a sentence for what is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from app.reports import past_run, plots
+from app.reports.past_run import PastRun
+
+
+@pytest.fixture
+def copied(digits_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(digits_run, tmp_path / "copied"))
+
+
+def rewritten(path: Path, *without: str) -> None:
+    """Take keys out of every line, as an older version did not write them."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({key: line[key] for key in line.keys() - {*without}}) + "\n" for line in lines))
+
+
+def test_points_stand_where_they_belong(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+    found = plots.curve(run, "validation", "accuracy")
+    assert (list(found.x), list(found.notes)) == ([1.0, 2.0], [])
+    assert list(found.y) == [line["test_accuracy"] for line in run.evaluations]
+    training = plots.curve(run, "training", "loss")
+    assert training.x[0] == 5 * 64 / run.samples_per_epoch
+    assert plots.curve(run, "training", "loss", x="samples").x[-1] == run.result["samples_seen"]
+    seconds = plots.curve(run, "training", "loss", x="time").x
+    assert 0 < seconds[0] < seconds[-1]
+    assert seconds[-1] == pytest.approx(run.metrics[-1]["time"] - run.events[0].launched)
+
+
+def test_older_lines_are_drawn_by_the_time_spent_training(copied: Path) -> None:
+    rewritten(copied / "metrics.jsonl", "time")
+    run = past_run.read(copied)
+    found = plots.curve(run, "training", "loss", x="time")
+    assert list(found.x) == [line["training_s"] for line in run.metrics]
+    assert "no time" in found.notes[0]
+    rewritten(copied / "metrics.jsonl", "training_s")
+    assert plots.curve(past_run.read(copied), "training", "loss", x="time").y == []
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "ledger.jsonl", "evaluations.jsonl"])
+def test_what_is_missing_is_said_and_the_rest_is_drawn(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    run = past_run.read(copied)
+    figure, notes = plots.page([run], xs=plots.XS)
+    assert notes
+    assert sum(len(axes.lines) for axes in figure.axes) >= 2
+    epochs = plots.curve(run, "training" if name == "evaluations.jsonl" else "validation", "loss").x
+    assert list(epochs[-1:]) in ([2.0], [1.0])  # where an epoch's size is not known, the line's epoch: the second
+
+
+def test_runs_are_told_apart_without_colour(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+    runs = [PastRun(**{**vars(run), "folder": Path(f"/runs/digits-{number}")}) for number in range(8)]
+    figure, _ = plots.page(runs)
+    looks = {(line.get_linestyle(), line.get_marker()) for line in figure.axes[1].lines}
+    assert len(looks) == 8
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list("01234567")
+    assert [axes.get_ylabel() for axes in figure.axes][1] == "validation loss (nats)"
+
+
+def test_training_and_validation_of_one_run_are_told_apart_without_colour(digits_run: Path) -> None:
+    axes = Figure().subplots()
+    assert plots.draw(axes, [past_run.read(digits_run)], "loss") == []
+    assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("training", "None"), ("validation", "o")]
+
+
+@pytest.mark.parametrize(
+    ("folders", "expected"),
+    [
+        (["r/digits-1x8-adamw", "r/digits-4x2-adamw"], ["1x8", "4x2"]),
+        (["r/run", "r/run-2"], ["run", "run-2"]),
+        (["one/digits", "two/digits"], ["one", "two"]),
+        (["r/digits"], ["digits"]),
+        (["r/same", "r/same"], ["same", "same"]),
+    ],
+)
+def test_names_are_shortened_to_what_differs(digits_run: Path, folders: list[str], expected: list[str]) -> None:
+    run = past_run.read(digits_run)
+    assert plots.labels([PastRun(**{**vars(run), "folder": Path(folder)}) for folder in folders]) == expected
