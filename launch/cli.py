@@ -76,6 +76,18 @@ def _bench(argv: list[str]) -> int:
     return bench.main(argv)
 
 
+def _report(argv: list[str]) -> int:
+    from app.reports import page
+
+    return page.main(argv)
+
+
+def _watch(argv: list[str]) -> int:
+    from app.reports import watch
+
+    return watch.main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
@@ -85,6 +97,8 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
     "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
+    "report": (_report, "write all that a run folder tells as one HTML page"),
+    "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),
 }
 
 
