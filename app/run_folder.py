@@ -134,11 +134,13 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON file's object. Raises RunFolderError if it is missing or broken."""
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except FileNotFoundError:
         raise RunFolderError(f"{path} is missing: {path.parent} is not the folder of a finished run.") from None
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise RunFolderError(f"{path} is not what a run writes: it holds {type(values).__name__}, not an object with names.")
     return values
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import PROGRAM, Browser
-from processes import read
+from processes import REPOSITORY, read
 
 from app import ledger
 from app.errors import RunFolderError
@@ -111,6 +113,22 @@ def test_of_a_broken_folder_each_fault_is_a_sentence_and_the_rest_is_drawn(
         assert told in found["text"], told
     for told in ("The topology, of run.json", "The list of versions, of run.json"):
         assert told in found["text"], told
+
+
+@pytest.mark.parametrize("name", ["run.json", "outcome.json", "result.json", "test_predictions/predictions.json"])
+def test_a_file_that_holds_something_else_is_a_sentence(digits_run: Path, tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(digits_run, tmp_path / "copied"))
+    (folder / name).write_text("[1, 2]")
+    html, (complaint,) = page.render(past_run.read(folder), now=0.0)
+    assert f"{folder / name} is not what a run writes" in complaint
+    assert complaint in html
+
+
+def test_neither_page_nor_watching_needs_torch_and_watching_no_plots() -> None:
+    for module, heavy in (("page", {"torch", "accelerate"}), ("watch", {"torch", "accelerate", "matplotlib"})):
+        check = f"import sys, app.reports.{module}; sys.exit(str({heavy} & set(sys.modules) or ''))"
+        finished = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert finished.stderr.strip() == ""
 
 
 def test_what_is_no_run_and_what_cannot_be_written_is_said(

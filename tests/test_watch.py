@@ -7,10 +7,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import REPOSITORY, clean_environment, read_lines, start
+from processes import REPOSITORY, TIMEOUT_S, clean_environment, read_lines, start
 
 from app.errors import RunFolderError
 from app.reports.view import sparkline
@@ -21,36 +23,39 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "launch.cli", "watch", *arguments]
 
 
-def watch(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(*arguments),
-        cwd=REPOSITORY,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Watch:
+    """`samerun watch` with its output in a file, so that nobody waits for a line that never comes."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command(*arguments), cwd=REPOSITORY, env=clean_environment(), stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def await_text(self, text: str, is_alive: Callable[[], bool] = lambda: True) -> None:
+        end_s = time.monotonic() + TIMEOUT_S
+        while text not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert is_alive(), self.log.read_text()
+            assert time.monotonic() < end_s, self.log.read_text()
+            time.sleep(0.02)
 
 
 @pytest.mark.multiproc
 def test_a_run_that_is_not_there_yet_is_followed_until_it_stops(tmp_path: Path) -> None:
     run_dir = tmp_path / "later"
-    with watch(str(run_dir), "--every", "0.1") as watching:
-        assert watching.stdout is not None
-        assert f"waiting for the run: {run_dir} is not a folder" in watching.stdout.readline()
-        arguments = ("--recipe", "digits", "train.epochs=5000", "train.global_batch_size=64", "log.every_steps=5")
-        running = start("cpu", None, "app.train", "--run-dir", str(run_dir), "--trackers", "none", *arguments)
-        lines = [watching.stdout.readline()]
-        while "evaluated" not in lines[-1]:
-            assert not running.is_over()
-            lines.append(watching.stdout.readline())
-        assert not running.is_over()
-        (run_dir / "STOP").touch()
-        running.wait().check()
-        lines += watching.stdout.readlines()
-        assert watching.wait() == 0
-    told = [line[9:].rstrip() for line in lines]
-    assert told[0] == "started on 1 process, from the beginning"
+    watching = Watch(tmp_path / "log", str(run_dir), "--every", "0.1")
+    watching.await_text(f"waiting for the run: {run_dir} is not a folder")
+    arguments = ("--recipe", "digits", "train.epochs=5000", "train.global_batch_size=64", "log.every_steps=5")
+    running = start("cpu", None, "app.train", "--run-dir", str(run_dir), "--trackers", "none", *arguments)
+    watching.await_text("evaluated after step", lambda: not running.is_over())
+    assert not running.is_over()
+    (run_dir / "STOP").touch()
+    running.wait().check()
+    assert watching.process.wait(TIMEOUT_S) == 0
+    told = [line[9:] for line in watching.log.read_text().splitlines()]
+    assert told[1] == "started on 1 process, from the beginning"
     metrics = read_lines(run_dir / "metrics.jsonl")
     steps = [line.split("  ")[0] for line in told if re.match(r"step \d+/", line)]
     assert steps == [f"step {line['step']}/110000" for line in metrics]
@@ -80,12 +85,11 @@ def test_on_a_terminal_it_is_drawn(digits_run: Path) -> None:
 
 
 def test_ctrl_c_ends_the_watching_and_not_with_a_traceback(tmp_path: Path) -> None:
-    with watch(str(tmp_path / "never")) as process:
-        assert process.stdout is not None
-        assert "waiting for the run" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.read() == ""
-        assert process.wait() == 0
+    watching = Watch(tmp_path / "log", str(tmp_path / "never"))
+    watching.await_text("waiting for the run")
+    watching.process.send_signal(signal.SIGINT)
+    assert watching.process.wait(TIMEOUT_S) == 0
+    assert len(watching.log.read_text().splitlines()) == 1
 
 
 def test_once_shows_what_is_there_and_says_what_is_not(

@@ -39,13 +39,14 @@ def state_of(run: PastRun, now: float) -> State:
     step = max(
         [line["step"] for line in [*run.metrics, *run.evaluations]] + [ledger.last_step(event) for event in run.events] + [0]
     )
+    known = (run.total_steps, run.outcome.get("total_steps"), run.result.get("steps"))
     word, sentence, is_over = _judged(run, now)
     return State(
         word=word,
         sentence=sentence,
         since=last_sign(run),
         step=step,
-        total_steps=run.total_steps or run.outcome.get("total_steps") or run.result.get("steps"),
+        total_steps=next((total for total in known if isinstance(total, int)), None),
         is_over=is_over,
     )
 

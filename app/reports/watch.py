@@ -112,7 +112,7 @@ class Lines:
         news += self._new("evaluations", run.evaluations, evaluation_line)
         for time_s, text in sorted(news, key=lambda pair: pair[0]):
             _say(time_s, text)
-        if state.word not in (self._state, "going on"):
+        if state.word in ("finished", "stopped", "silent") and state.word != self._state:
             _say(state.since or time.time(), f"{state.word}: {state.sentence}")
         self._state = state.word
 
