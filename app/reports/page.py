@@ -186,11 +186,14 @@ def _split(run: PastRun) -> Split | None:
     stretches = time_split.merged(time_split.split(run))
     if not stretches:
         return None
-    sums = [sum(column) for column in zip(*(seconds for _, seconds in stretches), strict=True)]
-    shares = tables.parts_of(dict(zip(time_split.PARTS, sums, strict=True)))
-    told = ", ".join(f"{bar.name} {bar.share:.1%}" for bar in shares)
+    columns = zip(*(seconds for _, seconds in stretches), strict=True)
+    sums: dict[str, float | None] = {name: sum(column) for name, column in zip(time_split.PARTS, columns, strict=True)}
+    if all(line.get("communication_share") is None for line in run.metrics):  # as of one process, and under ZeRO
+        sums["communication"] = None
+    shares = tables.parts_of(sums)
+    told = ", ".join(f"{bar.name} {' '.join(bar.values)}" for bar in shares)
     figure = time_split.draw(stretches, size=(_WIDE, 1.25 * _HIGH))
-    alt = f"Shares of the time of the whole run: {told}."
+    alt = f"The time of the whole run: {told}."
     return Split(Plot("The training loop, over its steps", _svg_uri(figure), alt), shares)
 
 

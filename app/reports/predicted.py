@@ -102,15 +102,15 @@ def draw_confusion(found: Predicted, *, side: float) -> Figure:
     size = len(found.classes)
     totals = [sum(found.counts.get((label, said), 0) for said in range(size)) or 1 for label in range(size)]
     shares = [[100 * found.counts.get((label, said), 0) / totals[label] for said in range(size)] for label in range(size)]
-    figure = Figure(figsize=(side, 0.92 * side), layout="constrained")
+    figure = Figure(figsize=(side, 0.84 * side), layout="constrained")
     axes = figure.subplots()
     # The square root shows a mistake of one per cent beside a diagonal of nearly a hundred.
     image = axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=100), interpolation="nearest")
-    every = -(-size // 25)
+    every = -(-size // 16)
     ticks = list(range(0, size, every))
     names = [found.classes[tick][:14] for tick in ticks]
-    axes.set_xticks(ticks, names, rotation=90, fontsize=6.5)
-    axes.set_yticks(ticks, names, fontsize=6.5)
+    axes.set_xticks(ticks, names, rotation=90, fontsize=8)
+    axes.set_yticks(ticks, names, fontsize=8)
     axes.set(xlabel="predicted", ylabel="label")
     bar = figure.colorbar(image, ax=axes, ticks=[0, 1, 5, 10, 25, 50, 100], shrink=0.8)
     bar.set_label("share of the label's samples (%)", fontsize=8)

@@ -39,7 +39,7 @@ def parts_of(seconds: Mapping[str, float | None]) -> list[Bar]:
     bars, begin = [], 0.0
     for name, own in seconds.items():
         share = (own or 0.0) / whole_s
-        told = ["not known", ""] if own is None else [duration(own), f"{100 * share:.1f} %"]
+        told = ["unknown", ""] if own is None else [duration(own), f"{100 * share:.1f} %"]
         bars.append(Bar(name, told, share, begin))
         begin += share
     return bars
