@@ -102,7 +102,7 @@ def _shortened(steps: list[int]) -> str:
 
 def compare(reference: Curve, curve: Curve) -> Comparison:
     """Compare two curves of the same, positive number of steps."""
-    differences = relative_differences(reference, curve)
+    differences = relative_differences(reference.losses, curve.losses)
     at = max(range(len(differences)), key=differences.__getitem__)
     return Comparison(
         largest_difference=differences[at],
@@ -112,8 +112,8 @@ def compare(reference: Curve, curve: Curve) -> Comparison:
     )
 
 
-def relative_differences(reference: Curve, curve: Curve) -> list[float]:
-    """Return |loss - reference| / |reference| of each step: infinite where a loss is not finite, or only the reference 0."""
+def relative_differences(references: Sequence[float], losses: Sequence[float]) -> list[float]:
+    """Return each |loss - reference| / |reference|: infinite where a loss is not finite, or only the reference 0."""
 
     def difference(expected: float, found: float) -> float:
         if not (math.isfinite(expected) and math.isfinite(found)):
@@ -122,7 +122,7 @@ def relative_differences(reference: Curve, curve: Curve) -> list[float]:
             return 0.0
         return abs(found - expected) / abs(expected) if expected else math.inf
 
-    return [difference(expected, found) for expected, found in zip(reference.losses, curve.losses, strict=True)]
+    return [difference(expected, found) for expected, found in zip(references, losses, strict=True)]
 
 
 def _first_difference(expected: Sequence[object], found: Sequence[object]) -> int | None:

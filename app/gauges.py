@@ -28,8 +28,8 @@ class Gauges:
         self._accelerator, self._communication = accelerator, communication
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
 
-    def read(self, loss_sum: torch.Tensor, spent: Spent, *, samples: int, steps: int) -> tuple[float, dict[str, Any]]:
-        """Return the sum of the ranks' `loss_sum` (scalars), and the readings by name, of so many samples and steps.
+    def read(self, sums: torch.Tensor, spent: Spent, *, samples: int, steps: int) -> tuple[list[float], dict[str, Any]]:
+        """Return the ranks' `sums` (float64 [n]) added up, and the readings by name, of so many samples and steps.
 
         All ranks call it.
         Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
@@ -39,17 +39,17 @@ class Gauges:
         phases_s = spent.phases_s
         times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"]]
         communication_s = math.nan if exposed_s is None else min(exposed_s * steps, phases_s["forward_backward"])
-        own = [0.0, spent.training_s, *times_s, communication_s, float(self._memory_bytes())]
-        readings = torch.tensor(own, dtype=torch.float64).to(loss_sum.device)
-        readings[0] = loss_sum
+        own = [spent.training_s, *times_s, communication_s, float(self._memory_bytes())]
+        readings = torch.cat([sums, torch.tensor(own, dtype=torch.float64).to(sums.device)])
         ranks: torch.Tensor = self._accelerator.gather(readings[None]).cpu()
-        loss, training_s, *parts_s, memory_bytes = *ranks[:, :-1].sum(0).tolist(), ranks[:, -1].max().item()
+        added_up: list[float] = ranks[:, : len(sums)].sum(0).tolist()
+        training_s, *parts_s = ranks[:, len(sums) : -1].sum(0).tolist()
         data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
         is_known = not math.isnan(communication)
         samples_per_s = samples / (training_s / len(ranks))
         flops_per_s = samples_per_s * self._flops_per_sample
         peak = self._peak_flops_per_s
-        return loss, {
+        return added_up, {
             "samples_per_s": samples_per_s,
             "samples_per_s_per_device": samples_per_s / len(ranks),
             "data_wait_share": data_wait,
@@ -58,7 +58,7 @@ class Gauges:
             "optimizer_share": optimizer,
             "flops_per_s": flops_per_s,
             "mfu": None if peak is None else flops_per_s / (peak * len(ranks)),
-            "memory_bytes": int(memory_bytes),
+            "memory_bytes": int(ranks[:, -1].max().item()),
         }
 
     def _memory_bytes(self) -> int:

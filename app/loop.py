@@ -80,13 +80,14 @@ def train(run: Training) -> Evaluation | Stopped:
                 run.seed_dropout(step, micro_batch)
             with run.steps.micro_batch():
                 inputs, targets = run.preparation.train(batch)
-                loss = mean_loss(model(inputs), targets, label_smoothing=run.recipe.train.label_smoothing)
+                logits = model(inputs)
+                loss = mean_loss(logits, targets, label_smoothing=run.recipe.train.label_smoothing)
                 run.steps.backward(loss)
                 lap("forward_backward")
                 if accelerator.sync_gradients:
                     taken = run.steps.take()
                     lap("optimizer")
-            metrics.add(loss, batch["samples"])
+            metrics.add(loss, logits, targets, batch["samples"])
         if run.average is not None:
             run.average.update(taken.skipped)
         metrics.end_step(step + 1, taken)

@@ -1,4 +1,4 @@
-"""What a run measures of itself: the loss over whole global batches, the rate, where the time goes, and where it is written.
+"""What a run measures of itself: loss and accuracy over whole global batches, the rate, where the time goes.
 
 Nothing here makes the device wait between two logs: losses, digests and verdicts stay tensors until they are logged, and one
 collective each then covers all steps since the last log. Only the main process writes.
@@ -22,6 +22,7 @@ from app.errors import TrainingError
 from app.fed import Fed
 from app.gauges import Gauges
 from app.losses import Losses
+from app.recipe import LogRecipe
 from app.steps import Step
 
 
@@ -35,7 +36,7 @@ class Metrics:
         gauges: Gauges,
         *,
         global_batch_size: int,
-        record_samples: bool,
+        log: LogRecipe,
         first_step: int = 0,
     ) -> None:
         self.clock = Clock(accelerator.device)
@@ -43,7 +44,7 @@ class Metrics:
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""
         self._accelerator, self._run_dir, self._global_batch_size = accelerator, run_dir, global_batch_size
-        self._record_samples = record_samples
+        self._counts_right, self._record_samples = log.train_accuracy, log.samples
         self._samples: list[int] = []
         self._losses = Losses(accelerator.device)
         self._fed = Fed()
@@ -56,9 +57,14 @@ class Metrics:
         self._logged_steps, self._logged = first_step, NOTHING
         self._recorded_steps, self._recorded = first_step, NOTHING
 
-    def add(self, loss: torch.Tensor, samples: torch.Tensor) -> None:
-        """Take in one forward pass: its mean loss (scalar) and its sample numbers (int64 [micro-batch])."""
+    def add(self, loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor) -> None:
+        """Take in one forward pass over B samples: its mean loss (scalar), what it gave and should have given, and its samples.
+
+        Logits are [B, K], targets those of `Preparation.train`, and samples their numbers, int64 [B].
+        """
         self._losses.add(loss, len(samples))
+        if self._counts_right and not targets.is_floating_point():
+            self._losses.add_answers(logits, targets)
         self._fed.add(samples)
         if self._record_samples:
             self._samples += self._accelerator.gather(samples).tolist()
@@ -84,8 +90,9 @@ class Metrics:
         spent = self.clock.spent()
         since = spent - self._logged
         samples = steps * self._global_batch_size
-        loss_sum, readings = self._gauges.read(self._losses.take(), since, samples=samples, steps=steps)
-        loss = loss_sum / (max(applied, 1) * self._global_batch_size)
+        (loss_sum, right), readings = self._gauges.read(self._losses.take(), since, samples=samples, steps=steps)
+        counted = max(applied, 1) * self._global_batch_size
+        loss = loss_sum / counted
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} somewhere in steps {self._logged_steps + 1} to {step} (learning rate {learning_rate:g}): "
@@ -96,6 +103,7 @@ class Metrics:
             "samples_seen": step * self._global_batch_size,
             "epoch": epoch,
             "loss": loss if applied else None,
+            "accuracy": right / counted if applied and math.isfinite(right) else None,
             "learning_rate": learning_rate,
             "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
             "skipped_steps": self._skipped_to_log,

@@ -115,7 +115,7 @@ def curves_table(reference: Outcome, outcomes: Sequence[Outcome], *, tolerance: 
     for heading in ("step", f"reference\n{reference.case}", *(str(outcome.case).replace("-", "\n") for outcome in outcomes)):
         table.add_column(heading, justify="right", no_wrap=True)
     curves = [outcome.curve for outcome in outcomes]
-    differences = [relative_differences(reference.curve, curve) if curve else [] for curve in curves]
+    differences = [relative_differences(reference.curve.losses, curve.losses) if curve else [] for curve in curves]
     steps = len(reference.curve.losses)
     for row in range(rows := min(steps, _MOST_ROWS)):
         at = row * (steps - 1) // max(rows - 1, 1)

@@ -175,6 +175,8 @@ class LogRecipe:
 
     every_steps: int = 50
     """Steps between two lines of metrics.jsonl; a line costs about what one or two steps of a tiny model do."""
+    train_accuracy: bool = True
+    """Count the samples that are classified right while training; not where mixup or cutmix mix the targets."""
     samples: bool = False
     """Also write samples.jsonl: the indices of the samples of each step, in order. For checking runs; costs a gather a step."""
 

@@ -140,7 +140,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):
-        raise RunFolderError(f"{path} is not what a run writes: it holds {type(values).__name__}, not an object with names.")
+        raise RunFolderError(f"{path} is broken: it holds {type(values).__name__}, not an object.")
     return values
 
 

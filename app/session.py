@@ -120,7 +120,7 @@ def prepare(
         run_dir,
         gauges,
         global_batch_size=runtime.plan.global_batch_size,
-        record_samples=recipe.log.samples,
+        log=recipe.log,
         first_step=first_step,
     )
     if runtime.launched.strategy == "deepspeed":

@@ -88,6 +88,18 @@ def _watch(argv: list[str]) -> int:
     return watch.main(argv)
 
 
+def _curves(argv: list[str]) -> int:
+    from app.reports import curves
+
+    return curves.main(argv)
+
+
+def _compare(argv: list[str]) -> int:
+    from app.reports import compare
+
+    return compare.main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
@@ -96,6 +108,8 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "data": (_data, "look at data, pack it smaller or in another form, measure how fast it is fed"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
     "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
+    "curves": (_curves, "draw loss and accuracy of runs, while training and on the test set"),
+    "compare": (_compare, "say what differs between two runs, and whether they were the same one"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
     "report": (_report, "write all that a run folder tells as one HTML page"),
     "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),

@@ -120,7 +120,7 @@ def test_a_file_that_holds_something_else_is_a_sentence(digits_run: Path, tmp_pa
     folder = Path(shutil.copytree(digits_run, tmp_path / "copied"))
     (folder / name).write_text("[1, 2]")
     html, (complaint,) = page.render(past_run.read(folder), now=0.0)
-    assert f"{folder / name} is not what a run writes" in complaint
+    assert f"{folder / name} is broken" in complaint
     assert complaint in html
 
 

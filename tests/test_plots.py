@@ -58,6 +58,18 @@ def test_what_is_missing_is_said_and_the_rest_is_drawn(copied: Path, name: str) 
     assert list(epochs[-1:]) in ([2.0], [1.0])  # where an epoch's size is not known, the line's epoch: the second
 
 
+def test_many_lines_are_drawn_as_means(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+    lines = [{**run.metrics[0], "step": step, "samples_seen": 64 * step, "loss": float(step)} for step in range(1, 2001)]
+    axes = Figure().subplots()
+    (note,) = plots.draw(axes, [PastRun(**{**vars(run), "metrics": lines})], "loss", x="samples", parts=["training"])
+    assert "2,000 lines" in note
+    places, losses = axes.lines[0].get_data()
+    assert len(losses) == 500
+    assert (places[0], places[-1]) == (64 * 2.5, 64 * 1998.5)
+    assert list(losses) == [64**-1 * place for place in places]
+
+
 def test_runs_are_told_apart_without_colour(digits_run: Path) -> None:
     run = past_run.read(digits_run)
     runs = [PastRun(**{**vars(run), "folder": Path(f"/runs/digits-{number}")}) for number in range(8)]

@@ -70,7 +70,7 @@ def _build(layers: int, folder: Path) -> Case:
     facts: dict[str, Any] = {"data": {}, "model": {}}
     shards = Shards(runtime.accelerator, model, optimizer)
     gauges = Gauges(runtime.accelerator, Communication(model), flops_per_sample=0.0, peak_flops_per_s=None)
-    metrics = Metrics(runtime.accelerator, folder, gauges, global_batch_size=world_size, record_samples=False)
+    metrics = Metrics(runtime.accelerator, folder, gauges, global_batch_size=world_size, log=recipe.log)
     checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
     with runtime.together():
         if runtime.is_main:

@@ -58,14 +58,20 @@ class PastRun:
         """Samples that one pass takes: the training data without its incomplete last global batch; None if not known."""
         size = next((event.training_samples for event in reversed(self.events) if isinstance(event, ledger.Start)), None)
         batch = self.about.get("global_batch_size")
-        return size // batch * batch if size and batch else None
+        return size // batch * batch if size and isinstance(batch, int) and batch > 0 else None
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds something that a run writes at its start."""
+    names = (run_folder.RUN, run_folder.METRICS, run_folder.RECIPE, run_folder.LEDGER)
+    return any((folder / name).exists() for name in names)
 
 
 def read(folder: Path) -> PastRun:
     """Return what is in `folder`. Raises RunFolderError if it is not a folder, or holds nothing that a run writes."""
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder: give that of a run (--run-dir, by default runs/<recipe>-<time>).")
-    if not any((folder / name).exists() for name in (run_folder.RUN, run_folder.METRICS, run_folder.RECIPE, run_folder.LEDGER)):
+    if not is_run(folder):
         raise RunFolderError(f"{folder} is not the folder of a run: it has none of the files that a run writes at its start.")
     complaints: list[str] = []
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -44,6 +45,7 @@ _LOG_FROM = 10.0  # largest loss over smallest, from which on what happens at th
 _LINES = ("-", "--", "-.", ":")
 _COLOURS = ("#000000", "#0072b2", "#b34f00", "#00694b", "#8c8c8c", "#56b4e9", "#e69f00", "#cc79a7")
 _MARKERS = "os^Dv*PX"
+_MOST_POINTS = 500  # of a curve; more lie beside each other on paper, and make a band of what should be a line
 _MARKS = 9  # on the line of a run whose points are too many to mark each
 
 
@@ -116,13 +118,13 @@ def _is_number(value: Any) -> bool:
 
 def labels(runs: Sequence[PastRun]) -> list[str]:
     """Return a name for each run, without the words that all share: 1x8 and 4x2 for digits-1x8-adamw and digits-4x2-adamw."""
-    parts = [run.folder.resolve().parts[1:] or (run.name,) for run in runs]
-    depth = next((depth for depth in range(1, 9) if len({path[-depth:] for path in parts}) == len(runs)), 1)
-    words = [re.split(r"([-_/])", "/".join(path[-depth:])) for path in parts]  # a word, what separates it, a word, ...
-    while len(runs) > 1 and all(len(own) > 1 for own in words) and len({own[0] for own in words}) == 1:
-        words = [own[2:] for own in words]
-    while len(runs) > 1 and all(len(own) > 1 for own in words) and len({own[-1] for own in words}) == 1:
-        words = [own[:-2] for own in words]
+    paths = [run.folder.resolve().parts for run in runs]
+    depths = range(1, 1 + max(map(len, paths)))
+    depth = next((depth for depth in depths if len({path[-depth:] for path in paths}) == len(runs)), 1)
+    words = [re.split(r"([-_/])", "/".join(path[-depth:])) for path in paths]  # a word, what separates it, a word, ...
+    for shared, rest in ((slice(2), slice(2, None)), (slice(-2, None), slice(-2))):
+        while len(runs) > 1 and all(len(own) > 1 for own in words) and len({tuple(own[shared]) for own in words}) == 1:
+            words = [own[rest] for own in words]
     return ["".join(own) for own in words]
 
 
@@ -130,7 +132,7 @@ def draw(
     axes: Axes, runs: Sequence[PastRun], quantity: Quantity, *, x: X = "epoch", parts: Sequence[Part] = PARTS
 ) -> list[str]:
     """Draw the curves of the runs, with labels for a legend, and return the sentences about what is missing."""
-    curves = [[curve(run, part, quantity, x=x) for part in parts] for run in runs]
+    curves = [[_readable(run, curve(run, part, quantity, x=x)) for part in parts] for run in runs]
     scale, x_label = _scale_of(runs, x)
     for number, (name, of_run) in enumerate(zip(labels(runs), curves, strict=True)):
         for part, found in zip(parts, of_run, strict=True):
@@ -139,7 +141,7 @@ def draw(
             label = part if len(runs) == 1 else name if len(parts) == 1 else f"{name}, {part}"
             factor = 100.0 if quantity == "accuracy" else 1.0
             places, values = [place / scale for place in found.x], [factor * value for value in found.y]
-            axes.plot(places, values, label=label, **_style(number, part, len(values), alone=len(parts) == 1))
+            axes.plot(places, values, label=_as_text(label), **_style(number, part, len(values), alone=len(parts) == 1))
     axes.set_xlabel(x_label)
     axes.set_ylabel(f"{parts[0] + ' ' if len(parts) == 1 else ''}{quantity} ({_UNITS[quantity]})")
     drawn = [value for of_run in curves for found in of_run for value in found.y]
@@ -147,6 +149,24 @@ def draw(
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center")
     _set_scales(axes, x, is_log=bool(quantity == "loss" and drawn and 0 < _LOG_FROM * min(drawn) < max(drawn)))
     return [note for of_run in curves for found in of_run for note in found.notes]
+
+
+def _readable(run: PastRun, found: Curve) -> Curve:
+    """The curve, of too many points to see a line the means of some after each other."""
+    size = math.ceil(len(found.y) / _MOST_POINTS)
+    if size <= 1:
+        return found
+
+    def means(values: Sequence[float]) -> list[float]:
+        return [statistics.fmean(values[first : first + size]) for first in range(0, len(values), size)]
+
+    note = f"{run.name}: {len(found.y):,} lines are drawn as points, each the mean of {size}."
+    return Curve(x=means(found.x), y=means(found.y), notes=[*found.notes, note])
+
+
+def _as_text(label: str) -> str:
+    """The label with nothing in it that matplotlib takes for a formula, or for a line without a label."""
+    return re.sub("^_", " _", label.replace("$", r"\$"))
 
 
 def _scale_of(runs: Sequence[PastRun], x: X) -> tuple[float, str]:
@@ -160,21 +180,20 @@ def _scale_of(runs: Sequence[PastRun], x: X) -> tuple[float, str]:
 
 def _style(number: int, part: Part, points: int, *, alone: bool) -> dict[str, Any]:
     """How the line of a run is drawn; `alone`: only this part is drawn, so training lines are free to have markers too."""
-    style = {
-        "linestyle": _LINES[number % len(_LINES)],
+    style: dict[str, Any] = {
+        "linestyle": _LINES[(number + number // len(_MARKERS)) % len(_LINES)],
         "color": _COLOURS[number % len(_COLOURS)],
         "linewidth": max(0.9, 2.0 - 0.3 * number),
     }
     if part == "training" and not alone:
-        return style
+        return {**style, "linewidth": 0.6 * style["linewidth"]}
     spacing = max(1, points // _MARKS)
-    marked = slice(number * spacing // 3 % spacing, None, spacing)  # the markers of runs that coincide stand beside each other
     return {
         **style,
         "marker": _MARKERS[number % len(_MARKERS)],
-        "markersize": 4.5,
         "markerfacecolor": "white",
-        "markevery": marked,
+        "markersize": max(4.0, 7.0 - 0.7 * number),
+        "markevery": slice(number * spacing // 3 % spacing, None, spacing),  # those of runs that coincide stand side by side
     }
 
 
@@ -211,5 +230,7 @@ def page(
             axes.label_outer()
     entries = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if entries:
-        figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=4, frameon=False, handlelength=4)
+        title = _as_text(runs[0].name) if len(runs) == 1 else None
+        look = {"loc": "outside upper center", "ncols": 4, "frameon": False, "handlelength": 4}
+        figure.legend(entries.values(), entries.keys(), title=title, **look)
     return figure, list(dict.fromkeys(notes))

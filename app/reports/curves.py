@@ -1,0 +1,108 @@
+"""`samerun curves RUN...`: training and validation loss and accuracy of several runs on one page, as PDF and PNG.
+
+Reads run folders and nothing else. What a run does not have is a sentence on stderr, and everything else is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from app.errors import RunFolderError
+from app.reports import past_run, plots
+from app.reports.past_run import PastRun
+
+_DPI = 150
+
+
+def main(argv: list[str]) -> int:
+    """Draw the runs from the command line, and print the files that were written. Raises RunFolderError for none to draw."""
+    options = _parser().parse_args(argv)
+    runs = find(options.runs)
+    for run in runs:
+        for complaint in run.complaints:
+            _say(complaint)
+    drawn = [run for run in runs if run.metrics or run.evaluations]
+    if not drawn:
+        folders = ", ".join(map(str, options.runs))
+        raise RunFolderError(f"there is nothing to draw: no run of {folders} has a whole line in metrics.jsonl.")
+    page, notes = plots.page(drawn, xs=options.x)
+    for note in notes:
+        _say(note)
+    files = _write(page, options.out / "curves", "pdf", "png")
+    if options.each:
+        for run, name in zip(drawn, plots.labels(drawn), strict=True):
+            for quantity in plots.QUANTITIES:
+                page, _ = plots.page([run], quantities=[quantity], xs=options.x[:1])
+                files += _write(page, options.out / f"{quantity}_{name.replace('/', '-')}", "pdf")
+    sys.stdout.write("".join(f"{file}\n" for file in files))
+    return 0
+
+
+def find(places: Iterable[Path]) -> list[PastRun]:
+    """Return the runs at these places, each of which is a run folder or a folder of them, every run once.
+
+    What is neither is a sentence on stderr.
+    """
+    runs: dict[Path, PastRun] = {}
+    for place in places:
+        inner = [] if past_run.is_run(place) else [path for path in _children(place) if past_run.is_run(path)]
+        for folder in inner or [place]:
+            try:
+                runs.setdefault(folder.resolve(), past_run.read(folder))
+            except RunFolderError as error:
+                _say(str(error))
+    return list(runs.values())
+
+
+def _children(folder: Path) -> list[Path]:
+    """What is in a folder, run-2 before run-10."""
+
+    def key(path: Path) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+    return sorted(folder.iterdir(), key=key) if folder.is_dir() else []
+
+
+def _write(figure: Figure, stem: Path, *endings: str) -> list[Path]:
+    files = [stem.parent / f"{stem.name}.{ending}" for ending in endings]
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            figure.savefig(file, dpi=_DPI)
+    except OSError as error:
+        raise RunFolderError(f"{stem.parent} cannot be written: {error.strerror}. Choose another --out.") from error
+    return files
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"samerun: {text}\n")
+
+
+def _xs(text: str) -> Sequence[plots.X]:
+    chosen = [x for name in text.split(",") for x in plots.XS if x == name.strip()]
+    if len(chosen) != len(text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(plots.XS)}, with commas between them")
+    return chosen
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun curves",
+        description="Draw training and validation loss and accuracy of runs on one page: curves.pdf and curves.png.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
+    parser.add_argument(
+        "--x", type=_xs, metavar="X", default=plots.XS, help="what to draw against, a column each (default: epoch,samples,time)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
+    parser.add_argument("--each", action="store_true", help="also loss_NAME.pdf and accuracy_NAME.pdf of each run, against the "
+                        "first of --x"
+                        )  # fmt: skip
+    return parser

@@ -1,0 +1,107 @@
+"""`samerun compare`: what differs between two runs, and what has to be so for them to be called the same one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import REPOSITORY, train
+
+from app import ledger
+from app.reports import past_run
+from app.reports.compare import compare
+from launch import cli
+
+
+@pytest.fixture
+def copied(digits_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(digits_run, tmp_path / "copied"))
+
+
+def with_losses(folder: Path, *, after: int, factor: float) -> None:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["loss"] *= factor if line["step"] > after else 1.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def as_json(capsys, *arguments: object) -> tuple[int, dict[str, Any]]:
+    code = cli.main(["compare", *map(str, arguments), "--json"])
+    values: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    return code, values
+
+
+@pytest.mark.multiproc
+def test_one_recipe_on_two_topologies_is_the_same_run(copied: Path, tmp_path: Path, capsys) -> None:
+    own = ("--recipe", "digits", "train.epochs=2", "train.global_batch_size=64", "log.every_steps=5", "log.samples=true")
+    train("multi_gpu", tmp_path / "two", *own, processes=2).check()
+    for preset, folder in (("cpu", copied), ("multi_gpu", tmp_path / "two")):  # of which warm ranks have no file
+        shutil.copy(REPOSITORY / "accelerate_configs" / f"{preset}.yaml", folder / "preset.yaml")
+    code, found = as_json(capsys, copied, tmp_path / "two")
+    assert (code, found["same_run"]) == (0, True)
+    assert found["recipe"] == {"log.samples": [False, True]}
+    assert found["preset"]["distributed_type"] == ["NO", "MULTI_GPU"]
+    assert found["machines"]["world_size"] == [1, 2]
+    assert not {"commit", "versions.torch", "global_batch_size"} & found["machines"].keys()
+    one = past_run.read(copied)
+    assert (found["losses"]["compared_lines"], found["losses"]["up_to_step"]) == (len(one.metrics), one.metrics[-1]["step"])
+    assert found["losses"]["largest"] < 1e-5
+    assert found["results"]["test_accuracy"] == [one.result["test_accuracy"]] * 2
+
+
+def test_what_differs_is_named(digits_run: Path, copied: Path, capsys) -> None:
+    recipe = (copied / "recipe.yaml").read_text()
+    (copied / "recipe.yaml").write_text(recipe.replace("lr: 0.005", "lr: 0.25"))
+    with_losses(copied, after=20, factor=1.5)
+    code, found = as_json(capsys, digits_run, copied)
+    assert (code, found["same_run"]) == (1, False)
+    assert found["recipe"] == {"optim.lr": [0.005, 0.25]}
+    assert found["losses"]["first_beyond"] == 25
+    assert found["losses"]["largest"] == pytest.approx(0.5)
+    assert cli.main(["compare", str(digits_run), str(copied)]) == 1
+    printed = capsys.readouterr().out
+    assert "the recipes differ in optim.lr, and the losses of step 25 are the first to differ" in " ".join(printed.split())
+    for text in ("optim.lr", "0.25", "test_accuracy", "samples_per_s", "copied"):
+        assert text in printed
+
+
+@pytest.mark.parametrize(("factor", "tolerance", "same"), [(1 + 2e-6, 1e-5, True), (1 + 2e-5, 1e-5, False), (0.0, 1e9, False)])
+def test_the_tolerance_decides(digits_run: Path, copied: Path, capsys, factor: float, tolerance: float, same: bool) -> None:
+    with_losses(copied, after=0, factor=factor)
+    code, found = as_json(capsys, copied, digits_run, "--tolerance", tolerance)  # a difference to 0 has no share of it
+    assert (code, found["same_run"], found["recipe"]) == (int(not same), same, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("recipe.yaml", "a recipe cannot be read"), ("metrics.jsonl", "losses cannot be compared")]
+)
+def test_what_is_missing_makes_it_unknown_and_the_rest_is_compared(
+    digits_run: Path, copied: Path, capsys, name: str, sentence: str
+) -> None:
+    (copied / name).unlink()
+    assert cli.main(["compare", str(digits_run), str(copied)]) == 1
+    printed = capsys.readouterr()
+    assert str(copied / name) in printed.err
+    verdict = " ".join(printed.out.split())
+    assert "Not known whether it was the same run" in verdict
+    assert sentence in verdict
+    assert "test_accuracy" in verdict
+
+
+def test_only_lines_that_cover_the_same_steps_are_compared(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+    sparse = replace(run, metrics=run.metrics[1::2])
+    assert compare(run, sparse, tolerance=0.0).losses.compared_lines == 0
+    (start, *others) = run.events
+    assert isinstance(start, ledger.Start)
+    # The run was killed, and went on from step 7: its next line, that of step 10, covers steps 8 to 10.
+    kept = [event for event in others if ledger.last_step(event) <= 5]
+    resumed = replace(run, events=[start, *kept, replace(start, from_step=7)])
+    found = compare(run, resumed, tolerance=0.0).losses
+    assert (found.compared_lines, found.first_beyond) == (len(run.metrics) - 1, None)
+    assert compare(resumed, resumed, tolerance=0.0).losses.compared_lines == len(run.metrics)
