@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 import jinja2
@@ -26,6 +27,8 @@ from app.reports.state import State, duration, moment, state_of
 
 FILE = "report.html"
 T = TypeVar("T")
+_MOST_POINTS = 400
+"""Of a line; more would be a grey band."""
 
 _WIDE, _HIGH = 4.1, 2.7
 """Inches of a plot. At 72 points an inch that is less than a phone's screen, so that letters are not smaller there."""
@@ -40,6 +43,8 @@ class Plot(NamedTuple):
     source: str
     """As a data URI."""
     alt: str
+    note: str = ""
+    """What stands below it."""
 
 
 class Split(NamedTuple):
@@ -146,9 +151,9 @@ def _curves(run: PastRun) -> list[Plot]:
             continue
         figure = Figure(figsize=(_WIDE, _HIGH), layout="constrained")
         axes = figure.subplots()
-        plots.draw(axes, [run], quantity)
+        notes = plots.draw(axes, [run], quantity)
         axes.legend(frameon=False, fontsize=9)
-        drawn.append(Plot(quantity.capitalize(), _svg_uri(figure), _told(run, quantity)))
+        drawn.append(Plot(quantity.capitalize(), _svg_uri(figure), _told(run, quantity), " ".join(dict.fromkeys(notes))))
     drawn += _by_step(run, "learning_rate", "Learning rate", "learning rate")
     drawn += _by_step(run, "samples_per_s", "Speed", "samples/s")
     return drawn
@@ -159,14 +164,19 @@ def _by_step(run: PastRun, key: str, title: str, label: str) -> list[Plot]:
     points = [(line["step"], line[key]) for line in run.metrics if line.get(key) is not None]
     if not points:
         return []
+    length = -(-len(points) // _MOST_POINTS)
+    groups = [points[begin : begin + length] for begin in range(0, len(points), length)]
     figure = Figure(figsize=(_WIDE, _HIGH), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*points, strict=True), color="black")
-    axes.set(xlabel="step", ylabel=label, xlim=(0, None), ylim=(0, None))
+    axes.plot([group[-1][0] for group in groups], [fmean(value for _, value in group) for group in groups], color="black")
+    axes.set(ylabel=label, ylim=(0, None))
+    time_split.count_steps(axes, points[-1][0])
     axes.grid(color="0.88", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     values = [value for _, value in points]
-    return [Plot(title, _svg_uri(figure), f"{label} by step: between {min(values):.3g} and {max(values):.3g}.")]
+    note = f"{len(points):,} lines are drawn as points, each the mean of {length}." if length > 1 else ""
+    told = f"{label} by step: between {min(values):.3g} and {max(values):.3g}."
+    return [Plot(title, _svg_uri(figure), told, note)]
 
 
 def _told(run: PastRun, quantity: plots.Quantity) -> str:

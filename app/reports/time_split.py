@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from app import ledger
 from app.reports.past_run import PastRun
@@ -72,6 +74,15 @@ def draw(stretches: Sequence[tuple[int, list[float]]], *, size: tuple[float, flo
             label=name,
         )
         bottoms = tops
-    axes.set(xlim=(0, steps[-1]), ylim=(0, 100), xlabel="step", ylabel="share of the time (%)")
+    axes.set(ylim=(0, 100), ylabel="share of the time (%)")
+    count_steps(axes, steps[-1])
     figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure
+
+
+def count_steps(axes: Axes, last_step: int) -> None:
+    """Make the horizontal axis that of the steps up to `last_step`: 500k where there is no place for 500000."""
+    axes.set(xlim=(0, last_step), xlabel="step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=2, steps=[1, 2, 5, 10]))
+    if last_step >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
