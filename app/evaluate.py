@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from app import recipe_file, run_folder
@@ -35,7 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     except SamerunError as error:
         leave_with(error, launched.rank)
     if launched.rank == 0:
-        sys.stdout.write(json.dumps(asdict(scores)) + "\n" if arguments.json else _table(classes, scores))
+        plain = {name: value for name, value in vars(scores).items() if name != "own"}
+        sys.stdout.write(json.dumps(plain) + "\n" if arguments.json else _table(classes, scores))
 
 
 def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Evaluation]:

@@ -9,6 +9,7 @@
     ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/ledger.py)
     checkpoints/      what the run can go on from (app/checkpoint_files.py)
     result.json       at the end: steps, samples, test scores, throughput
+    test_predictions/ at the end: which classes were taken for which, and some test pictures (app/scores.py)
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     incarnation.json  which start of the run the folder belongs to
@@ -36,6 +37,7 @@ from app.errors import RunFolderError
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
+PREDICTIONS, PREDICTIONS_TOLD = "test_predictions", "predictions.json"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
 OUTCOME, INCARNATION, STACKS, STOP, SAVE = "outcome.json", "incarnation.json", "stacks", "STOP", "SAVE"
 

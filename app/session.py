@@ -48,7 +48,7 @@ from app.opening import Resumed
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
-from app.scores import Evaluation, evaluate
+from app.scores import Evaluation, evaluate, predictions, write_predictions
 from app.shards import Shards, unwrapped
 from app.steps import Steps
 
@@ -239,6 +239,10 @@ def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluat
         if runtime.is_main:
             # Inside the block: under some strategies these are the live weights.
             exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
+    predicted = predictions(runtime, scores, len(data.test))
+    with runtime.together():
+        if runtime.is_main:
+            write_predictions(run_dir, data.test, predicted)
     samples_seen = length.total_steps * runtime.plan.global_batch_size
     samples_per_s = (length.total_steps - training.first_step) * runtime.plan.global_batch_size / training_s
     if runtime.is_main:

@@ -76,6 +76,18 @@ def _bench(argv: list[str]) -> int:
     return bench.main(argv)
 
 
+def _report(argv: list[str]) -> int:
+    from app.reports import page
+
+    return page.main(argv)
+
+
+def _watch(argv: list[str]) -> int:
+    from app.reports import watch
+
+    return watch.main(argv)
+
+
 def _curves(argv: list[str]) -> int:
     from app.reports import curves
 
@@ -99,6 +111,8 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "curves": (_curves, "draw loss and accuracy of runs, while training and on the test set"),
     "compare": (_compare, "say what differs between two runs, and whether they were the same one"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
+    "report": (_report, "write all that a run folder tells as one HTML page"),
+    "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),
 }
 
 

@@ -1,0 +1,215 @@
+"""`samerun report RUN`: all that a run folder tells, as one HTML page that needs no network, no other file and no script.
+
+Works on the folder of a run that is finished, going on or broken, on any machine; reads it and writes nothing but the page.
+What cannot be read or drawn is a sentence at the top, and the rest is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
+
+import jinja2
+from matplotlib.figure import Figure
+
+from app import run_folder
+from app.errors import RunFolderError, SamerunError
+from app.reports import past_run, plots, predicted, tables, time_split
+from app.reports.past_run import PastRun
+from app.reports.state import State, duration, moment, state_of
+
+FILE = "report.html"
+T = TypeVar("T")
+_MOST_POINTS = 400
+"""Of a line; more would be a grey band."""
+
+_WIDE, _HIGH = 4.1, 2.7
+"""Inches of a plot. At 72 points an inch that is less than a phone's screen, so that letters are not smaller there."""
+_BROKEN = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""What values of a file raise that are not those that a run writes."""
+
+
+class Plot(NamedTuple):
+    """A picture on the page."""
+
+    title: str
+    source: str
+    """As a data URI."""
+    alt: str
+    note: str = ""
+    """What stands below it."""
+
+
+class Split(NamedTuple):
+    """Where the time of the training loop went."""
+
+    plot: Plot
+    """The shares over the course of the run."""
+    shares: list[tables.Bar]
+    """Those of the whole of it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page and say where it is; return the exit code."""
+    parser = argparse.ArgumentParser(prog="samerun report", description="Write all that a run folder tells as one HTML page.")
+    parser.add_argument("run", type=Path, help="run folder, of a run that is finished, going on or broken")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page (default: RUN/{FILE})")
+    arguments = parser.parse_args(argv)
+    run = past_run.read(arguments.run)
+    page = arguments.out or arguments.run / FILE
+    html, complaints = render(run, time.time())
+    try:
+        run_folder.write_text(page, html)
+    except OSError as error:
+        raise RunFolderError(f"{page} cannot be written: {error.strerror}. Choose another place by --out FILE.") from error
+    for complaint in complaints:
+        sys.stderr.write(f"note: {complaint}\n")
+    sys.stdout.write(f"{page}\n")
+    return 0
+
+
+def render(run: PastRun, now: float) -> tuple[str, list[str]]:
+    """Return the page of a run as HTML, made at the time `now` (Unix seconds), and the complaints that stand on it."""
+    complaints = list(run.complaints)
+
+    def attempt(what: str, build: Callable[[], T]) -> T | None:
+        try:
+            return build()
+        except SamerunError as error:
+            complaints.append(str(error))
+        except _BROKEN as error:
+            found = f"{type(error).__name__}: {error}"
+            complaints.append(f"{what} cannot be shown, since a value is not what a run writes there: {found}.")
+        return None
+
+    state = attempt("The state of the run", lambda: state_of(run, now))
+    found = attempt("What it predicted", lambda: predicted.read(run.folder))
+    complaints += found.complaints if found else []
+    since = state.since if state else None
+    parts = {name: attempt(what, build) for name, (what, build) in _parts(run, state, found).items()}
+    html = _template().render(
+        title=str(run.about.get("recipe") or run.name),
+        folder=run.name,
+        made=moment(now),
+        last=None if since is None else moment(since),
+        ago=None if since is None else duration(now - since),
+        state=state,
+        found=found,
+        **parts,
+        complaints=complaints,
+    )
+    return html, complaints
+
+
+def _parts(run: PastRun, state: State | None, found: predicted.Predicted | None) -> Mapping[str, tuple[str, Callable[[], Any]]]:
+    """What the template shows, by its name there: what it is called where it is broken, and what builds it."""
+    return {
+        "facts": ("The headline", lambda: tables.facts(run, state)),
+        "curves": ("The curves, of metrics.jsonl and evaluations.jsonl,", lambda: _curves(run)),
+        "split": ("The time split, of metrics.jsonl,", lambda: _split(run)),
+        "goodput": ("The goodput, of ledger.jsonl,", lambda: tables.goodput(run)),
+        "topology": ("The topology, of run.json,", lambda: tables.topology(run)),
+        "versions": ("The list of versions, of run.json,", lambda: tables.versions(run)),
+        "command": ("The command, of run.json,", lambda: tables.command(run)),
+        "starts": ("The list of starts, of ledger.jsonl,", lambda: tables.starts(run, state)),
+        "confusion": ("The confusion matrix", lambda: tables.confusion(found)),
+        "confusion_plot": ("The confusion matrix", lambda: _confusion_plot(found)),
+        "classes": ("The accuracy by class, of result.json,", lambda: tables.classes(run)),
+        "recipe": ("The recipe", lambda: tables.recipe(run)),
+    }
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.jinja")
+
+
+def _svg_uri(figure: Figure) -> str:
+    content = io.BytesIO()
+    figure.savefig(content, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(content.getvalue()).decode()
+
+
+def _curves(run: PastRun) -> list[Plot]:
+    drawn: list[Plot] = []
+    quantities: tuple[plots.Quantity, ...] = ("loss", "accuracy")
+    for quantity in quantities:
+        if not any(plots.curve(run, part, quantity).y for part in plots.PARTS):
+            continue
+        figure = Figure(figsize=(_WIDE, _HIGH), layout="constrained")
+        axes = figure.subplots()
+        notes = plots.draw(axes, [run], quantity)
+        axes.legend(frameon=False, fontsize=9)
+        drawn.append(Plot(quantity.capitalize(), _svg_uri(figure), _told(run, quantity), " ".join(dict.fromkeys(notes))))
+    drawn += _by_step(run, "learning_rate", "Learning rate", "learning rate")
+    drawn += _by_step(run, "samples_per_s", "Speed", "samples/s")
+    return drawn
+
+
+def _by_step(run: PastRun, key: str, title: str, label: str) -> list[Plot]:
+    """A plot of a column of the metrics, if it has any values."""
+    points = [(line["step"], line[key]) for line in run.metrics if line.get(key) is not None]
+    if not points:
+        return []
+    length = -(-len(points) // _MOST_POINTS)
+    groups = [points[begin : begin + length] for begin in range(0, len(points), length)]
+    figure = Figure(figsize=(_WIDE, _HIGH), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([group[-1][0] for group in groups], [fmean(value for _, value in group) for group in groups], color="black")
+    axes.set(ylabel=label, ylim=(0, None))
+    time_split.count_steps(axes, points[-1][0])
+    axes.grid(color="0.88", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    values = [value for _, value in points]
+    note = f"{len(points):,} lines are drawn as points, each the mean of {length}." if length > 1 else ""
+    told = f"{label} by step: between {min(values):.3g} and {max(values):.3g}."
+    return [Plot(title, _svg_uri(figure), told, note)]
+
+
+def _told(run: PastRun, quantity: plots.Quantity) -> str:
+    """What a curve shows, for who cannot see it."""
+    sentences = []
+    for part in plots.PARTS:
+        curve = plots.curve(run, part, quantity)
+        if curve.y:
+            shown = [
+                f"{100 * value:.2f} %" if quantity == "accuracy" else f"{value:.4f}" for value in (curve.y[0], curve.y[-1])
+            ]
+            sentences.append(f"{part} {quantity} from {shown[0]} to {shown[1]} over {curve.x[-1]:.3g} epochs")
+    return f"{'; '.join(sentences).capitalize()}."
+
+
+def _split(run: PastRun) -> Split | None:
+    stretches = time_split.merged(time_split.split(run))
+    if not stretches:
+        return None
+    columns = zip(*(seconds for _, seconds in stretches), strict=True)
+    sums: dict[str, float | None] = {name: sum(column) for name, column in zip(time_split.PARTS, columns, strict=True)}
+    if all(line.get("communication_share") is None for line in run.metrics):  # as of one process, and under ZeRO
+        sums["communication"] = None
+    shares = tables.parts_of(sums)
+    told = ", ".join(f"{bar.name} {' '.join(bar.values)}" for bar in shares)
+    figure = time_split.draw(stretches, size=(_WIDE, 1.25 * _HIGH))
+    alt = f"The time of the whole run: {told}."
+    return Split(Plot("The training loop, over its steps", _svg_uri(figure), alt), shares)
+
+
+def _confusion_plot(found: predicted.Predicted | None) -> Plot | None:
+    if found is None or found.left_out or len(found.classes) <= predicted.TABLE_CLASSES:
+        return None
+    right = sum(count for (label, said), count in found.counts.items() if label == said)
+    alt = f"{len(found.classes)} classes; {right:,} of {sum(found.counts.values()):,} samples lie on the diagonal."
+    return Plot("Confusion matrix", _svg_uri(predicted.draw_confusion(found, side=_WIDE)), alt)

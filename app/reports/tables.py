@@ -1,0 +1,211 @@
+"""What a run folder tells as rows of tables, for the page of `samerun report`.
+
+Values that are not those that a run writes raise what Python raises for them; the page makes sentences of that.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from app import goodput as accounting
+from app import ledger, run_folder
+from app.errors import RunFolderError
+from app.reports import predicted
+from app.reports.past_run import PastRun
+from app.reports.state import State, duration, moment
+
+Row = tuple[str, str]
+
+
+class Bar(NamedTuple):
+    """A row with a bar; those of parts of a whole begin where the one before ended."""
+
+    name: str
+    values: Sequence[str]
+    """What the other columns say."""
+    share: float
+    """The length of the bar, 0..1."""
+    begin: float = 0.0
+
+
+def parts_of(seconds: Mapping[str, float | None]) -> list[Bar]:
+    """Return a bar for each part of the sum of `seconds`; None is a part that nobody knows."""
+    whole_s = sum(own or 0.0 for own in seconds.values())
+    bars, begin = [], 0.0
+    for name, own in seconds.items():
+        share = (own or 0.0) / whole_s
+        told = ["unknown", ""] if own is None else [duration(own), f"{100 * share:.1f} %"]
+        bars.append(Bar(name, told, share, begin))
+        begin += share
+    return bars
+
+
+class Goodput(NamedTuple):
+    """Where every second of a run went."""
+
+    share: float
+    """Of compute that counts, 0..1."""
+    rows: list[Bar]
+    meanings: list[Row]
+
+
+class Classes(NamedTuple):
+    """The accuracy of classes, and what stands above the table."""
+
+    caption: str
+    rows: list[Bar]
+
+
+def facts(run: PastRun, state: State | None) -> list[Row]:
+    """The few numbers that everybody asks for first."""
+    last = next(reversed(run.evaluations), {})
+    scores: Mapping[str, Any] = run.result or last
+    rows = []
+    if scores.get("test_accuracy") is not None:
+        rows.append(("test accuracy", f"{100 * scores['test_accuracy']:.2f} %"))
+    if scores.get("test_loss") is not None:
+        rows.append(("test loss", f"{scores['test_loss']:.4f} nats"))
+    if state:
+        rows.append(("steps", f"{state.step:,}" + (f" of {state.total_steps:,}" if state.total_steps else "")))
+    speed = run.result.get("samples_per_s") or next((line.get("samples_per_s") for line in reversed(run.metrics)), None)
+    if speed is not None:
+        rows.append(("samples/s", f"{speed:,.0f}"))
+    if run.about.get("world_size"):
+        rows.append(("processes", f"{run.about['world_size']}"))
+    if run.about.get("preset") or run.about.get("strategy"):
+        rows.append(("preset", str(run.about.get("preset") or f"none ({run.about['strategy']})")))
+    return rows
+
+
+def _spent(run: PastRun) -> accounting.Goodput | None:
+    if not run.events:
+        return None
+    if not isinstance(run.events[0], ledger.Start):
+        raise RunFolderError(f"{run.folder / run_folder.LEDGER} does not begin with a start: where the time went is not known.")
+    return accounting.account(run.events)
+
+
+_PARTS = {
+    "queue_s": ("in the queue", "from submitting the job until it was allocated"),
+    "startup_s": ("start-up", "until the first step, of every start"),
+    "compute_s": ("compute", "steps that count in the end"),
+    "data_wait_s": ("data wait", "waiting for data in these steps"),
+    "evaluation_s": ("evaluation", "on the test set"),
+    "saving_s": ("saving", "the loop stood still for a checkpoint"),
+    "lost_work_s": ("lost work", "what a later start did again"),
+    "down_s": ("between starts", "from the last line of a start until the next"),
+    "other_s": ("other", "writing the result, and what no line tells of"),
+}
+
+
+def goodput(run: PastRun) -> Goodput | None:
+    """Return where every second of a run went; None if its ledger is missing."""
+    spent = _spent(run)
+    if spent is None or not spent.wall_s:
+        return None
+    seconds = {_PARTS[part.name][0]: getattr(spent, part.name) for part in fields(spent)}
+    whole = Bar("whole time", [duration(spent.wall_s), "100.0 %"], 1.0)
+    return Goodput(spent.share, [whole, *parts_of(seconds)], list(_PARTS.values()))
+
+
+def topology(run: PastRun) -> list[Row]:
+    """Return the processes, nodes and devices of the last start, and how they shared the batch."""
+    about = run.about
+    if not about:
+        return []
+    ranks = [str(rank).rpartition(" ") for rank in about.get("ranks", [])]
+    hosts = Counter(host for host, _, _ in ranks)
+    rows: list[Row] = [("processes", str(about.get("world_size", "not known"))), ("nodes", str(len(hosts) or "not known"))]
+    for host in hosts:
+        devices = Counter(device for name, _, device in ranks if name == host)
+        told = ", ".join(f"{device} ({count} processes)" if count > 1 else device for device, count in devices.items())
+        rows.append((f"devices of {host}", told))
+    rows += [
+        ("preset", str(about.get("preset") or "none")),
+        ("strategy", str(about.get("strategy", "not known"))),
+        ("mixed precision", str(about.get("mixed_precision", "not known"))),
+    ]
+    batch = [about.get(name) for name in ("micro_batch", "accumulation", "world_size", "global_batch_size")]
+    if all(isinstance(value, int) for value in batch):
+        rows.append(("global batch", "{3} samples = micro-batch {0} x accumulation {1} x {2} processes".format(*batch)))
+    for key, name in (("resumed_from", "went on from"), ("init_from", "began with the weights of")):
+        if about.get(key):
+            rows.append((name, str(about[key])))
+    return rows
+
+
+def versions(run: PastRun) -> list[Row]:
+    """Return the versions of what the last start ran."""
+    rows = [(str(name), str(version)) for name, version in run.about.get("versions", {}).items()]
+    return [*rows, ("commit", str(run.about.get("commit") or "not known"))] if rows else []
+
+
+def command(run: PastRun) -> str | None:
+    """Return the command line of the last start, as a shell would take it."""
+    words = run.about.get("command")
+    return shlex.join(str(word) for word in words) if words else None
+
+
+def starts(run: PastRun, state: State | None) -> list[list[str]]:
+    """Return of each start: when, after which step, how it ended, on how many processes, under which preset, in which job."""
+    rows: list[list[str]] = []
+    numbers = [number for number, event in enumerate(run.events) if isinstance(event, ledger.Start)]
+    for number, following in pairwise([*numbers, None]):
+        start, *others = run.events[number:following]
+        assert isinstance(start, ledger.Start)
+        last = others[-1] if others else start
+        done = f"after step {max(map(ledger.last_step, [start, *others])):,}"
+        if isinstance(last, ledger.End):
+            is_told = following is None and last.outcome == "stopped" and run.outcome.get("reason")
+            ended = f"{last.outcome} {done}" + (f", because {run.outcome['reason']}" if is_told else "")
+        elif following is None:
+            ended = state.word if state else "not known"
+        else:
+            ended = f"killed or failed {done}"
+        processes, preset, job = str(start.world_size), start.preset or "none", start.job or "none"
+        rows.append([moment(start.launched), f"{start.from_step:,}", ended, processes, preset, job])
+    return rows
+
+
+def confusion(found: predicted.Predicted | None) -> list[list[tuple[int, float]]] | None:
+    """Rows of the table: each count, and its share of the row; None where there is nothing, or too much for a table."""
+    if found is None or len(found.classes) > predicted.TABLE_CLASSES:
+        return None
+    rows = [[found.counts.get((label, said), 0) for said in range(len(found.classes))] for label in range(len(found.classes))]
+    return [[(count, count / (sum(row) or 1)) for count in row] for row in rows]
+
+
+_MOST_CLASSES = 20
+
+
+def classes(run: PastRun) -> Classes | None:
+    """Return the accuracy of each class; of many classes those with the lowest, the lowest first."""
+    scored = run.result.get("test_class_accuracy", {})
+    known = [(name, accuracy) for name, accuracy in scored.items() if accuracy is not None]
+    if not known:
+        return None
+    caption = "Accuracy by class"
+    if len(known) > _MOST_CLASSES:
+        caption = f"The {_MOST_CLASSES} of {len(known)} classes with the lowest accuracy"
+        known = sorted(known, key=lambda pair: pair[1])[:_MOST_CLASSES]
+    return Classes(caption, [Bar(name, [f"{100 * accuracy:.1f} %"], float(accuracy)) for name, accuracy in known])
+
+
+def recipe(run: PastRun) -> list[Row]:
+    """Return every key of the resolved recipe with its value."""
+    rows: list[Row] = []
+    for section, values in run.recipe.items():
+        if isinstance(values, dict):
+            rows += [(f"{section}.{key}", _plain(value)) for key, value in values.items()]
+        else:
+            rows.append((str(section), _plain(values)))
+    return rows
+
+
+def _plain(value: Any) -> str:
+    return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
