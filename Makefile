@@ -1,6 +1,6 @@
 # make demo       install into .venv and train the embedded default on 2 processes of this machine's CPU
 # make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install Slurm and
-#                 mpirun, which some of them run on a lab of namespaces (elsewhere they are skipped, and say so)
+#                 mpirun, which some of them run on a lab of namespaces, and a browser (elsewhere they are skipped, and say so)
 # make test-full  every test: with the slow ones, which are resuming from every topology to every other, and more kills
 # make lint       linter, formatter and type checker
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
@@ -26,9 +26,10 @@ test-full: $(VENV)/.compiled | lab-packages
 
 lab-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	    ! { command -v slurmctld && command -v mpirun; } >/dev/null; then \
+	    ! { command -v slurmctld && command -v mpirun && command -v chromium; } >/dev/null; then \
 	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-	        slurm-wlm munge iproute2 procps openmpi-bin; } >/dev/null || echo "no Slurm and mpirun could be installed: their tests will be skipped" >&2; fi
+	        slurm-wlm munge iproute2 procps openmpi-bin chromium; } >/dev/null || \
+	    echo "no Slurm, mpirun and browser could be installed: their tests will be skipped" >&2; fi
 
 lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .

@@ -9,7 +9,7 @@
     ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/ledger.py)
     checkpoints/      what the run can go on from (app/checkpoint_files.py)
     result.json       at the end: steps, samples, test scores, throughput
-    test_predictions/ at the end: which classes were taken for which, and some test pictures (app/scores.py)
+    test_predictions/ at the end: which classes were taken for which, and some test pictures (app/predictions.py)
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     incarnation.json  which start of the run the folder belongs to

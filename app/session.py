@@ -45,10 +45,11 @@ from app.gauges import Gauges
 from app.loop import Stopped, Training
 from app.metrics import Metrics
 from app.opening import Resumed
+from app.predictions import predictions, write_predictions
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
-from app.scores import Evaluation, evaluate, predictions, write_predictions
+from app.scores import Evaluation, evaluate
 from app.shards import Shards, unwrapped
 from app.steps import Steps
 

@@ -39,7 +39,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     ],
     [
         ("app.shards", "app.average"),
-        ("app.scores",),
+        ("app.scores", "app.predictions"),
         ("app.exported",),
         ("app.control",),
         ("app.watchdog",),

@@ -15,7 +15,7 @@ from processes import read, train
 from app import exported, recipe_file
 from app.data.augment import Preparation
 from app.data.open import open_data
-from app.scores import Prediction, Predictions, write_predictions
+from app.predictions import Prediction, Predictions, write_predictions
 
 
 def left(run_dir: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""What a run left of its predictions on the test set (app/scores.py writes it), for people to look at."""
+"""What a run left of its predictions on the test set (app/predictions.py writes it), for people to look at."""
 
 from __future__ import annotations
 
