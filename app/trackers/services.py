@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,18 +20,18 @@ _ANSWERS_WITHIN_S = 15
 """How long a server may take to answer. On many clusters compute nodes reach none, and every rank waits for the main one."""
 _SENT_WITHIN_S = 60
 """How long wandb may send at the end what it still holds. What is not sent by then is on the disk."""
-_MLFLOW_KEY = "mlflow_run_id"
 
 
-def start_wandb(run: Tracked) -> Any:
+def start_wandb(run: Tracked, settings: dict[str, Any]) -> Any:
     """Start Accelerate's tracker for wandb; without a key or a network it writes what `wandb sync` sends later."""
     import wandb
 
     project = os.environ.get("WANDB_PROJECT", run.project)
     timeouts_s = {"init_timeout": _ANSWERS_WITHIN_S, "finish_timeout": _SENT_WITHIN_S, "login_timeout": _SENT_WITHIN_S}
     given = {
-        **_unless_set(WANDB_RUN_ID={"id": run.identity}, WANDB_RESUME={"resume": "allow"}),
+        **_unless_set(WANDB_RUN_ID={"id": run.known.get("wandb", uuid.uuid4().hex[:8])}, WANDB_RESUME={"resume": "allow"}),
         **_unless_set(WANDB_NAME={"name": run.name}, WANDB_DIR={"dir": str(run.folder)}),
+        "config": settings,
         "settings": wandb.Settings(
             **_unless_set(**{f"WANDB_{key.upper()}": {key: value} for key, value in timeouts_s.items()})
         ),
@@ -44,14 +45,15 @@ def start_wandb(run: Tracked) -> Any:
         tracker.start()
         why = " ".join(str(error).split())
         print(  # noqa: T201 - the user must know
-            f"note: wandb cannot be reached ({why}), so its run is written to the disk; from where there is a network, "
-            f"`wandb sync {run.folder}/wandb/offline-*` sends it. WANDB_MODE=offline does not try.",
+            f"note: wandb works offline here ({why}): from a machine with a network and a key, "
+            f"`wandb sync {run.folder}/wandb/offline-*` sends the run. With WANDB_MODE=offline nothing else is tried.",
             flush=True,
         )
+    run.remember("wandb", tracker.run.id)
     return tracker
 
 
-def start_mlflow(run: Tracked) -> Any:
+def start_mlflow(run: Tracked, settings: dict[str, Any]) -> Any:
     """Start Accelerate's tracker for mlflow; without MLFLOW_TRACKING_URI it writes RUN/mlflow.db and RUN/mlflow."""
     import mlflow
     from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
@@ -66,20 +68,28 @@ def start_mlflow(run: Tracked) -> Any:
     for variable, value in ((MLFLOW_HTTP_REQUEST_MAX_RETRIES, 2), (MLFLOW_HTTP_REQUEST_TIMEOUT, _ANSWERS_WITHIN_S)):
         if not variable.is_set():
             variable.set(value)
-    tracker = MLflowTracker(run.project, artifacts, run_id=run.known.get(_MLFLOW_KEY), run_name=run.name)
+    tracker = MLflowTracker(run.project, artifacts, run_id=run.known.get("mlflow"), run_name=run.name)
     tracker.start()
-    run.remember(**{_MLFLOW_KEY: tracker.tracker.info.run_id})
+    run.remember("mlflow", tracker.tracker.info.run_id)
+    if "mlflow" not in run.known:  # mlflow refuses a parameter that changes, as the length of a run may
+        tracker.store_init_configuration(settings)
     return tracker
 
 
-def start_trackio(run: Tracked) -> Any:
+def start_trackio(run: Tracked, settings: dict[str, Any]) -> Any:
     """Start Accelerate's tracker for trackio, which knows a run by its name alone."""
-    tracker = TrackioTracker(run.project, name=f"{run.name}-{run.identity[:6]}", resume="allow")
+    name = run.known.get("trackio", f"{run.name}-{uuid.uuid4().hex[:6]}")
+    tracker = TrackioTracker(run.project, name=name, resume="allow", config=settings)
     tracker.start()
+    run.remember("trackio", name)
     return tracker
 
 
-STARTED_BY: Mapping[str, Callable[[Tracked], Any]] = {"wandb": start_wandb, "mlflow": start_mlflow, "trackio": start_trackio}
+STARTED_BY: Mapping[str, Callable[[Tracked, dict[str, Any]], Any]] = {
+    "wandb": start_wandb,
+    "mlflow": start_mlflow,
+    "trackio": start_trackio,
+}
 
 
 def _unless_set(**settings: dict[str, Any]) -> dict[str, Any]:

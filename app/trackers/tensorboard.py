@@ -20,26 +20,23 @@ _HPARAMS_SUFFIX = ".hparams"
 
 
 class TensorBoard:
-    """Has the methods of Accelerate's trackers."""
+    """Has the methods of Accelerate's trackers that are used here."""
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: Tracked, settings: dict[str, Any]) -> None:
+        """`settings` are the hyperparameters."""
         self._folder = run.folder / run_folder.TENSORBOARD
-        self._purge_step = run.first_step + 1 if self._folder.exists() else None
-        self._opened: SummaryWriter | None = None
+        purge_step = run.first_step + 1 if self._folder.exists() else None
+        run.remember("tensorboard", self._folder.name)
+        # The hyperparameters come first: TensorBoard reads the files of a folder in the order of their times, and leaves one
+        # for good when the next is there.
+        self._write_hyperparameters(settings)
+        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
 
-    @property
-    def _writer(self) -> SummaryWriter:
-        # Opened late: TensorBoard reads the files of a folder in the order of their times, and leaves one for good when the
-        # next is there. The hyperparameters are in a file of their own, which has to come first.
-        if self._opened is None:
-            self._opened = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        return self._opened
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the hyperparameters, in place of those of an earlier start: of two, TensorBoard would show the first."""
+    def _write_hyperparameters(self, settings: dict[str, Any]) -> None:
+        """Write them in place of those of an earlier start: of two, TensorBoard would show the first."""
         for earlier in self._folder.glob(f"*{_HPARAMS_SUFFIX}"):
             earlier.unlink()
-        experiment, session, _ = hparams(values, dict.fromkeys(_SCORES, 0.0))
+        experiment, session, _ = hparams(settings, dict.fromkeys(_SCORES, 0.0))
         with SummaryWriter(str(self._folder), filename_suffix=_HPARAMS_SUFFIX) as writer:
             for summary in (experiment, session):
                 writer.file_writer.add_summary(summary)

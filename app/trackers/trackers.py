@@ -52,12 +52,9 @@ class Trackers:
         scalars = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()}
         for name in dict.fromkeys(names):
             with self._guarded(name):
-                forgets = name == "tensorboard"
-                tracker = _start(name, run)
-                self._on.append(_On(name, tracker, run.kept if forgets else run.logged))
-                # mlflow refuses a parameter that changes, as the length of a run may.
-                if forgets or not run.goes_on:
-                    tracker.store_init_configuration(scalars)
+                # TensorBoard forgets what is taken again; the others cannot, so it is not told to them again.
+                has = run.kept if name == "tensorboard" else run.logged
+                self._on.append(_On(name, _start(name, run, scalars), has if name in run.known else {}))
 
     @property
     def take_pictures(self) -> bool:
@@ -96,19 +93,20 @@ class Trackers:
             )
 
 
-def _start(name: str, run: Tracked) -> Any:
+def _start(name: str, run: Tracked, settings: dict[str, Any]) -> Any:
     # Imported here: what is not asked for is not imported.
     if name == "tensorboard":
         from app.trackers.tensorboard import TensorBoard
 
-        return TensorBoard(run)
+        return TensorBoard(run, settings)
     from app.trackers import services
 
     if name in services.STARTED_BY:
-        return services.STARTED_BY[name](run)
+        return services.STARTED_BY[name](run, settings)
     kind = LOGGER_TYPE_TO_CLASS[name]
     tracker = kind(run.project, str(run.folder)) if kind.requires_logging_directory else kind(run.project)
     tracker.start()
+    tracker.store_init_configuration(settings)
     return tracker
 
 
