@@ -84,11 +84,11 @@ def open_run_folder(
         check_installed(names)
     hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
     path: Path | None = None
-    logged: dict[str, int] = {}
+    started = Trackers()
     with runtime.together():
         if runtime.is_main:
             step = origin.step if isinstance(origin, Resumed) else 0
-            logged = run_folder.last_steps(Path(wanted)) if wanted and may_exist else {}
+            logged = run_folder.last_steps(Path(wanted)) if wanted and may_exist else {}  # before it forgets any
             path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
             run_folder.claim(path, runtime.incarnation)
             preset = run_folder.launched_preset()
@@ -97,10 +97,8 @@ def open_run_folder(
             before = _before(origin, path / run_folder.RUN)
             run_folder.write_json(path / run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
             run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
-    started = Trackers()
-    if path is not None and names:
-        run = tracked(path, project=loaded.name, first_step=step, logged=logged)
-        started.start(names, run, recipe_file.flat(loaded.recipe))
+            run = tracked(path, project=loaded.name, first_step=step, logged=logged)
+            started.start(names, run, recipe_file.flat(loaded.recipe))
     return Opened(runtime.from_main(path), started)
 
 

@@ -191,6 +191,13 @@ def test_mlflow_has_one_run_of_all_starts_in_the_run_folder(tmp_path: Path) -> N
     assert [step for key, step in metrics if key == "test_accuracy"] == [22, 24, 30]
 
 
+def test_a_run_that_begins_again_is_a_new_one_to_its_trackers(tmp_path: Path) -> None:
+    tracked(tmp_path, project="digits", first_step=0, logged={}).remember("wandb", "3f9a")
+    assert tracked(tmp_path, project="digits", first_step=20, logged={}).known == {"wandb": "3f9a"}
+    assert tracked(tmp_path, project="digits", first_step=0, logged={}).known == {}
+    assert tracked(tmp_path, project="digits", first_step=20, logged={}).known == {}
+
+
 # TensorBoard writes in a thread, which dies of it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:

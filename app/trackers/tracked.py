@@ -34,7 +34,8 @@ class Tracked:
     def remember(self, tracker: str, identity: str) -> None:
         """Keep the id that the run has in a tracker, for the next start."""
         place = self.folder / run_folder.TRACKERS
-        run_folder.write_json(place, {**run_folder.read_json(place), tracker: identity})
+        others = run_folder.read_json(place) if place.exists() else {}
+        run_folder.write_json(place, {**others, tracker: identity})
 
 
 def tracked(folder: Path, *, project: str, first_step: int, logged: Mapping[str, int]) -> Tracked:
@@ -43,7 +44,8 @@ def tracked(folder: Path, *, project: str, first_step: int, logged: Mapping[str,
     A run that begins again, for it had no checkpoint, is a new one to its trackers.
     """
     place = folder / run_folder.TRACKERS
-    known = run_folder.read_json(place) if first_step > 0 and place.exists() else {}
-    run_folder.write_json(place, known)
+    if first_step == 0:
+        place.unlink(missing_ok=True)
+    known = run_folder.read_json(place) if place.exists() else {}
     kept = run_folder.last_steps(folder)
     return Tracked(folder=folder, project=project, first_step=first_step, logged=logged, kept=kept, known=known)

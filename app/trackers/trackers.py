@@ -2,7 +2,7 @@
 
 Only the main process has trackers. A start that goes on with a run goes on with its run in each tracker too, and no step is
 there twice. What a tracker's library raises never ends the training: the tracker is switched off with one sentence, and the
-files of the run folder have everything. No module here is imported before it is asked for.
+files of the run folder have everything. A tracker's library is imported only where it is asked for.
 """
 
 from __future__ import annotations
