@@ -24,6 +24,7 @@ from app.runtime import Runtime
 from app.schedule import Length
 from app.scores import Evaluation
 from app.steps import Steps
+from app.trackers.pictures import Pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Training:
     """Makes the random draws of a forward pass those of a step and a micro-batch in it."""
     evaluate: Callable[[], Evaluation]
     metrics: Metrics
+    pictures: Pictures
     display: Display
     checkpoints: Checkpoints
     steps: Steps
@@ -88,6 +90,7 @@ def train(run: Training) -> Evaluation | Stopped:
                     taken = run.steps.take()
                     lap("optimizer")
             metrics.add(loss, logits, targets, batch["samples"])
+            run.pictures.see(step, micro_batch, inputs, targets)
         if run.average is not None:
             run.average.update(taken.skipped)
         metrics.end_step(step + 1, taken)

@@ -24,23 +24,25 @@ from app.gauges import Gauges
 from app.losses import Losses
 from app.recipe import LogRecipe
 from app.steps import Step
+from app.trackers.trackers import Trackers
 
 
 class Metrics:
     """Collects each step's loss and samples, and writes a line every so many steps."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
         self,
         accelerator: Accelerator,
         run_dir: Path,
         gauges: Gauges,
+        trackers: Trackers,
         *,
         global_batch_size: int,
         log: LogRecipe,
         first_step: int = 0,
     ) -> None:
         self.clock = Clock(accelerator.device)
-        self._gauges = gauges
+        self._gauges, self.trackers = gauges, trackers
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""
         self._accelerator, self._run_dir, self._global_batch_size = accelerator, run_dir, global_batch_size
@@ -114,7 +116,7 @@ class Metrics:
         }
         self._skipped_to_log, self._written_s = [], None
         self._logged_steps, self._logged = step, spent
-        self._write(run_folder.METRICS, line)
+        self._write(run_folder.METRICS, line, shown=line)
         return line
 
     def flush(self) -> None:
@@ -135,7 +137,7 @@ class Metrics:
         """Write down the named scores of the weights after `step` steps, and how long the training stood still for them."""
         self._record(ledger.Evaluated(step=step, held_s=held_s))
         place = {"step": step, "samples_seen": step * self._global_batch_size, "epoch": epoch}
-        self._write(run_folder.EVALUATIONS, {**place, **scores})
+        self._write(run_folder.EVALUATIONS, {**place, **scores}, shown=scores)
 
     def _record_steps(self) -> None:
         if self._recorded_steps == self._ended_steps:
@@ -171,10 +173,10 @@ class Metrics:
         if self._accelerator.is_main_process:
             ledger.append(self._run_dir, event)
 
-    def _write(self, name: str, line: dict[str, Any]) -> None:
+    def _write(self, name: str, line: dict[str, Any], *, shown: Mapping[str, Any]) -> None:
         self._append(name, {**line, "time": round(time.time(), 3)})
-        numbers = {key: value for key, value in line.items() if isinstance(value, (int, float)) and key != "step"}
-        self._accelerator.log(numbers, step=line["step"])
+        numbers = {key: value for key, value in shown.items() if isinstance(value, (int, float)) and key != "step"}
+        self.trackers.log(name, numbers, step=line["step"])
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self._accelerator.is_main_process:

@@ -21,6 +21,8 @@ from app.initial_weights import Initial
 from app.launched import Job
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
+from app.trackers.tracked import tracked
+from app.trackers.trackers import Trackers, check_installed
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,15 @@ class Resumed:
     folder: Path
     step: int
     """Steps that were taken before it."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The run folder, ready to be written into."""
+
+    folder: Path
+    trackers: Trackers
+    """Started; none on other processes than the main one."""
 
 
 def find_checkpoint(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: str | None, resume: str) -> Resumed | None:
@@ -60,8 +71,8 @@ def open_run_folder(
     trackers: str,
     origin: Resumed | Initial | None,
     may_exist: bool,
-) -> Path:
-    """Make the run folder on the main process, write what is known at the start, and return its path on all ranks.
+) -> Opened:
+    """Make the run folder on the main process, write what is known at the start, and start the trackers.
 
     With `may_exist` the folder may hold a run already, which goes on, or starts anew where it had no checkpoint yet.
 
@@ -70,12 +81,14 @@ def open_run_folder(
     """
     names = [name for name in trackers.split(",") if name and name != "none"]
     with runtime.together():
-        runtime.check_trackers(names)
+        check_installed(names)
     hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
     path: Path | None = None
+    started = Trackers()
     with runtime.together():
         if runtime.is_main:
             step = origin.step if isinstance(origin, Resumed) else 0
+            logged = run_folder.last_steps(Path(wanted)) if wanted and may_exist else {}  # before it forgets any
             path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
             run_folder.claim(path, runtime.incarnation)
             preset = run_folder.launched_preset()
@@ -84,9 +97,9 @@ def open_run_folder(
             before = _before(origin, path / run_folder.RUN)
             run_folder.write_json(path / run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
             run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
-    path = runtime.from_main(path)
-    runtime.start_trackers(names, path, recipe_file.flat(loaded.recipe))
-    return path
+            run = tracked(path, project=loaded.name, first_step=step, logged=logged)
+            started.start(names, run, recipe_file.flat(loaded.recipe))
+    return Opened(runtime.from_main(path), started)
 
 
 def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:

@@ -179,6 +179,8 @@ class LogRecipe:
     """Count the samples that are classified right while training; not where mixup or cutmix mix the targets."""
     samples: bool = False
     """Also write samples.jsonl: the indices of the samples of each step, in order. For checking runs; costs a gather a step."""
+    images: int = 16
+    """Samples of an augmented batch that TensorBoard and wandb show, in the first steps of epochs 0, 1, 2, 4, ...; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +257,7 @@ _RANGES = {
     "optim.eps": _NOT_NEGATIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip_norm": _POSITIVE,
     "optim.warmup_epochs": _NOT_NEGATIVE, "optim.warmup_steps": _NOT_NEGATIVE, "optim.final_lr_ratio": _SHARE,
     "optim.decay_epochs": _POSITIVE, "optim.decay_factor": _POSITIVE,
-    "log.every_steps": _POSITIVE, "checkpoint.every_steps": _POSITIVE,
+    "log.every_steps": _POSITIVE, "log.images": _NOT_NEGATIVE, "checkpoint.every_steps": _POSITIVE,
     "checkpoint.every_minutes": _POSITIVE, "checkpoint.keep_last": _Range(1),
 }  # fmt: skip
 

@@ -14,6 +14,8 @@
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     incarnation.json  which start of the run the folder belongs to
     stacks/           after a hang: where each rank stood
+    trackers.json     the run's names in its trackers
+    tensorboard/, ... what trackers write
     STOP, SAVE        made by the user, who wants the run to stop or to save
 
 Files appear whole or not at all: each is written beside its name and renamed.
@@ -40,6 +42,7 @@ METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "s
 PREDICTIONS, PREDICTIONS_TOLD = "test_predictions", "predictions.json"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
 OUTCOME, INCARNATION, STACKS, STOP, SAVE = "outcome.json", "incarnation.json", "stacks", "STOP", "SAVE"
+TRACKERS, TENSORBOARD = "trackers.json", "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def create(run_dir: str | None, recipe_name: str, *, resumed_step: int | None = 
         (path / OUTCOME).unlink(missing_ok=True)
         for name in (METRICS, EVALUATIONS, SAMPLES):
             if (path / name).exists():
-                write_text(path / name, _upto((path / name).read_text(), resumed_step or 0))
+                write_text(path / name, _upto(path / name, resumed_step or 0))
         if not (path / METRICS).exists():
             write_text(path / METRICS, "")
     except OSError as error:
@@ -105,10 +108,26 @@ def check_may_begin_again(path: Path) -> None:
         print(f"{path} has no checkpoint yet: the run begins again", flush=True)  # noqa: T201 - the user must know
 
 
-def _upto(lines: str, step: int) -> str:
-    """The lines of the first so many steps; the last line of a run that was killed may be half of one."""
-    whole = [line for line in lines.splitlines(keepends=True) if line.endswith("\n")]
-    return "".join(line for line in whole if json.loads(line)["step"] <= step)
+def last_steps(path: Path) -> dict[str, int]:
+    """Return the last step of metrics.jsonl and of evaluations.jsonl, by their names; of neither that has no line.
+
+    Raises RunFolderError if one cannot be read.
+    """
+    try:
+        lines = {name: _whole_lines(path / name) for name in (METRICS, EVALUATIONS) if (path / name).exists()}
+    except OSError as error:
+        raise RunFolderError(f"the run folder {path} cannot be read: {error.strerror}. Choose another --run-dir.") from error
+    return {name: json.loads(of_file[-1])["step"] for name, of_file in lines.items() if of_file}
+
+
+def _upto(file: Path, step: int) -> str:
+    """The lines of the first so many steps."""
+    return "".join(line for line in _whole_lines(file) if json.loads(line)["step"] <= step)
+
+
+def _whole_lines(file: Path) -> list[str]:
+    """The lines of a file; the last line of a run that was killed may be half of one, and is left out."""
+    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _unused(path: Path) -> Path:

@@ -15,15 +15,13 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.tracking import filter_trackers, get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
@@ -40,7 +38,7 @@ from torch.distributed import DistNetworkError
 
 from app import compiled_ops, compiling
 from app.batching import BatchPlan
-from app.errors import PresetError, TopologyError, TrackerError
+from app.errors import PresetError, TopologyError
 from app.launched import Launched
 from app.ranks import agreed
 
@@ -141,22 +139,6 @@ class Runtime:
             yield
         self.alive()
 
-    def check_trackers(self, names: Sequence[str]) -> None:
-        """Raise TrackerError, naming those that are installed, for a tracker that is unknown or not installed."""
-        installed = sorted(tracker.value for tracker in get_available_trackers())
-        for name in names:
-            if name not in installed:
-                raise TrackerError(
-                    f"--trackers has {name!r}, which is not installed here: choose from {', '.join(installed)}; or none."
-                )
-
-    def start_trackers(self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Start the named Accelerate trackers; those that write files write them into the run folder."""
-        self.accelerator.project_configuration.set_directories(str(run_dir))
-        self.accelerator.log_with = filter_trackers(list(names), str(run_dir))
-        scalars = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()}
-        self.accelerator.init_trackers("samerun", scalars)
-
     def prepare(self, *objects: Any) -> Any:
         """Return the objects as `Accelerator.prepare` makes them: one alone, or a tuple."""
         with warnings.catch_warnings():
@@ -176,7 +158,7 @@ class Runtime:
                 buffer.copy_(mean.view_as(buffer))
 
     def close(self, *prepared: Any) -> None:
-        """Finish the trackers and leave the process group.
+        """Leave the process group.
 
         The prepared objects have to be released first: gloo with a live DDP model aborts at random at interpreter exit.
         """

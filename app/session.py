@@ -44,7 +44,7 @@ from app.errors import PresetError
 from app.gauges import Gauges
 from app.loop import Stopped, Training
 from app.metrics import Metrics
-from app.opening import Resumed
+from app.opening import Opened, Resumed
 from app.predictions import predictions, write_predictions
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
@@ -52,6 +52,7 @@ from app.runtime import Runtime
 from app.scores import Evaluation, evaluate
 from app.shards import Shards, unwrapped
 from app.steps import Steps
+from app.trackers.pictures import Pictures
 
 
 def open_data(runtime: Runtime, recipe: Recipe) -> Data:
@@ -91,10 +92,10 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
 
 
 def prepare(
-    runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path, resumed: Resumed | None
+    runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, opened: Opened, resumed: Resumed | None
 ) -> Training:
     """Distribute the model as the preset says, take up a checkpoint, and return everything that the loop uses."""
-    recipe, length = loaded.recipe, parts.length
+    recipe, length, run_dir = loaded.recipe, parts.length, opened.folder
     first_step = resumed.step if resumed else 0
     remedy = loader.remedy(data.train, local_world_size=runtime.launched.local_world_size, device=runtime.device)
     display = console.display(total_steps=length.total_steps, is_main=runtime.is_main, remedy=remedy)
@@ -120,6 +121,7 @@ def prepare(
         runtime.accelerator,
         run_dir,
         gauges,
+        opened.trackers,
         global_batch_size=runtime.plan.global_batch_size,
         log=recipe.log,
         first_step=first_step,
@@ -157,6 +159,13 @@ def prepare(
         seed_dropout=_dropout_seeds(recipe.seed, runtime.launched.rank, parts.model),
         evaluate=evaluation_of(runtime, model, data.test, parts.preparation),
         metrics=metrics,
+        pictures=Pictures(
+            opened.trackers,
+            parts.preparation,
+            count=recipe.log.images,
+            classes=data.train.classes,
+            steps_per_epoch=length.steps_per_epoch,
+        ),
         display=display,
     )
 
@@ -229,6 +238,7 @@ def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | St
     if training.runtime.is_main:
         ledger.append(run_dir, end)
     training.display.close()
+    training.metrics.trackers.finish()
     training.runtime.close(training.model, training.optimizer, training.batches)
 
 

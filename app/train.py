@@ -82,7 +82,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     parts = session.agree(runtime, loaded, data)
     resumed = opening.find_checkpoint(runtime, loaded, data, arguments.run_dir, arguments.resume)
     initial = initial_weights.take_up(runtime, parts.model, arguments.init_from, resumed=resumed.folder if resumed else None)
-    run_dir = opening.open_run_folder(
+    opened = opening.open_run_folder(
         runtime,
         loaded,
         arguments.run_dir,
@@ -92,17 +92,17 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     )
     opening.record_start(
         runtime,
-        run_dir,
+        opened.folder,
         total_steps=parts.length.total_steps,
         training_samples=len(data.train),
         resumed=resumed,
         job=read_job(os.environ),
     )
-    training = session.prepare(runtime, loaded, data, parts, run_dir, resumed)
+    training = session.prepare(runtime, loaded, data, parts, opened, resumed)
     with training.control:
-        with Watchdog(runtime, run_dir, timeout_s=arguments.hang_timeout):
+        with Watchdog(runtime, opened.folder, timeout_s=arguments.hang_timeout):
             ended = train(training)
-        session.finish(training, data, run_dir, ended)
+        session.finish(training, data, opened.folder, ended)
 
 
 if __name__ == "__main__":

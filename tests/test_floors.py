@@ -34,7 +34,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.runtime", "app.compiled_ops", "app.compiling"),
         ("app.handshake",),
         ("app.console",),
-        ("app.metrics", "app.gauges", "app.communication", "app.clock", "app.fed", "app.losses", "app.ledger"),
+        ("app.metrics", "app.gauges", "app.communication", "app.clock", "app.fed", "app.losses", "app.ledger", "app.trackers"),
         ("app.checkpoint_files", "app.manifest", "app.tensor_file", "app.durable"),
     ],
     [
@@ -139,6 +139,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.benchmarks.programs",
             "app.benchmarks.turns",
             "app.runtime",
+            "app.trackers.services",
             "app.compiled_ops",
             "app.console",
             "app.data.turns",

@@ -106,10 +106,10 @@ def samerun(work: Work) -> None:
     data = work.data
     parts = dataclasses.replace(session.agree(runtime, work.loaded, data), model=work.uncounted_model())
     place = runtime.from_main(tempfile.mkdtemp(prefix="run-", dir=work.task.folder))
-    run_dir = opening.open_run_folder(runtime, work.loaded, place, trackers="none", origin=None, may_exist=False)
-    training = session.prepare(runtime, work.loaded, data, parts, Path(run_dir), None)
+    opened = opening.open_run_folder(runtime, work.loaded, place, trackers="none", origin=None, may_exist=False)
+    training = session.prepare(runtime, work.loaded, data, parts, opened, None)
     work.count(training.model)
     with training.control:
-        with Watchdog(runtime, run_dir, timeout_s=540):
+        with Watchdog(runtime, opened.folder, timeout_s=540):
             ended = train(training)
-        session.finish(training, data, run_dir, ended)
+        session.finish(training, data, opened.folder, ended)

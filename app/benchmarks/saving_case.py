@@ -31,6 +31,7 @@ from app.metrics import Metrics
 from app.recipe import Recipe, TrainRecipe
 from app.runtime import Runtime
 from app.shards import Shards
+from app.trackers.trackers import Trackers
 
 WIDTH = 2048
 """Of the square layers, in units: each is 4.2 million weights, 50 MB with the two moments of AdamW."""
@@ -70,7 +71,7 @@ def _build(layers: int, folder: Path) -> Case:
     facts: dict[str, Any] = {"data": {}, "model": {}}
     shards = Shards(runtime.accelerator, model, optimizer)
     gauges = Gauges(runtime.accelerator, Communication(model), flops_per_sample=0.0, peak_flops_per_s=None)
-    metrics = Metrics(runtime.accelerator, folder, gauges, global_batch_size=world_size, log=recipe.log)
+    metrics = Metrics(runtime.accelerator, folder, gauges, Trackers(), global_batch_size=world_size, log=recipe.log)
     checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
     with runtime.together():
         if runtime.is_main:

@@ -86,6 +86,11 @@ class Preparation:
         """Return inputs [B, C, H, W] in the model's type: normalised and nothing else."""
         return self._finished(self._normalised(batch["images"]))
 
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """Return the pictures uint8 [B, C, H, W] that the model sees in its inputs [B, C, H, W], on any device."""
+        scale, shift = self._scale.to(inputs.device), self._shift.to(inputs.device)
+        return ((inputs.to(scale.dtype) - shift) / scale).round_().clamp_(0, 255).to(torch.uint8)
+
     def _normalised(self, images: Tensor) -> Tensor:
         self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
         inputs = images.to(self._scale.dtype, memory_format=self._memory_format)

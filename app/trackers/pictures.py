@@ -1,0 +1,100 @@
+"""Pictures of what the model is given: samples of an augmented batch side by side, each with what it is to be taken for.
+
+They are the first samples of the first micro-batch of the main process, as they went into the model: the same on any topology
+whose micro-batches have as many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from app.data.augment import Preparation
+from app.trackers.trackers import Trackers
+
+_NAME = "augmented_batch"
+_SMALLEST_SIDE, _LARGEST_SIDE = 96, 224
+"""Of a sample, in pixels: smaller ones are enlarged, larger ones reduced. The largest is what most networks see."""
+_MARGIN, _LINE = 4, 14
+"""Between samples, and the height of a line of text, in pixels; the text of Pillow's own font is 11 pixels high."""
+
+
+class Pictures:
+    """Shows samples of the first steps of epochs 0, 1, 2, 4, 8, ...: later ones look no different, and each takes space."""
+
+    def __init__(
+        self, trackers: Trackers, preparation: Preparation, *, count: int, classes: Sequence[str], steps_per_epoch: int
+    ) -> None:
+        """`count` samples are shown at most, if a tracker shows pictures; `classes` are the names of the labels."""
+        self._trackers, self._preparation, self._classes = trackers, preparation, classes
+        self._count = count if trackers.take_pictures else 0
+        self._steps_per_epoch = steps_per_epoch
+
+    def see(self, step: int, micro_batch: int, inputs: Tensor, targets: Tensor) -> None:
+        """Show what the model was given in a micro-batch of a step (both from 0), if it is time to.
+
+        Inputs are [B, C, H, W]; targets int64 [B], or shares of the classes, float [B, classes].
+        """
+        if self._count == 0 or micro_batch or step % self._steps_per_epoch:
+            return
+        epoch = step // self._steps_per_epoch
+        if epoch & (epoch - 1):
+            return
+        pixels = self._preparation.pixels(inputs[: self._count].detach()).cpu().numpy()
+        texts = [_text(target, self._classes) for target in targets[: self._count].detach().cpu()]
+        title = f"{len(pixels)} of the samples of step {step + 1}, the first of epoch {epoch}"
+        self._trackers.show(_NAME, np.asarray(grid(pixels, texts, title)), step=step + 1)
+
+
+def grid(pixels: Any, texts: Sequence[str], title: str) -> Image.Image:
+    """Return the samples, uint8 [n, C, H, W] (an array), in rows, each over its text, below a title."""
+    samples = [_sized(_picture(sample)) for sample in pixels]
+    columns = math.ceil(math.sqrt(len(samples)))
+    width, height = samples[0].width + _MARGIN, samples[0].height + _LINE + _MARGIN
+    rows = math.ceil(len(samples) / columns)
+    whole = Image.new("RGB", (columns * width + _MARGIN, rows * height + _LINE + _MARGIN), "white")
+    draw = ImageDraw.Draw(whole)
+    draw.text((_MARGIN, 1), _fitting(draw, title, whole.width - _MARGIN), fill="black")
+    for position, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+        row, column = divmod(position, columns)
+        left, top = _MARGIN + column * width, _MARGIN + _LINE + row * height
+        whole.paste(sample, (left, top))
+        draw.text((left, top + sample.height), _fitting(draw, text, sample.width), fill="black")
+    return whole
+
+
+def _picture(sample: Any) -> Image.Image:
+    """A sample, uint8 [C, H, W]: in colour if it has three channels or more, else by its first alone."""
+    return Image.fromarray(np.moveaxis(sample[:3], 0, -1) if len(sample) >= 3 else sample[0]).convert("RGB")
+
+
+def _sized(picture: Image.Image) -> Image.Image:
+    side = max(picture.size)
+    if side > _LARGEST_SIDE:
+        return picture.resize((picture.width * _LARGEST_SIDE // side, picture.height * _LARGEST_SIDE // side))
+    return picture.resize(
+        (picture.width * (times := max(1, _SMALLEST_SIDE // side)), picture.height * times), Image.Resampling.NEAREST
+    )
+
+
+def _text(target: Tensor, classes: Sequence[str]) -> str:
+    """The class of a sample, or the two that it is mixed from with their shares."""
+    if target.ndim == 0:
+        return classes[int(target)]
+    shares, numbers = target.topk(2)
+    names = [classes[int(number)] for number in numbers]
+    if shares[1] < 0.005:
+        return names[0]
+    return " + ".join(f"{name} {share:.0%}" for name, share in zip(names, shares.tolist(), strict=True))
+
+
+def _fitting(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
+    """As much of a text as is not wider than this."""
+    while draw.textlength(text) > width:
+        text = text[:-1]
+    return text

@@ -1,0 +1,115 @@
+"""Trackers: what metrics.jsonl and evaluations.jsonl say, shown where people look at it (TensorBoard, wandb, mlflow, ...).
+
+Only the main process has trackers. A start that goes on with a run goes on with its run in each tracker too, and no step is
+there twice. What a tracker's library raises never ends the training: the tracker is switched off with one sentence, and the
+files of the run folder have everything. A tracker's library is imported only where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from app.errors import TrackerError
+from app.trackers.tracked import Tracked
+
+_WITH_PICTURES = ("tensorboard", "wandb")
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise TrackerError, naming those that are installed, for a tracker that is unknown or not installed."""
+    installed = sorted(tracker.value for tracker in get_available_trackers())
+    for name in names:
+        if name not in installed:
+            raise TrackerError(
+                f"--trackers has {name!r}, which is not installed here: choose from {', '.join(installed)}; or none."
+            )
+
+
+@dataclass(frozen=True)
+class _On:
+    """A tracker that is on."""
+
+    name: str
+    tracker: Any
+    """One of Accelerate's trackers, or what has the same methods."""
+    has: Mapping[str, int]
+    """The last step that it has of each file of the run folder."""
+
+
+class Trackers:
+    """The trackers of one start; none, on other processes than the main one."""
+
+    def __init__(self) -> None:
+        self._on: list[_On] = []
+
+    def start(self, names: Sequence[str], run: Tracked, settings: Mapping[str, Any]) -> None:
+        """Start the named trackers, and show them the recipe's `settings` by their flat keys."""
+        scalars = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()}
+        for name in dict.fromkeys(names):
+            with self._guarded(name):
+                # TensorBoard forgets what is taken again; the others cannot, so it is not told to them again.
+                has = run.kept if name == "tensorboard" else run.logged
+                self._on.append(_On(name, _start(name, run, scalars), has if name in run.known else {}))
+
+    @property
+    def take_pictures(self) -> bool:
+        """Whether one of them shows pictures."""
+        return any(on.name in _WITH_PICTURES for on in self._on)
+
+    def log(self, file: str, numbers: Mapping[str, float], *, step: int) -> None:
+        """Show the numbers of a line of `file`, unless the tracker has them from an earlier start."""
+        self._each(lambda on: on.tracker.log(dict(numbers), step=step) if step > on.has.get(file, 0) else None)
+
+    def show(self, name: str, picture: Any, *, step: int) -> None:
+        """Show a picture, uint8 [H, W, 3] (an array), under a name."""
+        self._each(lambda on: on.tracker.log_images({name: [picture]}, step=step) if on.name in _WITH_PICTURES else None)
+
+    def finish(self) -> None:
+        """Have them write and send what they still hold."""
+        self._each(lambda on: on.tracker.finish())
+        self._on = []
+
+    def _each(self, act: Callable[[_On], Any]) -> None:
+        for on in list(self._on):
+            with self._guarded(on.name):
+                act(on)
+
+    @contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        """Switch the tracker off, and say so, if the block raises: its library may raise anything."""
+        try:
+            yield
+        except Exception as error:
+            self._on = [on for on in self._on if on.name != name]
+            print(  # noqa: T201 - the user must know
+                f"note: the tracker {name} is switched off, because it failed ({type(error).__name__}: {_shortened(error)}). "
+                "The run goes on, and its folder has all that the tracker would have got.",
+                flush=True,
+            )
+
+
+def _start(name: str, run: Tracked, settings: dict[str, Any]) -> Any:
+    # Imported here: what is not asked for is not imported.
+    if name == "tensorboard":
+        from app.trackers.tensorboard import TensorBoard
+
+        return TensorBoard(run, settings)
+    from app.trackers import services
+
+    if name in services.STARTED_BY:
+        return services.STARTED_BY[name](run, settings)
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    tracker = kind(run.project, str(run.folder)) if kind.requires_logging_directory else kind(run.project)
+    tracker.start()
+    tracker.store_init_configuration(settings)
+    return tracker
+
+
+def _shortened(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."

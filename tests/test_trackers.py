@@ -1,0 +1,221 @@
+"""Trackers have what the files of the run folder have, under the same names, as one run over all its starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import resource
+import shutil
+import sqlite3
+import struct
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import read, read_lines, train
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams.api_pb2 import ColParams, ListSessionGroupsRequest, MetricName, Status
+from tensorboard.plugins.hparams.backend_context import Context
+from tensorboard.plugins.hparams.list_session_groups import Handler
+
+from app import checkpoint_files
+from app.trackers.tracked import tracked
+from app.trackers.trackers import Trackers
+
+pytestmark = pytest.mark.multiproc
+
+# Epochs have 22 steps: evaluations after 22 and 24, pictures in steps 1 and 23.
+RECIPE = (
+    "--recipe",
+    "digits",
+    "train.global_batch_size=64",
+    "log.every_steps=3",
+    "checkpoint.every_steps=20",
+    "augment.mixup=0.2",
+)
+
+
+SERVICES = ("wandb", "trackio")
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A run of 24 steps that was killed and went on after step 20, to step 30."""
+
+    run_dir: Path
+    said: str
+    """By the first start."""
+    pictures: list[Any]
+    """That TensorBoard had before the kill."""
+
+
+def continued(run_dir: Path, *trackers: str, then: tuple[str, int], env: Mapping[str, str]) -> Continued:
+    """Train 24 steps, lose the last checkpoint as a kill would have, and go on `then` under a preset on so many processes."""
+    recipe = ("--trackers", ",".join(trackers), *RECIPE)
+    said = train("cpu", run_dir, *recipe, "train.steps=24", env=env).check().output
+    pictures = shown(run_dir).Images("augmented_batch") if "tensorboard" in trackers else []
+    shutil.rmtree(checkpoint_files.path_of(run_dir, 24))
+    preset, processes = then
+    train(preset, run_dir, "--resume", "auto", *recipe, "train.steps=30", processes=processes, env=env).check()
+    assert read(run_dir / "run.json")["resumed_step"] == 20
+    return Continued(run_dir, said, pictures)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Continued:
+    """A run with all trackers that are installed, but mlflow, which takes seconds to make its data base."""
+    folder = tmp_path_factory.mktemp("tracked")
+    # Nobody is known to wandb here, so it starts offline without asking its server.
+    env = {"HOME": str(folder), "WANDB_API_KEY": "", "TRACKIO_DIR": str(folder / "trackio")}
+    return continued(folder / "run", "tensorboard", *filter(installed, SERVICES), then=("multi_gpu", 2), env=env)
+
+
+def shown(run_dir: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
+    return accumulator.Reload()
+
+
+def numbers(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """The curves of a file: step and value of each name."""
+    names = {name for line in lines for name, value in line.items() if isinstance(value, (int, float))} - {"step", "time"}
+    return {name: [(line["step"], line[name]) for line in lines if line[name] is not None] for name in names}
+
+
+def hyperparameters(run_dir: Path) -> Any:
+    """What TensorBoard's own server answers for the page HPARAMS of one run."""
+    files = EventMultiplexer().AddRunsFromDirectory(str(run_dir)).Reload()
+    context = TBContext(data_provider=MultiplexerDataProvider(files, str(run_dir)))
+    scores = [ColParams(metric=MetricName(tag=tag)) for tag in ("test_accuracy", "test_loss")]
+    request = ListSessionGroupsRequest(allowed_statuses=[Status.STATUS_UNKNOWN], col_params=scores, slice_size=10)
+    (group,) = Handler(RequestContext(), Context(context), "", request).run().session_groups
+    return group
+
+
+def test_tensorboard_has_the_files_of_the_run_folder_and_each_step_once(run: Continued) -> None:
+    run_dir = run.run_dir
+    board = shown(run_dir)
+    metrics, evaluations = (numbers(read_lines(run_dir / f"{name}.jsonl")) for name in ("metrics", "evaluations"))
+    assert [step for step, _ in metrics["loss"]] == [*range(3, 19, 3), *range(21, 31, 3)]
+    assert [step for step, _ in evaluations["test_accuracy"]] == [22, 30]
+    curves = evaluations | metrics  # where a line was evaluated is said in evaluations.jsonl alone
+    found = {name: [(event.step, event.value) for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
+    assert {name for name, curve in found.items() if curve} == set(curves) >= {"loss", "learning_rate", "test_accuracy"}
+    for name, curve in curves.items():
+        assert found[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve], name
+
+    pictures = board.Images("augmented_batch")
+    assert [picture.step for picture in pictures] == [picture.step for picture in run.pictures] == [1, 23]
+    for picture, other in zip(pictures, run.pictures, strict=True):
+        assert picture.encoded_image_string == other.encoded_image_string, "one process and two give the same pictures"
+
+    page = hyperparameters(run_dir)
+    assert page.hparams["optim.name"].string_value == "adamw"
+    assert page.hparams["train.steps"].number_value == 30, "those of the last start"
+    result = read(run_dir / "result.json")
+    scores = {value.name.tag: (value.training_step, value.value) for value in page.metric_values}
+    assert scores == {name: (30, pytest.approx(result[name], rel=1e-6)) for name in ("test_accuracy", "test_loss")}
+
+
+def test_a_tracker_that_cannot_start_is_switched_off(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").touch()
+    finished = train("cpu", tmp_path, "--trackers", "tensorboard", *RECIPE, "train.steps=2").check()
+    assert finished.output.count("note: the tracker tensorboard is switched off, because it failed (FileExistsError") == 1
+    assert read(tmp_path / "result.json")["steps"] == 2
+
+
+def records(file: Path) -> list[Any]:
+    """What wandb has written offline: records in blocks as LevelDB's log has them, after 7 bytes of its own."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, found, parts = file.read_bytes(), 7, [], b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # too little of the block for another header
+            place += 32768 - place % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+@pytest.mark.skipif(not installed("wandb"), reason="needs wandb")
+def test_wandb_without_a_key_writes_one_run_that_can_be_sent(run: Continued) -> None:
+    assert run.said.count(f"`wandb sync {run.run_dir}/wandb/offline-*` sends the run") == 1
+    starts = [records(file) for file in sorted(run.run_dir.glob("wandb/offline-run-*/*.wandb"))]
+    assert len(starts) == 2
+    headers = [record.run for start in starts for record in start if record.HasField("run")]
+    identity = read(run.run_dir / "trackers.json")["wandb"]
+    assert {(header.run_id, header.project, header.display_name) for header in headers} == {(identity, "digits", "run")}
+    logged = [record.history for start in starts for record in start if record.HasField("history")]
+    rows = [{item.key or item.nested_key[0]: item.value_json for item in row.item} for row in logged]
+    for name, steps in {"loss": [*range(3, 31, 3)], "test_accuracy": [22, 24, 30], "augmented_batch": [1, 23, 23]}.items():
+        assert [int(row["_step"]) for row in rows if name in row] == steps
+
+
+@pytest.mark.skipif(not installed("trackio"), reason="needs trackio")
+def test_trackio_has_one_run_of_all_starts(run: Continued) -> None:
+    with closing(sqlite3.connect(run.run_dir.parent / "trackio" / "digits.db")) as store:
+        rows = store.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        ((config,),) = store.execute("select config from configs").fetchall()
+    assert {name for name, _, _ in rows} == {read(run.run_dir / "trackers.json")["trackio"]}
+    found = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    assert [step for step, metrics in found if "loss" in metrics] == [*range(3, 31, 3)]
+    assert [step for step, metrics in found if "test_accuracy" in metrics] == [22, 24, 30]
+    assert json.loads(config)["train.steps"] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (installed("mlflow") and installed("sqlalchemy")), reason="needs mlflow")
+def test_mlflow_has_one_run_of_all_starts_in_the_run_folder(tmp_path: Path) -> None:
+    run = continued(tmp_path / "run", "mlflow", then=("cpu", 1), env={})
+    with closing(sqlite3.connect(run.run_dir / "mlflow.db")) as store:
+        ((name, status),) = store.execute("select name, status from runs").fetchall()
+        metrics = store.execute("select key, step from metrics order by step").fetchall()
+        settings = dict(store.execute("select key, value from params").fetchall())
+    assert (name, status, settings["optim.name"]) == ("run", "FINISHED", "adamw")
+    assert [step for key, step in metrics if key == "loss"] == [*range(3, 31, 3)]
+    assert [step for key, step in metrics if key == "test_accuracy"] == [22, 24, 30]
+
+
+def test_a_run_that_begins_again_is_a_new_one_to_its_trackers(tmp_path: Path) -> None:
+    tracked(tmp_path, project="digits", first_step=0, logged={}).remember("wandb", "3f9a")
+    assert tracked(tmp_path, project="digits", first_step=20, logged={}).known == {"wandb": "3f9a"}
+    assert tracked(tmp_path, project="digits", first_step=0, logged={}).known == {}
+    assert tracked(tmp_path, project="digits", first_step=20, logged={}).known == {}
+
+
+# TensorBoard writes in a thread, which dies of it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
+    run = tracked(tmp_path, project="digits", first_step=0, logged={})
+    trackers = Trackers()
+    trackers.start(["tensorboard"], run, {"seed": 0})
+    trackers.log("metrics.jsonl", {"loss": 2.0}, step=1)
+    assert capsys.readouterr().out == ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))  # what a full disk does: no file gets longer
+    try:
+        trackers.log("metrics.jsonl", {"loss": 1.0}, step=2)
+        trackers.log("metrics.jsonl", {"loss": 1.0}, step=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().out
+    assert said.count("the tracker tensorboard is switched off, because it failed (OSError: [Errno 27] File too large") == 1
+    trackers.log("metrics.jsonl", {"loss": 1.0}, step=4)
+    trackers.finish()
+    assert [event.step for event in shown(tmp_path).Scalars("loss")] == [1]
+    assert capsys.readouterr().out == ""
