@@ -66,7 +66,8 @@ class Clock:
         self.lap("other")
         self._spent_s, start_s = self.training_s, time.perf_counter()
         try:
-            yield
+            with torch.profiler.record_function("paused"):
+                yield
         finally:
             self._laps.begin()
             self._since_s = time.perf_counter()

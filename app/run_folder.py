@@ -12,6 +12,7 @@
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     incarnation.json  which start of the run the folder belongs to
+    profile/          with profile.steps: a trace of each rank, all on one time axis, and a summary (app/profiling/)
     stacks/           after a hang: where each rank stood
     STOP, SAVE        made by the user, who wants the run to stop or to save
 
@@ -38,6 +39,7 @@ RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
 OUTCOME, INCARNATION, STACKS, STOP, SAVE = "outcome.json", "incarnation.json", "stacks", "STOP", "SAVE"
+PROFILE = "profile"
 
 
 @dataclass(frozen=True)
