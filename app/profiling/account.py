@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -84,7 +84,7 @@ class Process:
             self._gloo.append(event)
         elif event.is_kernel:
             self._kernels.append(event)
-        elif event.kind == "cuda_runtime":
+        elif event.kind in ("cuda_runtime", "cuda_driver"):
             self._launches[event.arguments.get("correlation", -1)] = event.begin_ns
         elif event.kind == "cpu_op":
             self._threads[event.lane].append((event.begin_ns, -event.end_ns, event.name))
@@ -110,16 +110,17 @@ class Process:
     def account(self) -> Account:
         """Return where the time went, when all events are there."""
         account = Account()
+        if self._kernels and self._steps:  # the host may be steps ahead of its GPU, which it waited for at the end
+            last, (begin_ns, end_ns) = max(self._steps.items())
+            self._steps[last] = (begin_ns, max(end_ns, *(kernel.end_ns for kernel in self._kernels)))
         steps = without(union(self._steps.values()), union(self._pauses))
-        leaves = self._operations(account, steps)
+        for operators in self._threads.values():
+            operators.sort()
+        account.operations = self._operations(steps)
         account.collectives = sorted(self._collectives(steps), key=lambda collective: collective.event.end_ns)
         spans = [(one.came_ns, one.event.end_ns) for one in account.collectives]
-        outstanding = both(union(spans), steps)
-        account.outstanding_ns = length(outstanding)
-        if self._kernels:
-            exposed = self._parts_of_device(account, outstanding, steps)
-        else:
-            exposed = self._parts_of_host(account, _waits(leaves, spans, steps), steps)
+        account.outstanding_ns = length(both(union(spans), steps))
+        exposed = (self._parts_of_device if self._kernels else self._parts_of_host)(account, spans, steps)
         _attribute(exposed, account.collectives)
         return account
 
@@ -139,31 +140,35 @@ class Process:
                 if event.is_of_nccl:
                     yield self._launches.get(event.arguments.get("correlation", -1), event.begin_ns), event.begin_ns, event
             return
-        # gloo's threads begin what is called for in this order, some 0.1 ms later.
-        calls = deque(
-            sorted(
-                (begin_ns, lane)
-                for lane, operators in self._threads.items()
-                for begin_ns, _, name in operators
-                if name.startswith("c10d::")
-            )
+        calls = sorted(
+            (begin_ns, lane)
+            for lane, operators in self._threads.items()
+            for begin_ns, _, name in operators
+            if name.startswith("c10d::")
         )
-        for event in sorted(self._gloo, key=lambda event: event.begin_ns):
-            begin_ns, lane = calls.popleft() if calls and calls[0][0] <= event.begin_ns else (event.begin_ns, self.main)
+        events = sorted(self._gloo, key=lambda event: event.begin_ns)
+        if len(calls) != len(events):  # a call that is not seen as an event, or the other way round
+            calls = [(event.begin_ns, self.main or event.lane) for event in events]
+        # gloo's threads begin what is called for in this order, some 0.1 ms later.
+        for (begin_ns, lane), event in zip(calls, events, strict=True):
             if lane == self.main:
                 yield begin_ns, begin_ns, event
 
-    def _parts_of_host(self, account: Account, exposed: Spans, steps: Spans) -> Spans:
+    def _parts_of_host(self, account: Account, collectives: Sequence[Span], steps: Spans) -> Spans:
+        """Fill in the parts, and return when the process stood still for these, sorted by their ends."""
+        busy = _leaves(self._threads[self.main]) if self.main in self._threads else []
+        exposed = _waits(busy, collectives, steps)
         free = without(steps, exposed)
         shares = {phase: length(both(free, union(self._ranges[phase]))) for phase in PHASES}
         parts = {"compute": shares[FORWARD] + shares[BACKWARD], "optimizer": shares[OPTIMIZER], "data_wait": shares[DATA_WAIT]}
         self._fill(account, {**parts, "communication": length(exposed)}, steps)
         return exposed
 
-    def _parts_of_device(self, account: Account, outstanding: Spans, steps: Spans) -> Spans:
+    def _parts_of_device(self, account: Account, collectives: Sequence[Span], steps: Spans) -> Spans:
+        """Do as `_parts_of_host` does, with the GPU as the one that works or stands still."""
         working = union((event.begin_ns, event.end_ns) for event in self._kernels if not event.is_of_nccl)
         busy = both(working, steps)
-        exposed = without(outstanding, busy)
+        exposed = without(both(union(collectives), steps), busy)
         idle = without(without(steps, busy), exposed)
         optimizer = length(both(busy, union(self._device_optimizer)))
         parts = {"compute": length(busy) - optimizer, "optimizer": optimizer, "communication": length(exposed)}
@@ -173,26 +178,25 @@ class Process:
     def _fill(self, account: Account, parts_ns: dict[str, int], steps: Spans) -> None:
         account.parts_ns |= {**parts_ns, "other": length(steps) - sum(parts_ns.values())}
 
-    def _operations(self, account: Account, steps: Spans) -> Spans:
-        """Note which operations took most, and return when the training thread was in one."""
-        own_ns: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        leaves: Spans = []
-        for lane, operators in self._threads.items():
-            operators.sort()
+    def _operations(self, steps: Spans) -> list[tuple[str, int, int]]:
+        own_ns: dict[str, int] = defaultdict(int)
+        counts: dict[str, int] = defaultdict(int)
+        for name, time_ns in self._device_times(steps) if self._kernels else self._host_times(steps):
+            own_ns[name] += time_ns
+            counts[name] += 1
+        most = sorted(own_ns, key=lambda name: -own_ns[name])[:_TOP]
+        return [(name, own_ns[name], counts[name]) for name in most]
+
+    def _device_times(self, steps: Spans) -> Iterable[tuple[str, int]]:
+        for kernel in self._kernels:
+            if not kernel.is_of_nccl and _is_in(steps, kernel.begin_ns):
+                yield kernel.name, kernel.end_ns - kernel.begin_ns
+
+    def _host_times(self, steps: Spans) -> Iterable[tuple[str, int]]:
+        for operators in self._threads.values():
             for name, time_ns in _own_times([one for one in operators if _is_in(steps, one[0])]):
-                own_ns[name][0] += time_ns
-                own_ns[name][1] += 1
-            if lane == self.main:
-                leaves = _leaves(operators)
-        if self._kernels:
-            own_ns.clear()
-            for kernel in (kernel for kernel in self._kernels if _is_in(steps, kernel.begin_ns)):
-                own_ns[kernel.name][0] += 0 if kernel.is_of_nccl else kernel.end_ns - kernel.begin_ns
-                own_ns[kernel.name][1] += 1
-        ranked = sorted(own_ns.items(), key=lambda item: -item[1][0])
-        account.operations = [(name, time_ns, count) for name, (time_ns, count) in ranked[:_TOP] if _is_operator(name) or
-                              self._kernels]  # fmt: skip
-        return leaves
+                if _is_operator(name):
+                    yield name, time_ns
 
 
 def _is_operator(name: str) -> bool:

@@ -80,7 +80,11 @@ class Lines:
         for lane, tid in list(self._lanes.items()):
             is_ours = lane[0] == "collectives"
             title = (
-                "training" if lane == main else f"collectives {lane[1]}" if is_ours else names.get(lane, f"stream {lane[1]}")
+                "training"
+                if lane == main
+                else f"collectives {lane[1]}"
+                if is_ours
+                else names.get(lane, f"ranges of stream {lane[1]}")
             )
             self._put("M", "thread_name", tid, ts=0, args={"name": title})
             order = 0 if lane == main else 1 if is_ours else 2

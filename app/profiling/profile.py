@@ -93,8 +93,11 @@ class Profile:
 
     def close(self) -> None:
         """Write what was recorded, if the window is open, and show the summary. All ranks call it."""
+        if self._is_over:
+            return
         recording, self._recording, self._is_over = self._recording, None, True
         if recording is None:
+            self._say(f"note: no profile: this start of the run takes none of the steps {self._first} to {self._last}")
             return
         recording.end_step()
         with self._clock.paused():
@@ -108,13 +111,12 @@ class Profile:
     def _written(self, recording: _Recording) -> str | None:
         """Write this rank's file; return why that is not possible, if so."""
         with tempfile.TemporaryDirectory(prefix="samerun-profile-") as folder:
-            trace = Path(folder) / "trace.json"
-            axis, who = recording.end(trace)
+            axis, who = recording.end()
             try:
                 self._folder.mkdir(exist_ok=True)
-                rank_file.write(self._folder, trace, axis, who)
-            except OSError as error:
-                return f"rank {who.rank} on {who.host} cannot write its profile into {self._folder}: {error.strerror}."
+                rank_file.write(self._folder, recording.export(Path(folder)), axis, who)
+            except (OSError, RuntimeError, ValueError) as error:  # a full disk shows itself as any of these
+                return f"rank {who.rank} on {who.host} cannot write its profile into {self._folder}: {error}."
         return None
 
     def _merged(self) -> str:
@@ -153,12 +155,11 @@ class _Recording:
         self._phase = record_function(phase)
         self._phase.__enter__()
 
-    def end(self, trace: Path) -> tuple[clocks.Axis, rank_file.Who]:
-        """Write torch's trace to the path, and return what it takes to put it beside those of the other ranks."""
+    def end(self) -> tuple[clocks.Axis, rank_file.Who]:
+        """Stop, and return what it takes to put the trace beside those of the other ranks. All ranks call it."""
         self._synchronize()
         self._profiler.stop_trace()
         begin, end = self._begin, self._offset()
-        self._profiler.export_chrome_trace(str(trace))
         launched, device = self._runtime.launched, self._runtime.device
         axis = clocks.Axis(self._zero_ns, begin_ns=begin[0], begin=begin[1], end_ns=end[0], end=end[1])
         return axis, rank_file.Who(
@@ -169,6 +170,12 @@ class _Recording:
             device="cpu" if device.type == "cpu" else str(device),
             strategy=launched.strategy,
         )
+
+    def export(self, folder: Path) -> Path:
+        """Write torch's trace into a folder, and return its path."""
+        path = folder / "trace.json"
+        self._profiler.export_chrome_trace(str(path))
+        return path
 
     def end_step(self) -> None:
         """End a step, if one was begun."""
