@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from processes import Finished
 
 from app.errors import RecipeError
-from app.profiling import clocks, raw, spans, summary
+from app.profiling import clocks, merge, raw, spans, summary
 from app.profiling.account import Process
 from app.profiling.profile import check_window
 from app.profiling.rank_file import Header, RankFile, path_of
@@ -90,6 +90,10 @@ def test_it_is_put_together_again_from_what_is_left(
     assert trace_format.load(folder / "timeline.json.gz") == trace_format.load(original / "timeline.json.gz")
     assert (folder / "summary.txt").read_text() == capsys.readouterr().out
     assert (folder / "summary.txt").read_text().splitlines()[:-1] == (original / "summary.txt").read_text().splitlines()[:-1]
+
+    (folder / "timeline.json.gz").unlink()
+    assert f"`samerun timeline {copied}` puts them together" in merge.merge(folder, most_bytes=1000).text
+    assert not (folder / "timeline.json.gz").exists()
 
     whole = path_of(folder, 1).read_bytes()
     path_of(folder, 1).write_bytes(whole[: len(whole) * 3 // 4])
@@ -233,6 +237,28 @@ def test_on_a_gpu_communication_is_hidden_behind_its_other_kernels() -> None:
     (collective,) = account.collectives
     assert (account.outstanding_ns, collective.step, collective.came_ns, collective.exposed_ns) == (400, 4, 400, 200)
     assert account.operations[0] == ("gemm", 500, 1)
+
+
+def test_on_a_cpu_communication_is_where_no_operator_runs() -> None:
+    process, ms = Process(), 1_000_000
+    for one in (
+        event("step 4", "user_annotation", 1, 0, 20 * ms),
+        event("backward", "user_annotation", 1, 0, 19 * ms),
+        event("aten::first", "cpu_op", 1, 0, 2 * ms),
+        event("c10d::allreduce_", "cpu_op", 1, 2 * ms, 2 * ms + 10),
+        event("gloo:all_reduce", "user_annotation", 2, 2 * ms + 100, 4 * ms),
+        event("aten::hides_it", "cpu_op", 1, 2 * ms + 20, 5 * ms),
+        event("c10d::allreduce_", "cpu_op", 1, 5 * ms, 5 * ms + 10),
+        event("gloo:all_reduce", "user_annotation", 2, 5 * ms + 100, 13 * ms),  # says so when the next operator runs already
+        event("aten::waited", "cpu_op", 1, 11 * ms, 15 * ms),
+        event("c10d::allgather_", "cpu_op", 3, 16 * ms, 17 * ms),  # by a save, beside the training
+        event("gloo:all_gather", "user_annotation", 2, 16 * ms, 18 * ms),
+    ):
+        process.add(one)
+    account = process.account()
+    assert account.parts_ns["communication"] == account.collectives[1].exposed_ns == 6 * ms
+    assert account.parts_ns["compute"] == 13 * ms
+    assert [one.number for one in account.collectives] == [0, 1]
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))).map(spans.union)

@@ -8,10 +8,11 @@ Each moment of a step is in exactly one part:
     compute         it is in the forward and backward pass
     other           counting, logging, agreeing; on a GPU: it idles
 
-On a CPU communication is where no operator runs on the thread that trains, from there until a collective is done: torch does
-not say who waits for what, and a gap in which one ends was a wait for it. With GPUs the parts are of the GPU: communication is
-where NCCL's kernels run and no others (as in Holistic Trace Analysis, github.com/facebookresearch/HolisticTraceAnalysis).
-What is outstanding and not in the way is hidden. Evaluating and saving, in between, are in no step. Standard library only.
+On a CPU communication is where a collective is under way and no operator runs on the thread that trains. Torch does not say who
+waits for what, so gaps count that are longer than what Python does between two operators, or in which a collective ends; gloo's
+threads say so when the waiting one goes on already, on busy cores by milliseconds. With GPUs the parts are of the GPU, and
+communication is where NCCL's kernels run and no others (as in github.com/facebookresearch/HolisticTraceAnalysis). What is under
+way while others work is hidden. Evaluating and saving, in between, are in no step. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ STEP, PAUSE = "step ", "paused"
 """Ranges of the training loop: a step with its number, and a pause."""
 DATA_WAIT, FORWARD, BACKWARD, OPTIMIZER, LOG = PHASES = ("data wait", "forward", "backward", "optimizer", "log")
 """The ranges in a step."""
+_LEAST_WAIT_NS = 100_000
+"""Several times what Python takes between two operators of a forward pass."""
 _TOP = 40
 """Operations that are kept: those of all ranks are put together, and few are shown."""
 
@@ -234,14 +237,14 @@ def _own_times(operators: Iterable[tuple[int, int, str]]) -> Iterable[tuple[str,
 
 
 def _waits(busy: Spans, collectives: Sequence[Span], steps: Spans) -> Spans:
-    """When the training thread stood still for one of these, sorted by their ends: in a gap, up to the last end in it."""
+    """When the training thread stood still for one of these, sorted by their ends."""
     ends = [end for _, end in collectives]
-    until_done: Spans = []
-    for begin, end in without(steps, busy):
-        done = bisect_right(ends, end) - 1
-        if done >= 0 and ends[done] > begin:
-            until_done.append((begin, ends[done]))
-    return both(until_done, union(collectives))
+    gaps = [
+        (begin, end)
+        for begin, end in without(steps, busy)
+        if end - begin >= _LEAST_WAIT_NS or bisect_right(ends, end) > bisect_right(ends, begin)
+    ]
+    return both(gaps, union(collectives))
 
 
 def _attribute(exposed: Spans, collectives: Sequence[Collective]) -> None:

@@ -6,6 +6,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,25 +32,38 @@ class Merged:
     """A sentence for each file that is missing, cut or broken."""
 
 
-def merge(folder: Path) -> Merged:
+def merge(folder: Path, *, most_bytes: float = math.inf) -> Merged:
     """Write both files, each whole or not at all, from what `folder` has of the ranks.
+
+    Where the files of the ranks have more than `most_bytes`, as they are on the disk, there is only the summary.
 
     Raises RunFolderError if it has nothing that can be read, or cannot be written.
     """
     files, complaints = _open(folder)
     headers = [file.header for file in files]
-    about = {"ranks": len(files), "world_size": headers[0].world_size, "steps": headers[0].steps}
-    temporary = folder / f".{TIMELINE}.{os.getpid()}"
     try:
-        num_bytes = rank_file.write_trace(temporary, about, _events(files))
-        temporary.replace(folder / TIMELINE)
+        size_bytes = sum(file.path.stat().st_size for file in files)
+        if size_bytes > most_bytes:
+            timeline = f"the ranks' traces have {_size(size_bytes)}: `samerun timeline {folder.parent}` puts them together"
+        else:
+            timeline = _write_timeline(folder, files)
         complaints += [file.complaint for file in files if file.complaint]
-        size = f"{folder / TIMELINE}: {_size((folder / TIMELINE).stat().st_size)} ({_size(num_bytes)} uncompressed)"
-        text = "\n".join([*summary.lines(headers), *complaints, f"{size}, for ui.perfetto.dev or chrome://tracing"]) + "\n"
+        text = "\n".join([*summary.lines(headers), *complaints, timeline]) + "\n"
         write_text(folder / SUMMARY, text)
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error.strerror}.") from error
     return Merged(headers, text, complaints)
+
+
+def _write_timeline(folder: Path, files: Sequence[RankFile]) -> str:
+    """Write it, and return a line that says what it is."""
+    first = files[0].header
+    about = {"ranks": len(files), "world_size": first.world_size, "steps": first.steps}
+    path, temporary = folder / TIMELINE, folder / f".{TIMELINE}.{os.getpid()}"
+    num_bytes = rank_file.write_trace(temporary, about, _events(files))
+    temporary.replace(path)
+    size = f"{_size(path.stat().st_size)} ({_size(num_bytes)} uncompressed)"
+    return f"{path}: {size}, for ui.perfetto.dev or chrome://tracing"
 
 
 def _open(folder: Path) -> tuple[list[RankFile], list[str]]:

@@ -28,6 +28,9 @@ from app.recipe import ProfileRecipe
 from app.runtime import Runtime
 from app.steps import Steps
 
+_MOST_BYTES = 100e6
+"""Of traces that are put together while the ranks wait: about a minute (docs/reports.md)."""
+
 
 def check_window(recipe: ProfileRecipe, *, total_steps: int) -> None:
     """Raise RecipeError if a run of so many steps ends before the window does."""
@@ -121,7 +124,7 @@ class Profile:
 
     def _merged(self) -> str:
         try:
-            return merge.merge(self._folder).text.rstrip()
+            return merge.merge(self._folder, most_bytes=_MOST_BYTES).text.rstrip()
         except RunFolderError as error:
             return str(error)
 

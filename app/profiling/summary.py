@@ -60,7 +60,7 @@ def _communication(headers: Sequence[Header], steps: int, step_us: float) -> lis
         return ["communication: no collective operation was recorded in these steps"]
     number = len(headers[0].collectives) / steps
     return [
-        f"communication: {number:.3g} collectives a step are under way for {_ms(outstanding)} of it; "
+        f"communication, mean of the ranks: {number:.3g} collectives a step are under way for {_ms(outstanding)} of it; "
         f"{1 - exposed / outstanding:.0%} of that is hidden behind other work, {_ms(exposed)} is exposed "
         f"({exposed / step_us:.0%} of the step)"
     ]
@@ -90,18 +90,21 @@ def lateness(headers: Sequence[Header]) -> tuple[dict[int, Lateness], int]:
         for step, name, number, begin_us, end_us, exposed_us in header.collectives:
             meetings[step, name, number][header.rank] = (begin_us, end_us, exposed_us)
     complete = {key: ranks for key, ranks in meetings.items() if len(ranks) == len(headers)}
+    error_us = max(header.clock_error_us for header in headers)
     for (step, _, _), ranks in complete.items():
         last = max(ranks, key=lambda rank: ranks[rank][0])
         all_there_us = ranks[last][0]
-        waited_us = [_waited_us(one, all_there_us) for rank, one in ranks.items() if rank != last]
+        waited_us = [_waited_us(one, all_there_us, error_us) for rank, one in ranks.items() if rank != last]
         found[last].waited_us[step] += statistics.fmean(waited_us)
         found[last].last_in += 1
     return found, len(complete)
 
 
-def _waited_us(one: tuple[float, float, float], all_there_us: float) -> float:
+def _waited_us(one: tuple[float, float, float], all_there_us: float, error_us: float) -> float:
     """How long a rank stood still until all were there; it did from some moment on, up to the end."""
     _, end_us, exposed_us = one
+    if end_us + error_us < all_there_us:  # a broadcast waits for its source alone
+        return 0.0
     return min(exposed_us, max(0.0, all_there_us - (end_us - exposed_us)))
 
 
@@ -142,8 +145,8 @@ def _operations(headers: Sequence[Header], steps: int) -> list[str]:
             time_us[name] += own_us / len(headers) / steps
             counts[name] += count
     most = sorted(time_us, key=lambda name: -time_us[name])[:_SHOWN_OPERATIONS]
-    listed = [f"  {_ms(time_us[name]):>9}  {name[:80]} ({counts[name] / len(headers) / steps:.3g} calls)" for name in most]
-    return ["operations that take most, own time of a rank and step:", *listed] if most else []
+    listed = [f"  {_ms(time_us[name]):>9}  {name[:80]} x{counts[name] / len(headers) / steps:.3g}" for name in most]
+    return ["operations that take most, own time in a step, mean of the ranks:", *listed] if most else []
 
 
 def _clocks(headers: Sequence[Header]) -> list[str]:
