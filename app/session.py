@@ -125,12 +125,6 @@ def prepare(
         record_samples=recipe.log.samples,
         first_step=first_step,
     )
-    steps = Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm)
-    window = recipe.profile.window
-    profile = Profile(runtime, run_dir, metrics.clock, steps, window=window, say=display.say) if window else None
-    lap = profile.lap if profile else metrics.clock.lap
-    if runtime.launched.strategy == "deepspeed":
-        _time_step_in_backward(model, lap)
     checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, metrics=metrics)
     minutes = recipe.checkpoint.every_minutes
     control = Control(
@@ -144,6 +138,12 @@ def prepare(
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
+    steps = Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm)
+    window = recipe.profile.window
+    profile = Profile(runtime, run_dir, metrics.clock, steps, window=window, say=display.say) if window else None
+    lap = profile.lap if profile else metrics.clock.lap
+    if runtime.launched.strategy == "deepspeed":
+        _time_step_in_backward(model, lap)
     return Training(
         recipe=recipe,
         runtime=runtime,
