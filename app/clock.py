@@ -62,11 +62,12 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the block as training."""
+        """Do not count the block as training. In a profile it bears this name (app/profiling/account.py)."""
         self.lap("other")
         self._spent_s, start_s = self.training_s, time.perf_counter()
         try:
-            yield
+            with torch.profiler.record_function("paused"):
+                yield
         finally:
             self._laps.begin()
             self._since_s = time.perf_counter()

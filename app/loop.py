@@ -11,6 +11,7 @@ import torch
 
 from app.average import WeightAverage
 from app.checkpoint import Checkpoints
+from app.clock import Phase
 from app.console import Display
 from app.control import Control, Request
 from app.data.augment import Preparation
@@ -19,6 +20,7 @@ from app.errors import TrainingError
 from app.metrics import Metrics
 from app.models import mean_loss
 from app.optim import set_learning_rate
+from app.profiling.profile import Profile
 from app.recipe import Recipe
 from app.runtime import Runtime
 from app.schedule import Length
@@ -45,6 +47,9 @@ class Training:
     evaluate: Callable[[], Evaluation]
     metrics: Metrics
     pictures: Pictures
+    lap: Callable[[Phase], None]
+    """Ends a phase of a step."""
+    profile: Profile | None
     display: Display
     checkpoints: Checkpoints
     steps: Steps
@@ -67,11 +72,13 @@ class Stopped:
 def train(run: Training) -> Evaluation | Stopped:
     """Take every step of the recipe and return the scores of the final weights on the test set, unless asked to stop."""
     accelerator, model, optimizer, metrics = run.runtime.accelerator, run.model, run.optimizer, run.metrics
-    lap = metrics.clock.lap
+    lap, profile = run.lap, run.profile
     batches = iter(batches_of(run.batches))
     model.train()
     scores: Evaluation | None = None
     for step in range(run.first_step, run.length.total_steps):
+        if profile is not None:
+            profile.begin_step(step + 1)
         set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
         for micro_batch in range(run.runtime.plan.accumulation):
             run.runtime.alive(step=step)

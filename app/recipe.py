@@ -203,6 +203,24 @@ class CheckpointRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileRecipe:
+    """A trace of some steps, of all processes on one time axis (docs/reports.md)."""
+
+    steps: str | None = None
+    """First and last step to record, as in 10:20: both are, and 1 is the first of the run. None: no trace."""
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """First and last step, 1 being the first of the run; None: no trace. Raises ValueError if `steps` is not that."""
+        if self.steps is None:
+            return None
+        first, last = (int(part) for part in self.steps.split(":"))
+        if not 1 <= first <= last:
+            raise ValueError(f"{first}:{last} is no range of steps")
+        return first, last
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """All that decides what is learnt. The same recipe gives the same run on any topology."""
 
@@ -215,6 +233,7 @@ class Recipe:
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)
     checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
+    profile: ProfileRecipe = field(default_factory=ProfileRecipe)
 
     def __post_init__(self) -> None:
         problems = [*_out_of_range(self), *_contradictions(self)]
@@ -299,4 +318,15 @@ def _contradictions(recipe: Recipe) -> list[str]:
         )
     if optim.nesterov and optim.momentum == 0:
         problems.append("optim.nesterov needs optim.momentum greater than 0")
-    return problems
+    return [*problems, *_no_window(recipe)]
+
+
+def _no_window(recipe: Recipe) -> list[str]:
+    steps, train = recipe.profile.steps, recipe.train
+    try:
+        window = recipe.profile.window
+    except ValueError:
+        return [f"profile.steps is {steps!r}: it must be the first and the last step to record, from 1 on, as in 10:20"]
+    if window is not None and train.steps is not None and window[1] > train.steps:
+        return [f"profile.steps is {steps!r}, and train.steps is {train.steps}: no later step can be recorded"]
+    return []

@@ -32,6 +32,7 @@ _DEFAULT, _COMMAND_LINE = "default", "command line"
 NOT_LEARNT = (
     "log.",
     "checkpoint.",
+    "profile.",
     "data.download",
     "data.stage_to",
     "train.evaluate_every_epochs",

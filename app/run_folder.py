@@ -13,6 +13,7 @@
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     incarnation.json  which start of the run the folder belongs to
+    profile/          with profile.steps: a trace of each rank, all on one time axis, and a summary (app/profiling/)
     stacks/           after a hang: where each rank stood
     trackers.json     the run's names in its trackers
     tensorboard/, ... what trackers write
@@ -42,7 +43,7 @@ METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "s
 PREDICTIONS, PREDICTIONS_TOLD = "test_predictions", "predictions.json"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
 OUTCOME, INCARNATION, STACKS, STOP, SAVE = "outcome.json", "incarnation.json", "stacks", "STOP", "SAVE"
-TRACKERS, TENSORBOARD = "trackers.json", "tensorboard"
+TRACKERS, TENSORBOARD, PROFILE = "trackers.json", "tensorboard", "profile"
 
 
 @dataclass(frozen=True)

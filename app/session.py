@@ -29,7 +29,7 @@ from app import (
     schedule,
 )
 from app.average import WeightAverage
-from app.clock import Clock
+from app.clock import Phase
 from app.communication import Communication
 from app.control import Control
 from app.data import loader
@@ -46,6 +46,7 @@ from app.loop import Stopped, Training
 from app.metrics import Metrics
 from app.opening import Opened, Resumed
 from app.predictions import predictions, write_predictions
+from app.profiling.profile import Profile, check_window
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
@@ -82,6 +83,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
         length = schedule.length_in_steps(
             recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
         )
+        check_window(recipe.profile, total_steps=length.total_steps)
         model = build_model(runtime, recipe, data.train)
         preparation = build_preparation(runtime, recipe, data.train)
     counted = 0.0
@@ -126,8 +128,6 @@ def prepare(
         log=recipe.log,
         first_step=first_step,
     )
-    if runtime.launched.strategy == "deepspeed":
-        _time_step_in_backward(model, metrics.clock)
     checkpoints = checkpoint.Checkpoints(runtime, run_dir, recipe, shards=shards, facts=facts, metrics=metrics)
     minutes = recipe.checkpoint.every_minutes
     control = Control(
@@ -141,6 +141,12 @@ def prepare(
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
+    steps = Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm)
+    window = recipe.profile.window
+    profile = Profile(runtime, run_dir, metrics.clock, steps, window=window, say=display.say) if window else None
+    lap = profile.lap if profile else metrics.clock.lap
+    if runtime.launched.strategy == "deepspeed":
+        _time_step_in_backward(model, lap)
     return Training(
         recipe=recipe,
         runtime=runtime,
@@ -148,7 +154,7 @@ def prepare(
         optimizer=optimizer,
         average=average,
         checkpoints=checkpoints,
-        steps=Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm),
+        steps=steps,
         samples_of=functools.partial(_samples_of, recipe, len(data.train)),
         control=control,
         first_step=first_step,
@@ -166,18 +172,20 @@ def prepare(
             classes=data.train.classes,
             steps_per_epoch=length.steps_per_epoch,
         ),
+        lap=lap,
+        profile=profile,
         display=display,
     )
 
 
-def _time_step_in_backward(engine: Any, clock: Clock) -> None:
+def _time_step_in_backward(engine: Any, lap: Callable[[Phase], None]) -> None:
     """Count DeepSpeed's step as one, though Accelerate takes it at the end of the last backward pass."""
     take = engine.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        clock.lap("forward_backward")
+        lap("forward_backward")
         taken = take(*args, **kwargs)
-        clock.lap("optimizer")
+        lap("optimizer")
         return taken
 
     engine.step = step
@@ -223,6 +231,8 @@ def evaluation_of(
 
 def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | Stopped) -> None:
     """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
+    if training.profile is not None:
+        training.profile.close()
     if isinstance(ended, Stopped):
         saved = checkpoint_files.path_of(run_dir, ended.step)
         training.display.say(

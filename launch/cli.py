@@ -100,6 +100,12 @@ def _compare(argv: list[str]) -> int:
     return compare.main(argv)
 
 
+def _timeline(argv: list[str]) -> int:
+    from app.reports import timeline
+
+    return timeline.main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
@@ -110,6 +116,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
     "curves": (_curves, "draw loss and accuracy of runs, while training and on the test set"),
     "compare": (_compare, "say what differs between two runs, and whether they were the same one"),
+    "timeline": (_timeline, "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
     "report": (_report, "write all that a run folder tells as one HTML page"),
     "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),

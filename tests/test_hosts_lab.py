@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 import slurm_lab
+import trace_format
 from processes import REPOSITORY, Started, clean_environment, read, read_lines
 from slurm_lab import ENDLESS, RECIPE, STEPS, Lab, assert_ran
+
+from app.profiling.rank_file import RankFile, path_of
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
@@ -139,10 +142,22 @@ exec srun --quiet --nodes=1 --ntasks=1 --nodelist="$host" --chdir={home} /usr/bi
 
 @pytest.mark.parametrize("preset", ["multi_node", "deepspeed_zero3"])
 def test_qsub_on_two_hosts(lab: Lab, alone: list[float], tmp_path: Path, preset: str) -> None:
-    finished = qsub(lab, tmp_path, "--preset", preset, "--run-dir", str(tmp_path / "run"), *RECIPE).wait().check()
+    arguments = ("--preset", preset, "--run-dir", str(tmp_path / "run"), *RECIPE, "profile.steps=2:4")
+    finished = qsub(lab, tmp_path, *arguments).wait().check()
     assert_ran(tmp_path / "run", FOUR, alone, finished.output)
+    assert_one_timeline(tmp_path / "run" / "profile")
     assert read(tmp_path / "run" / "run.json")["preset"] == preset
     assert "samerun: PBS job 3.head on node1, node2; " in finished.output
+
+
+def assert_one_timeline(folder: Path) -> None:
+    """All ranks of both hosts are on one time axis, which is true here, where both have the same clock."""
+    events = trace_format.load(folder / "timeline.json.gz")
+    assert trace_format.processes(events) == [f"rank {rank} on {host}, cpu" for rank, host in enumerate(FOUR)]
+    errors_us = [RankFile(path_of(folder, rank)).header.clock_error_us for rank in range(4)]
+    assert errors_us[0] == errors_us[1] == 0.0 < errors_us[2] == errors_us[3]
+    assert trace_format.check_one_axis(events, ranks=4, error_us=errors_us[2]) >= 3
+    assert "clocks: those of other hosts than node1's are known to " in (folder / "summary.txt").read_text()
 
 
 def test_a_killed_process_ends_the_pbs_job_on_both_hosts(lab: Lab, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def recipes(draw) -> Recipe:
     sections["train"]["steps"] = sections["optim"]["warmup_steps"] = None
     sections["train"]["global_batch_size"] *= 2
     sections["augment"]["randaugment_magnitude"] *= 10
+    sections["profile"]["steps"] = draw(st.sampled_from([None, "10:20"]))
     sections["data"] |= {"image_size": 32, "std": sections["data"]["mean"]}
     if sections["data"]["resize_size"] is not None:
         sections["data"]["resize_size"] += 32
@@ -90,7 +91,14 @@ def test_as_dict_against_dataclasses():
 
 def test_digest_is_of_what_is_learnt():
     digest = recipe_file.digest
-    same = ["log.every_steps=3", "log.samples=true", "train.max_micro_batch=4", "data.download=true", "optim.eps=1.0e-8"]
+    same = [
+        "log.every_steps=3",
+        "profile.steps=2:3",
+        "log.samples=true",
+        "train.max_micro_batch=4",
+        "data.download=true",
+        "optim.eps=1.0e-8",
+    ]
     assert digest(load("digits", same).recipe) == digest(load("digits").recipe)
     assert digest(Recipe(optim=OptimRecipe(lr=1))) == digest(Recipe(optim=OptimRecipe(lr=1.0)))
     changes = ["seed=1", "optim.lr=0.1", "train.epochs=21", "model.channels=1,2", "data.mean=0.1", "augment.flip=0.5"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trace_format
 from processes import ONE_THREAD, Finished, Started, launch, read, read_lines, run, train
 
 pytestmark = pytest.mark.multiproc
@@ -110,8 +111,22 @@ def test_float32(
     references: dict[str, Path], tmp_path: Path, preset: str, processes: int, accumulation: int, optimizer: str
 ) -> None:
     name = f"{preset}-{processes}x{accumulation}-{optimizer}"
-    other = trained(tmp_path / name, preset, processes, accumulation, *OPTIMIZERS[optimizer])
+    profiled = () if optimizer == "sgd" else ("profile.steps=50:51",)
+    other = trained(tmp_path / name, preset, processes, accumulation, *OPTIMIZERS[optimizer], *profiled)
     assert_same_run(references[optimizer], other, first_20=1e-5, all_100=1e-4)
+    if profiled:
+        assert_profiled(other, processes)
+
+
+def assert_profiled(run_dir: Path, ranks: int) -> None:
+    """A profile changes nothing, and sees the communication of every strategy."""
+    events = trace_format.load(run_dir / "profile" / "timeline.json.gz")
+    assert len(trace_format.processes(events)) == ranks
+    if ranks > 1:
+        assert trace_format.check_one_axis(events, ranks=ranks, error_us=0.0) >= 2
+    said = (run_dir / "profile" / "summary.txt").read_text()
+    assert f"profile of steps 50 to 51: {ranks} process" in said
+    assert ("none, there is one process" in said) == (ranks == 1)
 
 
 @pytest.mark.parametrize(("preset", "processes", "accumulation"), MORE_TOPOLOGIES)

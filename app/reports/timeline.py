@@ -1,0 +1,33 @@
+"""`samerun timeline RUN`: the profile of a run put together, and said in a few lines, from the files that its ranks wrote.
+
+The run does so itself at the end of `profile.steps`; this is for one that was ended before, or copied, or lost files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from app import run_folder
+from app.errors import RunFolderError
+from app.profiling import merge
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write RUN/profile/timeline.json.gz and summary.txt and print the summary; return the exit code.
+
+    Raises RunFolderError if there is no profile.
+    """
+    parser = argparse.ArgumentParser(
+        prog="samerun timeline",
+        description="Put the traces of a run's ranks on one time axis, and say what overlaps and which rank is late.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that was trained with profile.steps=10:20")
+    arguments = parser.parse_args(argv)
+    folder = arguments.run / run_folder.PROFILE
+    if not folder.is_dir():
+        raise RunFolderError(f"{arguments.run} has no profile (no folder {folder}): train with profile.steps=10:20 to get one.")
+    sys.stdout.write(merge.merge(folder).text)
+    return 0

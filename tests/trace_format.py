@@ -1,0 +1,100 @@
+"""What a trace has to be for viewers to show all of it: "Trace Event Format", and what Perfetto makes of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+METADATA = {"process_name": "name", "process_labels": "labels", "process_sort_index": "sort_index", "thread_name": "name",
+            "thread_sort_index": "sort_index"}  # fmt: skip
+Event = dict[str, Any]
+
+
+def load(path: Path) -> list[Event]:
+    """The events of a trace, which are well-formed, nest, are named and connected."""
+    with gzip.open(path, "rt") as file:
+        events: list[Event] = json.load(file)["traceEvents"]
+    for event in events:
+        assert isinstance(event["name"], str), event
+        assert event["name"], event
+        assert type(event["pid"]) is type(event["tid"]) is int, event
+        assert event["pid"] > 0, event
+        assert isinstance(event["ts"], (int, float)), event
+        assert event["ts"] >= 0, event
+        assert event["ph"] in ("X", "M", "s", "f"), event
+        assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"] and isinstance(event["args"], dict)), event
+        assert event["ph"] != "M" or list(event["args"]) == [METADATA[event["name"]]], event
+    _check_names(events)
+    _check_nesting(events)
+    _check_arrows(events)
+    return events
+
+
+def _check_names(events: list[Event]) -> None:
+    named: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for event in events:
+        place = (event["pid"], 0 if event["name"].startswith("process") else event["tid"])
+        if event["ph"] == "M":
+            assert place not in named[event["name"]], f"named twice: {event}"
+            named[event["name"]].add(place)
+    for event in events:
+        assert {(event["pid"], 0)} <= named["process_name"] & named["process_sort_index"] & named["process_labels"], event
+        assert (event["pid"], event["tid"]) in named["thread_name"] & named["thread_sort_index"], event
+    assert len({tid for _, tid in named["thread_name"]}) == len(named["thread_name"]), "a tid in two processes"
+
+
+def _slices(events: list[Event]) -> dict[int, list[tuple[int, int]]]:
+    """Begin and end in nanoseconds of what took time, by thread, outer before inner."""
+    slices = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            begin_ns = round(event["ts"] * 1000)
+            slices[event["tid"]].append((begin_ns, begin_ns + round(event["dur"] * 1000)))
+    return {tid: sorted(spans, key=lambda span: (span[0], -span[1])) for tid, spans in slices.items()}
+
+
+def _check_nesting(events: list[Event]) -> None:
+    for tid, spans in _slices(events).items():
+        stack: list[int] = []
+        for begin_ns, end_ns in spans:
+            while stack and stack[-1] <= begin_ns:
+                stack.pop()
+            assert not stack or end_ns <= stack[-1], (tid, begin_ns, end_ns, stack)
+            stack.append(end_ns)
+
+
+def _check_arrows(events: list[Event]) -> None:
+    ends: dict[int, list[Event]] = defaultdict(list)
+    slices = _slices(events)
+    for event in events:
+        if event["ph"] in ("s", "f"):
+            ends[event["id"]].append(event)
+            at_ns = round(event["ts"] * 1000)
+            assert any(begin_ns <= at_ns <= end_ns for begin_ns, end_ns in slices[event["tid"]]), f"nothing there: {event}"
+    for begin, *rest in ends.values():
+        assert [begin["ph"], *(end["ph"] for end in rest)] == ["s"] + ["f"] * max(1, len(rest)), (begin, rest)
+        assert len({(end["name"], end["cat"]) for end in (begin, *rest)}) == 1
+        assert all(end["bp"] == "e" and end["ts"] >= begin["ts"] for end in rest)
+
+
+def processes(events: list[Event]) -> list[str]:
+    """The names of the processes, as they are sorted."""
+    order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    return [names[pid] for pid in sorted(names, key=order.__getitem__)]
+
+
+def check_one_axis(events: list[Event], *, ranks: int, error_us: float) -> int:
+    """No rank is done with a collective before all have begun it. Return how many there are in steps."""
+    meetings: dict[tuple[Any, ...], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "collective" and event["name"].startswith("gloo:all_") and event["args"]:
+            meetings[event["name"], event["args"]["step"], event["args"]["number"]].append(event)
+    for key, meeting in meetings.items():
+        assert len({event["pid"] for event in meeting}) == len(meeting) == ranks, key
+        apart_us = max(event["ts"] for event in meeting) - min(event["ts"] + event["dur"] for event in meeting)
+        assert apart_us <= error_us, (key, apart_us)
+    return len(meetings)
