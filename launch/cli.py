@@ -76,6 +76,12 @@ def _bench(argv: list[str]) -> int:
     return bench.main(argv)
 
 
+def _scale(argv: list[str]) -> int:
+    from app.reports.scaling import command
+
+    return command.main(argv, os.environ, say=_say)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
@@ -84,6 +90,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "data": (_data, "look at data, pack it smaller or in another form, measure how fast it is fed"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
     "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
+    "scale": (_scale, "measure how a recipe scales over devices and nodes, and how many are worth their while"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
 }
 

@@ -48,9 +48,8 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.export",),
         ("app.benchmarks",),
         ("app.data_cli", "app.data_inspect", "app.data_pack", "app.data_bench", "app.many"),
-        ("app.parity", "app.curves"),
         ("app.verify",),
-        ("app.reports",),
+        ("app.parity", "app.curves", "app.reports"),
         ("app.doctor", "app.probe", "app.diagnosis"),
     ],
 ]
