@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
 from app.reports.scaling.advice import Advice
+from app.reports.scaling.fit import Array
 from app.reports.scaling.report import PLOT, Report
 
 
@@ -19,31 +20,36 @@ class _Style(NamedTuple):
     """How a method is told from the others, without colour."""
 
     marker: str
-    line: str
+    line: Any
     grey: str
+    hatch: str
+    """Of the range of its fit."""
 
 
-_STYLES = [
-    _Style(marker, line, grey)
-    for marker, line, grey in (
-        ("o", "-", "0.0"),
-        ("s", "--", "0.35"),
-        ("^", "-.", "0.2"),
-        ("D", ":", "0.45"),
-        ("v", "-", "0.55"),
-    )
-]
-_INCHES = (10.5, 4.6)
+_STYLES = (
+    _Style("o", "-", "0.0", "////"),
+    _Style("s", "--", "0.35", "\\\\\\\\"),
+    _Style("^", "-.", "0.2", "...."),
+    _Style("D", ":", "0.45", "||||"),
+    _Style("v", (0, (8, 2, 1, 2, 1, 2)), "0.55", "----"),
+)
+_INCHES, _LEGEND_LINE_INCHES = (10.5, 4.6), 0.2
+_APART = 1.04
+"""Factor between the markers of two methods on the same number of devices, or one would hide the other."""
+_MOST_SHOWN = 1.6
+"""Of an efficiency: its interval may go far beyond where two runs tell nothing."""
 
 
 def draw(folder: Path, report: Report) -> None:
     """Write scaling.pdf and scaling.png into the folder."""
-    figure = Figure(figsize=_INCHES, layout="constrained")
+    height = _INCHES[1] + 2 * _LEGEND_LINE_INCHES * len(report.advice)
+    figure = Figure(figsize=(_INCHES[0], height), layout="constrained")
     speed, share = figure.subplots(1, 2)
     in_images = all(run.samples_per_s is not None for row in report.rows for run in row.runs)
     for number, advice in enumerate(report.advice):
-        _draw_speed(speed, advice, _STYLES[number % len(_STYLES)], in_images=in_images)
-        _draw_share(share, advice, _STYLES[number % len(_STYLES)])
+        style, shift = _STYLES[number % len(_STYLES)], _APART ** (number - (len(report.advice) - 1) / 2)
+        _draw_speed(speed, advice, style, shift=shift, in_images=in_images)
+        _draw_share(share, advice, style, shift=shift)
     measured = sorted({row.devices for row in report.rows if row.runs})
     devices = [*measured, *(2 * number for number in measured[-1:])]
     for axes in (speed, share):
@@ -54,12 +60,12 @@ def draw(folder: Path, report: Report) -> None:
     speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     speed.yaxis.set_minor_formatter(NullFormatter())
     share.set_ylabel("efficiency")
-    share.set_ylim(0, min(max(1.1, share.get_ylim()[1]), 1.6))  # of an interval that tells nothing, the part that fits
+    share.set_ylim(0, min(max(1.1, share.get_ylim()[1]), _MOST_SHOWN))
     share.axhline(report.wanted, color="0.6", linewidth=0.9, linestyle=(0, (1, 2)), label=f"wanted: {report.wanted:.0%}")
     share.yaxis.set_major_formatter(PercentFormatter(1.0))
     if report.advice:
-        speed.legend(fontsize=8, loc="upper left")
-        share.legend(fontsize=8, loc="lower left")
+        for axes in (speed, share):
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
     figure.suptitle(report.title, fontsize=10)
     for ending in ("png", "pdf"):
         figure.savefig(folder / f"{PLOT}.{ending}", dpi=150)
@@ -74,47 +80,58 @@ def _devices_axis(axes: Axes, devices: Sequence[int]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _curve(advice: Advice) -> np.ndarray:
+def _curve(advice: Advice) -> Array:
     """Numbers of devices [points] to draw a fit over: up to twice the largest size."""
     return np.geomspace(advice.method.base.devices, 2 * advice.method.rows[-1].devices, 60)
 
 
-def _draw_speed(axes: Axes, advice: Advice, style: _Style, *, in_images: bool) -> None:
+def _draw_speed(axes: Axes, advice: Advice, style: _Style, *, shift: float, in_images: bool) -> None:
     method, rows = advice.method, advice.method.rows
     # What a speed-up of 1 is on the axis.
     unit = (method.base.mean("samples_per_s") or 0.0) if in_images else 1.0
-    devices = [row.devices for row in rows]
+    devices = np.array([row.devices for row in rows], dtype=np.float64)
     rates = [unit * method.speed_up(row) for row in rows]
     deviations = [rate * (row.deviation("seconds") or 0.0) / row.seconds for rate, row in zip(rates, rows, strict=True)]
-    axes.errorbar(
-        devices, rates, yerr=deviations, fmt=style.marker, color=style.grey, capsize=3, markersize=5, label=method.name
-    )
-    span = np.array([devices[0], 2 * devices[-1]], dtype=np.float64)
-    label = "ideal, from the smallest size" if style is _STYLES[0] else None
-    axes.plot(span, rates[0] * span / devices[0], color="0.6", linewidth=0.9, linestyle=(0, (5, 4)), label=label, zorder=1)
-    if advice.fit is None:
-        return
-    here = _curve(advice)
-    low_s, high_s = advice.fit.between(here)
-    rate = unit * method.base.seconds
-    axes.plot(here, rate / advice.fit.seconds(here), style.line, color=style.grey, linewidth=1.2, label=f"{method.name}, fit")
-    axes.fill_between(here, rate / high_s, rate / low_s, color=style.grey, alpha=0.15, linewidth=0, label="range of the fit")
+    label = f"{method.name}, deviation" if any(deviations) else method.name
+    _draw_points(axes, devices * shift, (rates, deviations, deviations), style, label)
+    span = np.array([devices[0], 2 * devices[-1]])
+    ideal = "ideal, from the smallest size" if style is _STYLES[0] else None
+    axes.plot(span, rates[0] * span / span[0], color="0.6", linewidth=0.9, linestyle=(0, (5, 4)), label=ideal, zorder=1)
+    if advice.fit is not None:
+        here = _curve(advice)
+        rate = unit * method.base.seconds
+        low_s, high_s = advice.fit.between(here)
+        _draw_fit(axes, here, (rate / advice.fit.seconds(here), rate / high_s, rate / low_s), style, method.name)
 
 
-def _draw_share(axes: Axes, advice: Advice, style: _Style) -> None:
+def _draw_share(axes: Axes, advice: Advice, style: _Style, *, shift: float) -> None:
     method, rows = advice.method, advice.method.rows
     shares = [method.efficiency(row) for row in rows]
     values = [share.value for share in shares]
     below = [0.0 if share.low is None else share.value - share.low for share in shares]
     above = [0.0 if share.high is None else share.high - share.value for share in shares]
-    devices = [row.devices for row in rows]
+    devices = np.array([row.devices for row in rows], dtype=np.float64)
     label = f"{method.name}, 95 % interval" if any(above) else method.name
-    axes.errorbar(
-        devices, values, yerr=[below, above], fmt=style.marker, color=style.grey, capsize=3, markersize=5, label=label
+    _draw_points(axes, devices * shift, (values, below, above), style, label)
+    if advice.fit is not None:
+        here = _curve(advice)
+        _draw_fit(axes, here, advice.fit.efficiency(here, base=method.base.devices), style, method.name)
+
+
+def _draw_points(
+    axes: Axes, devices: Array, points: tuple[Sequence[float], Sequence[float], Sequence[float]], style: _Style, label: str
+) -> None:
+    """`points` are values, and how far their bars go below and above."""
+    values, below, above = points
+    drawn = axes.errorbar(
+        devices, values, yerr=[below, above], fmt=style.marker, color=style.grey, capsize=3, elinewidth=1, label=label
     )
-    if advice.fit is None:
-        return
-    here = _curve(advice)
-    share, low, high = advice.fit.efficiency(here, base=method.base.devices)
-    axes.plot(here, share, style.line, color=style.grey, linewidth=1.2, label=f"{method.name}, fit")
-    axes.fill_between(here, low, high, color=style.grey, alpha=0.15, linewidth=0, label="range of the fit")
+    drawn[0].set(markersize=5, zorder=3)
+
+
+def _draw_fit(axes: Axes, devices: Array, curves: tuple[Array, Array, Array], style: _Style, name: str) -> None:
+    """`curves` [points] are the fit, and from what to what it may be."""
+    middle, low, high = curves
+    axes.plot(devices, middle, linestyle=style.line, color=style.grey, linewidth=1.3, label=f"{name}, fit")
+    band = axes.fill_between(devices, low, high, facecolor="none", edgecolor="0.75", hatch=style.hatch, linewidth=0.5)
+    band.set(label=f"{name}, range of the fit", zorder=0)

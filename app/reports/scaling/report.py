@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -191,7 +192,7 @@ def _conclusions(report: Report, advice: Advice) -> Iterator[str]:
         yield f"| {name} | {_text(seconds.value)} | {between} |"
     yield "\n| law | weight | missed the largest size by | T(n) [s] |\n|---|---|---|---|"
     for law in advice.fit.laws:
-        yield f"| {law.name} | {law.weight:.2f} | {law.miss:+.1%} | {law.formula()} |"
+        yield f"| {law.name} | {law.weight:.2f} | {math.expm1(law.miss):+.1%} | {law.formula()} |"
     yield (
         "\nEach law was fitted to the other sizes and had to foretell the largest; that gives its weight, and the fit is the "
         "weighted geometric mean. It may be what any law says that missed by 25 % at most (any law, where none did), with any "
