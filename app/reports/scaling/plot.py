@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
 from app.reports.scaling.advice import Advice
+from app.reports.scaling.figures import Row
 from app.reports.scaling.fit import Array
 from app.reports.scaling.report import PLOT, Report
 
@@ -89,12 +90,11 @@ def _draw_speed(axes: Axes, advice: Advice, style: _Style, *, shift: float, in_i
     method, rows = advice.method, advice.method.rows
     # What a speed-up of 1 is on the axis.
     unit = (method.base.mean("samples_per_s") or 0.0) if in_images else 1.0
-    devices = np.array([row.devices for row in rows], dtype=np.float64)
     rates = [unit * method.speed_up(row) for row in rows]
     deviations = [rate * (row.deviation("seconds") or 0.0) / row.seconds for rate, row in zip(rates, rows, strict=True)]
     label = f"{method.name}, deviation" if any(deviations) else method.name
-    _draw_points(axes, devices * shift, (rates, deviations, deviations), style, label)
-    span = np.array([devices[0], 2 * devices[-1]])
+    _draw_points(axes, rows, np.array([rates, deviations, deviations]), style, shift=shift, label=label)
+    span = np.array([rows[0].devices, 2 * rows[-1].devices], dtype=np.float64)
     ideal = "ideal, from the smallest size" if style is _STYLES[0] else None
     axes.plot(span, rates[0] * span / span[0], color="0.6", linewidth=0.9, linestyle=(0, (5, 4)), label=ideal, zorder=1)
     if advice.fit is not None:
@@ -110,23 +110,24 @@ def _draw_share(axes: Axes, advice: Advice, style: _Style, *, shift: float) -> N
     values = [share.value for share in shares]
     below = [0.0 if share.low is None else share.value - share.low for share in shares]
     above = [0.0 if share.high is None else share.high - share.value for share in shares]
-    devices = np.array([row.devices for row in rows], dtype=np.float64)
     label = f"{method.name}, 95 % interval" if any(above) else method.name
-    _draw_points(axes, devices * shift, (values, below, above), style, label)
+    _draw_points(axes, rows, np.array([values, below, above]), style, shift=shift, label=label)
     if advice.fit is not None:
         here = _curve(advice)
         _draw_fit(axes, here, advice.fit.efficiency(here, base=method.base.devices), style, method.name)
 
 
-def _draw_points(
-    axes: Axes, devices: Array, points: tuple[Sequence[float], Sequence[float], Sequence[float]], style: _Style, label: str
-) -> None:
-    """`points` are values, and how far their bars go below and above."""
-    values, below, above = points
-    drawn = axes.errorbar(
-        devices, values, yerr=[below, above], fmt=style.marker, color=style.grey, capsize=3, elinewidth=1, label=label
-    )
-    drawn[0].set(markersize=5, zorder=3)
+def _draw_points(axes: Axes, rows: Sequence[Row], points: Array, style: _Style, *, shift: float, label: str) -> None:
+    """`points` [3, rows] are values, and how far their bars go below and above. Those of several nodes are hollow."""
+    for on_several, face, suffix in ((False, style.grey, ""), (True, "white", ", several nodes")):
+        which = [number for number, row in enumerate(rows) if ((row.nodes or 1) > 1) == on_several]
+        if not which:
+            continue
+        devices = [rows[number].devices * shift for number in which]
+        values, below, above = points[:, which]
+        bars = axes.errorbar(devices, values, yerr=[below, above], fmt=style.marker, color=style.grey, capsize=3, elinewidth=1)
+        bars[0].set(markersize=5, markerfacecolor=face, zorder=3)
+        bars.set_label(label + suffix)
 
 
 def _draw_fit(axes: Axes, devices: Array, curves: tuple[Array, Array, Array], style: _Style, name: str) -> None:
