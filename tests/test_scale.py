@@ -6,11 +6,14 @@ import csv
 import json
 import math
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from processes import REPOSITORY, read, read_lines
+from processes import REPOSITORY, Started, read, read_lines
 
 from app.errors import DataError, RecipeError, RunFolderError, TopologyError
 from app.reports.scaling import command, figures, fit, sweep
@@ -230,13 +233,26 @@ def test_a_failed_case_is_a_row_that_says_why(copied):
     assert [str(case) for case in command._missing(folder, retry=True)] == ["multi_gpu-1x1-2"]
 
 
-@pytest.mark.multiproc
-def test_what_was_interrupted_begins_anew(copied):
-    (copied / "cases" / "multi_gpu-1x2-1" / "result.json").unlink()
-    folder = sweep.read(copied)
-    assert [str(case) for case in command._missing(folder, retry=False)] == ["multi_gpu-1x2-1"]
-    assert scale("--from", copied)[0] == 1
-    assert "it has not run" in (copied / "report.md").read_text()
+def test_an_interrupted_sweep_ends_its_case_which_begins_anew(tmp_path):
+    """With a run that only counts steps, for 5 s, in place of a training."""
+    out = tmp_path / "out"
+    command_line = [sys.executable, "-m", "launch.cli", "scale", *SWEEP, "--out", str(out)]
+    started = Started(command_line, env={"PYTHONPATH": f"{IN_PLACE}:{REPOSITORY}"})
+    steps, deadline_s = out / "cases" / "multi_gpu-1x1-1" / "steps", time.monotonic() + 60
+    while not steps.exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    sweeping, *others = started.processes()
+    assert others
+    sweeping.terminate()
+    finished = started.wait()
+    assert (finished.returncode, "the same command goes on" in finished.output) == (130, True), finished.output
+    assert psutil.wait_procs(others, timeout=10)[1] == []
+    assert int(steps.read_text()) < 99
+    names = [str(case) for case in command._missing(sweep.read(out), retry=False)]
+    assert names == ["multi_gpu-1x1-1", "multi_gpu-1x2-1"]
+    assert scale("--from", out)[0] == 1
+    assert "multi_gpu-1x1-1: it has not run" in (out / "report.md").read_text()
 
 
 BROKEN = [

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,9 @@ from app.reports.scaling.report import Report
 from app.reports.scaling.running import Attempt
 from app.reports.scaling.sweep import Case, Folder, Size, Sweep
 
+_INTERRUPTED = 128 + signal.SIGINT
+"""Exit code, as shells have it."""
+
 
 def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun scale` with these arguments; 0 if no case is missing or failed. Raises SamerunError."""
@@ -38,7 +42,14 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     if options.source and not source.is_dir():
         return _report(Path(options.out or f"scale-{source.stem}"), _of_times(source, options.efficiency), say)
     if not options.source:
-        _measure(source, options, argv, environment, say)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the case would run on, and nobody wait for it
+        try:
+            _measure(source, options, argv, environment, say)
+        except KeyboardInterrupt:
+            say("interrupted; what is finished is kept, and the same command goes on")
+            return _INTERRUPTED
+        finally:
+            signal.signal(signal.SIGTERM, before)
     return _report(Path(options.out or source), _of_sweep(sweep.read(source), options.efficiency), say)
 
 
