@@ -138,8 +138,7 @@ def _of_sweep(folder: Folder, wanted: float) -> Report:
 def _row(folder: Folder, size: Size) -> Row:
     runs, problems = [], []
     why_not = folder.why_not(size)
-    for repeat in range(1, folder.sweep.repeats + 1):
-        case = Case(size, repeat)
+    for case in (case for case in folder.sweep.cases if case.size == size):
         try:
             measured = figures.read_case(folder, case)
             if measured:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app import run_folder
+from app import ledger, run_folder
 from app.errors import DataError, RunFolderError
 from app.reports import past_run
 from app.reports.scaling.sweep import CASES, Case, Folder
@@ -34,7 +34,7 @@ class Measured:
     source: str
     """Its run folder in the folder of the sweep, or its line of a file of times."""
     seconds: float
-    """Of one epoch of the steps measured; in a file of times, of whatever the file is of."""
+    """For as many samples as the training data has, at the rate of the steps measured; in a file of times, of its work."""
     samples_per_s: float | None = None
     data_wait_share: float | None = None
     """Of the training time, 0..1."""
@@ -176,7 +176,8 @@ def _measure(run: past_run.PastRun, lines: Sequence[Mapping[str, Any]]) -> Measu
     first, *measured = lines
     spans_s = [line["training_s"] - before["training_s"] for before, line in zip(lines, measured, strict=False)]
     samples_per_s = (measured[-1]["samples_seen"] - first["samples_seen"]) / sum(spans_s)
-    if run.samples_per_epoch is None:
+    starts = [event for event in run.events if isinstance(event, ledger.Start)]
+    if not starts:
         raise RunFolderError("; ".join(run.complaints) or f"{run.folder} does not tell how many samples an epoch has")
 
     def share(name: str) -> float | None:
@@ -187,7 +188,7 @@ def _measure(run: past_run.PastRun, lines: Sequence[Mapping[str, Any]]) -> Measu
 
     return Measured(
         source=f"{CASES}/{run.name}",
-        seconds=run.samples_per_epoch / samples_per_s,
+        seconds=starts[-1].training_samples / samples_per_s,
         samples_per_s=samples_per_s,
         data_wait_share=share("data_wait_share"),
         communication_share=share("communication_share"),

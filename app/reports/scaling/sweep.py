@@ -19,6 +19,8 @@ from app.errors import PresetError, RecipeError, RunFolderError
 from app.recipe import Recipe
 from launch import preset as presets
 
+Scaling = Literal["strong", "weak"]
+
 DESCRIPTION, RECIPE, CASES = "scale.json", "recipe.yaml", "cases"
 OWN_KEYS = {
     "train.steps": "--steps",
@@ -58,9 +60,10 @@ class Case:
     size: Size
     repeat: int
     """From 1."""
+    scaling: Scaling
 
     def __str__(self) -> str:
-        return f"{self.size}-{self.repeat}"
+        return f"{self.size}{'-weak' if self.scaling == 'weak' else ''}-{self.repeat}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class Sweep:
     """As it was given: a name, or a path."""
     overrides: tuple[str, ...]
     recipe_digest: str
-    scaling: Literal["strong", "weak"]
+    scaling: Scaling
     """strong: the global batch stays. weak: it is the recipe's times the number of processes."""
     steps: int
     """Steps that are measured."""
@@ -92,7 +95,7 @@ class Sweep:
     @property
     def cases(self) -> list[Case]:
         """All of them, in the order in which they run: each size once before one is repeated, so that drift hits all alike."""
-        return [Case(size, repeat) for repeat in range(1, self.repeats + 1) for size in self.sizes]
+        return [Case(size, repeat, self.scaling) for repeat in range(1, self.repeats + 1) for size in self.sizes]
 
 
 @dataclass(frozen=True)
