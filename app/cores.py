@@ -7,6 +7,7 @@ least that any of these grants. Standard library only.
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,16 @@ from pathlib import Path
 def of_this_process(local_world_size: int) -> int:
     """Return the cores that this process may use, of `local_world_size` that share what the node gives them; at least 1."""
     return share(os.environ, local_world_size, bound=len(os.sched_getaffinity(0)), quota=quota())
+
+
+def machine() -> str:
+    """Return cores, processor, system and Python, in one line."""
+    file = Path("/proc/cpuinfo")
+    named = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if "model name" in line]
+    processor = named[0] if named else platform.machine()
+    return f"{len(os.sched_getaffinity(0))} cores of {processor}, {platform.system()} {platform.release()}, Python " + (
+        platform.python_version()
+    )
 
 
 def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, quota: float | None) -> int:

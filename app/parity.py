@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +151,7 @@ def summary_table(reference: Outcome, outcomes: Sequence[Outcome], *, tolerance:
 def main(argv: list[str]) -> int:
     """Run the comparison from the command line; 0 only if every case is the same run as the reference."""
     options = _parser().parse_intermixed_args(argv)
-    _refuse_own_keys(options.overrides)
+    refuse_own_keys(options.overrides, _OWN_KEYS)
     recipe = recipe_file.load(options.recipe, [*options.overrides, f"train.steps={options.steps}"]).recipe
     cases, skipped = choose_cases(
         recipe, presets=options.presets, processes=options.processes, accumulations=options.accumulation
@@ -192,12 +192,13 @@ def _report(console: Console, reference: Outcome, outcomes: Sequence[Outcome], *
     return 0 if all(curve and compare(reference.curve, curve).is_same(tolerance) for curve in curves) else 1
 
 
-def _refuse_own_keys(overrides: Sequence[str]) -> None:
+def refuse_own_keys(overrides: Sequence[str], own: Mapping[str, str | None]) -> None:
+    """Raise RecipeError for overrides of keys that a comparison sets itself, naming the option that says the same, if any."""
     given = [override.partition("=")[0].strip() for override in overrides]
     problems = []
     for key in given:
-        if key in _OWN_KEYS:
-            option = _OWN_KEYS[key]
+        if key in own:
+            option = own[key]
             problems.append(f"{key} (command line): the comparison sets it{f'; use {option}' if option else ''}")
     if problems:
         raise RecipeError(*problems)
@@ -208,18 +209,21 @@ def _console(*, columns: int) -> Console:
     return Console() if sys.stdout.isatty() else Console(width=max(100, 30 + 24 * columns))
 
 
-def _names(text: str) -> list[str]:
+def names(text: str) -> list[str]:
+    """Return the words of an option with commas between them, each once."""
     return list(dict.fromkeys(text.split(",")))
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Return the whole numbers of an option with commas between them, each once."""
     try:
         return list(dict.fromkeys(int(number) for number in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected numbers with commas between them, such as 1,2,4") from None
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Return the whole number of an option, which is 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
     return int(text)
@@ -234,10 +238,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
-    parser.add_argument("--presets", type=_names, default=["multi_gpu"], help="comma-separated presets (default: multi_gpu)")
-    parser.add_argument("--processes", type=_numbers, default=[1, 2], help="comma-separated numbers (default: 1,2)")
-    parser.add_argument("--accumulation", type=_numbers, default=[1], help="forward passes in a step, such as 1,2 (default: 1)")
-    parser.add_argument("--steps", type=_positive, default=20, help="optimizer steps to compare (default: 20)")
+    parser.add_argument("--presets", type=names, default=["multi_gpu"], help="comma-separated presets (default: multi_gpu)")
+    parser.add_argument("--processes", type=numbers, default=[1, 2], help="comma-separated numbers (default: 1,2)")
+    parser.add_argument("--accumulation", type=numbers, default=[1], help="forward passes in a step, such as 1,2 (default: 1)")
+    parser.add_argument("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of a loss (default: 1e-5)")
     parser.add_argument("--keep", metavar="DIR", help="keep the run folders and the output of the cases there")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all cases")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from app.errors import TopologyError
 
@@ -47,6 +47,15 @@ class Topology:
     def world_size(self) -> int:
         """Processes of the whole run."""
         return self.num_nodes * self.processes_per_node
+
+    def on_first(self, num_nodes: int | None) -> Topology:
+        """Return the same on the first so many nodes (--nodes); None: on all. Raises TopologyError if there are fewer."""
+        if num_nodes is None or num_nodes == self.num_nodes:
+            return self
+        if not 1 <= num_nodes < self.num_nodes:
+            raise TopologyError(f"--nodes is {num_nodes}, and {self.described('num_nodes')}: say 1 to {self.num_nodes}")
+        origins = {**self.origins, "num_nodes": "--nodes"}
+        return replace(self, num_nodes=num_nodes, hosts=self.hosts[:num_nodes], origins=origins)
 
     def described(self, name: str) -> str:
         """One value with its origin, for messages: `processes_per_node is 2 (--processes)`."""

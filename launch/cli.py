@@ -106,6 +106,12 @@ def _timeline(argv: list[str]) -> int:
     return timeline.main(argv)
 
 
+def _scale(argv: list[str]) -> int:
+    from app.reports.scaling import command
+
+    return command.main(argv, os.environ, say=_say)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
@@ -117,6 +123,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "curves": (_curves, "draw loss and accuracy of runs, while training and on the test set"),
     "compare": (_compare, "say what differs between two runs, and whether they were the same one"),
     "timeline": (_timeline, "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),
+    "scale": (_scale, "measure how a recipe scales over devices and nodes, and how many are worth their while"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
     "report": (_report, "write all that a run folder tells as one HTML page"),
     "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),

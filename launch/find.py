@@ -18,7 +18,9 @@ from launch.job import Job
 class Finder(Protocol):
     """What `slurm.find` is."""
 
-    def __call__(self, environment: Mapping[str, str], *, processes_per_node: int | None = None) -> Allocation | None:
+    def __call__(
+        self, environment: Mapping[str, str], *, processes_per_node: int | None = None, nodes: int | None = None
+    ) -> Allocation | None:
         """Return the allocation that an environment is part of, or None if it is of another kind. Raises TopologyError."""
 
 
@@ -34,17 +36,23 @@ _STARTED_BY = {
 
 
 def find(
-    environment: Mapping[str, str], *, processes: int | None = None, processes_per_node: int | None = None
+    environment: Mapping[str, str],
+    *,
+    processes: int | None = None,
+    processes_per_node: int | None = None,
+    nodes: int | None = None,
 ) -> Allocation | None:
     """Return the allocation that `environment` is part of, or None on a machine that no scheduler gave.
 
-    `processes` is --processes (on this machine), `processes_per_node` is --processes-per-node. Raises TopologyError where the
-    one that was given has no meaning here, and for an environment in which something else starts the processes already.
+    `processes` is --processes (on this machine), `processes_per_node` is --processes-per-node, `nodes` is --nodes.
+    Raises TopologyError where the one that was given has no meaning here, and for an environment in which something else
+    starts the processes already.
     """
     _refuse_torchrun(environment)
     _refuse_mpi(environment)
     for finder in FINDERS:
-        allocation = finder(environment, processes_per_node=processes if processes_per_node is None else processes_per_node)
+        per_node = processes if processes_per_node is None else processes_per_node
+        allocation = finder(environment, processes_per_node=per_node, nodes=nodes)
         if allocation is None:
             continue
         if processes is not None and allocation.topology.num_nodes > 1:
@@ -59,6 +67,8 @@ def find(
             f"--processes-per-node is {processes_per_node}, but there is no scheduler's allocation here: "
             f"use --processes {processes_per_node} on this machine, or start inside a job"
         )
+    if nodes not in (None, 1):
+        raise TopologyError(f"--nodes is {nodes}, but there is no scheduler's allocation here: start inside a job of as many")
     return None
 
 

@@ -27,6 +27,7 @@ def find(
     environment: Mapping[str, str],
     *,
     processes_per_node: int | None = None,
+    nodes: int | None = None,
     read: Callable[[str], str] = lambda path: Path(path).read_text(),
     device_folder: Path = Path("/dev"),
 ) -> Allocation | None:
@@ -55,7 +56,9 @@ def find(
     threads = max(min(slots.values()) // job.processes_per_node, 1), "slots of PE_HOSTFILE, divided by the processes"
     if "OMP_NUM_THREADS" in environment:
         threads = number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={environment['OMP_NUM_THREADS']}"
-    return hosts.allocation(environment, f"Grid Engine job {job_id}", hosts.with_threads(job, *threads), starter="qrsh")
+    return hosts.allocation(
+        environment, f"Grid Engine job {job_id}", hosts.with_threads(job, *threads).on_first(nodes), starter="qrsh"
+    )
 
 
 def find_job(environment: Mapping[str, str]) -> Job | None:

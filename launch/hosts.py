@@ -38,7 +38,9 @@ STARTERS: Mapping[str, tuple[str, ...]] = {
 not one of them: it ends with exit code 0 whatever happened. pbs_tmrsh ends with the command's."""
 
 
-def find(environment: Mapping[str, str], *, processes_per_node: int | None = None) -> Allocation | None:
+def find(
+    environment: Mapping[str, str], *, processes_per_node: int | None = None, nodes: int | None = None
+) -> Allocation | None:
     """Return the hosts that SAMERUN_HOSTS names, seen from the one with SAMERUN_NODE_RANK, or None where it is not set.
 
     Raises TopologyError for a list that cannot be.
@@ -59,7 +61,7 @@ def find(environment: Mapping[str, str], *, processes_per_node: int | None = Non
     job = replace(job, node_rank=number(environment, NODE_RANK), origins={**job.origins, "node_rank": NODE_RANK})
     if THREADS in environment:
         job = with_threads(job, number(environment, THREADS), THREADS)
-    return allocation(environment, "list of hosts", job, starter="ssh")
+    return allocation(environment, "list of hosts", job.on_first(nodes), starter="ssh")
 
 
 def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *, starter: str) -> Allocation:

@@ -58,6 +58,7 @@ def find(
     environment: Mapping[str, str],
     *,
     processes_per_node: int | None = None,
+    nodes: int | None = None,
     describe_job: Callable[[str], str | None] | None = None,
     read: Callable[[str], str] = lambda path: Path(path).read_text(),
     device_folder: Path = Path("/dev"),
@@ -90,7 +91,7 @@ def find(
     threads, threads_origin = _threads(environment, job.processes_per_node)
     if threads is not None:
         job = hosts.with_threads(job, threads, threads_origin)
-    return hosts.allocation(environment, f"PBS job {job_id}", job, starter="pbs_tmrsh")
+    return hosts.allocation(environment, f"PBS job {job_id}", job.on_first(nodes), starter="pbs_tmrsh")
 
 
 def _gpus_by_host(

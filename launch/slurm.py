@@ -69,16 +69,17 @@ def find(
     environment: Mapping[str, str],
     *,
     processes_per_node: int | None = None,
+    nodes: int | None = None,
     hostname: str | None = None,
     has_srun: bool | None = None,
     describe_job: Callable[[int], str] | None = None,
 ) -> Allocation | None:
     """Return the allocation that `environment` is part of, or None outside Slurm.
 
-    `processes_per_node` is --processes-per-node. The rest is found where it is not given: this machine's name, whether there
-    is an srun here, and what describes a job (`scontrol show job`, asked only in the shell of salloc, where no variable tells
-    the GPUs of a node). Raises TopologyError where the variables are left over from a job or copied, the GPUs of the nodes
-    differ, or this is one of several tasks of its node.
+    `processes_per_node` is --processes-per-node, `nodes` is --nodes. The rest is found where it is not given: this machine's
+    name, whether there is an srun here, and what describes a job (`scontrol show job`, asked only in the shell of salloc,
+    where no variable tells the GPUs of a node). Raises TopologyError where the variables are left over from a job or copied,
+    the GPUs of the nodes differ, or this is one of several tasks of its node.
     """
     if "SLURM_JOB_ID" not in environment:
         return None
@@ -87,8 +88,10 @@ def find(
     _refuse_what_cannot_be(view, hostname or socket.gethostname(), has_srun)
     num_nodes = view.number(view.name("NUM_NODES"))
     gpus = _gpus_per_node(view, num_nodes, processes_per_node, describe_job or _scontrol)
-    topology = _topology(view, num_nodes, _processes(view, processes_per_node, *gpus))
-    start, start_origin = ((), "") if view.in_task else _srun(view, num_nodes, min(gpus[0], topology.processes_per_node))
+    topology = _topology(view, num_nodes, _processes(view, processes_per_node, *gpus)).on_first(nodes)
+    start, start_origin = (
+        ((), "") if view.in_task else _srun(view, topology.num_nodes, min(gpus[0], topology.processes_per_node))
+    )
     return Allocation(
         scheduler=f"Slurm job {view.job_id}",
         topology=topology,

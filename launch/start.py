@@ -82,7 +82,8 @@ def _met(found: Found, say: Callable[[str], None]) -> Topology:
 
 
 def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str], environment: Mapping[str, str]) -> Found:
-    allocation = find.find(environment, processes=options.processes, processes_per_node=options.processes_per_node)
+    asked = {"processes": options.processes, "processes_per_node": options.processes_per_node, "nodes": options.nodes}
+    allocation = find.find(environment, **asked)
     job = find.job(environment) if allocation else None
     _refuse_restarts_by_a_task(allocation, options, environment)
     chosen = preset.load(options.preset) if options.preset else None
@@ -166,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
     parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation (default: "
                         "one per GPU; without GPUs, the tasks per node that the job asked for)")  # fmt: skip
+    parser.add_argument("--nodes", type=int, metavar="N", help="the first N nodes of the allocation (default: all)")
     parser.add_argument("--port", type=int, help="TCP port on node 0, where the processes meet (default: made from the job's "
                         "id; on one node any that is free)")  # fmt: skip
     parser.add_argument("--recipe", help="name of a shipped recipe, or path of a YAML file (default: digits)")

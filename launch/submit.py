@@ -32,20 +32,36 @@ def submit(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     """Run `samerun submit` with these arguments. Prints the job's id, or with --dry-run its script. Raises SamerunError."""
     if argv[:1] == ["--task-of"]:
         return _run_task(argv[1:], environment, say=say)
+    options, plan = _read(argv, environment, say)
+    if options.dry_run:
+        sys.stdout.write(job_script.render(plan.job, plan.scheduler))
+        return 0
+    sys.stdout.write(f"{_hand_over(plan, environment, say).job_id}\n")
+    return 0
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job in the queue."""
+
+    job_id: str
+    scheduler: Scheduler
+    log: str
+    """File that its output goes to."""
+
+
+def hand_in(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> Submitted:
+    """Submit one job with the arguments of `samerun submit`, for other commands. Prints nothing. Raises SamerunError."""
+    _, plan = _read(argv, environment, say)
+    return _hand_over(plan, environment, say)
+
+
+def _read(argv: list[str], environment: Mapping[str, str], say: Callable[[str], None]) -> tuple[argparse.Namespace, _Plan]:
     ours, passed_on = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     options = _parser().parse_intermixed_args(ours)
     plan = _check(options, passed_on, environment)
     _introduce(plan, say)
-    text = job_script.render(plan.job, plan.scheduler)
-    if options.dry_run:
-        sys.stdout.write(text)
-        return 0
-    plan.script.parent.mkdir(parents=True, exist_ok=True)
-    plan.script.write_text(text)
-    job_id = _hand_over(plan, environment)
-    say(f"{_SCHEDULERS[plan.scheduler]} job {job_id}, submitted by {plan.script}")
-    sys.stdout.write(f"{job_id}\n")
-    return 0
+    return options, plan
 
 
 def _introduce(plan: _Plan, say: Callable[[str], None]) -> None:
@@ -65,8 +81,10 @@ def _run_task(argv: Sequence[str], environment: Mapping[str, str], *, say: Calla
     return start.launch(["--run-dir", run_dir, *launch_argv, *combination.overrides], environment, say=say)
 
 
-def _hand_over(plan: _Plan, environment: Mapping[str, str]) -> str:
-    """Give the script to the scheduler and return the id of the job."""
+def _hand_over(plan: _Plan, environment: Mapping[str, str], say: Callable[[str], None]) -> Submitted:
+    """Write the script and give it to the scheduler."""
+    plan.script.parent.mkdir(parents=True, exist_ok=True)
+    plan.script.write_text(job_script.render(plan.job, plan.scheduler))
     command = [*SUBMITTERS[plan.scheduler], str(plan.script)]
     finished = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
     if finished.returncode != 0:
@@ -74,7 +92,9 @@ def _hand_over(plan: _Plan, environment: Mapping[str, str]) -> str:
             f"`{shlex.join(command)}` ended with exit code {finished.returncode} and submitted nothing: "
             f"{finished.stderr.strip() or 'it does not say why'}. The script is kept: {plan.script}"
         )
-    return finished.stdout.strip().partition(";")[0]  # of several clusters, sbatch names the one as well
+    job_id = finished.stdout.strip().partition(";")[0]  # of several clusters, sbatch names the one as well
+    say(f"{_SCHEDULERS[plan.scheduler]} job {job_id}, submitted by {plan.script}")
+    return Submitted(job_id, plan.scheduler, plan.job.log)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,9 +57,8 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.export",),
         ("app.benchmarks",),
         ("app.data_cli", "app.data_inspect", "app.data_pack", "app.data_bench", "app.many"),
-        ("app.parity",),
         ("app.verify",),
-        ("app.reports",),
+        ("app.parity", "app.reports"),
         ("app.doctor", "app.probe", "app.diagnosis"),
     ],
 ]

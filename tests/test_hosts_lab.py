@@ -1,4 +1,5 @@
-"""mpirun and PBS over the hosts of the lab: the 1-process run's losses, and a killed process ends the run on all of them.
+"""mpirun and PBS over the hosts of the lab: the 1-process run's losses, and a killed process ends the run on all of them; and a
+sweep over them.
 
 Open MPI is the real one; what stands in for ssh gives the other host a bare environment, as sshd does. PBS is replayed: the
 environments are those that a real OpenPBS gave a batch script and its tasks, and Slurm's daemon starts what PBS's would.
@@ -165,3 +166,23 @@ def test_a_killed_process_ends_the_pbs_job_on_both_hosts(lab: Lab, tmp_path: Pat
     output = assert_a_killed_rank_ends_it(lab, started, tmp_path / "run")
     assert "samerun: node2 ended with exit code" in output
     assert output.splitlines()[-1].startswith("samerun: rank 2 on node2 was ended by SIGKILL"), output
+
+
+# Scaling -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_in_an_allocation_runs_on_as_many_of_its_nodes_as_are_asked_for(lab: Lab, tmp_path: Path) -> None:
+    """Really on both; that the one of --nodes 1 would be the first is printed."""
+    out, samerun = tmp_path / "out", f"{sys.executable} -m launch.cli"
+    sizes = "--nodes 2 --processes 1 --repeats 1 --steps 3 --warm-up-steps 2"
+    command = f"{samerun} scale --recipe digits {sizes} --out {out} && {samerun} launch --nodes 1 --dry-run"
+    finished = lab.run("salloc", "--nodes=2", "sh", "-c", command).check()
+    (row,) = read(out / "report.json")["rows"]
+    assert (row["nodes"], row["devices_per_node"], row["devices"]) == (2, 1, 2)
+    (run,) = row["runs"]
+    assert [rank.split()[0] for rank in read(out / run["source"] / "run.json")["ranks"]] == ["node1", "node2"]
+    assert row["images_per_s"] > 0
+    assert "multi_gpu, 2 devices on 2 nodes: " in finished.output
+    assert "srun --nodes=1 --ntasks=1 " in finished.output
+    assert "# node 0, node1:\n" in finished.output
+    assert "# node 1" not in finished.output

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import TopologyError
-from launch import hosts, spread
+from launch import find, hosts, spread
 
 ROOT = Path(hosts.__file__).parent.parent
 
@@ -228,3 +228,16 @@ def test_the_command_line_can_be_pasted(start):
         ["/bin/sh", "-c", f'ssh() {{ shift 3; sh -c "$*"; }}; {shlex.join(argv)}'], capture_output=True, check=True
     )
     assert pasted.stdout == b"it's\n"
+
+
+def test_the_first_of_the_hosts_can_be_asked_for():
+    three = {"SAMERUN_HOSTS": "node1,node2,node3", "CUDA_VISIBLE_DEVICES": ""}
+    found = find.find(three, nodes=2)
+    assert (found.topology.num_nodes, found.topology.hosts) == (2, ("node1", "node2"))
+    assert found.topology.origins["num_nodes"] == "--nodes"
+    assert "SAMERUN_HOSTS=node1,node2" in found.start
+    assert find.find(three, nodes=1).start == ()  # this is the first of them
+    assert find.find(three, nodes=3) == find.find(three)
+    for environment, nodes, words in ((three, 4, "say 1 to 3"), (three, 0, "say 1 to 3"), ({}, 2, "no scheduler's allocation")):
+        with pytest.raises(TopologyError, match=words):
+            find.find(environment, nodes=nodes)

@@ -14,7 +14,6 @@ import argparse
 import importlib.util
 import math
 import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from rich.console import Console
 
 from app.benchmarks import plots, turns
 from app.benchmarks.figures import LIMIT, LINEAR, Group, Result, Row, results, table, write
+from app.cores import machine
 from app.errors import RecipeError, RunFolderError, TrainingError
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
@@ -232,16 +232,6 @@ def versions() -> dict[str, str]:
     """Return the versions of the packages that take part and are installed."""
     packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm")
     return {name: version(name) for name in packages if importlib.util.find_spec(name)}
-
-
-def machine() -> str:
-    """Return cores, processor, system and Python, in one line."""
-    file = Path("/proc/cpuinfo")
-    named = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if "model name" in line]
-    processor = named[0] if named else platform.machine()
-    return f"{len(os.sched_getaffinity(0))} cores of {processor}, {platform.system()} {platform.release()}, Python " + (
-        platform.python_version()
-    )
 
 
 def _names(text: str) -> list[str]:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from app.benchmarks import turns
-from app.benchmarks.bench import machine, versions
+from app.benchmarks.bench import versions
 from app.benchmarks.figures import Spread
+from app.cores import machine
 
 _HAND, _OURS = "hand-written", "samerun"
 _PROGRAMS = {_HAND: "hand-written on a device", _OURS: "samerun"}
