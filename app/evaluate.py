@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
 def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Evaluation]:
     import torch
 
-    from app import exported, session
+    from app import building, exported
     from app.runtime import Runtime
 
     model, config = exported.load(arguments.run)
@@ -50,10 +50,10 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str
     micro_batch = min(share, recipe.train.max_micro_batch or share)
     plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
     runtime = Runtime(launched, plan)
-    source = getattr(session.open_data(runtime, recipe), arguments.split)
-    preparation = session.build_preparation(runtime, recipe, source)
+    source = getattr(building.open_data(runtime, recipe), arguments.split)
+    preparation = building.build_preparation(runtime, recipe, source)
     model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.model.dtype)))
-    scores = session.evaluation_of(runtime, model, source, preparation)()
+    scores = building.evaluation_of(runtime, model, source, preparation)()
     runtime.close()
     return config.classes, scores
 

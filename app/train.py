@@ -71,14 +71,14 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     recipe = loaded.recipe
     plan = BatchPlan.of(recipe, launched.world_size)
     # Only now the slow imports: what was wrong so far has been said.
-    from app import handshake, initial_weights, opening, session
+    from app import building, ending, handshake, initial_weights, opening, session
     from app.loop import train
     from app.runtime import Runtime
     from app.watchdog import Watchdog
 
     runtime = Runtime(launched, plan, clip_norm=recipe.optim.clip_norm)
     handshake.check_group(runtime.accelerator, launched, plan)
-    data = session.open_data(runtime, recipe)
+    data = building.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, data)
     resumed = opening.find_checkpoint(runtime, loaded, data, arguments.run_dir, arguments.resume)
     initial = initial_weights.take_up(runtime, parts.model, arguments.init_from, resumed=resumed.folder if resumed else None)
@@ -102,7 +102,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     with training.control:
         with Watchdog(runtime, opened.folder, timeout_s=arguments.hang_timeout):
             ended = train(training)
-        session.finish(training, data, opened.folder, ended)
+        ending.finish(training, data, opened.folder, ended)
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.curves",),
         ("app.profiling",),
     ],
-    [("app.checkpoint", "app.initial_weights")],
+    [("app.checkpoint", "app.initial_weights"), ("app.building",)],
     [("app.loop",), ("app.opening",)],
-    [("app.session",)],
+    [("app.session",), ("app.ending",)],
     [("app.train",)],
     [
         ("app.evaluate",),

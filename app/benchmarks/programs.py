@@ -94,7 +94,7 @@ def _photographs(work: Work, device: torch.device) -> Iterator[tuple[torch.Tenso
 def samerun(work: Work) -> None:
     """Train as `app.train` does, by its parts: all it starts is started, only the model is given."""
     # Imported here: the others are not to pay for it.
-    from app import opening, session
+    from app import ending, opening, session
     from app.batching import BatchPlan
     from app.launched import read
     from app.loop import train
@@ -112,4 +112,4 @@ def samerun(work: Work) -> None:
     with training.control:
         with Watchdog(runtime, opened.folder, timeout_s=540):
             ended = train(training)
-        session.finish(training, data, opened.folder, ended)
+        ending.finish(training, data, opened.folder, ended)

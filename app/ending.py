@@ -1,0 +1,80 @@
+"""How a start of a run ends: the weights and the result, or the word how a run that was stopped goes on."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from app import checkpoint_files, exported, ledger, run_folder
+from app.data.open import Data
+from app.loop import Stopped, Training
+from app.predictions import predictions, write_predictions
+from app.runtime import Runtime
+from app.scores import Evaluation
+from app.shards import unwrapped
+
+
+def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | Stopped) -> None:
+    """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
+    if training.profile is not None:
+        training.profile.close()
+    if isinstance(ended, Stopped):
+        saved = checkpoint_files.path_of(run_dir, ended.step)
+        training.display.say(
+            f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
+            f"saved as {saved}; the same command with --resume auto and --run-dir {run_dir} goes on"
+        )
+        end = ledger.End(step=ended.step, outcome="stopped")
+        training.control.record_outcome(ended.step, ended.request)
+    else:
+        _write_result(training, data, run_dir, ended)
+        end = ledger.End(step=training.length.total_steps, outcome="finished")
+        training.control.record_outcome(training.length.total_steps)
+    if training.runtime.is_main:
+        ledger.append(run_dir, end)
+    training.display.close()
+    training.metrics.trackers.finish()
+    training.runtime.close(training.model, training.optimizer, training.batches)
+
+
+def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
+    runtime, recipe, length = training.runtime, training.recipe, training.length
+    training_s = training.metrics.clock.training_s
+    with training.average.applied() if training.average else nullcontext():
+        weights = whole_weights(runtime, training.model)
+        if runtime.is_main:
+            # Inside the block: under some strategies these are the live weights.
+            exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
+    predicted = predictions(runtime, scores, len(data.test))
+    with runtime.together():
+        if runtime.is_main:
+            write_predictions(run_dir, data.test, predicted)
+    samples_seen = length.total_steps * runtime.plan.global_batch_size
+    samples_per_s = (length.total_steps - training.first_step) * runtime.plan.global_batch_size / training_s
+    if runtime.is_main:
+        result = {
+            "steps": length.total_steps,
+            "samples_seen": samples_seen,
+            **scores.as_metrics(),
+            "test_samples": scores.samples,
+            "test_class_accuracy": dict(zip(data.test.classes, scores.class_accuracy, strict=True)),
+            "samples_per_s": samples_per_s,
+            "training_s": training_s,
+            "world_size": runtime.plan.world_size,
+            "preset": run_folder.read_json(run_dir / run_folder.RUN)["preset"],
+        }
+        run_folder.write_json(run_dir / run_folder.RESULT, result)
+    training.display.say(
+        f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
+        f"run folder {run_dir}"
+    )
+
+
+def whole_weights(runtime: Runtime, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state of a prepared model, on the main process at least; all ranks call it."""
+    if runtime.launched.strategy in ("deepspeed", "fsdp2"):
+        gathered: dict[str, torch.Tensor] = runtime.accelerator.get_state_dict(model)
+        return gathered
+    return unwrapped(model).state_dict()
