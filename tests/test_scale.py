@@ -90,6 +90,18 @@ def test_the_range_holds_the_truth_of_nearly_all_noisy_sweeps():
     assert held >= 36
 
 
+def test_repeats_that_differ_make_the_range_wider():
+    sizes, times = [1, 2, 4], [0.238, 0.194, 0.280]  # which only one law foretells
+
+    def width(off):
+        found = fit.fit(sizes * 2, [seconds * off for seconds in times] + [seconds / off for seconds in times])
+        low, high = found.between(at(8))
+        return float(high / low)
+
+    assert width(1.0) < 1.1
+    assert width(1.1) > 1.3
+
+
 def test_two_sizes_tell_no_law():
     assert fit.fit([1, 2, 2], [1.0, 0.6, 0.5]) is None
 

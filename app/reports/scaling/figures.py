@@ -20,11 +20,8 @@ from typing import Any
 from app import ledger, run_folder
 from app.errors import DataError, RunFolderError
 from app.reports import past_run
+from app.reports.scaling.fit import t_quantile
 from app.reports.scaling.sweep import CASES, Case, Folder
-
-# Quantiles 0.975 of the t distribution, for 1 to 10 degrees of freedom.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_Z = 1.959964
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +112,7 @@ class Method:
             return Interval(value, None, None)
         squares = math.fsum(statistics.variance(some) * (len(some) - 1) for some in logs if len(some) > 1)
         error = math.sqrt(squares / freedom * (1 / len(row.runs) + 1 / len(self.base.runs)))
-        factor = math.exp(_t_quantile(freedom) * error)
+        factor = math.exp(t_quantile(freedom) * error)
         return Interval(value, value / factor, value * factor)
 
 
@@ -126,13 +123,6 @@ def methods_of(rows: Sequence[Row]) -> list[Method]:
         if row.runs:
             found.setdefault(row.method, []).append(row)
     return [Method(name, sorted(some, key=lambda row: row.devices)) for name, some in found.items()]
-
-
-def _t_quantile(freedom: int) -> float:
-    """The 0.975 quantile of the t distribution: above 10 degrees of freedom by Cornish and Fisher's expansion."""
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    return _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
 
 
 def read_case(folder: Folder, case: Case) -> Measured | None:

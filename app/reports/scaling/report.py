@@ -196,5 +196,5 @@ def _conclusions(report: Report, advice: Advice) -> Iterator[str]:
     yield (
         "\nEach law was fitted to the other sizes and had to foretell the largest; that gives its weight, and the fit is the "
         "weighted geometric mean. It may be what any law says that missed by 25 % at most (any law, where none did), with any "
-        "size but the smallest left out.\n"
+        "size but the smallest left out, or with any off by the 95 % error of its mean.\n"
     )
