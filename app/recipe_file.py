@@ -103,8 +103,16 @@ def render(loaded: LoadedRecipe) -> str:
 
 def digest(recipe: Recipe) -> str:
     """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
-    learnt = {key: value for key, value in flat(recipe).items() if not key.startswith(NOT_LEARNT)}
-    return hashlib.sha256(json.dumps(learnt, sort_keys=True).encode()).hexdigest()
+    return _digest({key: value for key, value in flat(recipe).items() if not key.startswith(NOT_LEARNT)})
+
+
+def digest_of_all(recipe: Recipe) -> str:
+    """SHA-256, in hexadecimal, of every value. Ranks that log or save at other steps would wait for each other for ever."""
+    return _digest(flat(recipe))
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def reference() -> str:

@@ -181,7 +181,7 @@ def _time_step_in_backward(engine: Any, lap: Callable[[Phase], None]) -> None:
 
 def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:
     return {
-        "recipe": recipe_file.digest(loaded.recipe),
+        "recipe": recipe_file.digest_of_all(loaded.recipe),
         **data.facts,
         "initial weights": handshake.weights_digest(model),
         **{f"version of {package}": number for package, number in handshake.versions().items()},
