@@ -40,28 +40,10 @@ def _submit(argv: list[str]) -> int:
     return submit.submit(argv, os.environ, say=_say)
 
 
-def _parity(argv: list[str]) -> int:
-    from app import parity
-
-    return parity.main(argv)
-
-
-def _verify(argv: list[str]) -> int:
-    from app import verify
-
-    return verify.main(argv)
-
-
 def _doctor(argv: list[str]) -> int:
     from launch import doctor
 
     return doctor.doctor(argv, os.environ, say=_say)
-
-
-def _export(argv: list[str]) -> int:
-    from app import export
-
-    return export.main(argv)
 
 
 def _data(argv: list[str]) -> int:
@@ -70,22 +52,16 @@ def _data(argv: list[str]) -> int:
     return data_cli.main(argv)
 
 
-def _bench(argv: list[str]) -> int:
-    from app.benchmarks import bench
+def _watch(argv: list[str]) -> int:
+    from app.reports import watch
 
-    return bench.main(argv)
+    return watch.main(argv)
 
 
 def _report(argv: list[str]) -> int:
     from app.reports import page
 
     return page.main(argv)
-
-
-def _watch(argv: list[str]) -> int:
-    from app.reports import watch
-
-    return watch.main(argv)
 
 
 def _curves(argv: list[str]) -> int:
@@ -106,27 +82,51 @@ def _timeline(argv: list[str]) -> int:
     return timeline.main(argv)
 
 
+def _verify(argv: list[str]) -> int:
+    from app import verify
+
+    return verify.main(argv)
+
+
+def _export(argv: list[str]) -> int:
+    from app import export
+
+    return export.main(argv)
+
+
+def _parity(argv: list[str]) -> int:
+    from app import parity
+
+    return parity.main(argv)
+
+
 def _scale(argv: list[str]) -> int:
     from app.reports.scaling import command
 
     return command.main(argv, os.environ, say=_say)
 
 
+def _bench(argv: list[str]) -> int:
+    from app.benchmarks import bench
+
+    return bench.main(argv)
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
     "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
-    "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
     "data": (_data, "look at data, pack it smaller or in another form, measure how fast it is fed"),
-    "parity": (_parity, "show that presets and numbers of processes give the same run"),
-    "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
+    "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),
+    "report": (_report, "write all that a run folder tells as one HTML page"),
     "curves": (_curves, "draw loss and accuracy of runs, while training and on the test set"),
     "compare": (_compare, "say what differs between two runs, and whether they were the same one"),
     "timeline": (_timeline, "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),
-    "scale": (_scale, "measure how a recipe scales over devices and nodes, and how many are worth their while"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
-    "report": (_report, "write all that a run folder tells as one HTML page"),
-    "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),
+    "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
+    "parity": (_parity, "show that presets and numbers of processes give the same run"),
+    "scale": (_scale, "measure how a recipe scales over devices and nodes, and how many are worth their while"),
+    "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
 }
 
 

@@ -100,6 +100,8 @@ def test_digest_is_of_what_is_learnt():
         "optim.eps=1.0e-8",
     ]
     assert digest(load("digits", same).recipe) == digest(load("digits").recipe)
+    of_all = recipe_file.digest_of_all
+    assert of_all(load("digits", ["log.every_steps=3"]).recipe) != of_all(load("digits").recipe)
     assert digest(Recipe(optim=OptimRecipe(lr=1))) == digest(Recipe(optim=OptimRecipe(lr=1.0)))
     changes = ["seed=1", "optim.lr=0.1", "train.epochs=21", "model.channels=1,2", "data.mean=0.1", "augment.flip=0.5"]
     assert len({digest(load("digits", [change]).recipe) for change in changes} | {digest(load("digits").recipe)}) == 7
