@@ -197,15 +197,15 @@ def shrunk(content: bytes, shrinking: Shrinking, *, name: str) -> bytes:
             side = (max if shrinking.longer else min)(picture.size)
             if side <= shrinking.max_side:
                 return content
-            size = tuple(max(1, round(length * shrinking.max_side / side)) for length in picture.size)
+            width, height = (max(1, round(length * shrinking.max_side / side)) for length in picture.size)
             kind = picture.format if picture.format in _KEPT_FORMATS else "PNG"
-            picture.draft(None, tuple(_DRAFT_MARGIN * length for length in size))
+            picture.draft(None, (_DRAFT_MARGIN * width, _DRAFT_MARGIN * height))
             if picture.mode == "P" and "transparency" in picture.info:
                 plain = picture.convert("RGBA").convert("RGB")
             else:
                 plain = picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB")
             written = io.BytesIO()
-            plain.resize(size, Image.Resampling.LANCZOS).save(written, kind, quality=shrinking.quality)
+            plain.resize((width, height), Image.Resampling.LANCZOS).save(written, kind, quality=shrinking.quality)
             return written.getvalue()
     except Exception as error:  # each of Pillow's decoders has its own
         raise DataError(

@@ -104,10 +104,10 @@ def decode(file: Path | BinaryIO, *, channels: int, name: str) -> Tensor:
         raise DataError(f"{name} has more than 8 bits a pixel (mode {picture.mode}); store it with 8 bits")
     if channels == 1 and not is_gray(picture):
         raise DataError(f"{name} is in colour (mode {picture.mode}) in a grayscale data set; store all pictures alike")
-    if picture.mode == "P" and "transparency" in picture.info:
-        picture = picture.convert("RGBA")  # the same colours, without the warning of going to RGB at once
+    # By way of RGBA the colours are the same, without the warning of going to RGB at once.
+    plain = picture.convert("RGBA") if picture.mode == "P" and "transparency" in picture.info else picture
     mode = "L" if channels == 1 else "RGB"
-    array = np.array(picture if picture.mode == mode else picture.convert(mode))
+    array = np.array(plain if plain.mode == mode else plain.convert(mode))
     return torch.from_numpy(array.reshape(*array.shape[:2], channels)).permute(2, 0, 1)
 
 
