@@ -13,7 +13,7 @@ from processes import REPOSITORY, train
 
 from app import ledger
 from app.reports import past_run
-from app.reports.compare import compare
+from app.reports.comparison import DECIDING_STEPS, compare
 from launch import cli
 
 
@@ -65,7 +65,10 @@ def test_what_differs_is_named(digits_run: Path, copied: Path, capsys) -> None:
     assert found["losses"]["largest"] == pytest.approx(0.5)
     assert cli.main(["compare", str(digits_run), str(copied)]) == 1
     printed = capsys.readouterr().out
-    assert "the recipes differ in optim.lr, and the losses of step 25 are the first to differ" in " ".join(printed.split())
+    assert "the recipes differ in optim.lr, all 44 steps that both took had the same samples" in (
+        said := " ".join(printed.split())
+    )
+    assert "the losses of step 25 are the first to differ" in said
     for text in ("optim.lr", "0.25", "test_accuracy", "samples_per_s", "copied"):
         assert text in printed
 
@@ -75,6 +78,31 @@ def test_the_tolerance_decides(digits_run: Path, copied: Path, capsys, factor: f
     with_losses(copied, after=0, factor=factor)
     code, found = as_json(capsys, copied, digits_run, "--tolerance", tolerance)  # a difference to 0 has no share of it
     assert (code, found["same_run"], found["recipe"]) == (int(not same), same, {})
+
+
+def test_losses_that_drift_apart_after_a_hundred_steps_are_of_the_same_run(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+
+    def long(*, differs_from: int) -> past_run.PastRun:
+        lines = [{**run.metrics[0], "step": step, "loss": 1.0 + (step >= differs_from)} for step in range(10, 200, 10)]
+        return replace(run, metrics=lines)
+
+    late, early = (compare(long(differs_from=999), long(differs_from=step), tolerance=1e-4) for step in (110, 100))
+    assert (late.is_same, late.losses.deciding_up_to_step, late.losses.first_beyond) == (True, DECIDING_STEPS, 110)
+    assert "the losses up to step 100 are the same to 0.0001; from step 110 on they drift apart" in str(late)
+    assert (early.is_same, early.losses.first_beyond) == (False, 100)
+
+
+def test_other_samples_or_learning_rates_are_another_run(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+    (number, steps), *_ = [(at, event) for at, event in enumerate(run.events) if isinstance(event, ledger.Steps)]
+    others = replace(steps, digests=(*steps.digests[:2], "0" * 16, *steps.digests[3:]))
+    fed = compare(run, replace(run, events=[*run.events[:number], others, *run.events[number + 1 :]]), tolerance=1.0)
+    assert (fed.is_same, fed.fed.compared_steps, fed.fed.samples_differ_at) == (False, run.total_steps, 3)
+    assert "step 3 is the first with other samples" in str(fed)
+    slower = [{**line, "learning_rate": line["learning_rate"] * (1 + (line["step"] > 15))} for line in run.metrics]
+    rates = compare(run, replace(run, metrics=slower), tolerance=1.0)
+    assert (rates.is_same, rates.fed.learning_rates_differ_at) == (False, 20)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ class PastRun:
     folder: Path
     recipe: Mapping[str, Any]
     """recipe.yaml, by section and key."""
+    preset: Mapping[str, Any]
+    """preset.yaml; empty where the command line named none."""
     about: Mapping[str, Any]
     """run.json: processes, devices, batch, versions, command."""
     metrics: Sequence[Line]
@@ -86,9 +88,11 @@ def read(folder: Path) -> PastRun:
         path = folder / name
         return attempt(lambda: run_folder.read_json(path), {}) if path.exists() else {}
 
+    preset = folder / run_folder.PRESET
     return PastRun(
         folder=folder,
-        recipe=attempt(lambda: _recipe(folder / run_folder.RECIPE), {}),
+        recipe=attempt(lambda: _yaml(folder / run_folder.RECIPE), {}),
+        preset=attempt(lambda: _yaml(preset), {}) if preset.exists() else {},
         about=attempt(lambda: run_folder.read_json(folder / run_folder.RUN), {}),
         metrics=_lines(folder / run_folder.METRICS, complaints),
         evaluations=_lines(folder / run_folder.EVALUATIONS, complaints, optional=True),
@@ -99,13 +103,13 @@ def read(folder: Path) -> PastRun:
     )
 
 
-def _recipe(path: Path) -> Mapping[str, Any]:
+def _yaml(path: Path) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):
-        raise RunFolderError(f"{path} is not a recipe: it holds {type(values).__name__}, not sections with keys.")
+        raise RunFolderError(f"{path} holds {type(values).__name__}, not keys with values.")
     return values
 
 

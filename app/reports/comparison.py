@@ -1,0 +1,245 @@
+"""What differs between two runs in recipe, preset, machines, versions and results, and whether it was the same run.
+
+Two runs were the same if their recipes agree in all that decides what is learnt, if every step that both took had the same
+samples and learning rate, and if the losses of their first hundred common steps are the same to a tolerance; later ones drift
+apart by rounding, the sooner the more kinks a network has. What cannot be known is said, not guessed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app import ledger
+from app.curves import relative_differences
+from app.goodput import account
+from app.recipe_file import NOT_LEARNT
+from app.reports.past_run import PastRun
+
+Pair = tuple[Any, Any]
+_ABSENT = "absent"
+_MOST_KEYS = 5  # that a sentence names
+TOLERANCE = 1e-4
+"""What rounding alone grows to within DECIDING_STEPS of a network with ReLU (docs/same-run.md)."""
+DECIDING_STEPS = 100
+_MACHINES = (
+    "preset",
+    "strategy",
+    "mixed_precision",
+    "world_size",
+    "micro_batch",
+    "accumulation",
+    "global_batch_size",
+    "commit",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDifferences:
+    """How the losses of two runs differ, over the lines that cover the same steps in both."""
+
+    compared_lines: int
+    up_to_step: int
+    """The last that was compared; 0: none."""
+    largest: float
+    """Largest |second - first| / |first|."""
+    largest_at_step: int
+    first_beyond: int | None
+    """The step of the first line that differs by more than the tolerance; None: all are within."""
+    deciding_up_to_step: int
+    """Later lines may differ, as rounding grows; 0: none was compared."""
+
+    @property
+    def decide(self) -> bool:
+        """Whether the lines that decide are the same to the tolerance, or there are none."""
+        return self.first_beyond is None or self.first_beyond > self.deciding_up_to_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDifferences:
+    """Whether two runs were fed the same, over the steps that both took."""
+
+    compared_steps: int
+    """Steps whose samples both ledgers know."""
+    samples_differ_at: int | None
+    """The first step with other samples; None: all are the same."""
+    learning_rates_differ_at: int | None
+    """The first line with another learning rate than the other run's of the same step; None: all are the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What differs between two runs, each value as (first, second)."""
+
+    recipe: Mapping[str, Pair] | None
+    """By key as on the command line; None if one of them cannot be read."""
+    preset: Mapping[str, Pair]
+    """By key of preset.yaml, where both runs have one."""
+    machines: Mapping[str, Pair]
+    """Preset by name, processes, hosts, batch plan, versions, commit."""
+    results: Mapping[str, Pair]
+    """All of them, as the files name them, those of the last lines; samples_per_s is the median of the lines. None: unknown."""
+    fed: FedDifferences
+    losses: LossDifferences
+    tolerance: float
+
+    @property
+    def learnt(self) -> list[str] | None:
+        """The keys in which the recipes differ and that decide what is learnt; None if a recipe cannot be read."""
+        return None if self.recipe is None else [key for key in self.recipe if not key.startswith(NOT_LEARNT)]
+
+    @property
+    def is_same(self) -> bool | None:
+        """Whether it was the same run; None if that cannot be known."""
+        fed_alike = self.fed.samples_differ_at is None and self.fed.learning_rates_differ_at is None
+        if self.learnt or not fed_alike or not self.losses.decide:
+            return False
+        return True if self.losses.compared_lines and self.learnt is not None else None
+
+    def __str__(self) -> str:
+        """The verdict, in a sentence."""
+        same = {True: "The same run", False: "Not the same run", None: "Not known whether it was the same run"}[self.is_same]
+        recipes = "the recipes agree in all that is learnt"
+        if self.learnt is None:
+            recipes = "a recipe cannot be read"
+        elif self.learnt:
+            more = ", ..." if len(self.learnt) > _MOST_KEYS else ""
+            recipes = f"the recipes differ in {', '.join(self.learnt[:_MOST_KEYS])}{more}"
+        return f"{same}: {recipes}, {self._of_fed()}, and {self._of_losses()}."
+
+    def _of_fed(self) -> str:
+        if self.fed.samples_differ_at is not None:
+            return f"step {self.fed.samples_differ_at} is the first with other samples"
+        if self.fed.learning_rates_differ_at is not None:
+            return f"step {self.fed.learning_rates_differ_at} is the first with another learning rate"
+        if not self.fed.compared_steps:
+            return "no ledger tells which samples both were fed"
+        return f"all {self.fed.compared_steps:,} steps that both took had the same samples and learning rates"
+
+    def _of_losses(self) -> str:
+        found = self.losses
+        if not found.compared_lines:
+            return "no line of one covers the same steps as a line of the other, so that losses cannot be compared"
+        most = f"the largest difference is {found.largest:.1e} of the loss, at step {found.largest_at_step}"
+        if found.first_beyond is None:
+            return f"all losses up to step {found.up_to_step} are the same to {self.tolerance:g}: {most}"
+        if found.decide:
+            return (
+                f"the losses up to step {found.deciding_up_to_step} are the same to {self.tolerance:g}; from step "
+                f"{found.first_beyond} on they drift apart, as rounding makes them in time: {most}"
+            )
+        return f"the losses of step {found.first_beyond} are the first to differ by more than {self.tolerance:g}: {most}"
+
+
+def compare(one: PastRun, other: PastRun, *, tolerance: float) -> Comparison:
+    """Compare two runs. `tolerance` is the largest relative difference of losses that are still the same."""
+    presets = [_flat(run.preset) for run in (one, other)]
+    return Comparison(
+        recipe=_different(_flat(one.recipe), _flat(other.recipe)) if one.recipe and other.recipe else None,
+        preset=_different(*presets) if all(presets) else {},
+        machines=_different(_machines(one), _machines(other)),
+        results=_pairs(_results(one), _results(other)),
+        fed=_fed_differences(one, other),
+        losses=_loss_differences(one, other, tolerance=tolerance),
+        tolerance=tolerance,
+    )
+
+
+def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float) -> LossDifferences:
+    losses = [_losses_by_steps(run) for run in (one, other)]
+    common = sorted((steps for steps in losses[0] if steps in losses[1]), key=lambda steps: steps[1])
+    differences = relative_differences(*([of_run[steps] for steps in common] for of_run in losses))
+    ends = [last for _, last in common]
+    at = max(range(len(common)), key=differences.__getitem__, default=None)
+    # The first line decides, however many steps it covers.
+    deciding = max(ends[0], common[0][0] + DECIDING_STEPS - 1) if common else 0
+    return LossDifferences(
+        compared_lines=len(common),
+        up_to_step=ends[-1] if ends else 0,
+        largest=0.0 if at is None else differences[at],
+        largest_at_step=0 if at is None else ends[at],
+        first_beyond=next((end for end, found in zip(ends, differences, strict=True) if found > tolerance), None),
+        deciding_up_to_step=max((end for end in ends if end <= deciding), default=0),
+    )
+
+
+def _fed_differences(one: PastRun, other: PastRun) -> FedDifferences:
+    digests, rates = ([table(run) for run in (one, other)] for table in (_digests, _learning_rates))
+    return FedDifferences(
+        compared_steps=len(digests[0].keys() & digests[1].keys()),
+        samples_differ_at=_first_difference(*digests),
+        learning_rates_differ_at=_first_difference(*rates),
+    )
+
+
+def _first_difference(one: Mapping[int, Any], other: Mapping[int, Any]) -> int | None:
+    return min((step for step in one.keys() & other.keys() if one[step] != other[step]), default=None)
+
+
+def _digests(run: PastRun) -> dict[int, str]:
+    """That of the samples of each step that counts."""
+    lines = [event for event in ledger.counting(run.events) if isinstance(event, ledger.Steps)]
+    return {step: digest for line in lines for step, digest in enumerate(line.digests, start=line.first)}
+
+
+def _learning_rates(run: PastRun) -> dict[int, float]:
+    return {line["step"]: line["learning_rate"] for line in run.metrics if isinstance(line.get("learning_rate"), float)}
+
+
+def _losses_by_steps(run: PastRun) -> dict[tuple[int, int], float]:
+    """The loss of each line, by the steps of which it is the mean: those after the line before, or after a start."""
+    starts = [event.from_step for event in ledger.counting(run.events) if isinstance(event, ledger.Start)]
+    losses, previous = {}, 0
+    for line in run.metrics:
+        step = line["step"]
+        first = max([previous, *(start for start in starts if start < step)]) + 1
+        if isinstance(loss := line.get("loss"), float):
+            losses[first, step] = loss
+        previous = step
+    return losses
+
+
+def _machines(run: PastRun) -> dict[str, Any]:
+    told = {key: run.about[key] for key in _MACHINES if key in run.about}
+    ranks = run.about.get("ranks")
+    if isinstance(ranks, list):  # of "HOST DEVICE"
+        told["hosts"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[0] for rank in ranks))
+        told["devices"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[2].partition(":")[0] for rank in ranks))
+    starts = [event for event in run.events if isinstance(event, ledger.Start)]
+    if starts:
+        told |= {"starts": len(starts), "training_samples": starts[-1].training_samples, "total_steps": starts[-1].total_steps}
+    return told | _flat({"versions": run.about.get("versions", {})})
+
+
+def _results(run: PastRun) -> dict[str, Any]:
+    last, tested = (lines[-1] if lines else {} for lines in (run.metrics, run.evaluations))
+    rates = [line["samples_per_s"] for line in run.metrics if isinstance(line.get("samples_per_s"), float)]
+    spent = account(run.events) if run.events and isinstance(run.events[0], ledger.Start) else None
+    return {
+        "steps": last.get("step"),
+        "test_accuracy": tested.get("test_accuracy"),
+        "test_loss": tested.get("test_loss"),
+        "accuracy": last.get("accuracy"),
+        "loss": last.get("loss"),
+        "samples_per_s": statistics.median(rates) if rates else None,
+        "compute_s": spent.compute_s if spent else None,
+        "wall_s": spent.wall_s if spent else None,
+    }
+
+
+def _flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Nested values by `section.key`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{section}{key}.") if isinstance(value, Mapping) else {f"{section}{key}": value}
+    return found
+
+
+def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
+    return {key: (one.get(key, _ABSENT), other.get(key, _ABSENT)) for key in {**one, **other}}
+
+
+def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
+    return {key: pair for key, pair in _pairs(one, other).items() if pair[0] != pair[1]}
