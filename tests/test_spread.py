@@ -112,7 +112,7 @@ def begin(tmp_path):
     for starter in ("pbs_tmrsh", "ssh"):
         stand_in = tmp_path / starter
         stand_in.write_text("""#!/bin/bash
-bare() { cd / && exec env -i --default-signal=TERM PATH=/bin:/usr/bin HOSTNAME="$host" "$@"; }
+bare() { cd / && exec env -i --default-signal PATH=/bin:/usr/bin HOSTNAME="$host" "$@"; }
 [ "$1" = -o ] && host=$3 && shift 3 && bare /bin/sh -c "$*"
 host=$1; shift; bare "$@"
 """)
@@ -132,9 +132,10 @@ host=$1; shift; bare "$@"
     yield run
     for process in begun:
         process.kill()
-        process.communicate()
     mark = {"SAMERUN_PORT": str(os.getpid())}
     subprocess.run(["/bin/bash", "-c", spread.stop_script(mark, kill_after_s=0)], check=True)
+    for process in begun:
+        process.communicate()  # ends when nothing that was started is left to write
 
 
 @pytest.fixture
