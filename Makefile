@@ -1,7 +1,7 @@
 # make demo       install into .venv and train the embedded default on 2 processes of this machine's CPU
 # make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install Slurm and
 #                 mpirun, which some of them run on a lab of namespaces, and a browser (elsewhere they are skipped, and say so)
-# make test-full  every test: with the slow ones, which are resuming from every topology to every other, and more kills
+# make test-slow  the slow ones: resuming from every topology to every other, more kills, more kinds of jobs; test-full: all
 # make lint       linter, formatter and type checker
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
 
@@ -10,7 +10,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full lab-packages lint format
+.PHONY: demo test test-slow test-full lab-packages lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
@@ -20,6 +20,9 @@ PYTEST := $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.compiled | lab-packages
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.compiled | lab-packages
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-full: $(VENV)/.compiled | lab-packages
 	$(PYTEST) $(PYTEST_ARGS)

@@ -63,6 +63,7 @@ def test_a_wrong_peer_or_folder_is_named(capsys, tmp_path):
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_the_dry_run_of_the_gpu_script_gives_the_whole_table(tmp_path):
     command = [sys.executable, "-m", "app.benchmarks.gpu", "--dry-run", "--out", str(tmp_path / "table.md")]
     Started(command, env=ONE_THREAD).wait().check()

@@ -111,6 +111,7 @@ def process_of_rank(rank: int, started: Started) -> psutil.Process:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_twice_goes_on_and_is_the_undisturbed_one(tmp_path: Path) -> None:
     run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     alone(undisturbed).wait().check()

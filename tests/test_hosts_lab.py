@@ -102,6 +102,7 @@ def test_mpirun_in_a_slurm_job(lab: Lab, alone: list[float], tmp_path: Path) -> 
 
 
 @needs_mpirun
+@pytest.mark.slow
 def test_a_killed_process_ends_mpirun_on_both_hosts(lab: Lab, tmp_path: Path) -> None:
     started = mpirun(lab, tmp_path, "--run-dir", str(tmp_path / "run"), *ENDLESS)
     assert "on node node2 exited on signal 9 (Killed)" in assert_a_killed_rank_ends_it(lab, started, tmp_path / "run")
@@ -141,7 +142,7 @@ exec srun --quiet --nodes=1 --ntasks=1 --nodelist="$host" --chdir={home} /usr/bi
     return lab.start("/usr/bin/env", "-i", "-C", home, *batch, "/bin/bash", PBS, node="node1")
 
 
-@pytest.mark.parametrize("preset", ["multi_node", "deepspeed_zero3"])
+@pytest.mark.parametrize("preset", ["multi_node", pytest.param("deepspeed_zero3", marks=pytest.mark.slow)])
 def test_qsub_on_two_hosts(lab: Lab, alone: list[float], tmp_path: Path, preset: str) -> None:
     arguments = ("--preset", preset, "--run-dir", str(tmp_path / "run"), *RECIPE, "profile.steps=2:4")
     finished = qsub(lab, tmp_path, *arguments).wait().check()

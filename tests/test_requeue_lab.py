@@ -156,6 +156,7 @@ def test_a_lost_node_and_a_cut_cable_end_in_finished_runs(lab: Lab, undisturbed:
         assert_finished(lab.wait(job), tmp_path / how, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_requeue_by_hand_ends_in_a_finished_run(lab: Lab, undisturbed: list[float], tmp_path: Path) -> None:
     job = begin(lab, tmp_path, nodes="36")
     wait_for_checkpoint(lab, job, tmp_path)

@@ -15,6 +15,7 @@ import trace_format
 from processes import ONE_THREAD, Finished, Started, launch, read, read_lines, run, train
 
 pytestmark = pytest.mark.multiproc
+SLOW = pytest.mark.slow
 
 STEPS = 100
 # Everything that could depend on the topology: clipping, every augmentation that is not drawn per picture's content, mixing
@@ -152,7 +153,10 @@ def test_float64_leaves_no_doubt(
     assert_same_run(double_reference, other, first_20=1e-9, all_100=1e-9)
 
 
-@pytest.mark.parametrize(("preset", "processes"), [("cpu", None), ("multi_gpu", 2), ("deepspeed_zero3", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("preset", "processes"),
+    [("multi_gpu", 2), *(pytest.param(*case, marks=SLOW) for case in (("cpu", None), ("deepspeed_zero3", 2), ("fsdp2", 2)))],
+)
 def test_a_run_on_warm_ranks_is_that_of_processes_of_its_own(tmp_path: Path, preset: str, processes: int | None) -> None:
     """Most tests save the seconds that a start takes (see processes.py); here nothing of a run may differ by a single bit."""
     arguments = (*RECIPE, *OPTIMIZERS["adamw"])

@@ -46,6 +46,7 @@ def test_sbatch_on_two_nodes_with_two_processes_each(lab: Lab, alone: list[float
     assert re.search(r"^samerun: Slurm job \d+ on node1, node2; ", job.output, flags=re.MULTILINE), job.output
 
 
+@pytest.mark.slow
 def test_sbatch_on_three_nodes_with_one_process_each(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     options = ("--processes-per-node", "1", "--run-dir", str(tmp_path))
     job = lab.wait(lab.sbatch("--nodes=3", SCRIPT, *options, *RECIPE))
@@ -64,6 +65,7 @@ def test_the_shell_of_salloc(lab: Lab, alone: list[float], tmp_path: Path) -> No
         assert f"{rank}: samerun: {promised}\n" in finished.output
 
 
+@pytest.mark.slow
 def test_an_array_of_two_on_one_node(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     command = f"exec samerun launch --processes-per-node 2 --run-dir {tmp_path}/$SLURM_ARRAY_TASK_ID {shlex.join(RECIPE)}"
     array = lab.sbatch("--array=0-1", "--nodes=1", "--cpus-per-task=2", "--nodelist=node2", "--wrap", command)
@@ -74,6 +76,7 @@ def test_an_array_of_two_on_one_node(lab: Lab, alone: list[float], tmp_path: Pat
         assert_ran(tmp_path / str(index), ["node2", "node2"], alone, job.output)
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_on_the_same_nodes(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     ids = [
         lab.sbatch("--nodelist=node[1-2]", *SHARED, SCRIPT, "--run-dir", str(tmp_path / name), *RECIPE) for name in ("a", "b")
