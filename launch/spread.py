@@ -55,14 +55,15 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
             for host in names:
                 _start(host_starter(starter, host, signal_script(own[host], number)))
 
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, pass_on)
     # Ignored in what is started from here on: a starter that dies of a signal to the whole job cannot tell how its host ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     variables = carried(environment)
     started = {
         host: _start(host_command(starter, host, argv, folder=folder, variables={**variables, **own[host]})) for host in names
     }
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, pass_on)
+    signal.signal(signal.SIGTERM, pass_on)
     failed = _first_failure(started)
     if failed is None:
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,19 @@ from hypothesis import settings
 from processes import end_warm, train
 from slurm_lab import RECIPE, STEPS, losses
 
-LONG_FILES = ["test_slurm_lab", "test_same_run", "test_requeue_lab", "test_hosts_lab", "test_resume", "test_handshake"]
+# By the time that they take.
+LONG_FILES = ["test_slurm_lab", "test_same_run", "test_resume", "test_requeue_lab", "test_hosts_lab", "test_handshake",
+              "test_doctor", "test_submit", "test_training", "test_watchdog", "test_scale", "test_bench", "test_control",
+              "test_shards", "test_requeue"]  # fmt: skip
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says more of the machine than of the code
 settings.load_profile("untimed")
+
+
+def pytest_configure() -> None:
+    """Whatever the tests start hears Ctrl-C: a shell has what it starts with `&` ignore it, and that is inherited."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -286,6 +286,7 @@ _WHY_NOT = slurm_lab.why_not()
 
 @pytest.mark.multiproc
 @pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
+@pytest.mark.slow
 def test_across_two_nodes_of_slurm(tmp_path):
     outputs = tmp_path / "outputs"
     outputs.mkdir()

@@ -92,6 +92,7 @@ def test_mpirun_over_two_hosts(lab: Lab, alone: list[float], tmp_path: Path) -> 
 
 
 @needs_mpirun
+@pytest.mark.slow
 def test_mpirun_in_a_slurm_job(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     """By Slurm's own launcher, and the job tells the head; Slurm's rank is that of mpirun's daemon, not the process's."""
     said = shlex.join(f"{name}={value}" for name, value in {"NP": "4", **AS_ROOT}.items())
@@ -172,6 +173,7 @@ def test_a_killed_process_ends_the_pbs_job_on_both_hosts(lab: Lab, tmp_path: Pat
 # Scaling -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sweep_in_an_allocation_runs_on_as_many_of_its_nodes_as_are_asked_for(lab: Lab, tmp_path: Path) -> None:
     """Really on both; that the one of --nodes 1 would be the first is printed."""
     out, samerun = tmp_path / "out", f"{sys.executable} -m launch.cli"

@@ -117,6 +117,7 @@ def test_a_killed_process_ends_the_job_everywhere_and_is_named(lab: Lab, tmp_pat
     assert last == "samerun: rank 1 on node2 was ended by SIGKILL, as by a lack of memory, and the run with it", over.output
 
 
+@pytest.mark.slow
 def test_the_traceback_of_the_process_that_failed_is_the_last_thing_in_the_log(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import signal\ndef fail(*_): raise RuntimeError('struck')\nsignal.signal(signal.SIGALRM, fail)\n"
