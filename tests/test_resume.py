@@ -257,7 +257,7 @@ def assert_verified(run_dir: Path, *, starts: int) -> None:
     assert str(verdict) == whole
     assert spent.lost_work_s > 0
     assert spent.queue_s is None  # no scheduler told when the run was submitted
-    assert min(spent.startup_s, spent.compute_s, spent.data_wait_s, spent.evaluation_s, spent.saving_s, spent.down_s) > 0
+    assert min(spent.startup_s, spent.compute_s, spent.data_wait_s, spent.evaluation_s, spent.saving_s) > 0
     ledger = run_dir / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     at = max(number for number, line in enumerate(lines) if '"first": 20, "last": 20,' in line)
