@@ -90,6 +90,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until the last save is on disk. Called by all ranks; raises CheckpointError, on all ranks, if it cannot be."""
+        self._metrics.flush()
         with self._metrics.clock.held():
             self._wait()
 

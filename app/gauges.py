@@ -27,6 +27,7 @@ class Gauges:
         """`flops_per_sample` is that of a forward and backward pass; `peak_flops_per_s` is what one device can do, if known."""
         self._accelerator, self._communication = accelerator, communication
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
+        self._process = psutil.Process()
 
     def read(self, sums: torch.Tensor, spent: Spent, *, samples: int, steps: int) -> tuple[list[float], dict[str, Any]]:
         """Return the ranks' `sums` (float64 [n]) added up, and the readings by name, of so many samples and steps.
@@ -65,7 +66,7 @@ class Gauges:
         """The most that the GPU's tensors held since the last time; on a CPU, what the process holds now."""
         device = self._accelerator.device
         if device.type != "cuda":
-            held_bytes: int = psutil.Process().memory_info().rss
+            held_bytes: int = self._process.memory_info().rss
             return held_bytes
         peak_bytes: int = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

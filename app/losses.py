@@ -10,6 +10,7 @@ class Losses:
 
     # Adding up many steps at once costs what adding up one does, and few enough are kept that it needs no memory.
     _STEPS = 64
+    _FEW_LOGITS = 16_384
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -27,9 +28,10 @@ class Losses:
     def add_answers(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Take in what the same pass answered: logits [count, classes], and the right classes, int64 [count].
 
-        Of the logits only the largest are kept: they may be many, and a CUDA graph writes the next ones over them.
+        Many logits are not kept, only the largest of them; nor are those that a CUDA graph writes the next ones over.
         """
-        self._answers.append(logits.detach().argmax(1))
+        answers = logits.detach()
+        self._answers.append(answers if answers.is_cpu and answers.numel() <= self._FEW_LOGITS else answers.argmax(1))
         self._labels.append(labels)
 
     def end_step(self, skipped: torch.Tensor | bool) -> None:
@@ -50,7 +52,14 @@ class Losses:
         losses = self._count * torch.stack(self._passes).double().view(num_steps, -1).sum(1)
         right = torch.full_like(losses, torch.nan)
         if self._answers:
-            right = (torch.stack(self._answers) == torch.stack(self._labels)).view(num_steps, -1).sum(1).double()
-        skipped = torch.stack([torch.as_tensor(one, device=losses.device) for one in self._skipped])
+            answers, labels = torch.stack(self._answers), torch.stack(self._labels)
+            chosen = answers if answers.shape == labels.shape else answers.max(-1).indices  # on CPU half of argmax's time
+            right = (chosen == labels).view(num_steps, -1).sum(1).double()
+        skipped = _stacked(self._skipped).to(losses.device)
         self._sums = self._sums + torch.stack([losses, right]).masked_fill(skipped, 0.0).sum(1)
         self._passes, self._answers, self._labels, self._skipped = [], [], [], []
+
+
+def _stacked(verdicts: list[torch.Tensor | bool]) -> torch.Tensor:
+    tensors = [verdict for verdict in verdicts if isinstance(verdict, torch.Tensor)]
+    return torch.stack(tensors) if tensors else torch.tensor(verdicts)

@@ -26,6 +26,9 @@ from app.recipe import LogRecipe
 from app.steps import Step
 from app.trackers.trackers import Trackers
 
+_RECORD_EVERY_S = 1.0
+"""Least time between two lines of the ledger, of which nobody wants fifty a second; a kill leaves so much unrecorded."""
+
 
 class Metrics:
     """Collects each step's loss and samples, and writes a line every so many steps."""
@@ -58,6 +61,7 @@ class Metrics:
         self._written_s: float | None = None
         self._logged_steps, self._logged = first_step, NOTHING
         self._recorded_steps, self._recorded = first_step, NOTHING
+        self._unrecorded_s = 0.0
 
     def add(self, loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor) -> None:
         """Take in one forward pass over B samples: its mean loss (scalar), what it gave and should have given, and its samples.
@@ -86,7 +90,7 @@ class Metrics:
 
         Raises TrainingError, on all ranks, if the loss is not finite although the gradients were.
         """
-        self._record_steps()
+        self._see_what_was_skipped()
         steps = step - self._logged_steps
         applied = steps - len(self._skipped_to_log)
         spent = self.clock.spent()
@@ -95,6 +99,9 @@ class Metrics:
         (loss_sum, right), readings = self._gauges.read(self._losses.take(), since, samples=samples, steps=steps)
         counted = max(applied, 1) * self._global_batch_size
         loss = loss_sum / counted
+        self._unrecorded_s += samples / readings["samples_per_s"]  # the mean of the ranks, so that they agree
+        if self._unrecorded_s >= _RECORD_EVERY_S or not math.isfinite(loss):
+            self._record_steps()
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} somewhere in steps {self._logged_steps + 1} to {step} (learning rate {learning_rate:g}): "
@@ -156,7 +163,7 @@ class Metrics:
         )
         self._record(steps)
         self._skipped_to_record, self._recorded_steps = [], self._ended_steps
-        self._recorded = spent
+        self._recorded, self._unrecorded_s = spent, 0.0
 
     def _see_what_was_skipped(self) -> None:
         for step, taken in enumerate(self._unseen, start=self._seen_steps + 1):

@@ -22,6 +22,7 @@ from app.recipe import ModelRecipe
 
 _CONVNET = "convnet"
 _MAX_GROUPS = 8
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
@@ -67,7 +68,8 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: f
         targets: class indices [B] int64, or probabilities [B, K].
         label_smoothing: share of each target spread evenly over all classes, 0..1.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logits.dtype in _HALF:
+        logits = logits.float()
     if targets.is_floating_point():
         targets = targets.to(logits.dtype)
     return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)

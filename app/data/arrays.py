@@ -50,7 +50,8 @@ class ArraySource:
     def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[Tensor, Tensor]:  # noqa: ARG002  nothing is random
         """Return images and labels, as `Source.fetch` says."""
         # NumPy's look-up stays in this thread: torch's waits for its pool, for a millisecond when other processes are busy.
-        return torch.from_numpy(self.images.array[indices]), torch.from_numpy(self.labels[indices].astype(np.int64, copy=False))
+        images, labels = self.images.array.take(indices, axis=0), self.labels.take(indices).astype(np.int64, copy=False)
+        return torch.from_numpy(images), torch.from_numpy(labels)
 
 
 @dataclass(frozen=True, eq=False)
