@@ -47,6 +47,8 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
+    if recipe.model.channels_last:
+        models.order_single_channels(model)
     return model
 
 

@@ -60,6 +60,16 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
     return converted
 
 
+def order_single_channels(model: nn.Module) -> None:
+    """Give kernels of one input channel, which are in both memory orders, the strides of channels_last.
+
+    Their gradients have those for images in that order, and DDP warns of gradients with other strides than the weights'.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 4 and parameter.shape[1] == 1:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+
+
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float) -> torch.Tensor:
     """Return the mean of the samples' cross-entropies, a scalar tensor in nats.
 

@@ -105,8 +105,9 @@ class ModelRecipe:
     """Width of the convnet's hidden linear layer, in units."""
     sync_batchnorm: bool = False
     """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
-    channels_last: bool = False
-    """Keep images in channels-last memory order, which convolutions and what follows them then follow."""
+    channels_last: bool = True
+    """Keep images in channels-last memory order, which convolutions and what follows them then follow. On CPU max-pooling
+    takes a fifth of its time so, and the tensor cores of GPUs work in it; results differ by rounding alone."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
 
