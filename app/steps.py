@@ -11,7 +11,6 @@ cost 150-200 us a step on two cores (two searches of sys.path, an inspected sign
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -82,10 +81,10 @@ class Steps:
             optimizer.step()
         return Step(known_norm, not math.isfinite(known_norm))
 
-    def _norms_and_clip(self) -> Sequence[torch.Tensor]:
+    def _norms_and_clip(self) -> list[torch.Tensor]:
         """Return scalars whose norm is that of the gradient before clipping: the whole one's, or those of its tensors."""
         if self._clip_norm is not None or self._is_sharded:
             norm: Any = self._accelerator.clip_grad_norm_(self._parameters, self._clip_norm or float("inf"))
             return [norm.full_tensor() if isinstance(norm, DTensor) else norm]
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return torch._foreach_norm(gradients)
+        return list(torch._foreach_norm(gradients))

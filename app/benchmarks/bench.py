@@ -277,8 +277,8 @@ def _parser() -> argparse.ArgumentParser:
                         "lightning, transformers, timm, torchvision (default: all that are installed)")  # fmt: skip
     parser.add_argument("--augmented", action="store_true", help="also Samerun and Accelerate with the recipe's random crops "
                         "and flips")  # fmt: skip
-    parser.add_argument("--switches", type=_names, default=[], metavar="NAMES", help="also Samerun with each of channels_first, "
-                        "bf16, compile; comma-separated")  # fmt: skip
+    parser.add_argument("--switches", type=_names, default=[], metavar="NAMES", help="also Samerun with each of "
+                        "channels_first, bf16, compile; comma-separated")  # fmt: skip
     parser.add_argument("--containers", default="", metavar="SOURCE=PATH,...", help="also Samerun on the same data in other "
                         "containers: a data.source and its data.path each")  # fmt: skip
     parser.add_argument("--epoch", action="store_true", help="also the CPU seconds from the start of each program to its first "

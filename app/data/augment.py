@@ -93,7 +93,7 @@ class Preparation:
 
     def _normalised(self, images: Tensor) -> Tensor:
         self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
-        # Channel by channel while each channel's pixels lie together, which takes half the time; one channel can be in both orders.
+        # While each channel's pixels lie together this takes half the time. A single channel's do in either order.
         order = self._memory_format if images.shape[1] == 1 else torch.contiguous_format
         inputs = images.to(self._scale.dtype, memory_format=order)
         return inputs.mul_(self._scale).add_(self._shift)  # on CPU a third of addcmul's time
