@@ -181,6 +181,17 @@ def test_vit_wants_squares():
         models.build(ModelRecipe(name="vit_b_16"), channels=3, image_size=(32, 48), num_classes=7)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_gradients_of_channels_last_images_have_the_strides_of_the_weights(channels):
+    model = models.build(ModelRecipe(), channels=channels, image_size=(8, 8), num_classes=10)
+    models.order_single_channels(model)
+    images = torch.zeros(2, channels, 8, 8, dtype=torch.uint8).to(torch.float32, memory_format=torch.channels_last)
+    model(images).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.is_contiguous()
+        assert parameter.grad.stride() == parameter.stride()
+
+
 @pytest.mark.parametrize(
     ("name", "near"), [("resnet20", "resnet"), ("vit_b16", "vit_b_16"), ("convnt", "convnet"), ("fcn_resnet50", "resnet50")]
 )

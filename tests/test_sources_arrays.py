@@ -23,8 +23,9 @@ from torchvision import datasets
 from torchvision.transforms.v2 import functional as F
 
 from app import recipe_file
-from app.data import arrays, idx
+from app.data import arrays, idx, loader
 from app.data.open import OPEN, download_data, open_data
+from app.data.order import EvalBatches
 from app.data.source import check_labels, fingerprint, spread
 from app.errors import DataError, RecipeError
 from app.recipe import AugmentRecipe, DataRecipe, Recipe
@@ -85,6 +86,22 @@ def test_digits_are_those_of_scikit_learn() -> None:
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_digits_come_out_of_workers() -> None:
     check_workers_and_pickling(open_data(recipe("digits"))[1])
+
+
+@pytest.mark.parametrize("batch_size", [4, 500])
+def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
+    source = open_data(recipe_file.load("digits").recipe).train
+    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 6 * 2 * 64)  # of shares of 2 samples, 6
+    batches = list(EvalBatches(size=len(source), batch_size=batch_size))
+    cpu = torch.device("cpu")
+    ranks = [list(loader.InProcess(source, batches, rank=rank, world_size=2, device=cpu)) for rank in range(2)]
+    assert [len(rank) for rank in ranks] == [len(batches)] * 2
+    for numbers, *shares in zip(batches, *ranks, strict=True):
+        real = numbers >= 0
+        images, labels = source.fetch(numbers[real], numbers[real])
+        assert torch.cat([share["samples"] for share in shares]).tolist() == numbers.tolist()
+        assert torch.equal(torch.cat([share["images"] for share in shares])[torch.from_numpy(real)], images)
+        assert torch.equal(torch.cat([share["labels"] for share in shares])[torch.from_numpy(real)], labels)
 
 
 def test_arrays_are_resized_once_as_torchvision_would() -> None:

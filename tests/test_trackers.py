@@ -8,6 +8,7 @@ import resource
 import shutil
 import sqlite3
 import struct
+import threading
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -202,7 +203,7 @@ def test_a_run_that_begins_again_is_a_new_one_to_its_trackers(tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
     run = tracked(tmp_path, project="digits", first_step=0, logged={})
-    trackers = Trackers()
+    trackers, others = Trackers(), set(threading.enumerate())
     trackers.start(["tensorboard"], run, {"seed": 0})
     trackers.log("metrics.jsonl", {"loss": 2.0}, step=1)
     assert capsys.readouterr().out == ""
@@ -217,5 +218,7 @@ def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_pat
     assert said.count("the tracker tensorboard is switched off, because it failed (OSError: [Errno 27] File too large") == 1
     trackers.log("metrics.jsonl", {"loss": 1.0}, step=4)
     trackers.finish()
+    for thread in set(threading.enumerate()) - others:
+        thread.join()  # so that it does not die in another test
     assert [event.step for event in shown(tmp_path).Scalars("loss")] == [1]
     assert capsys.readouterr().out == ""

@@ -54,7 +54,9 @@ def test_it_is_unknown_where_it_is_off_or_targets_are_mixed(tmp_path: Path, swit
     assert [line["accuracy"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [None]
 
 
-def test_a_skipped_step_has_no_part_in_it() -> None:
+@pytest.mark.parametrize("few_logits", [12, 11])
+def test_a_skipped_step_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch, few_logits: int) -> None:
+    monkeypatch.setattr(Losses, "_FEW_LOGITS", few_logits)  # counted later, or at once
     losses = Losses(torch.device("cpu"))
     for step in range(100):  # more than are added up at once, of two passes each
         for _ in range(2):
