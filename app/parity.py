@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -229,6 +230,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def _tolerance(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number, 0 or more, such as 1e-5")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun parity",
@@ -242,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=numbers, default=[1, 2], help="comma-separated numbers (default: 1,2)")
     parser.add_argument("--accumulation", type=numbers, default=[1], help="forward passes in a step, such as 1,2 (default: 1)")
     parser.add_argument("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of a loss (default: 1e-5)")
+    parser.add_argument("--tolerance", type=_tolerance, default=1e-5, help="largest relative difference of a loss (default: 1e-5)")
     parser.add_argument("--keep", metavar="DIR", help="keep the run folders and the output of the cases there")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all cases")
     return parser

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "SLURM_STEP_ID" in os.environ:
             time.sleep(1.0)  # srun ends the step of a task that failed at once, and what it has not read by then is lost
         return error.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 128 + signal.SIGINT
 
 
 def _launch(argv: list[str]) -> int:

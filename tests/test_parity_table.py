@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import Started
 from rich.console import Console
 
 from app import parity
@@ -236,6 +242,28 @@ def test_a_long_run_is_shown_from_its_first_to_its_last_step(steps, rows):
 def test_exit_code(curves, code):
     reference, *others = outcomes(*curves)
     assert parity._report(Console(quiet=True), reference, others, tolerance=1e-5) == code
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "inf", "-1", "tiny"])
+def test_a_tolerance_that_tells_nothing_is_refused(capsys, tolerance):
+    with pytest.raises(SystemExit):
+        cli.main(["parity", "--tolerance", tolerance])
+    assert f"'{tolerance}': expected a number, 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.multiproc
+def test_ctrl_c_ends_it_without_a_traceback_and_with_what_it_started():
+    started = Started([sys.executable, "-m", "launch.cli", "parity"])
+    parity = started.processes()[0]
+    while len(started.processes()) == 1:
+        time.sleep(0.1)
+    group = [process for process in psutil.process_iter() if os.getpgid(process.pid) == parity.pid]
+    os.killpg(parity.pid, signal.SIGINT)
+    finished = started.wait()
+    assert finished.returncode == 130
+    assert finished.output.endswith("samerun: interrupted\n")
+    assert "Traceback" not in finished.output
+    assert psutil.wait_procs(group, timeout=30)[1] == []
 
 
 @pytest.mark.parametrize(
