@@ -47,7 +47,7 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
-    if recipe.model.channels_last:
+    if recipe.model.takes_channels_last:
         models.order_single_channels(model)
     return model
 
@@ -61,7 +61,7 @@ def build_preparation(runtime: Runtime, recipe: Recipe, source: Source) -> Prepa
         channels=source.channels,
         num_classes=len(source.classes),
         dtype=runtime.input_dtype(getattr(torch, recipe.model.dtype)),
-        channels_last=recipe.model.channels_last,
+        channels_last=recipe.model.takes_channels_last,
     )
 
 

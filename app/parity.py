@@ -250,7 +250,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=numbers, default=[1, 2], help="comma-separated numbers (default: 1,2)")
     parser.add_argument("--accumulation", type=numbers, default=[1], help="forward passes in a step, such as 1,2 (default: 1)")
     parser.add_argument("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
-    parser.add_argument("--tolerance", type=_tolerance, default=1e-5, help="largest relative difference of a loss (default: 1e-5)")
+    parser.add_argument(
+        "--tolerance", type=_tolerance, default=1e-5, help="largest relative difference of losses (default: 1e-5)"
+    )
     parser.add_argument("--keep", metavar="DIR", help="keep the run folders and the output of the cases there")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all cases")
     return parser

@@ -105,11 +105,16 @@ class ModelRecipe:
     """Width of the convnet's hidden linear layer, in units."""
     sync_batchnorm: bool = False
     """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
-    channels_last: bool = True
-    """Keep images in channels-last memory order, which convolutions and what follows them then follow. On CPU max-pooling
-    takes a fifth of its time so, and the tensor cores of GPUs work in it; results differ by rounding alone."""
+    channels_last: bool | None = None
+    """Keep images in channels-last memory order, which convolutions and what follows them then follow: on CPU max-pooling
+    takes a fifth of its time so, and the tensor cores of GPUs work in it. None: for the convnet alone."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
+
+    @property
+    def takes_channels_last(self) -> bool:
+        """Whether images are kept in channels-last order."""
+        return self.name == "convnet" if self.channels_last is None else self.channels_last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ meets all of them. What is measured is CPU time a step (all threads of a process
 hand-written loop over tensors in memory with the fused AdamW is the limit, and ratios are to its window of the same round.
 
 What programs do not have in common is left out: schedule, clipping, weight decay, label smoothing, averages of the weights,
-logging to trackers. Samerun keeps what it has of its own: images in channels_last order, memory that is not given back,
-metrics and ledger.
+logging to trackers. Samerun keeps what it has of its own: the ConvNet's images in channels_last order, memory that is not given
+back, metrics and ledger.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Entry:
 
 
 _SWITCHES = {
+    "channels_last": Entry("samerun, channels_last", "samerun", overrides=("model.channels_last=true",)),
     "channels_first": Entry("samerun, channels_first", "samerun", overrides=("model.channels_last=false",)),
     "bf16": Entry("samerun, bf16", "samerun", variables={"ACCELERATE_MIXED_PRECISION": "bf16"}),
     "compile": Entry("samerun, compiled", "samerun", variables={"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
@@ -278,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--augmented", action="store_true", help="also Samerun and Accelerate with the recipe's random crops "
                         "and flips")  # fmt: skip
     parser.add_argument("--switches", type=_names, default=[], metavar="NAMES", help="also Samerun with each of "
-                        "channels_first, bf16, compile; comma-separated")  # fmt: skip
+                        "channels_last, channels_first, bf16, compile; comma-separated")  # fmt: skip
     parser.add_argument("--containers", default="", metavar="SOURCE=PATH,...", help="also Samerun on the same data in other "
                         "containers: a data.source and its data.path each")  # fmt: skip
     parser.add_argument("--epoch", action="store_true", help="also the CPU seconds from the start of each program to its first "
