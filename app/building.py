@@ -6,7 +6,9 @@ Tools that look at a finished run build these parts in the same way.
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -15,10 +17,10 @@ from app.data import loader
 from app.data.augment import Preparation
 from app.data.hash64 import derive_key
 from app.data.loader import Batch, Failure
-from app.data.open import Data, download_data
-from app.data.open import open_data as open_sources
+from app.data.open import Data, download_data, open_staged
 from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source
+from app.data.stage import staged
 from app.errors import PresetError
 from app.recipe import Recipe
 from app.runtime import Runtime
@@ -26,12 +28,18 @@ from app.scores import Evaluation, evaluate
 
 
 def open_data(runtime: Runtime, recipe: Recipe) -> Data:
-    """Open both splits on every rank, after one process of each node has downloaded what is missing and allowed."""
+    """Open both splits on every rank, after one process of each node has downloaded what is missing and allowed.
+
+    That one also copies them to the node's disk, if the recipe says so, and tells the others where they are.
+    """
+    host, is_first, path = socket.gethostname(), runtime.launched.local_rank == 0, None
     with runtime.together():
-        if runtime.launched.local_rank == 0:
+        if is_first:
             download_data(recipe)
+            path = staged(recipe).data.path
+    paths = {there: found for there, was_first, found in runtime.gather((host, is_first, path)) if was_first}
     with runtime.together():
-        return open_sources(recipe)
+        return open_staged(replace(recipe, data=replace(recipe.data, path=paths[host])))
 
 
 def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Module:

@@ -164,8 +164,9 @@ def test_float64_leaves_no_doubt(
 
 @pytest.mark.parametrize(
     ("preset", "processes"),
-    [("multi_gpu", 2), *(pytest.param(*case, marks=SLOW) for case in (("cpu", None), ("deepspeed_zero3", 2), ("fsdp2", 2)))],
+    [("multi_gpu", 2), ("cpu", None), ("deepspeed_zero3", 2), ("fsdp2", 2)],
 )
+@SLOW
 def test_a_run_on_warm_ranks_is_that_of_processes_of_its_own(tmp_path: Path, preset: str, processes: int | None) -> None:
     """Most tests save the seconds that a start takes (see processes.py); here nothing of a run may differ by a single bit."""
     arguments = (*RECIPE, *OPTIMIZERS["adamw"])

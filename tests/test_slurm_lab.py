@@ -88,6 +88,7 @@ def test_two_jobs_at_once_on_the_same_nodes(lab: Lab, alone: list[float], tmp_pa
         assert_ran(tmp_path / name, ["node1", "node2"], alone, job.output)
 
 
+@pytest.mark.slow
 def test_one_task_per_gpu_by_srun(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     command = f"exec srun --gpus-per-task=1 python -m app.train --run-dir {tmp_path} {shlex.join(RECIPE)}"
     tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=0")

@@ -375,12 +375,12 @@ def test_the_fingerprint_stays_what_it_was() -> None:
     [
         lambda parts: {**parts, "classes": ["a", "c"]},
         lambda parts: {**parts, "size": 4},
-        lambda parts: {**parts, "listing": b"x"},
+        lambda parts: {**parts, "listing": [memoryview(b"x")]},
         lambda parts: {**parts, "content": lambda index: bytes([index, index == 2])},
     ],
 )
 def test_the_fingerprint_sees_each_part(change) -> None:
-    parts = {"classes": ["a", "b"], "size": 3, "content": lambda index: bytes([index, 0]), "listing": b""}
+    parts = {"classes": ["a", "b"], "size": 3, "content": lambda index: bytes([index, 0]), "listing": []}
     assert fingerprint(**change(parts)) != fingerprint(**parts)
 
 

@@ -121,7 +121,7 @@ def _source(reader: RecordReader, classes: tuple[str, ...], first: Tensor, frami
         channels=first.shape[0],
         image_size=framing.size_of((first.shape[1], first.shape[2])),
         framing=framing,
-        fingerprint=fingerprint(classes, len(records.labels), records.content, listing=records.labels.tobytes()),
+        fingerprint=fingerprint(classes, len(records.labels), records.content, listing=[records.labels]),
     )
 
 

@@ -1,4 +1,4 @@
-"""A folder of images: path/<split>/<class>/<picture>, scanned by torchvision's ImageFolder."""
+"""A folder of images: path/<split>/<class>/<picture>, as torchvision's ImageFolder finds them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from app.data.framing import Framing
+from app.data.listing import Listing, listed
 from app.data.pictures import PictureSource, decode
 from app.data.source import Source, fingerprint
 from app.errors import DataError, RecipeError
@@ -22,18 +23,16 @@ FINGERPRINT_BYTES = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class FileReader:
-    """Reads the pictures of one split.
-
-    The paths are one array: a million Python strings would be copied, bit by bit, into every forked worker, because
-    looking at one changes its reference count.
-    """
+    """Reads the pictures of one split."""
 
     folder: Path
-    paths: np.ndarray
-    """Relative paths as bytes, [N]."""
-    labels: np.ndarray
-    """int64 [N]."""
+    files: Listing
     channels: int
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int64 [N]."""
+        return self.files.labels
 
     def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
         """Yield pictures and labels, as `Reader` says."""
@@ -43,7 +42,7 @@ class FileReader:
 
     def path(self, index: int) -> Path:
         """Return the path of a picture."""
-        return self.folder / os.fsdecode(self.paths[index])
+        return self.folder / self.files.path(index)
 
     def file(self, index: int) -> bytes:
         """Return a picture's file. Raises DataError if it cannot be read."""
@@ -113,25 +112,19 @@ def _difference(folders: list[Path], classes: list[list[str]]) -> str:
 
 
 def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Recipe, training: bool) -> Source:
-    from torchvision.datasets import ImageFolder  # not at the top: it takes a second or two
-
-    samples = ImageFolder(str(folder), allow_empty=True).samples
-    labels = np.array([label for _, label in samples], dtype=np.int64)
-    empty = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
+    files = listed(folder, classes)
+    empty = np.flatnonzero(np.bincount(files.labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(classes[index] for index in empty[:5])
         raise DataError(f"{folder}: no picture in the class folder(s) {names}; fill them or remove them from both splits")
-    start = len(os.path.join(folder, ""))  # noqa: PTH118 - as ImageFolder joins; relpath would take 8 s for ImageNet
-    paths = np.array([os.fsencode(path[start:]) for path, _ in samples])
-    reader = FileReader(folder, paths, labels, channels=1 if recipe.data.color == "gray" else 3)
-    framing = Framing.of(recipe, training=training)
+    reader = FileReader(folder, files, channels=1 if recipe.data.color == "gray" else 3)
     return PictureSource(
         read=reader,
-        size=len(samples),
+        size=len(files),
         where=str(folder),
         classes=classes,
         channels=reader.channels,
         image_size=(side, side),
-        framing=framing,
-        fingerprint=fingerprint(classes, len(samples), reader.head, listing=labels.tobytes() + b"\0".join(paths)),
+        framing=Framing.of(recipe, training=training),
+        fingerprint=fingerprint(classes, len(files), reader.head, listing=[files.labels, files.names.data]),
     )

@@ -182,6 +182,6 @@ def _open_split(reader: RowReader, classes: tuple[str, ...], train_reader: RowRe
         channels=channels,
         image_size=framing.size_of((height, width)),
         framing=framing,
-        fingerprint=fingerprint(classes, size, reader.content, listing=reader.labels),
+        fingerprint=fingerprint(classes, size, reader.content, listing=[reader.labels]),
         made_of=("huggingface", *stamps(Path(file["filename"]) for file in reader.rows.cache_files)),
     )

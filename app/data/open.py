@@ -65,7 +65,12 @@ def open_data(recipe: Recipe) -> Data:
         DataError: The data is missing, unreadable, or not what the recipe says.
         RecipeError: The recipe lacks a key that this kind of data needs.
     """
-    return Data(*map(decoded_once, OPEN[recipe.data.source](staged(recipe))))
+    return open_staged(staged(recipe))
+
+
+def open_staged(recipe: Recipe) -> Data:
+    """Return both splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
+    return Data(*map(decoded_once, OPEN[recipe.data.source](recipe)))
 
 
 def open_stored(recipe: Recipe) -> Data:

@@ -90,7 +90,7 @@ def fingerprint(
     size: int,
     content: Callable[[int], bytes],
     *,
-    listing: bytes | np.ndarray = b"",
+    listing: Sequence[np.ndarray | memoryview] = (),
     samples: int = FINGERPRINT_SAMPLES,
 ) -> str:
     """Return a SHA-256, in hexadecimal, that tells two data sets apart without reading all of them.
@@ -102,7 +102,7 @@ def fingerprint(
         classes: Name of each class.
         size: Number of samples.
         content: Returns the bytes that stand for the sample with a given index.
-        listing: What is known of every sample: all relative paths, all labels; an array counts as its int64 numbers.
+        listing: What is known of every sample: all labels, as an array of integers, all relative paths, as bytes.
         samples: How many samples' contents to cover.
     """
     digest = hashlib.sha256()
@@ -112,12 +112,13 @@ def fingerprint(
         digest.update(part)
 
     cover(json.dumps([size, *classes]).encode())
-    if isinstance(listing, np.ndarray):
-        digest.update((8 * listing.size).to_bytes(8, "little"))
-        for start in range(0, listing.size, _LISTING_CHUNK):  # a copy of all of them would grow with the data
-            digest.update(listing[start : start + _LISTING_CHUNK].astype(np.int64).tobytes())
-    else:
-        cover(listing)
+    digest.update(sum(8 * part.size if isinstance(part, np.ndarray) else len(part) for part in listing).to_bytes(8, "little"))
+    for part in listing:
+        if isinstance(part, memoryview):
+            digest.update(part)
+            continue
+        for start in range(0, part.size, _LISTING_CHUNK):  # a copy of all of them would grow with the data
+            digest.update(part[start : start + _LISTING_CHUNK].astype(np.int64).tobytes())
     for index in spread(size, samples):
         cover(content(index))
     return digest.hexdigest()

@@ -68,7 +68,7 @@ class Split:
     def fingerprint(self) -> str:
         """That of sources: of the shape, the classes, all labels, and the pixels of some pictures."""
         array, shape = self.images.array, str(self.images.array.shape).encode()
-        return fingerprint(self.classes, len(array), lambda index: shape + array[index].tobytes(), listing=self.labels)
+        return fingerprint(self.classes, len(array), lambda index: shape + array[index].tobytes(), listing=[self.labels])
 
 
 class Unstored(NamedTuple):

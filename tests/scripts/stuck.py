@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from app.data import loader
 from app.data.arrays import ArraySource
 from app.train import main
 
@@ -27,4 +28,5 @@ def fetch_or_hang(source: ArraySource, indices: Any, samples: Any) -> Any:
 
 
 ArraySource.fetch = fetch_or_hang  # type: ignore[method-assign]
+loader._TOGETHER_BYTES = 0  # each batch is looked up alone
 main(sys.argv[3:])

@@ -1,0 +1,169 @@
+"""The pictures below a folder of class folders: listed once on a machine, kept, and mapped into memory.
+
+Listing a million files takes a minute on a network disk, and their names take hundreds of megabytes in every process. So a
+list is kept below the user's cache ($SAMERUN_CACHE), one process of a node makes it, and it is made again when a folder has
+changed: one in which a file appears, disappears or is renamed has another date. What is listed, and in which order, is what
+torchvision's ImageFolder finds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.data.turns import alone, cache_folder
+from app.data.whole import remove_remains
+from app.errors import DataError
+
+FORMAT = 1
+"""Number of this layout, part of the name that a list is kept under."""
+_COLUMNS: dict[str, type[np.generic]] = {"names.bin": np.uint8, "ends.bin": np.int64, "labels.bin": np.int64}
+_ABOUT = "listing.json"
+_TICK_NS = 2 * 10**9
+"""The coarsest step of a file system's dates: within it a folder may change again and keep its date."""
+
+
+class Listing:
+    """Files, each by its path below the folder and its label. Pickled, one that is kept is its place."""
+
+    def __init__(self, names: np.ndarray, ends: np.ndarray, labels: np.ndarray, kept: tuple[Path, int] | None = None) -> None:
+        self.names = names
+        """The paths, bytes with a zero between two, uint8."""
+        self.labels = labels
+        """int64 [N]."""
+        self._ends, self._kept = ends, kept  # where each path ends in `names`, int64 [N]
+
+    @classmethod
+    def mapped(cls, place: Path, listed_ns: int) -> Listing:
+        """Return the one that was made at this time and is kept in `place`. Raises DataError if it is there no more."""
+        try:
+            found_ns = json.loads((place / _ABOUT).read_text())["listed_ns"]
+            names, ends, labels = (_mapped(place / name, kind) for name, kind in _COLUMNS.items())
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{place}, a list of pictures that was in use, is gone ({error}): start again") from error
+        if found_ns != listed_ns:
+            raise DataError(f"{place}, a list of pictures in use, was made anew, for their folder has changed: start again")
+        return cls(names, ends, labels, (place, listed_ns))
+
+    @classmethod
+    def in_memory(cls, place: Path) -> Listing:
+        """Return the one in `place`, of which nothing is needed any longer."""
+        names, ends, labels = (np.fromfile(place / name, kind) for name, kind in _COLUMNS.items())
+        return cls(names, ends, labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        """Return the path of a file."""
+        start = int(self._ends[index - 1]) + 1 if index else 0
+        return os.fsdecode(self.names[start : int(self._ends[index])].tobytes())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Listing, (self.names, self._ends, self.labels)) if self._kept is None else (Listing.mapped, self._kept)
+
+
+def listed(folder: Path, classes: Sequence[str]) -> Listing:
+    """Return the pictures below `folder`/CLASS for each of the classes; a label is the place of its class among them.
+
+    Where no list can be kept, it is made in memory.
+
+    Raises:
+        DataError: A folder cannot be read.
+    """
+    name = hashlib.sha256(json.dumps([FORMAT, str(folder.resolve())]).encode()).hexdigest()[:32]
+    place = cache_folder() / "listings" / name
+    try:
+        with alone(place.with_suffix(".lock")):
+            return _kept(place, folder, classes) or _made(place, folder, classes)
+    except OSError:
+        with tempfile.TemporaryDirectory() as elsewhere:
+            _write(Path(elsewhere), folder, classes)
+            return Listing.in_memory(Path(elsewhere))
+
+
+def _kept(place: Path, folder: Path, classes: Sequence[str]) -> Listing | None:
+    """Return the list in `place` if it is whole and every folder is as it was."""
+    try:
+        about = json.loads((place / _ABOUT).read_text())
+        is_whole = [(place / name).stat().st_size for name in _COLUMNS] == about["sizes_bytes"]
+        is_unchanged = all((folder / name).stat().st_mtime_ns == date_ns for name, date_ns in about["dates_ns"].items())
+        if is_whole and is_unchanged and about["classes"] == list(classes):
+            return Listing.mapped(place, about["listed_ns"])
+    except (OSError, ValueError, KeyError):  # none, or a damaged one: it is made again
+        pass
+    return None
+
+
+def _made(place: Path, folder: Path, classes: Sequence[str]) -> Listing:
+    """List the folder, and keep the list in `place` unless the folder changes just now. Raises OSError and DataError."""
+    remove_remains(place)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent) as temporary:
+        new = Path(temporary, "list")
+        new.mkdir()
+        listed_ns, last_change_ns = _write(new, folder, classes)
+        if last_change_ns >= listed_ns - _TICK_NS:
+            return Listing.in_memory(new)
+        shutil.rmtree(place, ignore_errors=True)
+        new.rename(place)
+        return Listing.mapped(place, listed_ns)
+
+
+def _write(place: Path, folder: Path, classes: Sequence[str]) -> tuple[int, int]:
+    """Write the list's files; return when it was begun, and when a folder last changed. Raises OSError and DataError."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension  # not at the top: it takes a second
+
+    dates_ns: dict[str, int] = {}
+    listed_ns, end = time.time_ns(), -1
+    names_file, ends_file, labels_file = ((place / name).open("wb") for name in _COLUMNS)
+    with names_file, ends_file, labels_file:
+        for label, name in enumerate(classes):
+            files = _files(folder, name, dates_ns)
+            paths = [os.fsencode(path) for path in files if has_file_allowed_extension(path, IMG_EXTENSIONS)]
+            if not paths:
+                continue
+            names_file.write((b"" if end < 0 else b"\0") + b"\0".join(paths))
+            ends = end + np.cumsum([1 + len(path) for path in paths], dtype=np.int64)
+            ends_file.write(ends.tobytes())
+            labels_file.write(np.full(len(paths), label, np.int64).tobytes())
+            end = int(ends[-1])
+    sizes_bytes = [(place / name).stat().st_size for name in _COLUMNS]
+    about = {"folder": str(folder), "classes": list(classes), "listed_ns": listed_ns, "sizes_bytes": sizes_bytes}
+    (place / _ABOUT).write_text(json.dumps({**about, "dates_ns": dates_ns}))
+    return listed_ns, max(dates_ns.values())
+
+
+def _files(folder: Path, name: str, dates_ns: dict[str, int]) -> Iterator[str]:
+    """Yield the paths below `folder` of all files below its sub-folder `name`, and note the dates of the folders.
+
+    The order is that of sorted(os.walk(..., followlinks=True)), with sorted files.
+    """
+    found = {}
+    to_read = [name]
+    while to_read:
+        name = to_read.pop()
+        try:
+            dates_ns[name] = (folder / name).stat().st_mtime_ns  # before it is read: a change while it is read gives another
+            with os.scandir(folder / name) as scan:
+                entries = [(entry.name, entry.is_dir()) for entry in scan]
+        except OSError as error:
+            raise DataError(f"{folder / name} cannot be read ({error.strerror}); mend it or leave it out") from error
+        found[name] = sorted(file for file, is_dir in entries if not is_dir)
+        to_read += [f"{name}/{sub}" for sub, is_dir in entries if is_dir]
+    for name, files in sorted(found.items()):
+        yield from (f"{name}/{file}" for file in files)
+
+
+def _mapped(path: Path, kind: type[np.generic]) -> np.ndarray:
+    if path.stat().st_size == 0:  # of which there is nothing to map
+        return np.empty(0, kind)
+    return np.asarray(np.memmap(path, kind, mode="r"))
