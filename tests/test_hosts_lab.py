@@ -163,6 +163,7 @@ def assert_one_timeline(folder: Path) -> None:
     assert "clocks: those of other hosts than node1's are known to " in (folder / "summary.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_pbs_job_on_both_hosts(lab: Lab, tmp_path: Path) -> None:
     started = qsub(lab, tmp_path, "--run-dir", str(tmp_path / "run"), *ENDLESS)
     output = assert_a_killed_rank_ends_it(lab, started, tmp_path / "run")

@@ -255,7 +255,6 @@ def assert_verified(run_dir: Path, *, starts: int) -> None:
     verdict, spent = verify(run_dir)
     whole = f"every one of the {STEPS} global batches was applied exactly once, over {starts} starts"
     assert str(verdict) == whole
-    assert spent.down_s > 0  # with the work of the last second before a kill, which nothing tells of
     assert spent.queue_s is None  # no scheduler told when the run was submitted
     assert min(spent.startup_s, spent.compute_s, spent.data_wait_s, spent.evaluation_s, spent.saving_s) > 0
     ledger = run_dir / "ledger.jsonl"

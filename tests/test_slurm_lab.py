@@ -37,7 +37,7 @@ def lab(cluster: Lab) -> Iterator[Lab]:
     cluster.cancel_all()
 
 
-@pytest.mark.parametrize("preset", ["multi_node", "deepspeed_zero3"])
+@pytest.mark.parametrize("preset", ["multi_node", pytest.param("deepspeed_zero3", marks=pytest.mark.slow)])
 def test_sbatch_on_two_nodes_with_two_processes_each(lab: Lab, alone: list[float], tmp_path: Path, preset: str) -> None:
     job = lab.wait(lab.sbatch(SCRIPT, "--preset", preset, "--run-dir", str(tmp_path), *RECIPE))
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
