@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -244,8 +245,10 @@ def test_a_killed_run_goes_on_in_its_folder(undisturbed: Undisturbed, tmp_path: 
     running = start("deepspeed_zero2", 2, "app.train", *arguments)
     await_step(running, tmp_path, 17)
     running.kill()
+    newest, before, *_ = checkpoint_files.committed(tmp_path)
+    shutil.rmtree(newest)  # so that steps which the ledger has are certainly taken again
     finished = train("cpu", tmp_path, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
-    assert "resumed from" in finished.output
+    assert f"resumed from {before}" in finished.output
     assert_equals(tmp_path, undisturbed.reference("adamw"), after=0)
     assert_verified(tmp_path, starts=3)
 
@@ -255,6 +258,7 @@ def assert_verified(run_dir: Path, *, starts: int) -> None:
     verdict, spent = verify(run_dir)
     whole = f"every one of the {STEPS} global batches was applied exactly once, over {starts} starts"
     assert str(verdict) == whole
+    assert spent.lost_work_s > 0
     assert spent.queue_s is None  # no scheduler told when the run was submitted
     assert min(spent.startup_s, spent.compute_s, spent.data_wait_s, spent.evaluation_s, spent.saving_s) > 0
     ledger = run_dir / "ledger.jsonl"
