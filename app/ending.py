@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from app import checkpoint_files, exported, ledger, run_folder
+from app import exported, ledger, run_folder
+from app.checkpoints import step_folders
 from app.data.open import Data
 from app.loop import Stopped, Training
 from app.predictions import predictions, write_predictions
@@ -21,7 +22,7 @@ def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | St
     if training.profile is not None:
         training.profile.close()
     if isinstance(ended, Stopped):
-        saved = checkpoint_files.path_of(run_dir, ended.step)
+        saved = step_folders.path_of(run_dir, ended.step)
         training.display.say(
             f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
             f"saved as {saved}; the same command with --resume auto and --run-dir {run_dir} goes on"

@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from app import checkpoint_files as files
-from app import recipe_file, run_folder, tensor_file
-from app.checkpoint_files import Reader
-from app.durable import Stamp, sync_folder, telling, write_bytes
+from app import recipe_file, run_folder
+from app.checkpoints import step_folders as files
+from app.checkpoints import tensor_file
+from app.checkpoints.durable import Stamp, sync_folder, telling, write_bytes
+from app.checkpoints.piece import AVERAGE, WEIGHT
+from app.checkpoints.step_folders import Reader
 from app.errors import CheckpointError, RunFolderError
-from app.piece import AVERAGE, WEIGHT
 
 _KEYS = {"average": AVERAGE, "raw": WEIGHT}
 _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}

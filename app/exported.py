@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from app import models, run_folder, tensor_file
+from app import models, run_folder
+from app.checkpoints import tensor_file
 from app.data.source import Source
 from app.errors import RunFolderError
 from app.recipe import ModelRecipe, Recipe

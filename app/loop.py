@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from app.average import WeightAverage
-from app.checkpoint import Checkpoints
-from app.clock import Phase
+from app.checkpoints.checkpoint import Checkpoints
 from app.console import Display
 from app.control import Control, Request
 from app.data.augment import Preparation
 from app.data.loader import Batch, Failure, batches_of
 from app.errors import TrainingError
-from app.metrics import Metrics
+from app.metrics.clock import Phase
+from app.metrics.metrics import Metrics
 from app.models import mean_loss
 from app.optim import set_learning_rate
 from app.profiling.profile import Profile

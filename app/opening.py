@@ -14,10 +14,11 @@ from typing import Any
 
 import psutil
 
-from app import checkpoint, handshake, ledger, recipe_file, run_folder
+from app import handshake, ledger, recipe_file, run_folder
+from app.checkpoints import checkpoint
+from app.checkpoints.initial_weights import Initial
 from app.data.open import Data
 from app.errors import CheckpointError
-from app.initial_weights import Initial
 from app.launched import Job
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime

@@ -7,7 +7,7 @@
     evaluations.jsonl one line per evaluation on the test set
     samples.jsonl     with log.samples: the samples of each step
     ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/ledger.py)
-    checkpoints/      what the run can go on from (app/checkpoint_files.py)
+    checkpoints/      what the run can go on from (app/checkpoints/step_folders.py)
     result.json       at the end: steps, samples, test scores, throughput
     test_predictions/ at the end: which classes were taken for which, and some test pictures (app/predictions.py)
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them

@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
-from app import building, checkpoint, console, exported, flops, handshake, models, optim, recipe_file, schedule
+from app import building, console, exported, flops, handshake, models, optim, recipe_file, schedule
 from app.average import WeightAverage
-from app.clock import Phase
-from app.communication import Communication
+from app.checkpoints import checkpoint
 from app.console import Display
 from app.control import Control
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.open import Data
-from app.gauges import Gauges
 from app.loop import Training
-from app.metrics import Metrics
+from app.metrics.clock import Phase
+from app.metrics.communication import Communication
+from app.metrics.gauges import Gauges
+from app.metrics.metrics import Metrics
 from app.opening import Opened, Resumed
 from app.profiling.profile import Profile, check_window
 from app.recipe import Recipe

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
 from app.errors import CheckpointError, PresetError
-from app.piece import AVERAGE, WEIGHT, Piece
 
 if TYPE_CHECKING:
     from app.average import WeightAverage

@@ -71,7 +71,8 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     recipe = loaded.recipe
     plan = BatchPlan.of(recipe, launched.world_size)
     # Only now the slow imports: what was wrong so far has been said.
-    from app import building, ending, handshake, initial_weights, opening, session
+    from app import building, ending, handshake, opening, session
+    from app.checkpoints import initial_weights
     from app.loop import train
     from app.runtime import Runtime
     from app.watchdog import Watchdog

@@ -51,9 +51,9 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _data(argv: list[str]) -> int:
-    from app import data_cli
+    from app.data_tools import command
 
-    return data_cli.main(argv)
+    return command.main(argv)
 
 
 def _watch(argv: list[str]) -> int:

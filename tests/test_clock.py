@@ -10,7 +10,7 @@ import torch
 from processes import read_lines, train
 
 from app import flops, models
-from app.clock import Clock
+from app.metrics.clock import Clock
 from app.recipe import ModelRecipe
 
 SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from processes import REPOSITORY, Finished, Started, accelerate, read, read_lines
 
-from app import checkpoint_files
+from app.checkpoints import step_folders
 
 pytestmark = pytest.mark.multiproc
 
@@ -127,8 +127,8 @@ def test_a_run_that_is_stopped_twice_goes_on_and_is_the_undisturbed_one(tmp_path
     assert outcome["total_steps"] == STEPS
     assert 2 < outcome["step"] < STEPS
     assert lines(run_dir) == outcome["step"]
-    first = checkpoint_files.path_of(run_dir, outcome["step"])
-    assert checkpoint_files.committed(run_dir) == [first, checkpoint_files.path_of(run_dir, 1)]
+    first = step_folders.path_of(run_dir, outcome["step"])
+    assert step_folders.committed(run_dir) == [first, step_folders.path_of(run_dir, 1)]
     assert not (run_dir / "SAVE").exists()
     assert not (run_dir / "result.json").exists()
     assert f"saved as {first}; the same command with --resume auto" in finished.output

@@ -14,10 +14,10 @@ import torch
 from processes import REPOSITORY, clean_environment, train
 from safetensors.torch import load_file
 
-from app import checkpoint_files as files
 from app import export, recipe_file
+from app.checkpoints import step_folders as files
+from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, RunFolderError
-from app.piece import Piece
 from app.recipe import Recipe
 
 MIB = 2**20

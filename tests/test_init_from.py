@@ -9,12 +9,13 @@ import torch
 from processes import read, train
 from safetensors.torch import load_file, save_file
 
-from app import checkpoint_files as files
-from app import initial_weights, models
+from app import models
 from app.batching import BatchPlan
+from app.checkpoints import initial_weights
+from app.checkpoints import step_folders as files
+from app.checkpoints.piece import Piece
 from app.errors import CheckpointError
 from app.launched import Launched
-from app.piece import Piece
 from app.recipe import ModelRecipe
 from app.runtime import Runtime
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from app import ledger
 from app.errors import RunFolderError
-from app.fed import Fed
 from app.ledger import End, Evaluated, Saved, Start, Steps
+from app.metrics.fed import Fed
 
 START = Start(
     from_step=0, total_steps=9, training_samples=64, world_size=2, preset=None, resumed_from=None, job="7", submitted=1.0,

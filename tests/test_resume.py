@@ -19,8 +19,8 @@ import pytest
 import torch
 from processes import Running, Started, accelerate, read, read_lines, start, train
 
-from app import checkpoint_files, manifest
-from app.piece import Piece
+from app.checkpoints import manifest, step_folders
+from app.checkpoints.piece import Piece
 from app.verify import verify
 
 pytestmark = pytest.mark.multiproc
@@ -73,7 +73,7 @@ class Undisturbed:
         saving = (f"checkpoint.every_steps={HALF}", "checkpoint.keep_last=3")
         run_dir = self.folder / f"{topology}-{optimizer}-{precision}"
         go(topology, run_dir, *OPTIMIZERS[optimizer], *saving, precision=precision)
-        found = [path.name for path in checkpoint_files.committed(run_dir)]
+        found = [path.name for path in step_folders.committed(run_dir)]
         assert found == ["step-00000035", "step-00000030", "step-00000015"]
         if precision == "no":
             assert_equals(run_dir, self.reference(optimizer), after=0)
@@ -111,8 +111,8 @@ def assert_equals(found: Path, reference: Path, *, after: int, tolerance: float 
 
 def last_state(run_dir: Path) -> tuple[dict[str, Any], dict[tuple[str, str], torch.Tensor]]:
     """What the last checkpoint says of the run, and its tensors, by group and parameter."""
-    folder = checkpoint_files.committed(run_dir)[0]
-    reader, tensors = checkpoint_files.Reader(folder), {}
+    folder = step_folders.committed(run_dir)[0]
+    reader, tensors = step_folders.Reader(folder), {}
     for key, of in manifest.read(folder)[1].items():
         for name, stored in of.items():
             tensors[key, name] = torch.empty(math.prod(stored.shape), dtype=torch.float64)
@@ -151,7 +151,7 @@ def test_a_run_goes_on_under_any_preset(
     undisturbed: Undisturbed, tmp_path: Path, source: Topology, target: Topology, optimizer: str
 ) -> None:
     first, reference = undisturbed.source(source, optimizer), undisturbed.reference(optimizer)
-    saved = checkpoint_files.path_of(first, HALF)
+    saved = step_folders.path_of(first, HALF)
     arguments = (*OPTIMIZERS[optimizer], f"checkpoint.every_steps={STEPS}", "--resume", str(saved))
     second = go(target, tmp_path / "second", *arguments)
     assert read(second / "run.json")["resumed_step"] == HALF
@@ -193,7 +193,7 @@ def test_bf16_goes_on_too(undisturbed: Undisturbed, tmp_path: Path, source: Topo
     tensor's norm, and the resumed ones from them by 5e-4 to 7e-4 and 8e-3 to 1e-2. Twice to three times that is allowed.
     """
     first, other = (undisturbed.source(topology, "adamw", "bf16") for topology in (source, target))
-    saved = checkpoint_files.path_of(first, HALF)
+    saved = step_folders.path_of(first, HALF)
     arguments = (*OPTIMIZERS["adamw"], f"checkpoint.every_steps={STEPS}", "--resume", str(saved))
     second = go(target, tmp_path / "second", *arguments, precision="bf16")
     losses, tensors = loss_difference(second, other, after=HALF), tensor_difference(second, other)
@@ -245,7 +245,7 @@ def test_a_killed_run_goes_on_in_its_folder(undisturbed: Undisturbed, tmp_path: 
     running = start("deepspeed_zero2", 2, "app.train", *arguments)
     await_step(running, tmp_path, 17)
     running.kill()
-    newest, before, *_ = checkpoint_files.committed(tmp_path)
+    newest, before, *_ = step_folders.committed(tmp_path)
     shutil.rmtree(newest)  # so that steps which the ledger has are certainly taken again
     finished = train("cpu", tmp_path, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
     assert f"resumed from {before}" in finished.output
@@ -323,7 +323,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_old_ones_are_pruned_and_a_finished_run_is_scored_again(finished_run: Path) -> None:
-    assert [path.name for path in checkpoint_files.committed(finished_run)] == ["step-00000035", "step-00000030"]
+    assert [path.name for path in step_folders.committed(finished_run)] == ["step-00000035", "step-00000030"]
     before = read(finished_run / "result.json")
     train("cpu", finished_run, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
     assert read(finished_run / "result.json")["test_loss"] == before["test_loss"]
@@ -336,8 +336,8 @@ def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
     scores = {line["step"]: line["test_accuracy"] for line in read_lines(tmp_path / "evaluations.jsonl")}
     best = max(scores, key=lambda step: scores[step])
     assert best < 110, "the last was the best, which shows nothing"
-    assert checkpoint_files.committed(tmp_path) == [checkpoint_files.path_of(tmp_path, step) for step in (110, best)]
-    assert checkpoint_files.Reader(checkpoint_files.path_of(tmp_path, 110)).state["best"]["step"] == best
+    assert step_folders.committed(tmp_path) == [step_folders.path_of(tmp_path, step) for step in (110, best)]
+    assert step_folders.Reader(step_folders.path_of(tmp_path, 110)).state["best"]["step"] == best
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_all_that_differs(
 
 
 def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_path: Path, finished_run: Path) -> None:
-    newest, older = checkpoint_files.committed(finished_run)
+    newest, older = step_folders.committed(finished_run)
     (newest / "rank-00000.safetensors").write_bytes(b"")
     longer = (*RECIPE, *OPTIMIZERS["adamw"], "train.steps=36", "--resume")
     finished = train("cpu", tmp_path / "run", *longer, str(finished_run)).check()

@@ -26,7 +26,7 @@ from tensorboard.plugins.hparams.api_pb2 import ColParams, ListSessionGroupsRequ
 from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 
-from app import checkpoint_files
+from app.checkpoints import step_folders
 from app.trackers.tracked import tracked
 from app.trackers.trackers import Trackers
 
@@ -66,7 +66,7 @@ def continued(run_dir: Path, *trackers: str, then: tuple[str, int], env: Mapping
     recipe = ("--trackers", ",".join(trackers), *RECIPE)
     said = train("cpu", run_dir, *recipe, "train.steps=24", env=env).check().output
     pictures = shown(run_dir).Images("augmented_batch") if "tensorboard" in trackers else []
-    shutil.rmtree(checkpoint_files.path_of(run_dir, 24))
+    shutil.rmtree(step_folders.path_of(run_dir, 24))
     preset, processes = then
     train(preset, run_dir, "--resume", "auto", *recipe, "train.steps=30", processes=processes, env=env).check()
     assert read(run_dir / "run.json")["resumed_step"] == 20

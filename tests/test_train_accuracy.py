@@ -10,7 +10,7 @@ from processes import read_lines, train
 
 from app import exported, recipe_file
 from app.data.open import open_data
-from app.losses import Losses
+from app.metrics.losses import Losses
 
 EVERY_STEPS = 3
 # No learning: the model stays the known one of the finished run.

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from app import checkpoint, optim, run_folder
+from app import optim, run_folder
 from app.batching import BatchPlan
-from app.checkpoint import Checkpoints
-from app.communication import Communication
-from app.gauges import Gauges
+from app.checkpoints import checkpoint
+from app.checkpoints.checkpoint import Checkpoints
 from app.launched import read
-from app.metrics import Metrics
+from app.metrics.communication import Communication
+from app.metrics.gauges import Gauges
+from app.metrics.metrics import Metrics
 from app.recipe import Recipe, TrainRecipe
 from app.runtime import Runtime
 from app.shards import Shards

@@ -20,8 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from app import run_folder
-from app.clock import Clock, Phase
 from app.errors import RecipeError, RunFolderError
+from app.metrics.clock import Clock, Phase
 from app.profiling import clocks, merge, rank_file
 from app.profiling.account import BACKWARD, DATA_WAIT, FORWARD, LOG, OPTIMIZER, STEP
 from app.recipe import ProfileRecipe

@@ -77,13 +77,13 @@ def _inspect(argv: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     paths, overrides = _told(options.words)
     recipes = [recipe_of(what, overrides) for what in paths]
-    from app import data_inspect
+    from app.data_tools import inspect
 
     unreadable = 0
     for recipe in recipes:
         with _progress("looking") as advance:
-            facts = data_inspect.inspect(recipe, everything=options.all, processes=options.processes, advance=advance)
-        sys.stdout.write(json.dumps(facts) + "\n" if options.json else data_inspect.as_text(facts))
+            facts = inspect.inspect(recipe, everything=options.all, processes=options.processes, advance=advance)
+        sys.stdout.write(json.dumps(facts) + "\n" if options.json else inspect.as_text(facts))
         unreadable += sum(len(facts[split]["unreadable"]) for split in ("train", "test"))
     return DataError.exit_code if unreadable else 0
 
@@ -105,16 +105,14 @@ def _pack(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise RecipeError(*problems)
-    from app import data_pack
+    from app.data_tools import pack
 
     shrinking = None
     if options.max_side is not None:
-        shrinking = data_pack.Shrinking(options.max_side, longer=options.longer, quality=options.quality)
+        shrinking = pack.Shrinking(options.max_side, longer=options.longer, quality=options.quality)
     with _progress("packing") as advance:
-        asked = data_pack.Packing(
-            to=options.to, out=options.out, shrinking=shrinking, processes=options.processes, advance=advance
-        )
-        keys = data_pack.pack(recipe, asked)
+        asked = pack.Packing(to=options.to, out=options.out, shrinking=shrinking, processes=options.processes, advance=advance)
+        keys = pack.pack(recipe, asked)
     sys.stdout.write(f"written; a recipe reads it with {' '.join(keys)}\n")
     return 0
 
@@ -130,12 +128,12 @@ def _bench(argv: Sequence[str]) -> int:
     recipe = _one_recipe(options.words)
     from dataclasses import asdict
 
-    from app import data_bench
+    from app.data_tools import bench
 
-    costs = data_bench.measure(recipe, seconds=options.seconds)
+    costs = bench.measure(recipe, seconds=options.seconds)
     needed = {} if options.images_per_s is None else {"cores_needed": costs.cores_for(options.images_per_s)}
     as_json = json.dumps({**asdict(costs), **needed}) + "\n"
-    sys.stdout.write(as_json if options.json else data_bench.as_text(costs, options.images_per_s))
+    sys.stdout.write(as_json if options.json else bench.as_text(costs, options.images_per_s))
     return 0
 
 

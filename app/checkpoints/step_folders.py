@@ -28,12 +28,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app import manifest
-from app.durable import Stamp, check, check_size, sync_folder, telling, write_bytes
+from app.checkpoints import manifest
+from app.checkpoints.durable import Stamp, check, check_size, sync_folder, telling, write_bytes
+from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
+from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
+from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
 from app.errors import CheckpointError
-from app.manifest import FileEntry, Range, Stored, tensor_name
-from app.piece import AVERAGE, WEIGHT, Piece
-from app.tensor_file import Content, TensorFile, dtype_of, write_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from app.data.decoded import reader_of
 from app.data.open import open_stored
 from app.data.pictures import Reader, format_of
 from app.data.source import Source, spread
+from app.data_tools.many import in_order
 from app.errors import DataError
-from app.many import in_order
 from app.recipe import Recipe
 
 SAMPLED = 512

@@ -25,8 +25,8 @@ from app.data.split import Unstored, pictures_in_a_chunk, write_split
 from app.data.stage import located
 from app.data.whole import made_whole
 from app.data.writers import WRITERS
+from app.data_tools.many import in_order
 from app.errors import DataError, RecipeError
-from app.many import in_order
 from app.recipe import Recipe
 
 _PIECE = 32

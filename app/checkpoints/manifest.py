@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from app.durable import Stamp, telling
+from app.checkpoints.durable import Stamp, telling
 from app.errors import CheckpointError
 
 FORMAT = 1

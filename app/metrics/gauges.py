@@ -9,8 +9,8 @@ import psutil
 import torch
 from accelerate import Accelerator
 
-from app.clock import Spent
-from app.communication import Communication
+from app.metrics.clock import Spent
+from app.metrics.communication import Communication
 
 
 class Gauges:

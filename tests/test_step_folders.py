@@ -25,10 +25,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from app import checkpoint_files, durable, manifest
-from app.checkpoint_files import Reader, begin, commit, committed, newest, path_of, prune, temporary_of, verify, write_pieces
+from app.checkpoints import durable, manifest, step_folders
+from app.checkpoints.piece import Piece
+from app.checkpoints.step_folders import (
+    Reader,
+    begin,
+    commit,
+    committed,
+    newest,
+    path_of,
+    prune,
+    temporary_of,
+    verify,
+    write_pieces,
+)
 from app.errors import CheckpointError
-from app.piece import Piece
 
 REPOSITORY = Path(__file__).parent.parent
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -313,8 +324,8 @@ def test_where_there_is_no_checkpoint_none_is_found(tmp_path: Path) -> None:
 WRITERS = """
 import os, signal, sys, time, torch
 from pathlib import Path
-from app.checkpoint_files import begin, commit, committed, prune, write_pieces
-from app.piece import Piece
+from app.checkpoints.step_folders import begin, commit, committed, prune, write_pieces
+from app.checkpoints.piece import Piece
 
 def write(run_dir):
     step = max([int(path.name[5:]) for path in committed(run_dir)], default=0)
@@ -413,7 +424,7 @@ def test_pruning_keeps_the_last_ones_and_does_not_count_what_came_from_a_later_s
 
 
 def test_a_removal_that_was_killed_is_finished_by_the_next_save(tmp_path: Path) -> None:
-    checkpoint_files._set_aside(save_small(tmp_path, 1))
+    step_folders._set_aside(save_small(tmp_path, 1))
     assert committed(tmp_path) == []
     folder = save_small(tmp_path, 2)
     assert list(folder.parent.iterdir()) == [folder]
@@ -423,8 +434,8 @@ def test_a_save_that_failed_can_be_discarded(tmp_path: Path) -> None:
     before = save_small(tmp_path, 1)
     folder = begin(tmp_path, 2)
     write_pieces(folder, 0, [piece(torch.zeros(3))])
-    checkpoint_files.discard(folder)
-    checkpoint_files.discard(folder)
+    step_folders.discard(folder)
+    step_folders.discard(folder)
     assert list(before.parent.iterdir()) == [before]
 
 
@@ -456,7 +467,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(small_disk: Path) -
     file = folder / "rank-00003.safetensors"
     assert said == f"{file} cannot be written: No space left on device. Free space there, or keep fewer checkpoints."
     assert newest(small_disk) == (before, [])
-    checkpoint_files.discard(folder)
+    step_folders.discard(folder)
     entry = write_pieces(begin(small_disk, 2), 0, [piece(torch.zeros(12))])
     buffers = {"large": torch.zeros(2**20)}
     said = refusal(lambda: commit(small_disk, 2, [entry], state={}, buffers=buffers))
@@ -474,7 +485,7 @@ def test_a_disk_that_cannot_be_written_is_said_and_still_read(small_disk: Path) 
     file = folder / "rank-00000.safetensors"
     assert refusal(lambda: write_pieces(folder, 0, [])) == f"{file} cannot be written: {because}"
     assert refusal(lambda: begin(small_disk, 2)) == f"{folder} cannot be written: {because}"
-    assert refusal(lambda: checkpoint_files.discard(folder)) == f"{folder} cannot be removed: {because}"
+    assert refusal(lambda: step_folders.discard(folder)) == f"{folder} cannot be removed: {because}"
     assert newest(small_disk) == (before, [])
     assert Reader(before).state == {"step": 1}
 

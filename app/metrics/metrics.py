@@ -17,11 +17,11 @@ import torch
 from accelerate import Accelerator
 
 from app import ledger, run_folder
-from app.clock import NOTHING, Clock
 from app.errors import TrainingError
-from app.fed import Fed
-from app.gauges import Gauges
-from app.losses import Losses
+from app.metrics.clock import NOTHING, Clock
+from app.metrics.fed import Fed
+from app.metrics.gauges import Gauges
+from app.metrics.losses import Losses
 from app.recipe import LogRecipe
 from app.steps import Step
 from app.trackers.trackers import Trackers

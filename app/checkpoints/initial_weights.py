@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from app import checkpoint, handshake, run_folder
-from app import checkpoint_files as files
+from app import handshake, run_folder
+from app.checkpoints import checkpoint
+from app.checkpoints import step_folders as files
+from app.checkpoints.piece import Piece
+from app.checkpoints.tensor_file import TensorFile
 from app.errors import CheckpointError
-from app.piece import Piece
 from app.runtime import Runtime
-from app.tensor_file import TensorFile
 
 Shape = tuple[int, ...]
 

@@ -20,8 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app import durable
-from app.durable import Stamp, telling
+from app.checkpoints import durable
+from app.checkpoints.durable import Stamp, telling
 from app.errors import CheckpointError
 
 if TYPE_CHECKING:

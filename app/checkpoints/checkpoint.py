@@ -1,4 +1,4 @@
-"""Saving and resuming a run: what `Shards` finds in memory, in the files of `checkpoint_files`, by all ranks together.
+"""Saving and resuming a run: what `Shards` finds in memory, in the files of `step_folders`, by all ranks together.
 
 A checkpoint belongs to the run: any preset on any number of processes takes it up at the next unseen sample. What decides
 what is learnt has to be as it was (`check_same_run`); the rest, such as the number of epochs or the logging, may change.
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from app import checkpoint_files as files
 from app import recipe_file, run_folder
+from app.checkpoints import step_folders as files
+from app.checkpoints.piece import Piece
 from app.errors import CheckpointError
-from app.metrics import Metrics
-from app.piece import Piece
+from app.metrics.metrics import Metrics
 from app.ranks import Ranks
 from app.recipe import Recipe
 from app.runtime import Runtime
