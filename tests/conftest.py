@@ -66,6 +66,25 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image folder."""
+    from packed import write_folder  # torchvision, and the libraries of the containers: 2 s that most tests do not need
+
+    root = tmp_path_factory.mktemp("pictures")
+    write_folder(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def packed(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same pictures in every container."""
+    from packed import FORMATS, pack
+
+    root = tmp_path_factory.mktemp("packed")
+    return {source: pack(pictures, root / source, source) for source in FORMATS}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # With several workers (`pytest -n 2 --dist loadfile`) none is left alone with a long file at the end.
     items.sort(key=lambda item: LONG_FILES.index(item.path.stem) if item.path.stem in LONG_FILES else len(LONG_FILES))

@@ -1,0 +1,88 @@
+"""Nine small pictures a split, written as an image folder and in every container."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from PIL import Image
+from sources import everything
+from tfrecord.writer import TFRecordWriter
+from torchvision.datasets import ImageFolder
+
+from app.data import containers
+from app.data.open import Data, open_data
+from app.data.record import Record
+from app.data.writers import WRITERS
+from app.errors import DataError
+from app.recipe import AugmentRecipe, DataRecipe, Recipe
+
+FORMATS = sorted(WRITERS)
+CLASSES = ("ant", "bee", "cat")
+SIZES = [(40, 30), (31, 47), (25, 60)]  # width, height in pixels
+
+
+def file_of(width: int, height: int, *, seed: int, kind: str = "JPEG", mode: str = "RGB") -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode).save(content, kind)
+    return content.getvalue()
+
+
+PICTURE = file_of(8, 8, seed=1)
+
+
+def write_folder(root: Path, *, mode: str = "RGB") -> None:
+    """Nine pictures a split: JPEG and PNG, of several sizes."""
+    for split in ("train", "test"):
+        for label, name in enumerate(CLASSES):
+            (root / split / name).mkdir(parents=True)
+            for number, size in enumerate(SIZES):
+                kind, extension = (("JPEG", "jpg"), ("PNG", "png"))[number % 2]
+                content = file_of(*size, seed=10 * label + number + len(split), kind=kind, mode=mode)
+                (root / split / name / f"{number}.{extension}").write_bytes(content)
+
+
+def records(folder: Path) -> Iterator[Record]:
+    """A split of an image folder, in its order."""
+    for name, label in ImageFolder(str(folder)).samples:
+        path = Path(name)
+        yield Record(str(path.relative_to(folder).with_suffix("")), path.read_bytes(), path.suffix[1:], label)
+
+
+def pack(pictures: Path, target: Path, source: str) -> Path:
+    for split in ("train", "test"):
+        WRITERS[source](target, split, CLASSES, records(pictures / split))
+    return target
+
+
+def opened(source: str, path: Path | None, *, crop: float | None = None, **keys) -> Data:
+    data = DataRecipe(source=source, path=None if path is None else str(path), **{"image_size": 24, **keys})
+    return open_data(Recipe(data=data, augment=AugmentRecipe(resized_crop_min_area=crop)))
+
+
+def write_examples(path: Path, samples: list[Record], *, image: str, label: str) -> None:
+    writer = TFRecordWriter(str(path))
+    for record in samples:
+        writer.write({image: (record.encoded, "byte"), label: (record.label, "int"), "height": (3.5, "float")})
+    writer.close()
+
+
+def write_database(path: Path, samples: list[Record], *, subdir: bool = True, **also: bytes) -> None:
+    containers.let_go()  # within a process LMDB opens nothing twice
+    with lmdb.open(str(path), map_size=1 << 24, subdir=subdir) as environment, environment.begin(write=True) as transaction:
+        labels = np.array([record.label for record in samples], "<i8")
+        values = {b"__labels__": labels.tobytes(), b"__len__": str(len(samples)).encode()}
+        values |= {b"%08d" % index: record.encoded for index, record in enumerate(samples)}
+        for key, value in (values | {name.encode(): value for name, value in also.items()}).items():
+            transaction.put(key, value)
+
+
+def refused(source: str, path: Path, sentence: str, **keys) -> None:
+    with pytest.raises(DataError, match=sentence) as caught:
+        everything(opened(source, path, **keys).train)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,235 @@
+"""Containers that are damaged, cut or something else: what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import h5py
+import lmdb
+import numpy as np
+import pytest
+from packed import CLASSES, FORMATS, PICTURE, opened, records, refused, write_database, write_examples
+
+from app.data import lmdb_file, tfrecords
+from app.data.record import Record
+from app.data.writers import WRITERS
+from app.errors import DataError, RecipeError
+
+
+@pytest.fixture
+def copied(packed: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a container, without its index, to be damaged."""
+
+    def copy(source: str) -> Path:
+        return Path(shutil.copytree(packed[source], tmp_path / source, ignore=shutil.ignore_patterns(".*")))
+
+    return copy
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_what_is_missing_is_named(packed: dict[str, Path], tmp_path: Path, source: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^data\.source={source} needs data\.path: the folder"):
+        opened(source, None)
+    path = packed[source]
+    refused(
+        source, path, rf"^{path} holds no .* data\.test_split=val.*; correct data\.path or data\.test_split", test_split="val"
+    )
+    refused(source, tmp_path / "none", rf"^(data\.path=)?{tmp_path}/none .*; correct data\.path")
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_splits_of_other_classes_are_refused(pictures: Path, packed: dict[str, Path], tmp_path: Path, source: str) -> None:
+    for split, classes in (("train", CLASSES), ("test", ("ant", "bee", "dog"))):
+        place = tmp_path / split
+        WRITERS[source](place, split, classes, records(pictures / split))
+    if source == "tfrecord":
+        with pytest.raises(DataError, match=rf"^{tmp_path}/train/labels\.txt names other classes than this split has"):
+            WRITERS[source](tmp_path / "train", "test", ("ant", "bee", "dog"), records(pictures / "test"))
+        return
+    for file in (tmp_path / "test").glob("test*"):
+        file.rename(tmp_path / "train" / file.name)
+    refused(
+        source, tmp_path / "train", r"^the classes of the two splits differ: 3 \(ant, bee, cat\) in .*, 3 \(ant, bee, dog\)"
+    )
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_a_container_that_was_cut_is_refused_when_it_is_opened(copied: Callable[[str], Path], source: str) -> None:
+    path = copied(source)
+    (file,) = (file for file in path.rglob("*") if file.is_file() and "train" in str(file.relative_to(path)))
+    os.truncate(file, file.stat().st_size - 5000)
+    refused(source, path, rf"^(the record at byte \d+ of )?{file} .*(cut|truncated|end of data).*replace")
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_a_damaged_picture_is_named(copied: Callable[[str], Path], pictures: Path, source: str) -> None:
+    path = copied(source)
+    (file,) = (file for file in path.rglob("*") if file.is_file() and "train" in str(file.relative_to(path)))
+    first = (pictures / "train/ant/0.jpg").read_bytes()
+    change(file, at=file.read_bytes().index(first), to=bytes(len(first) // 2))
+    what = {
+        "webdataset": rf"00000000\.jpg of {file} \(sample 0\) cannot be read as an image",
+        "tfrecord": rf"the record at byte 0 of {file} is damaged or cut \(its CRC is another\); replace the file",
+        "hdf5": rf"sample 0 of {file} cannot be read as an image",
+        "lmdb": rf"record 00000000 of {path}/train\.lmdb cannot be read as an image",
+    }
+    refused(source, path, f"^{what[source]}")
+
+
+@pytest.mark.parametrize(
+    ("source", "places", "sentence"),
+    [
+        ("hdf5", [96], r"^{} cannot be read \(Unable to .*\); replace train\.h5$"),
+        ("lmdb", range(8192, 1 << 15, 4096), r"^{} is damaged \(.*CORRUPTED.*\); replace it$"),
+    ],
+)
+def test_damage_that_a_library_finds_is_told(
+    copied: Callable[[str], Path], source: str, places: Sequence[int], sentence: str
+) -> None:
+    path = copied(source)
+    (found,) = path.glob("train.*")
+    for place in places:
+        change(found / "data.mdb" if found.is_dir() else found, at=place, to=bytes(600))
+    refused(source, path, sentence.format(found))
+
+
+def shard_of(path: Path, *members: tuple[str, bytes]) -> Path:
+    for split in ("train", "test"):
+        with tarfile.open(path / f"{split}.tar", "w") as tar:
+            for name, content in members:
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+NAMED = ("__classes__", json.dumps(CLASSES).encode())
+
+
+def change(path: Path, *, at: int, to: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(to)
+
+
+A_PICTURE, A_LABEL = ("a.jpg", PICTURE), ("a.cls", b"1")
+
+
+@pytest.mark.parametrize(
+    ("members", "sentence"),
+    [
+        ([A_PICTURE], r"the sample a of {} has the members jpg, but must have one picture \(jpg, .*\) and one cls"),
+        ([A_LABEL, ("b.cls", b"1")], r"the sample a of {} has the members cls, but must"),
+        ([("a.l.jpg", b""), ("a.r.jpg", b""), A_LABEL], r"the sample a of {} has the members l\.jpg, r\.jpg, cls, but"),
+        ([A_PICTURE, ("a.cls", b"ant")], r"a\.cls of {} holds b'ant', not the number of a class; mend it or leave it out"),
+        ([NAMED, A_PICTURE, ("a.cls", b"3")], r"sample 0 of the train split of .* has label 3, but .* must be in 0\.\.2"),
+        ([A_PICTURE, ("a.cls", b"99999999")], r"the train split of .* holds 99999999; labels are 0 up to"),
+        ([("__classes__", b"ant bee"), A_PICTURE, A_LABEL], r"__classes__ of {} is b'ant bee', not a JSON list"),
+        ([("readme", b"")], r"{}: there are no samples in it"),
+        ([], r"{}: there are no samples in it"),
+    ],
+)
+def test_a_tar_file_that_is_no_shard(tmp_path: Path, members: list[tuple[str, bytes]], sentence: str) -> None:
+    shard_of(tmp_path, *members)
+    refused("webdataset", tmp_path, "^" + sentence.format(tmp_path / "train.tar"))
+
+
+def test_damage_in_the_middle_of_a_tar_file_is_not_its_end(tmp_path: Path) -> None:
+    shard_of(tmp_path, *[(f"{index}.{kind}", b"1") for index in range(3) for kind in ("jpg", "cls")])
+    change(tmp_path / "train.tar", at=2048, to=b"x" * 512)
+    refused(
+        "webdataset", tmp_path, rf"^{tmp_path}/train\.tar cannot be read as a tar file \(it is damaged or cut at byte 2048\)"
+    )
+    (tmp_path / "train.tar").write_bytes(b"\x1f\x8b" + bytes(1000))
+    refused(
+        "webdataset", tmp_path, r"train\.tar cannot be read as a tar file \(.*\); replace it, or unpack it if it is compressed"
+    )
+
+
+def test_two_sets_of_shards_are_told_apart_by_a_pattern(packed: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("cats-train-000000.tar", "dogs-train-000000.tar"):
+        shutil.copy(packed["webdataset"] / "train-000000.tar", tmp_path / name)
+    refused("webdataset", tmp_path, r"^data\.train_split=train may be .*dogs-train-000000\.tar .*; say which by a pattern")
+    keys = {"train_split": "cats-*.tar", "test_split": "dogs-train-{000000..000001}.tar"}
+    refused(
+        "webdataset", tmp_path, rf"^{tmp_path}/dogs-train-000001\.tar is missing; bring it, or leave its number out", **keys
+    )
+
+
+def test_tfrecords_that_cannot_be_read(copied: Callable[[str], Path], pictures: Path) -> None:
+    path = copied("tfrecord")
+    (shard,) = path.glob("train-*")
+    write_examples(shard, list(records(pictures / "train"))[:1], image="photo", label="kind")
+    refused(
+        "tfrecord", path, rf"^the record at byte 0 of {shard} has the features height, kind, photo, but needs image/encoded or"
+    )
+    train, _ = opened("tfrecord", path, image_column="photo", label_column="kind", test_split="train")
+    assert len(train) == 1
+    change(shard, at=0, to=b"\xff")
+    refused("tfrecord", path, rf"^the record at byte 0 of {shard} does not begin as one \(its length's CRC is wrong\)")
+    content = b"no example"
+    length = tfrecords.HEADER.pack(len(content), 0)[:8]
+    crcs = [tfrecords.FOOTER.pack(tfrecords.masked_crc(part)) for part in (length, content)]
+    shard.write_bytes(length + crcs[0] + content + crcs[1])
+    refused("tfrecord", path, rf"^the record at byte 0 of {shard} is no tf\.train\.Example")
+    (path / "labels.txt").write_text("ant\nbee\n")
+    refused(
+        "tfrecord", path, rf"^{path}/labels\.txt does not name the classes 0, 1, \.\.\. in order, as 0:ant", train_split="test"
+    )
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "sentence"),
+    [
+        ({"name": "x", "data": [1]}, {}, r"has none of the datasets images, image, but labels, x; name one of these in data\."),
+        ({"data": np.zeros((1, 8, 8), np.float32)}, {}, r"/images is float32 \[1, 8, 8\]; store picture files as uint8"),
+        ({}, {"data": [0.5]}, r"/labels is float64 \[1\], but must be whole numbers, one for each of the 1 rows of /images"),
+        ({}, {"data": [1, 2]}, r"/labels is int64 \[2\], but must be"),
+        ({"data": np.zeros((0, 8, 8), np.uint8)}, {"data": np.zeros(0, np.int64)}, r" holds no samples"),
+    ],
+)
+def test_hdf5_that_cannot_be_read(tmp_path: Path, images: dict, labels: dict, sentence: str) -> None:
+    for split in ("train", "test"):
+        with h5py.File(tmp_path / f"{split}.h5", "w") as file:
+            file.create_dataset(**{"name": "images", "data": np.zeros((1, 8, 8), np.uint8), **images})
+            file.create_dataset(**{"name": "labels", "data": [0], **labels})
+    refused("hdf5", tmp_path, rf"{tmp_path}/train\.h5.*{sentence}")
+
+
+def test_databases_that_cannot_be_read(tmp_path: Path) -> None:
+    path, samples = tmp_path / "train.lmdb", [Record("x", PICTURE, "jpg", 0)] * 2
+    write_database(path, samples)
+    write_database(path, [], **{"00000000": PICTURE})
+    refused(
+        "lmdb",
+        tmp_path,
+        rf"^{path} holds 2 pictures, but its __labels__ are 0 bytes and its __len__ is b'0'; write",
+        test_split="train",
+    )
+    write_database(path, samples)
+    with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:
+        transaction.delete(lmdb_file.LABELS)
+    refused("lmdb", tmp_path, rf"^{path} has no record __labels__; write it as docs/data\.md says", test_split="train")
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "package", "split"),
+    [
+        ("hdf5", "h5py", "h5py", "train"),
+        ("lmdb", "lmdb", "lmdb", "train"),
+        ("tfrecord", "google_crc32c", "google-crc32c", "train"),
+        ("webdataset", "braceexpand", "braceexpand", "train-{000000..000000}.tar"),
+    ],
+)
+def test_a_library_that_is_missing_is_named(
+    copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, source: str, module: str, package: str, split: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # what an import then raises is what it raises without the library
+    refused(source, copied(source), rf"needs a library that is not installed \(.*\): pip install {package}$", train_split=split)
