@@ -26,6 +26,7 @@ from app.batching import BatchPlan
 from app.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_line
 from app.errors import SamerunError, TopologyError
 from app.launched import Launched, read
+from app.options import above_zero
 
 if TYPE_CHECKING:
     from app.runtime import Runtime
@@ -237,8 +238,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", default="runs", help="folder that a run would write to (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="longest time of one measurement; then "
-                        "a rank is stuck (default: 60)")  # fmt: skip
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="longest time of one measurement; "
+                        "then a rank is stuck (default: 60)")  # fmt: skip
     parser.add_argument("--exit-code-file", metavar="FILE", help="write the exit code there, for each node, instead of ending "
                         "with it: a launcher would print a traceback for what is only bad news")  # fmt: skip
     return parser.parse_args(argv)

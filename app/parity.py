@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from app import recipe_file
 from app.batching import BatchPlan
 from app.curves import Case, Curve, compare, read_curve, relative_differences
 from app.errors import RecipeError, RunFolderError
+from app.options import names, numbers, positive, tolerance
 from app.recipe import Recipe
 from app.topology import Topology
 from launch import preset
@@ -210,33 +210,6 @@ def _console(*, columns: int) -> Console:
     return Console() if sys.stdout.isatty() else Console(width=max(100, 30 + 24 * columns))
 
 
-def names(text: str) -> list[str]:
-    """Return the words of an option with commas between them, each once."""
-    return list(dict.fromkeys(text.split(",")))
-
-
-def numbers(text: str) -> list[int]:
-    """Return the whole numbers of an option with commas between them, each once."""
-    try:
-        return list(dict.fromkeys(int(number) for number in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers with commas between them, such as 1,2,4") from None
-
-
-def positive(text: str) -> int:
-    """Return the whole number of an option, which is 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
-    return int(text)
-
-
-def _tolerance(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (number := float(text)) < math.inf:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a number, 0 or more, such as 1e-5")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun parity",
@@ -251,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=numbers, default=[1], help="forward passes in a step, such as 1,2 (default: 1)")
     parser.add_argument("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
     parser.add_argument(
-        "--tolerance", type=_tolerance, default=1e-5, help="largest relative difference of losses (default: 1e-5)"
+        "--tolerance", type=tolerance, default=1e-5, help="largest relative difference of losses (default: 1e-5)"
     )
     parser.add_argument("--keep", metavar="DIR", help="keep the run folders and the output of the cases there")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all cases")

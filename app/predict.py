@@ -19,6 +19,7 @@ from app.data.framing import Framing, resize
 from app.data.pictures import decode
 from app.errors import SamerunError, leave_with
 from app.exported import ModelConfig
+from app.options import positive
 from app.recipe import AugmentRecipe, DataRecipe
 
 
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m app.predict", description="Classify pictures with a finished run.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("files", type=Path, nargs="+", metavar="file", help="picture in any format that Pillow reads")
-    parser.add_argument("--top", type=int, default=3, help="how many classes to show for each picture (default: 3)")
+    parser.add_argument("--top", type=positive, default=3, help="how many classes to show for each picture (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     arguments = parser.parse_args(argv)
     try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from app.options import above_zero
 from app.topology import Topology
 from launch import find, local
 from launch.command import accelerate_argv
@@ -69,6 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-dir", default="runs", help="folder that a run would write to (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="longest time of one measurement; then "
-                        "a rank is stuck (default: 60)")  # fmt: skip
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="longest time of one measurement; "
+                        "then a rank is stuck (default: 60)")  # fmt: skip
     return parser

@@ -18,6 +18,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.recipe", "app.recipe_keys", "app.recipe_file", "app.batching"),
         ("app.topology",),
         ("app.cores",),
+        ("app.options",),
         ("app.environment", "app.tasks", "app.launched"),
     ],
     [

@@ -32,6 +32,7 @@ from app.benchmarks import plots, turns
 from app.benchmarks.figures import LIMIT, LINEAR, Group, Result, Row, results, table, write
 from app.cores import machine
 from app.errors import RecipeError, RunFolderError, TrainingError
+from app.options import above_zero, names, numbers, positive
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
 _AUGMENTED = " + augmentation"
@@ -236,23 +237,6 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in packages if importlib.util.find_spec(name)}
 
 
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(filter(None, text.split(","))))
-
-
-def _numbers(text: str) -> list[int]:
-    if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 1 with commas between them, such as 1,2")
-    return list(dict.fromkeys(int(part) for part in text.split(",")))
-
-
-def _positive(text: str) -> int:
-    (number, *rest) = _numbers(text)
-    if rest:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected one number")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun bench",
@@ -266,19 +250,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--recipe", default="fashion_mnist", help="name or path, of data that fits in memory (default: "
                         "fashion_mnist)")  # fmt: skip
-    parser.add_argument("--models", type=_names, default=["linear", "convnet", "resnet18"],
+    parser.add_argument("--models", type=names, default=["linear", "convnet", "resnet18"],
                         help="comma-separated (default: linear,convnet,resnet18)")  # fmt: skip
-    parser.add_argument("--threads", type=_numbers, default=[1, 2], help="of each process, comma-separated (default: 1,2)")
-    parser.add_argument("--processes", type=_numbers, default=[1, 2], help="comma-separated; several, with the least "
+    parser.add_argument("--threads", type=numbers, default=[1, 2], help="of each process, comma-separated (default: 1,2)")
+    parser.add_argument("--processes", type=numbers, default=[1, 2], help="comma-separated; several, with the least "
                         "threads, compare Samerun under DDP with a hand-written DDP loop (default: 1,2)")  # fmt: skip
-    parser.add_argument("--rounds", type=_positive, default=9, help="windows of each program that count (default: 9)")
-    parser.add_argument("--window", type=float, default=1.0, metavar="SECONDS",
+    parser.add_argument("--rounds", type=positive, default=9, help="windows of each program that count (default: 9)")
+    parser.add_argument("--window", type=above_zero, default=1.0, metavar="SECONDS",
                         help="CPU time of the limit in a window, about (default: 1)")  # fmt: skip
     parser.add_argument("--peers", default="all", metavar="all|none|NAMES", help="comma-separated: accelerate, fabric, "
                         "lightning, transformers, timm, torchvision (default: all that are installed)")  # fmt: skip
     parser.add_argument("--augmented", action="store_true", help="also Samerun and Accelerate with the recipe's random crops "
                         "and flips")  # fmt: skip
-    parser.add_argument("--switches", type=_names, default=[], metavar="NAMES", help="also Samerun with each of "
+    parser.add_argument("--switches", type=names, default=[], metavar="NAMES", help="also Samerun with each of "
                         "channels_last, channels_first, bf16, compile; comma-separated")  # fmt: skip
     parser.add_argument("--containers", default="", metavar="SOURCE=PATH,...", help="also Samerun on the same data in other "
                         "containers: a data.source and its data.path each")  # fmt: skip

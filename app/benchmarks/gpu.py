@@ -25,6 +25,7 @@ from app.benchmarks import turns
 from app.benchmarks.bench import versions
 from app.benchmarks.figures import Spread
 from app.cores import machine
+from app.options import positive
 
 _HAND, _OURS = "hand-written", "samerun"
 _PROGRAMS = {_HAND: "hand-written on a device", _OURS: "samerun"}
@@ -150,15 +151,15 @@ def _device(options: argparse.Namespace) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m app.benchmarks.gpu", description="Measure training on one GPU.")
     parser.add_argument("--model", default="resnet50", help="of torchvision (default: resnet50)")
-    parser.add_argument("--image-size", type=int, default=224, help="side in pixels (default: 224)")
-    parser.add_argument("--batch", type=int, default=256, help="images in a step (default: 256)")
-    parser.add_argument("--steps", type=int, default=50, help="in a window (default: 50)")
-    parser.add_argument("--rounds", type=int, default=7, help="windows of each program (default: 7)")
-    parser.add_argument("--threads", type=int, default=1, help="of each process beside its workers (default: 1)")
+    parser.add_argument("--image-size", type=positive, default=224, help="side in pixels (default: 224)")
+    parser.add_argument("--batch", type=positive, default=256, help="images in a step (default: 256)")
+    parser.add_argument("--steps", type=positive, default=50, help="in a window (default: 50)")
+    parser.add_argument("--rounds", type=positive, default=7, help="windows of each program (default: 7)")
+    parser.add_argument("--threads", type=positive, default=1, help="of each process beside its workers (default: 1)")
     parser.add_argument(
         "--images", nargs="+", choices=("synthetic", "photographs"), default=["synthetic", "photographs"], help="default: both"
     )
-    parser.add_argument("--photographs", type=int, default=4096, help="JPEG files to make (default: 4096)")
+    parser.add_argument("--photographs", type=positive, default=4096, help="JPEG files to make (default: 4096)")
     parser.add_argument(
         "--packed",
         metavar="SOURCE=PATH",

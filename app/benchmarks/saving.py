@@ -27,6 +27,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from app.options import above_zero, positive
 from app.topology import Topology
 from launch import preset
 from launch.command import accelerate_argv
@@ -104,9 +105,11 @@ def _processor() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m app.benchmarks.saving", description="Measure what saving costs.")
-    parser.add_argument("--state-gb", type=float, default=1.2, help="weights and moments in GB of 10^9 bytes (default: 1.2)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that are counted (default: 5)")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes (default: 1 2)")
+    parser.add_argument(
+        "--state-gb", type=above_zero, default=1.2, help="weights and moments in GB of 10^9 bytes (default: 1.2)"
+    )
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds that are counted (default: 5)")
+    parser.add_argument("--processes", type=positive, nargs="+", default=[1, 2], help="numbers of processes (default: 1 2)")
     parser.add_argument(
         "--folder", type=Path, help="where to save: the disk that is measured (default: that of temporary files)"
     )

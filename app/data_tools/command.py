@@ -11,6 +11,7 @@ from pathlib import Path
 
 from app import cores, recipe_file
 from app.errors import DataError, RecipeError
+from app.options import above_zero, positive
 from app.recipe import Recipe
 
 FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")
@@ -93,7 +94,9 @@ def _pack(argv: Sequence[str]) -> int:
     parser = _parser("pack", f"Write data once more: smaller pictures, or another format. {kept}")
     parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
     parser.add_argument("--out", type=Path, required=True, help="folder to make; nothing is replaced")
-    parser.add_argument("--max-side", type=int, metavar="PIXELS", help="shrink pictures whose shorter side is longer than this")
+    parser.add_argument(
+        "--max-side", type=positive, metavar="PIXELS", help="shrink pictures whose shorter side is longer than this"
+    )
     parser.add_argument("--longer", action="store_true", help="with --max-side: the longer side is meant")
     parser.add_argument("--quality", type=int, default=90, help="of shrunk JPEG and WebP files, 1..100 (default: 90)")
     options = parser.parse_intermixed_args(argv)
@@ -120,9 +123,9 @@ def _pack(argv: Sequence[str]) -> int:
 def _bench(argv: Sequence[str]) -> int:
     parser = _parser("bench", "Measure how many pictures a second can be fed, and what the time goes to.")
     parser.add_argument(
-        "--images-per-s", type=float, metavar="N", help="pictures a second that a device takes: how many cores feed it"
+        "--images-per-s", type=above_zero, metavar="N", help="pictures a second that a device takes: how many cores feed it"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="about how long each part is measured (default: 2)")
+    parser.add_argument("--seconds", type=above_zero, default=2.0, help="about how long each part is measured (default: 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_intermixed_args(argv)
     recipe = _one_recipe(options.words)
@@ -144,16 +147,9 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     if command != "bench":
         count = cores.of_this_process(1)
         parser.add_argument(
-            "--processes", type=_at_least_one, default=count, help=f"that read and decode (default: {count}, the cores here)"
+            "--processes", type=positive, default=count, help=f"that read and decode (default: {count}, the cores here)"
         )
     return parser
-
-
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it must be at least 1")
-    return number
 
 
 def _told(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -15,6 +15,7 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
+from app.options import tolerance
 from app.reports import past_run, plots
 from app.reports.comparison import DECIDING_STEPS, TOLERANCE, Comparison, compare
 from app.reports.past_run import PastRun
@@ -86,13 +87,6 @@ def _say(text: str) -> None:
     sys.stderr.write(f"samerun: {text}\n")
 
 
-def _tolerance(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, 0 or more, such as 1e-5")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun compare",
@@ -101,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables and a sentence")
-    parser.add_argument("--tolerance", type=_tolerance, default=TOLERANCE, help="largest relative difference of a loss in "
+    parser.add_argument("--tolerance", type=tolerance, default=TOLERANCE, help="largest relative difference of a loss in "
                         f"the first {DECIDING_STEPS} steps that is still the same (default: {TOLERANCE:g})"
                         )  # fmt: skip
     return parser

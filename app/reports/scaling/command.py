@@ -23,7 +23,8 @@ from typing import Any
 
 from app import cores, recipe_file, run_folder
 from app.errors import RunFolderError
-from app.parity import names, numbers, positive, refuse_own_keys
+from app.options import names, numbers, positive, share
+from app.parity import refuse_own_keys
 from app.reports.scaling import figures, plot, report, running, sweep
 from app.reports.scaling.advice import advise
 from app.reports.scaling.figures import Row
@@ -209,16 +210,6 @@ def _report(folder: Path, found: Report, say: Callable[[str], None]) -> int:
     return 1 if missing else 0
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a share, more than 0 and at most 1, such as 0.8")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun scale",
@@ -242,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=positive, default=50, help="optimizer steps to measure (default: 50)")
     add("--warm-up-steps", type=positive, default=20, metavar="N", help="steps before them, which do not count (default: 20)")
     add("--repeats", type=positive, default=3, metavar="N", help="runs of each size, in turns (default: 3)")
-    add("--efficiency", type=_share, default=0.8, metavar="E", help="the least that the recommended number of devices has to "
+    add("--efficiency", type=share, default=0.8, metavar="E", help="the least that the recommended number of devices has to "
         "have (default: 0.8)")  # fmt: skip
     add("--submit", metavar="OPTIONS", help="run each case as a job of its own, with these options of `samerun submit` in one "
         "word, as --submit='--time 00:20:00 --gpus-per-node {processes}'; {processes} becomes the case's")  # fmt: skip
