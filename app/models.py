@@ -151,8 +151,8 @@ def _torchvision_model(name: str, *, channels: int, image_size: tuple[int, int],
     known = zoo.list_models(module=zoo)
     if name not in known:
         close = difflib.get_close_matches(name, [_CONVNET, *known], n=3)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise RecipeError(f"model.name is {name!r}: there is no such model; {hint}There are {_CONVNET}, {', '.join(known)}")
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {_CONVNET}, {', '.join(known)}"
+        raise RecipeError(f"model.name is {name!r}: there is no such model; {hint}")
     try:
         model: nn.Module = zoo.get_model(name, weights=None, num_classes=num_classes, **_arguments(name, image_size))
     except (AssertionError, ValueError) as error:  # how vit and maxvit refuse a size

@@ -27,8 +27,6 @@ class Plan:
     """The command of the first start (False) and of every further one, which goes on with the run."""
     environment: Mapping[str, str]
     pass_on: signals.PassOn
-    watched: bool
-    """Whether its end is to be understood from what it says on stderr, which is then no terminal."""
     run_dir: Path | None
     """None: the run chooses one, so nothing is known of its outcome."""
     job: Job | None
@@ -49,7 +47,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
             plan.command(restart > 0),
             {**plan.environment, ATTEMPT: mark},
             pass_on=plan.pass_on,
-            watched=plan.watched,
+            watched=True,
         )
         outcome = folder.outcome()
         if outcome is not None and outcome.outcome == "stopped":

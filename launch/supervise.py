@@ -33,18 +33,24 @@ _ECHO_S = 5.0
 """Slurm tells batch script and tasks that a job ends, and the one tells the others: a signal that comes twice within this time
 counts once. A process that has saved for it and is about to end may die of the second."""
 
-# A line of a process (`command.py` asks torchrun for this, torch itself adds `[rank1]: ` to a traceback), or of a launcher,
-# after srun's label with the number of the task if there is one.
-_LINE = re.compile(r"(?:\s*(?P<task>\d+): )?(?:\[(?P<rank>rank \d+) on (?P<host>\S+)\] (?:\[rank\d+\]: )?)?(?P<text>.*)")
+# A line of a process (`command.py` asks torchrun for its rank and host; on one machine, whose terminal it writes to itself,
+# there is only the `[rank1]: ` that torch adds to a traceback), or of a launcher, after srun's label with the number of the
+# task if there is one.
+_LINE = re.compile(
+    r"(?:\s*(?P<task>\d+): )?(?:\[(?P<rank>rank \d+) on (?P<host>\S+)\] )?(?:\[rank(?P<torch_rank>\d+)\]: )?(?P<text>.*)"
+)
 # torchrun's summary of a node: the root cause comes first, in lines such as `  rank      : 1 (local_rank: 0)`.
 _SUMMARY = re.compile(r"\s+(host|rank|exitcode)\s+: (\S+)")
 _ROOT_CAUSE = "Root Cause"
+# What it says before, when a process has ended.
+_LAUNCHER_SAYS = re.compile(r"[EW]\d{4} .* torch/distributed/")
 # What srun says of a node whose launcher failed itself.
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): task (?P<task>\d+): Exited with exit code (?P<code>\d+)")
 # Where the last words begin: a traceback, or our own sentence.
 _TRACEBACK = "Traceback (most recent call last)"
 _SENTENCE = re.compile(r"(?:samerun: )?(?P<name>\w+Error): |Fatal Python error")
 _ERRORS = {error.__name__: error.exit_code for error in SamerunError.__subclasses__()}
+_ANY = "one of this machine's processes"
 _LOST_NODE = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
 
 
@@ -65,6 +71,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._lines: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED_LINES))
+        self._is_over = False
         self._summary: dict[str, str] | None = None
         self._hosts: dict[str, str] = {}
         self._process: tuple[str, int] | None = None
@@ -79,11 +86,16 @@ class Watch:
         found = _LINE.match(line)
         assert found is not None
         task, rank, text = found["task"], found["rank"], found["text"]
+        self._is_over |= bool(_LAUNCHER_SAYS.match(line))
         if rank:
             self._hosts[rank] = found["host"]
             self._lines[rank].append(text)
         elif task:
             self._lines[task].append(text)
+        elif found["torch_rank"]:
+            self._lines[f"rank {found['torch_rank']}"].append(text)
+        elif not self._is_over:
+            self._lines[_ANY].append(text)
         if sentence := _SENTENCE.match(text):
             self.error_code = _ERRORS.get(sentence["name"] or "", self.error_code)
         if lost := _LOST_NODE.match(line):
@@ -109,7 +121,9 @@ class Watch:
         """What failed first, if anything said so."""
         if self._process:
             rank, code = self._process
-            return _culprit(f"{rank} on {self._hosts[rank]}", code, self._lines[rank])
+            # What a signal ended said nothing of it.
+            lines = self._lines[rank] or (self._lines[_ANY] if code > 0 else ())
+            return _culprit(f"{rank} on {self._hosts[rank]}", code, lines)
         if self._node:
             host, task, code = self._node
             # The launcher of one process ends with 1 whatever that did, so then what was said counts.
@@ -178,6 +192,8 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, pass_on: sign
         sys.stderr.flush()
         code = culprit.exit_code
         error_code = code if code in _ERRORS.values() else None
+    elif code == 1 and error_code is not None:
+        code = error_code  # one process: its launcher ends with 1 whatever it did
     return Ending(exit_code=_as_shells_say(code), signals=got, error_code=error_code, lost_node=watch.lost_node)
 
 

@@ -15,6 +15,7 @@ import torchvision
 from safetensors.torch import save_file
 
 from app import models, recipe_file, recipe_keys
+from app.errors import SamerunError
 from app.recipe import ModelRecipe
 
 REPOSITORY = Path(__file__).parent.parent
@@ -191,3 +192,12 @@ def test_headings_for_clusters_that_are_linked_exist() -> None:
     linked = set(re.findall(r"\]\(#([^)]+)\)", CLUSTERS))
     assert len(linked) >= 8
     assert linked - headings == set()
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    sentence = re.search(
+        r"its exit code says of which kind it is: ([^.]*)\.", (REPOSITORY / "docs" / "clusters.md").read_text()
+    )
+    assert sentence is not None
+    codes = [int(code) for code in re.findall(r"(?:^|[,\n] ?)(\d+) (?:the|a|processes)\b", sentence[1])]
+    assert codes == sorted(error.exit_code for error in SamerunError.__subclasses__())

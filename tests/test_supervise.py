@@ -110,6 +110,47 @@ def test_the_last_words_of_what_failed_first_come_last(tmp_path: Path, how: str,
     assert found_code == code
 
 
+ON_ONE_MACHINE = """
+import os, sys, time
+import torch
+from app.errors import RecipeError, leave_with
+torch.distributed.init_process_group('gloo')
+if os.environ["RANK"] == "{rank}":
+    {how}
+time.sleep(60)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("rank", "how", "code", "last"),
+    [
+        (0, "leave_with(RecipeError('no such key'), rank=0)", 3,
+         ["samerun: rank 0 on localhost ended with exit code 3, and the run with it:",
+          "[rank 0 on localhost] RecipeError: no such key"]),
+        (1, "1 / 0", 1,
+         ["[rank 1 on localhost] ZeroDivisionError: division by zero"]),
+        (0, "print('RecipeError: of old', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)", 137,
+         ["samerun: rank 0 on localhost was ended by SIGKILL, as by a lack of memory, and the run with it"]),
+    ],
+)  # fmt: skip
+def test_last_words_come_last_on_one_machine_too(tmp_path: Path, rank: int, how: str, code: int, last: list[str]) -> None:
+    """Whose processes write to the terminal themselves, so that nothing says whose a line is."""
+    (tmp_path / "failing.py").write_text(ON_ONE_MACHINE.format(rank=rank, how=how))
+    command = accelerate_argv(Topology(processes_per_node=2), load("multi_gpu"), [], module="failing")
+    found_code, _, err = ended("env", f"PYTHONPATH={tmp_path}:{REPOSITORY}", *command)
+    assert err.splitlines()[-len(last) :] == last, err
+    assert found_code == code
+
+
+@pytest.mark.parametrize("said", ["RecipeError: no such key", "note: all is well"])
+def test_one_process_ends_with_the_exit_code_of_its_sentence(tmp_path: Path, said: str) -> None:
+    (tmp_path / "failing.py").write_text(f"import sys; sys.exit({said!r})")
+    command = accelerate_argv(Topology(threads_per_process=1), load("cpu"), [], module="failing")
+    found_code, _, err = ended("env", f"PYTHONPATH={tmp_path}:{REPOSITORY}", *command)
+    assert (found_code, err) == (3 if said.startswith("RecipeError") else 1, said + "\n")
+
+
 SRUN = """\
 1: [rank 1 on node2] step 1
 0: samerun: preset multi_node

@@ -137,7 +137,7 @@ def _progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
+    console = Console()  # as the training's bar: `samerun launch` reads stderr
     start_s = time.perf_counter()
     if not console.is_terminal:
         sys.stderr.write(f"{doing}: {total_bytes / 1e9:.2f} GB\n")
