@@ -9,6 +9,7 @@ import numpy as np
 from app.data.arrays import ArrayReader, ArraySource
 from app.data.kept import keep
 from app.data.pictures import PictureSource, Reader
+from app.data.progress import progress
 from app.data.source import Source
 from app.data.split import Unstored, pictures_in_a_chunk
 
@@ -46,6 +47,8 @@ def reader_of(source: Source) -> Reader:
 
 def _decoded(source: Source, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     step = min(READ_CHUNK, pictures_in_a_chunk(shape))
-    for start in range(0, shape[0], step):
-        indices = np.arange(start, min(start + step, shape[0]))
-        yield source.fetch(indices, indices)[0].numpy()
+    with progress("decoding the pictures, once", shape[0], "pictures") as advance:
+        for start in range(0, shape[0], step):
+            indices = np.arange(start, min(start + step, shape[0]))
+            yield source.fetch(indices, indices)[0].numpy()
+            advance(len(indices))

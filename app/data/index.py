@@ -21,9 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from app.data.progress import progress
 from app.data.turns import alone, cache_folder
 from app.errors import DataError
 
+_TOLD_EVERY = 256
+"""Records; looking up each takes some microseconds, and showing how far that has come as many."""
 FORMAT = 1
 """Number of this layout, part of the name: an index of another layout is not looked at."""
 Row = tuple[int, int, int]
@@ -87,9 +90,16 @@ def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Ro
 def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.ndarray:
     # 32 bytes a record; tuples in a list would take 200.
     numbers = array("q")
-    for number, file in enumerate(files):
-        for row in read(file):
-            numbers.extend((number, *row))
+    total_bytes = sum(file.stat().st_size for file in files)
+    with progress(f"looking where the samples of {files[0].parent} are", total_bytes, "bytes") as advance:
+        for number, file in enumerate(files):
+            seen_bytes = 0
+            for count, row in enumerate(read(file)):
+                numbers.extend((number, *row))
+                if count % _TOLD_EVERY == 0:
+                    advance(row[0] - seen_bytes)
+                    seen_bytes = row[0]
+            advance(file.stat().st_size - seen_bytes)
     if not numbers:
         raise DataError(f"{', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: there are no samples in it")
     return np.frombuffer(numbers, np.int64).reshape(-1, 4)

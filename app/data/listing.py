@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from app.data.progress import progress
 from app.data.turns import alone, cache_folder
 from app.data.whole import remove_remains
 from app.errors import DataError
@@ -125,10 +126,12 @@ def _write(place: Path, folder: Path, classes: Sequence[str]) -> tuple[int, int]
     dates_ns: dict[str, int] = {}
     listed_ns, end = time.time_ns(), -1
     names_file, ends_file, labels_file = ((place / name).open("wb") for name in _COLUMNS)
-    with names_file, ends_file, labels_file:
+    doing = progress(f"listing the pictures of {folder}", len(classes), "folders")
+    with names_file, ends_file, labels_file, doing as advance:
         for label, name in enumerate(classes):
             files = _files(folder, name, dates_ns)
             paths = [os.fsencode(path) for path in files if has_file_allowed_extension(path, IMG_EXTENSIONS)]
+            advance(1)
             if not paths:
                 continue
             names_file.write((b"" if end < 0 else b"\0") + b"\0".join(paths))

@@ -11,15 +11,14 @@ import hashlib
 import os
 import re
 import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from app.data.progress import progress
 from app.data.turns import alone
 from app.data.whole import made_whole, remove_remains
 from app.errors import DataError, RecipeError
@@ -121,7 +120,10 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
         inside = temporary / source.name
         for folder in sorted({(inside / file.name).parent for file in files}):
             folder.mkdir(parents=True, exist_ok=True)
-        with _progress(f"copying {source} to {place.parent}", total_bytes) as advance, ThreadPoolExecutor(_COPIERS) as pool:
+        with (
+            progress(f"copying {source} to {place.parent}", total_bytes, "bytes", after_s=0) as advance,
+            ThreadPoolExecutor(_COPIERS) as pool,
+        ):
 
             def copy(file: _File) -> int:
                 shutil.copy2(source / file.name, inside / file.name)
@@ -129,21 +131,3 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
 
             for size_bytes in pool.map(copy, files):
                 advance(size_bytes)
-
-
-@contextmanager
-def _progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show how many bytes have been copied: a bar on a terminal, a line before and after in a log file."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console()  # as the training's bar: `samerun launch` reads stderr
-    start_s = time.perf_counter()
-    if not console.is_terminal:
-        sys.stderr.write(f"{doing}: {total_bytes / 1e9:.2f} GB\n")
-        yield lambda _: None
-        sys.stderr.write(f"copied in {time.perf_counter() - start_s:.1f} s\n")
-        return
-    with Progress(TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console) as progress:
-        task = progress.add_task(doing, total=total_bytes)
-        yield lambda size_bytes: progress.advance(task, size_bytes)
