@@ -1,7 +1,8 @@
 """What the data path costs: `python -m app.benchmarks.feeding`.
 
-For pictures of one size: the memory that a process takes for N samples and for 10 N, and the time of one look-up in a file
-that is mapped beside one in an array in memory. Made-up data in a temporary folder; nothing is left behind.
+The memory that a process takes for N samples and for 10 N, of one size (idx files) and of any (a folder of JPEG files, and the
+same as shards of WebDataset); and for those of one size the time of one look-up in a file that is mapped beside one in an
+array in memory. Made-up data in a temporary folder; nothing is left behind.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +25,19 @@ import numpy as np
 from app.data import idx
 from app.data.arrays import ArraySource
 from app.data.open import open_data
+from app.data.record import Record
 from app.data.source import Source
 from app.data.split import Images
-from app.recipe import DataRecipe, Recipe
+from app.data.writers import WRITERS
+from app.recipe import AugmentRecipe, DataRecipe, Recipe
 
 _BATCH = 128
 _LOOK_UPS = 4000
 _SIZES = (60_000, 600_000)
+_DECODED_SIZES = (6_000, 60_000)
+_PER_FOLDER = 600
+_CROPPED = AugmentRecipe(resized_crop_min_area=0.5)
+"""What is cropped anew in each epoch is decoded each time, however small."""
 
 
 def main() -> int:
@@ -40,9 +48,11 @@ def main() -> int:
         for compress in (False, True):
             for size in _SIZES:
                 recipe = made_up(folder / f"{size}{'.gz' if compress else ''}", size, compress=compress)
-                first, later = (peak_anonymous_bytes(functools.partial(look_at_all, recipe)) / 2**20 for _ in range(2))
-                kind = "compressed" if compress else "plain"
-                _say(f"{kind:10} {size:9,} samples: {first:5.1f} MiB of its own when first opened, {later:5.1f} later")
+                _say_memory("compressed" if compress else "plain", size, recipe)
+        for size in _DECODED_SIZES:
+            recipe = made_up_pictures(folder / f"{size}.jpg", size)
+            _say_memory("JPEG files", size, recipe)
+            _say_memory("WebDataset", size, _packed(recipe, folder / f"{size}.tar"))
         mapped, _ = open_data(made_up(folder / "look-ups", _SIZES[0], compress=False))
         assert isinstance(mapped, ArraySource)
         held = ArraySource(Images(mapped.images.array.copy()), mapped.labels.copy(), mapped.classes, mapped.fingerprint)
@@ -61,6 +71,31 @@ def made_up(folder: Path, size: int, *, compress: bool) -> Recipe:
         _write(folder / images, (count, 28, 28), compress=compress)
         _write(folder / labels, (count,), compress=compress)
     return Recipe(data=DataRecipe(source="mnist", path=str(folder)))
+
+
+def made_up_pictures(folder: Path, size: int) -> Recipe:
+    """Make `size` JPEG files, all of them one small picture, in class folders and return their recipe."""
+    import torchvision.datasets.folder  # noqa: F401 - its 85 MB are no part of what is measured in the forks
+    from PIL import Image
+
+    for label in range(size // _PER_FOLDER):
+        place = folder / "train" / str(label)
+        place.mkdir(parents=True)
+        first = place / "0.jpg"
+        Image.new("RGB", (16, 16)).save(first)
+        for number in range(1, _PER_FOLDER):
+            os.link(first, place / f"{number}.jpg")
+    return Recipe(data=DataRecipe(source="imagefolder", path=str(folder), test_split="train", image_size=8), augment=_CROPPED)
+
+
+def _packed(recipe: Recipe, folder: Path) -> Recipe:
+    """Write an image folder's pictures as WebDataset shards and return their recipe."""
+    assert recipe.data.path is not None
+    files = sorted(Path(recipe.data.path, "train").rglob("*.jpg"))
+    records = (Record(f"{file.parent.name}/{file.stem}", file.read_bytes(), "jpg", int(file.parent.name)) for file in files)
+    classes = [str(label) for label in range(len(files) // _PER_FOLDER)]
+    WRITERS["webdataset"](folder, "train", classes, records)
+    return replace(recipe, data=replace(recipe.data, source="webdataset", path=str(folder)))
 
 
 def look_at_all(recipe: Recipe) -> None:
@@ -96,6 +131,11 @@ def peak_anonymous_bytes(work: Callable[[], None]) -> int:
     if ended[1] != 0:
         raise RuntimeError(f"the measured process ended with status {ended[1]}")
     return peak - before
+
+
+def _say_memory(kind: str, size: int, recipe: Recipe) -> None:
+    first, later = (peak_anonymous_bytes(functools.partial(look_at_all, recipe)) / 2**20 for _ in range(2))
+    _say(f"{kind:10} {size:9,} samples: {first:5.1f} MiB of its own when first opened, {later:5.1f} later")
 
 
 def _anonymous_bytes(process: int) -> int:

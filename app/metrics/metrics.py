@@ -118,6 +118,7 @@ class Metrics:
             "skipped_steps": self._skipped_to_log,
             **readings,
             "training_s": spent.training_s,
+            "saving_share": since.held_s / (since.training_s + since.held_s),
             "saving_held_s": since.held_s,
             "saving_written_s": self._written_s,
         }
