@@ -43,7 +43,7 @@ _LINE = re.compile(
 _SUMMARY = re.compile(r"\s+(host|rank|exitcode)\s+: (\S+)")
 _ROOT_CAUSE = "Root Cause"
 # What it says before, when a process has ended.
-_LAUNCHER_SAYS = re.compile(r"[EW]\d{4} .* torch/distributed/")
+_LAUNCHER_ENDS = re.compile(r"[EW]\d{4} .* torch/distributed/.*(?: closing signal |failed \(exitcode: )")
 # What srun says of a node whose launcher failed itself.
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): task (?P<task>\d+): Exited with exit code (?P<code>\d+)")
 # Where the last words begin: a traceback, or our own sentence.
@@ -86,7 +86,7 @@ class Watch:
         found = _LINE.match(line)
         assert found is not None
         task, rank, text = found["task"], found["rank"], found["text"]
-        self._is_over |= bool(_LAUNCHER_SAYS.match(line))
+        self._is_over |= bool(_LAUNCHER_ENDS.match(line))
         if rank:
             self._hosts[rank] = found["host"]
             self._lines[rank].append(text)

@@ -125,7 +125,8 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("rank", "how", "code", "last"),
     [
-        (0, "leave_with(RecipeError('no such key'), rank=0)", 3,
+        (0, "print('W1122 07:37:30.888000 29903 torch/distributed/run.py:982] Setting OMP_NUM_THREADS', file=sys.stderr); "
+            "leave_with(RecipeError('no such key'), rank=0)", 3,
          ["samerun: rank 0 on localhost ended with exit code 3, and the run with it:",
           "[rank 0 on localhost] RecipeError: no such key"]),
         (1, "1 / 0", 1,
