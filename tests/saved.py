@@ -1,0 +1,52 @@
+"""Small checkpoints, as several ranks write them: several calls of `write_pieces`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.checkpoints.piece import Piece
+from app.checkpoints.step_folders import (
+    begin,
+    commit,
+    write_pieces,
+)
+from app.errors import CheckpointError
+
+
+def random_bits(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits, so that every NaN and denormal has to survive."""
+    bits = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return bits.view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().view(torch.uint8).tolist() if tensor.numel() else []
+
+
+def piece(values: torch.Tensor, start: int = 0, *, key: str = "weight", name: str = "w", shape: Sequence[int] = (12,)) -> Piece:
+    return Piece(key, name, tuple(shape), start, values)
+
+
+def save(run_dir: Path, step: int, *ranks: list[Piece], state: dict[str, Any] | None = None) -> Path:
+    folder = begin(run_dir, step)
+    entries = [write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
+    buffers = {"norm.mean": torch.tensor([0.5, 1.5]), "norm.count": torch.tensor(7)}
+    return commit(run_dir, step, entries, state={"step": step} if state is None else state, buffers=buffers)
+
+
+def save_small(run_dir: Path, step: int) -> Path:
+    weight = torch.arange(12.0) + step
+    return save(run_dir, step, [piece(weight[:5])], [piece(weight[5:], 5)])
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The sentence that a call is refused with."""
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
