@@ -2,6 +2,8 @@
 # make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install Slurm and
 #                 mpirun, which some of them run on a lab of namespaces, and a browser (elsewhere they are skipped, and say so)
 # make test-slow  the slow ones: resuming from every topology to every other, more kills, more kinds of jobs; test-full: all
+# make gpu        on a machine with a GPU: the tests that need one, each preset among them, and the table of docs/performance.md
+#                 (without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER_OF_WHEELS make gpu)
 # make lint       linter, formatter and type checker
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
 
@@ -10,7 +12,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-slow test-full lab-packages lint format
+.PHONY: demo test test-slow test-full gpu lab-packages lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
@@ -26,6 +28,10 @@ test-slow: $(VENV)/.compiled | lab-packages
 
 test-full: $(VENV)/.compiled | lab-packages
 	$(PYTEST) $(PYTEST_ARGS)
+
+gpu: $(VENV)/.installed-dev
+	$(RUN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	$(RUN)/python -m app.benchmarks.gpu
 
 lab-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \

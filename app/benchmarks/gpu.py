@@ -1,9 +1,9 @@
 """ResNet-50 on one GPU, beside a hand-written loop: `python -m app.benchmarks.gpu [--out FILE]`, one call for the whole table.
 
-Both train in bf16 with channels_last and the fused AdamW, compiled and not, on synthetic images and on photographs (JPEG,
-random crops and flips, decoded by worker processes); each in a process of its own, in rounds in which both take turns. On
-synthetic images the hand-written loop has one batch on the device and needs no feed at all, while Samerun looks its batches up
-in memory, copies and normalises them.
+Both train in bf16 with channels_last and the fused AdamW, compiled and not, on synthetic images, on photographs (JPEG, random
+crops and flips, decoded by worker processes), and on these photographs packed, as `samerun data pack --max-side` shrinks them
+once; each in a process of its own, in rounds in which both take turns. On synthetic images the hand-written loop has one batch
+on the device and needs no feed at all, while Samerun looks its batches up in memory, copies and normalises them.
 
 MFU, model FLOP/s utilization, is the arithmetic of the model's products over what the maker claims that the device can do
 (`app/flops.py`); where that is not known the column says so. Times are wall-clock, when the device has done all it was given.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shlex
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from app.options import positive
 
 _HAND, _OURS = "hand-written", "samerun"
 _PROGRAMS = {_HAND: "hand-written on a device", _OURS: "samerun"}
+_IMAGES = ("synthetic", "photographs", "packed")
 _CLASSES = 10
 _PHOTOGRAPH = (500, 375)  # pixels: about the mean of ImageNet's
 _DRY_RUN = {"model": "resnet18", "image_size": 32, "batch": 8, "steps": 2, "rounds": 2, "photographs": 32, "compile": ["off"]}
@@ -47,12 +49,22 @@ def main(argv: list[str]) -> int:
         "| images | compile | | images/s | MFU | of the hand-written loop |",
         "|---|---|---|---|---|---|",
     ]
-    with tempfile.TemporaryDirectory(prefix="samerun-gpu-") as folder:
-        if "photographs" in options.images:
-            _write_photographs(Path(folder, "train"), options.photographs)
+    with tempfile.TemporaryDirectory(prefix="samerun-gpu-") as name:
+        folder = Path(name)
+        for images in options.images:
+            (folder / images).mkdir()
+        if {"photographs", "packed"} & set(options.images):
+            _write_photographs(folder / "photographs", options.photographs)
+        if "packed" in options.images:
+            _pack(folder / "photographs", folder / "packed", shorter_side=options.image_size * 8 // 7)
         for images, compiled in itertools.product(options.images, options.compile):
-            lines += _measure(images, compiled == "on", Path(folder), options)
-    lines += ["", f"`{shlex.join(['python', '-m', 'app.benchmarks.gpu', *argv])}`", "", f"{_device(options)}; {machine()}; "]
+            lines += _measure(images, compiled == "on", folder / images, options)
+    lines += [
+        "",
+        f"`{shlex.join(['python', '-m', 'app.benchmarks.gpu', *argv])}`",
+        "",
+        f"{_device(options)}; {machine()}; ",
+    ]
     lines[-1] += ", ".join(f"{name} {found}" for name, found in versions().items()) + "."
     text = "\n".join([*lines, ""])
     sys.stdout.write(text)
@@ -96,35 +108,38 @@ def _task(images: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         f"data.image_size={options.image_size}",
         f"data.resize_size={options.image_size}",
         f"data.path={folder}",
-        "data.test_split=train",
         "model.channels_last=true",
     ]
-    if options.packed:
-        source, _, path = options.packed.partition("=")
-        overrides += [f"data.source={source}", f"data.path={path}"]
     return {
         "recipe": "imagenet_resnet50",
         "overrides": overrides,
         "model": options.model,
         "folder": str(folder),
         "shape": (3, options.image_size, options.image_size, _CLASSES),
-        "augmented": images == "photographs",
+        "augmented": images != "synthetic",
         "synthetic_samples": 4 * options.batch if images == "synthetic" else None,
     }
 
 
 def _write_photographs(folder: Path, count: int) -> None:
-    """Write JPEG files with the size and the coarseness of photographs, in a folder for each class."""
+    """Write JPEG files with the size and the coarseness of photographs, in class folders: so many to train, and a few."""
     import numpy as np
     from PIL import Image
 
     generator = np.random.default_rng(0)
-    for number in range(count):
-        place = folder / str(number % _CLASSES)
+    for number in range(count + _CLASSES):
+        place = folder / ("train" if number < count else "val") / str(number % _CLASSES)
         place.mkdir(parents=True, exist_ok=True)
         coarse = generator.integers(256, size=(_PHOTOGRAPH[1] // 8, _PHOTOGRAPH[0] // 8, 3), dtype=np.uint8)
         picture = Image.fromarray(coarse).resize(_PHOTOGRAPH, Image.Resampling.BICUBIC)
         picture.save(place / f"{number}.jpg", quality=90)
+
+
+def _pack(photographs: Path, packed: Path, *, shorter_side: int) -> None:
+    """Shrink them by `samerun data pack`. Raises CalledProcessError if that fails."""
+    packed.rmdir()
+    command = [sys.executable, "-m", "launch.cli", "data", "pack", str(photographs), "--to", "imagefolder"]
+    subprocess.run([*command, "--out", str(packed), "--max-side", str(shorter_side)], check=True, stdout=subprocess.DEVNULL)
 
 
 def _arithmetic(options: argparse.Namespace) -> tuple[float, float | None]:
@@ -156,15 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=50, help="in a window (default: 50)")
     parser.add_argument("--rounds", type=positive, default=7, help="windows of each program (default: 7)")
     parser.add_argument("--threads", type=positive, default=1, help="of each process beside its workers (default: 1)")
-    parser.add_argument(
-        "--images", nargs="+", choices=("synthetic", "photographs"), default=["synthetic", "photographs"], help="default: both"
-    )
+    parser.add_argument("--images", nargs="+", choices=_IMAGES, default=list(_IMAGES), help="default: all of them")
     parser.add_argument("--photographs", type=positive, default=4096, help="JPEG files to make (default: 4096)")
-    parser.add_argument(
-        "--packed",
-        metavar="SOURCE=PATH",
-        help="photographs for Samerun: a data.source and its data.path (default: those files)",
-    )
     parser.add_argument("--compile", nargs="+", choices=("off", "on"), default=["off", "on"], help="default: off on")
     parser.add_argument("--out", type=Path, help="file for the table")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, small: to see that it works")

@@ -1,0 +1,54 @@
+"""Each preset on a real GPU: one process that begins as on the CPU and learns the same, and goes on from what it saved."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ALONE, REPOSITORY, Finished, Started, read, read_lines
+
+from app.checkpoints import step_folders
+
+PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
+RUN = ("--recipe", "digits", "--trackers", "none", "log.every_steps=1", "train.epochs=5", "checkpoint.every_steps=40")
+# TensorFloat32, in which GPUs multiply by default, keeps 10 bits of a factor (docs.pytorch.org/docs/stable/notes/cuda.html).
+FIRST_LOSS_TOLERANCE = 1e-2
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multiproc]
+
+
+def launch(preset: str, run_dir: Path, *arguments: str) -> Finished:
+    processes = () if preset in ALONE else ("--processes", "1")
+    command = [sys.executable, "-m", "launch.cli", "launch", "--preset", preset, *processes, "--run-dir", str(run_dir)]
+    return Started([*command, *RUN, *arguments]).wait()
+
+
+@pytest.fixture(scope="module")
+def first_loss_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> float:
+    run_dir = tmp_path_factory.mktemp("cpu")
+    launch("cpu", run_dir).check()
+    return float(read_lines(run_dir / "metrics.jsonl")[0]["loss"])
+
+
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "cpu"])
+def test_a_preset_trains_on_the_gpu_and_goes_on(preset: str, tmp_path: Path, first_loss_on_cpu: float) -> None:
+    launch(preset, tmp_path).check()
+    assert "cuda" in str(read(tmp_path / "run.json"))
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert lines[0]["loss"] == pytest.approx(first_loss_on_cpu, rel=FIRST_LOSS_TOLERANCE)
+    assert read(tmp_path / "result.json")["test_accuracy"] > 0.9
+    (tmp_path / "result.json").unlink()
+    shutil.rmtree(step_folders.committed(tmp_path)[0])  # so that it has something to do
+    launch(preset, tmp_path, "--resume", "auto").check()
+    assert read(tmp_path / "result.json")["test_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("switch", ["--mixed_precision=bf16", "--dynamo_backend=inductor"])
+def test_precision_and_compiling_on_the_gpu(switch: str, tmp_path: Path) -> None:
+    preset = str(REPOSITORY / "accelerate_configs" / "single_gpu.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", preset, switch, "-m", "app.train"]
+    finished = Started([*command, "--run-dir", str(tmp_path), *RUN]).wait().check()
+    assert "runs uncompiled" not in finished.output
+    assert read(tmp_path / "result.json")["test_accuracy"] > 0.9
