@@ -43,7 +43,7 @@ _LINE = re.compile(
 _SUMMARY = re.compile(r"\s+(host|rank|exitcode)\s+: (\S+)")
 _ROOT_CAUSE = "Root Cause"
 # What it says before, when a process has ended.
-_LAUNCHER_ENDS = re.compile(r"[EW]\d{4} .* torch/distributed/.*(?: closing signal |failed \(exitcode: )")
+_LAUNCHER_ENDS = re.compile(r"[EW]\d{4} .*torch/distributed/.*(?: closing signal |failed \(exitcode: )")
 # What srun says of a node whose launcher failed itself.
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): task (?P<task>\d+): Exited with exit code (?P<code>\d+)")
 # Where the last words begin: a traceback, or our own sentence.

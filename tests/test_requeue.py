@@ -265,7 +265,7 @@ def test_a_restart_goes_on_with_the_run_whatever_the_first_start_was_told(tmp_pa
 
 def test_a_mistake_is_not_repeated(tmp_path):
     code, out, err = ended(launch(tmp_path, "mistake 1", "--max-restarts", "3"))
-    assert (code, len(out)) == (1, 1)
+    assert (code, len(out)) == (6, 1)
     assert "DataError: not there" in err
 
 
