@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from app.recipe import Recipe
 from app.runtime import Runtime
 from app.schedule import Length
 from app.scores import Evaluation
-from app.steps import Steps
+from app.steps import Step, Steps
 from app.trackers.pictures import Pictures
 
 
@@ -71,33 +71,15 @@ class Stopped:
 
 def train(run: Training) -> Evaluation | Stopped:
     """Take every step of the recipe and return the scores of the final weights on the test set, unless asked to stop."""
-    accelerator, model, optimizer, metrics = run.runtime.accelerator, run.model, run.optimizer, run.metrics
-    lap, profile = run.lap, run.profile
+    metrics, profile = run.metrics, run.profile
     batches = iter(batches_of(run.batches))
-    model.train()
+    run.model.train()
     scores: Evaluation | None = None
     for step in range(run.first_step, run.length.total_steps):
         if profile is not None:
             profile.begin_step(step + 1)
-        set_learning_rate(optimizer, learning_rate := run.learning_rate_at(step))
-        for micro_batch in range(run.runtime.plan.accumulation):
-            run.runtime.alive(step=step)
-            lap("other")
-            batch = next(batches)
-            lap("data_wait")
-            if run.seed_dropout is not None:
-                run.seed_dropout(step, micro_batch)
-            with run.steps.micro_batch():
-                inputs, targets = run.preparation.train(batch)
-                logits = model(inputs)
-                loss = mean_loss(logits, targets, label_smoothing=run.recipe.train.label_smoothing)
-                run.steps.backward(loss)
-                lap("forward_backward")
-                if accelerator.sync_gradients:
-                    taken = run.steps.take()
-                    lap("optimizer")
-            metrics.add(loss, logits, targets, batch["samples"])
-            run.pictures.see(step, micro_batch, inputs, targets)
+        set_learning_rate(run.optimizer, learning_rate := run.learning_rate_at(step))
+        taken = _taken(run, step, batches)
         if run.average is not None:
             run.average.update(taken.skipped)
         metrics.end_step(step + 1, taken)
@@ -114,6 +96,30 @@ def train(run: Training) -> Evaluation | Stopped:
             return Stopped(step + 1, request)
     run.checkpoints.finish()
     return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
+
+
+def _taken(run: Training, step: int, batches: Iterator[Batch]) -> Step:
+    """Take a step over the next batches. What its passes needed is free when this returns, for those of the next."""
+    lap = run.lap
+    for micro_batch in range(run.runtime.plan.accumulation):
+        run.runtime.alive(step=step)
+        lap("other")
+        batch = next(batches)
+        lap("data_wait")
+        if run.seed_dropout is not None:
+            run.seed_dropout(step, micro_batch)
+        with run.steps.micro_batch():
+            inputs, targets = run.preparation.train(batch)
+            logits = run.model(inputs)
+            loss = mean_loss(logits, targets, label_smoothing=run.recipe.train.label_smoothing)
+            run.steps.backward(loss)
+            lap("forward_backward")
+            if run.runtime.accelerator.sync_gradients:
+                taken = run.steps.take()
+                lap("optimizer")
+        run.metrics.add(loss, logits, targets, batch["samples"])
+        run.pictures.see(step, micro_batch, inputs, targets)
+    return taken
 
 
 def _refuse_to_skip_on(run: Training, step: int) -> None:

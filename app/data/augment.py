@@ -62,6 +62,8 @@ class Preparation:
         self._seed = seed
         self._num_classes = num_classes
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        # `_normalised` says why a single channel's order is right by then.
+        self._is_normalised_finished = dtype == computing and (channels == 1 or not channels_last)
 
     def train(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return inputs [B, C, H, W] in the model's type, and targets.
@@ -71,7 +73,7 @@ class Preparation:
         augment, images, labels = self._augment, batch["images"], batch["labels"]
         changes_images = augment.crop_padding > 0 or augment.flip > 0 or augment.randaugment_ops > 0
         if not (changes_images or augment.erase > 0 or augment.mixes_pairs):
-            return self._finished(self._normalised(images)), labels
+            return self.evaluate(batch), labels
         draws = Draws(self._seed, batch["samples"])
         inputs = self._normalised(self._changed(images, draws))
         if augment.erase > 0:
@@ -84,7 +86,8 @@ class Preparation:
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return inputs [B, C, H, W] in the model's type: normalised and nothing else."""
-        return self._finished(self._normalised(batch["images"]))
+        inputs = self._normalised(batch["images"])
+        return inputs if self._is_normalised_finished else self._finished(inputs)
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """Return the pictures uint8 [B, C, H, W] that the model sees in its inputs [B, C, H, W], on any device."""
@@ -92,7 +95,8 @@ class Preparation:
         return ((inputs.to(scale.dtype) - shift) / scale).round_().clamp_(0, 255).to(torch.uint8)
 
     def _normalised(self, images: Tensor) -> Tensor:
-        self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
+        if self._scale.device != images.device:
+            self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
         # While each channel's pixels lie together this takes half the time. A single channel's do in either order.
         order = self._memory_format if images.shape[1] == 1 else torch.contiguous_format
         inputs = images.to(self._scale.dtype, memory_format=order)

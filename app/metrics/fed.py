@@ -11,7 +11,7 @@ class Fed:
     """What this process was fed, as one number a step: made on the device, and nothing waits for it."""
 
     # Hashing many batches at once costs what hashing one of them does, and few enough are kept that it needs no memory.
-    _BATCHES = 64
+    _BATCHES = 256
 
     def __init__(self) -> None:
         self._batches: list[torch.Tensor] = []

@@ -42,9 +42,10 @@ class Gauges:
         communication_s = math.nan if exposed_s is None else min(exposed_s * steps, phases_s["forward_backward"])
         own = [spent.training_s, *times_s, communication_s, float(self._memory_bytes())]
         readings = torch.cat([sums, torch.tensor(own, dtype=torch.float64).to(sums.device)])
-        ranks: torch.Tensor = self._accelerator.gather(readings[None]).cpu()
-        added_up: list[float] = ranks[:, : len(sums)].sum(0).tolist()
-        training_s, *parts_s = ranks[:, len(sums) : -1].sum(0).tolist()
+        # In plain numbers from here on: each operation on a small tensor takes as long as all of them.
+        ranks: list[list[float]] = self._accelerator.gather(readings[None]).tolist()
+        *totals, _ = (sum(column) for column in zip(*ranks, strict=True))
+        added_up, (training_s, *parts_s) = totals[: len(sums)], totals[len(sums) :]
         data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
         is_known = not math.isnan(communication)
         samples_per_s = samples / (training_s / len(ranks))
@@ -59,7 +60,7 @@ class Gauges:
             "optimizer_share": optimizer,
             "flops_per_s": flops_per_s,
             "mfu": None if peak is None else flops_per_s / (peak * len(ranks)),
-            "memory_bytes": int(ranks[:, -1].max().item()),
+            "memory_bytes": int(max(rank[-1] for rank in ranks)),
         }
 
     def _memory_bytes(self) -> int:

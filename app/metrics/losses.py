@@ -48,18 +48,26 @@ class Losses:
         return taken
 
     def _add_up(self) -> None:
-        num_steps = len(self._skipped)
-        losses = self._count * torch.stack(self._passes).double().view(num_steps, -1).sum(1)
-        right = torch.full_like(losses, torch.nan)
-        if self._answers:
-            answers, labels = torch.stack(self._answers), torch.stack(self._labels)
-            chosen = answers if answers.shape == labels.shape else answers.max(-1).indices  # on CPU half of argmax's time
-            right = (chosen == labels).view(num_steps, -1).sum(1).double()
-        skipped = _stacked(self._skipped).to(losses.device)
-        self._sums = self._sums + torch.stack([losses, right]).masked_fill(skipped, 0.0).sum(1)
+        losses, right = torch.stack(self._passes), self._right()
+        spoilt = self._spoilt(len(losses))
+        if spoilt is not None:
+            losses, right = losses.masked_fill(spoilt, 0.0), right & ~spoilt.unsqueeze(1)
+        # Without answers the number of the right ones is not known.
+        num_right = right.sum().double() if self._answers else torch.full_like(self._sums[1], torch.nan)
+        self._sums = self._sums + torch.stack([self._count * losses.sum(dtype=torch.float64), num_right])
         self._passes, self._answers, self._labels, self._skipped = [], [], [], []
 
+    def _right(self) -> torch.Tensor:
+        """Which answers were right: bool [passes, count], or [1, 1] if there were none."""
+        if not self._answers:
+            return torch.zeros(1, 1, dtype=torch.bool, device=self._sums.device)
+        answers, labels = torch.stack(self._answers), torch.stack(self._labels)
+        return labels == (answers if answers.shape == labels.shape else answers.max(-1).indices)  # on CPU half of argmax's time
 
-def _stacked(verdicts: list[torch.Tensor | bool]) -> torch.Tensor:
-    tensors = [verdict for verdict in verdicts if isinstance(verdict, torch.Tensor)]
-    return torch.stack(tensors) if tensors else torch.tensor(verdicts)
+    def _spoilt(self, num_passes: int) -> torch.Tensor | None:
+        """Which passes are of skipped steps, bool [passes]; None where it is known on the host that there are none."""
+        verdicts = [verdict for verdict in self._skipped if isinstance(verdict, torch.Tensor)]
+        if not verdicts and not any(self._skipped):
+            return None
+        skipped = torch.stack(verdicts) if verdicts else torch.tensor(self._skipped, device=self._sums.device)
+        return skipped.repeat_interleave(num_passes // len(skipped))

@@ -68,7 +68,7 @@ class Metrics:
 
         Logits are [B, K], targets those of `Preparation.train`, and samples their numbers, int64 [B].
         """
-        self._losses.add(loss, len(samples))
+        self._losses.add(loss, samples.shape[0])
         if self._counts_right and not targets.is_floating_point():
             self._losses.add_answers(logits, targets)
         self._fed.add(samples)
