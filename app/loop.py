@@ -75,11 +75,12 @@ def train(run: Training) -> Evaluation | Stopped:
     batches = iter(batches_of(run.batches))
     run.model.train()
     scores: Evaluation | None = None
+    inputs: torch.Tensor | None = None
     for step in range(run.first_step, run.length.total_steps):
         if profile is not None:
             profile.begin_step(step + 1)
         set_learning_rate(run.optimizer, learning_rate := run.learning_rate_at(step))
-        taken = _taken(run, step, batches)
+        taken, inputs = _take_step(run, step, batches, inputs)
         if run.average is not None:
             run.average.update(taken.skipped)
         metrics.end_step(step + 1, taken)
@@ -98,8 +99,13 @@ def train(run: Training) -> Evaluation | Stopped:
     return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
 
 
-def _taken(run: Training, step: int, batches: Iterator[Batch]) -> Step:
-    """Take a step over the next batches. What its passes needed is free when this returns, for those of the next."""
+def _take_step(
+    run: Training, step: int, batches: Iterator[Batch], inputs: torch.Tensor | None
+) -> tuple[Step, torch.Tensor | None]:
+    """Take a step over the next batches, and return its inputs, to be given to the next step as memory for its own.
+
+    What else it needed is free when this returns.
+    """
     lap = run.lap
     for micro_batch in range(run.runtime.plan.accumulation):
         run.runtime.alive(step=step)
@@ -109,7 +115,7 @@ def _taken(run: Training, step: int, batches: Iterator[Batch]) -> Step:
         if run.seed_dropout is not None:
             run.seed_dropout(step, micro_batch)
         with run.steps.micro_batch():
-            inputs, targets = run.preparation.train(batch)
+            inputs, targets = run.preparation.train(batch, inputs)
             logits = run.model(inputs)
             loss = mean_loss(logits, targets, label_smoothing=run.recipe.train.label_smoothing)
             run.steps.backward(loss)
@@ -119,7 +125,7 @@ def _taken(run: Training, step: int, batches: Iterator[Batch]) -> Step:
                 lap("optimizer")
         run.metrics.add(loss, logits, targets, batch["samples"])
         run.pictures.see(step, micro_batch, inputs, targets)
-    return taken
+    return taken, inputs
 
 
 def _refuse_to_skip_on(run: Training, step: int) -> None:

@@ -94,6 +94,30 @@ def test_inputs_have_the_models_type_and_memory_order(augment, dtype, channels_l
     torch.testing.assert_close(targets, expected_targets, check_dtype=False)
 
 
+@pytest.mark.parametrize("augment", [*CHANGES.values(), *MIXES.values()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_inputs_are_the_same_in_memory_of_earlier_ones(augment, dtype, channels_last, channels):
+    def train(batch, memory):
+        arguments = {"seed": 5, "num_classes": 10, "channels": channels, "dtype": dtype, "channels_last": channels_last}
+        return Preparation(DataRecipe(), augment, **arguments).train(batch, memory)
+
+    batch = batch_of(6, channels)
+    expected, _ = train(batch, None)
+    earlier, _ = train(batch_of(6, channels, first_sample=0), None)
+    inputs, _ = train(batch, earlier)
+    assert torch.equal(inputs, expected)
+    assert inputs.stride() == expected.stride()
+    assert torch.equal(train(batch, earlier[:4])[0], expected)  # of another size: not used
+
+
+def test_memory_of_earlier_inputs_is_used_again():
+    preparation = prepare(AugmentRecipe(crop_padding=4))
+    earlier, _ = preparation.train(batch_of(6), None)
+    assert preparation.train(batch_of(6), earlier)[0].data_ptr() == earlier.data_ptr()
+
+
 @pytest.mark.parametrize(("key", "channels", "values"), [("mean", 1, (0.1, 0.2, 0.3)), ("std", 3, (0.1, 0.2))])
 def test_a_wrong_number_of_means_is_refused(key, channels, values):
     with pytest.raises(RecipeError, match=rf"data\.{key} has {len(values)} values.* {channels} channels?: .* or {channels}"):
