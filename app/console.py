@@ -31,7 +31,7 @@ class Display(Protocol):
         """Show the latest line of metrics."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Leave the terminal as it was: what is said from then on stands below all that was shown."""
 
 
 def display(*, total_steps: int, is_main: bool, remedy: str) -> Display:

@@ -23,24 +23,26 @@ def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | St
         training.profile.close()
     if isinstance(ended, Stopped):
         saved = step_folders.path_of(run_dir, ended.step)
-        training.display.say(
+        words = (
             f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
             f"saved as {saved}; the same command with --resume auto and --run-dir {run_dir} goes on"
         )
         end = ledger.End(step=ended.step, outcome="stopped")
         training.control.record_outcome(ended.step, ended.request)
     else:
-        _write_result(training, data, run_dir, ended)
+        words = _write_result(training, data, run_dir, ended)
         end = ledger.End(step=training.length.total_steps, outcome="finished")
         training.control.record_outcome(training.length.total_steps)
     if training.runtime.is_main:
         ledger.append(run_dir, end)
     training.display.close()
+    training.display.say(words)
     training.metrics.trackers.finish()
     training.runtime.close(training.model, training.optimizer, training.batches)
 
 
-def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> None:
+def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> str:
+    """Write them, and return the last words of the run."""
     runtime, recipe, length = training.runtime, training.recipe, training.length
     training_s = training.metrics.clock.training_s
     with training.average.applied() if training.average else nullcontext():
@@ -67,7 +69,7 @@ def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluat
             "preset": run_folder.read_json(run_dir / run_folder.RUN)["preset"],
         }
         run_folder.write_json(run_dir / run_folder.RESULT, result)
-    training.display.say(
+    return (
         f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
         f"run folder {run_dir}"
     )
