@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,15 +57,18 @@ def test_it_is_unknown_where_it_is_off_or_targets_are_mixed(tmp_path: Path, swit
 
 
 @pytest.mark.parametrize("few_logits", [12, 11])
-def test_a_skipped_step_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch, few_logits: int) -> None:
+@pytest.mark.parametrize("verdict", [bool, torch.tensor])  # as a CPU's and a GPU's steps tell it
+def test_a_skipped_step_has_no_part_in_it(
+    monkeypatch: pytest.MonkeyPatch, few_logits: int, verdict: Callable[[bool], bool | torch.Tensor]
+) -> None:
     monkeypatch.setattr(Losses, "_FEW_LOGITS", few_logits)  # counted later, or at once
     losses = Losses(torch.device("cpu"))
     for step in range(100):  # more than are added up at once, of two passes each
         for _ in range(2):
-            losses.add(torch.tensor(0.5), 4)
+            losses.add(torch.tensor(0.5 if step % 10 else math.nan), 4)
             # Two of four answers are right; in a skipped step all are.
             labels = torch.tensor([0, 1, 2, 2] if step % 10 else [0, 1, 1, 0])
             losses.add_answers(torch.eye(3)[[0, 1, 1, 0]], labels)
-        losses.end_step(skipped=torch.tensor(step % 10 == 0))
+        losses.end_step(skipped=verdict(step % 10 == 0))
     assert losses.take().tolist() == [90 * 2 * 4 * 0.5, 90 * 2 * 2]
     assert losses.take().tolist() == [0.0, 0.0]
