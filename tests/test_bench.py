@@ -43,6 +43,21 @@ def test_a_small_bench_gives_a_whole_report(tmp_path):
         assert (tmp_path / f"bench.{ending}").read_bytes().startswith(start)
 
 
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_starts_and_whole_commands_are_measured(tmp_path):
+    small = ["--recipe", "digits", "--models", "linear", "--threads", "1", "--processes", "1", "--peers", "none"]
+    measured = ["--rounds", "1", "--window", "0.01", "--starts", "2", "--epoch", "--out", str(tmp_path)]
+    output = Started([sys.executable, "-m", "launch.cli", "bench", *small, *measured], env=ONE_THREAD).wait().check().output
+    assert "to the first step" in output
+    whole = read(tmp_path / "bench.json")["whole_runs"]
+    starts, epochs = whole["first_step_cpu_s_of_starts"], whole["epoch_cpu_s"]
+    assert starts.keys() == epochs.keys() == ALL
+    assert all(len(seconds) == 2 for seconds in starts.values())
+    # It is the same start, and no process imports torch in less than a tenth of a second.
+    assert all(0.1 < min(starts[name]) < 1.5 * epochs[name] for name in ALL)
+
+
 def test_ratios_are_those_of_the_same_round():
     group = Group("linear", 1, 1)
     # The machine is ten times as slow in the second round, for both.

@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from app.benchmarks import plots, turns
+from app.benchmarks import plots, turns, whole
 from app.benchmarks.figures import LIMIT, LINEAR, Group, Result, Row, results, table, write
 from app.cores import machine
 from app.errors import RecipeError, RunFolderError, TrainingError
@@ -88,8 +88,8 @@ def main(argv: list[str]) -> int:
             found = results(rows)
             console.print(table(group, [result for result in found if result.group == group], batch))
             write(folder, _about(options), rows, found)
-        whole = _whole_runs(entries, work, options, console) if options.epoch else {}
-    write(folder, {**_about(options), "whole_runs": whole}, rows, found)
+        whole_runs = _whole_runs(entries, work, options, console)
+    write(folder, {**_about(options), "whole_runs": whole_runs}, rows, found)
     plots.draw(found, folder / "bench")
     console.print(f"{_about(options)['machine']}\nwritten to {folder}", markup=False, highlight=False)
     return 0
@@ -202,24 +202,18 @@ def _task(entry: Entry, work: dict[str, Any], model: str, *, epochs: int | None 
     return {**work, **own}
 
 
-def _whole_runs(
-    entries: list[Entry], work: dict[str, Any], options: argparse.Namespace, console: Console
-) -> dict[str, dict[str, float]]:
-    """Return the CPU seconds to the first step, and of a whole command of one epoch and an evaluation, of each program."""
-    found: dict[str, dict[str, float]] = {}
-    for entry in entries:
-        log = Path(work["folder"], "whole.log")
-        task = _task(entry, work, options.models[0], epochs=1)
-        with turns.start(entry.name, task, threads=1, processes=1, log=log) as contestant:
-            first_step_cpu_s = contestant.take_first_step()
-            found[entry.name] = {"first_step_cpu_s": first_step_cpu_s, "epoch_cpu_s": contestant.run_to_the_end()}
-        figures = found[entry.name]
-        console.print(
-            f"{options.models[0]}, {entry.name}: {figures['first_step_cpu_s']:.1f} CPU s to the first step, "
-            f"{figures['epoch_cpu_s']:.1f} for one epoch and an evaluation",
-            markup=False,
-        )
-    return found
+def _whole_runs(entries: list[Entry], work: dict[str, Any], options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Return what was asked for of the CPU seconds to the first step, and with an epoch and an evaluation, and show it."""
+    model, threads, log = options.models[0], options.threads[0], Path(work["folder"], "whole.log")
+    programs = {
+        entry.name: whole.Program(_task(entry, work, model, epochs=1), {**turns.ON_CPU, **entry.variables}) for entry in entries
+    }
+    first = whole.first_steps(programs, starts=options.starts, threads=threads, log=log) if options.starts else {}
+    epochs = whole.epochs(programs, threads=threads, log=log) if options.epoch else {}
+    if not (first or epochs):
+        return {}
+    console.print(whole.table(model, first, epochs))
+    return {"first_step_cpu_s_of_starts": first, "epoch_cpu_s": epochs}
 
 
 def _about(options: argparse.Namespace) -> dict[str, Any]:
@@ -266,8 +260,10 @@ def _parser() -> argparse.ArgumentParser:
                         "channels_last, channels_first, bf16, compile; comma-separated")  # fmt: skip
     parser.add_argument("--containers", default="", metavar="SOURCE=PATH,...", help="also Samerun on the same data in other "
                         "containers: a data.source and its data.path each")  # fmt: skip
-    parser.add_argument("--epoch", action="store_true", help="also the CPU seconds from the start of each program to its first "
-                        "step, and to the end of an epoch and an evaluation, with the first model")  # fmt: skip
+    parser.add_argument("--starts", type=positive, metavar="N", help="also the CPU seconds from the start of each program to "
+                        "its first step, with the first model and threads: so many starts, in turns")  # fmt: skip
+    parser.add_argument("--epoch", action="store_true", help="also the CPU seconds of a process that trains an epoch and "
+                        "evaluates, with the first model and threads")  # fmt: skip
     parser.add_argument("--out", metavar="DIR", help="folder for bench.csv, bench.json and the plot (default: bench-TIME)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all programs")
     return parser
