@@ -34,6 +34,8 @@ from launch.command import accelerate_argv
 
 _MOST_ROWS = 25
 _TAIL_LINES = 20
+_SUMMARY_WIDTH = 120
+"""Characters of the summary's widest row: the longest name of a preset, in a case that differs everywhere."""
 # What the comparison itself decides; an override of the user's would make cases differ, or be replaced without a word.
 _OWN_KEYS = {
     "train.steps": "--steps",
@@ -157,7 +159,7 @@ def main(argv: list[str]) -> int:
     cases, skipped = choose_cases(
         recipe, presets=options.presets, processes=options.processes, accumulations=options.accumulation
     )
-    console = _console(columns=len(cases))
+    console = console_of(columns=len(cases))
     for sentence in skipped:
         console.print(f"skipped {sentence}", markup=False)
     if not cases:
@@ -177,10 +179,10 @@ def main(argv: list[str]) -> int:
             outcomes.append(run_case(case, recipe, **run))
             if outcomes[0].curve is None:
                 break
-    return _report(console, outcomes[0], outcomes[1:], tolerance=options.tolerance)
+    return report(console, outcomes[0], outcomes[1:], tolerance=options.tolerance)
 
 
-def _report(console: Console, reference: Outcome, outcomes: Sequence[Outcome], *, tolerance: float) -> int:
+def report(console: Console, reference: Outcome, outcomes: Sequence[Outcome], *, tolerance: float) -> int:
     """Print the tables and what went wrong; return the exit code."""
     for outcome in (reference, *outcomes):
         if outcome.failure:
@@ -205,9 +207,9 @@ def refuse_own_keys(overrides: Sequence[str], own: Mapping[str, str | None]) -> 
         raise RecipeError(*problems)
 
 
-def _console(*, columns: int) -> Console:
+def console_of(*, columns: int) -> Console:
     """Return a console; where there is no terminal to fit into, wide enough for all columns."""
-    return Console() if sys.stdout.isatty() else Console(width=max(100, 30 + 24 * columns))
+    return Console() if sys.stdout.isatty() else Console(width=max(_SUMMARY_WIDTH, 30 + 24 * columns))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -220,6 +220,17 @@ def test_the_tables_show_what_differs():
     assert verdicts == {"multi_gpu-2x1": "same", "fsdp2-2x2": "different", "deepspeed_zero3-2x1": "failed"}
 
 
+def test_in_a_pipe_the_widest_summary_is_whole(capsys):
+    case = Case("deepspeed_zero3_offload", 16, 4)
+    other = curve([9.0, 1.1, 0.5], samples=[(1, 0), (3, 2), (5, 4)])
+    reference = Outcome(case=Case("cpu", 1, 1), elapsed_s=1.5, curve=REFERENCE)
+    outcome = Outcome(case=case, elapsed_s=12345.6, curve=other)
+    assert parity.report(parity.console_of(columns=1), reference, [outcome], tolerance=1e-5) == 1
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in (str(case), "differ at 1", "12345.6", "different", "samples", "learning"))
+    assert "…" not in shown
+
+
 @pytest.mark.parametrize(("steps", "rows"), [(1, 1), (25, 25), (26, 25), (1000, 25)])
 def test_a_long_run_is_shown_from_its_first_to_its_last_step(steps, rows):
     reference, other = outcomes(*[curve([1.0 + step for step in range(steps)])] * 2)
@@ -241,7 +252,7 @@ def test_a_long_run_is_shown_from_its_first_to_its_last_step(steps, rows):
 )
 def test_exit_code(curves, code):
     reference, *others = outcomes(*curves)
-    assert parity._report(Console(quiet=True), reference, others, tolerance=1e-5) == code
+    assert parity.report(Console(quiet=True), reference, others, tolerance=1e-5) == code
 
 
 @pytest.mark.parametrize("tolerance", ["nan", "inf", "-1", "tiny"])
