@@ -6,10 +6,13 @@ import csv
 import statistics
 import sys
 
+import psutil
 import pytest
 from processes import ONE_THREAD, Started, read
 
-from app.benchmarks.figures import LIMIT, Group, Row, Spread, results
+from app.benchmarks import turns
+from app.benchmarks.figures import LIMIT, LINEAR, Group, Row, Spread, results
+from app.errors import TrainingError
 from launch import cli
 
 ALL = {LIMIT, "hand-written", "samerun"}
@@ -56,6 +59,19 @@ def test_starts_and_whole_commands_are_measured(tmp_path):
     assert all(len(seconds) == 2 for seconds in starts.values())
     # It is the same start, and no process imports torch in less than a tenth of a second.
     assert all(0.1 < min(starts[name]) < 1.5 * epochs[name] for name in ALL)
+
+
+@pytest.mark.multiproc
+def test_a_program_that_ends_between_its_turns_is_named(tmp_path):
+    task = {"program": LIMIT, "recipe": "digits", "model": LINEAR, "folder": str(tmp_path), "shape": [1, 8, 8, 10]}
+    with turns.start("the limit", {**task, "overrides": []}, threads=1, log=tmp_path / "log") as contestant:
+        contestant.take_first_step()
+        assert contestant.run(10).cpu_s > 0
+        (process,) = (child for child in psutil.Process().children() if "app.benchmarks.bench_case" in child.cmdline())
+        process.kill()
+        process.wait()
+        with pytest.raises(TrainingError, match="the limit failed before all of it was measured"):
+            contestant.run(10)
 
 
 def test_ratios_are_those_of_the_same_round():

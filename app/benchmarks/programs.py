@@ -18,6 +18,10 @@ from app import cores
 from app.benchmarks.work import Work
 from app.data.loader import num_workers
 
+_LONGEST_ROUND_S = 24 * 3600
+"""The watchdog is to watch, as in any run, but not to take the turns of the others for a hang: with ten programs and a large
+model they last many minutes."""
+
 
 def hand_written(work: Work, *, fused: bool | None) -> None:
     """Train with nothing but torch; `fused` is AdamW's option, None its default. Several processes use DDP as it is."""
@@ -110,6 +114,6 @@ def samerun(work: Work) -> None:
     training = session.prepare(runtime, work.loaded, data, parts, opened, None)
     work.count(training.model)
     with training.control:
-        with Watchdog(runtime, opened.folder, timeout_s=540):
+        with Watchdog(runtime, opened.folder, timeout_s=_LONGEST_ROUND_S):
             ended = train(training)
         ending.finish(training, data, opened.folder, ended)

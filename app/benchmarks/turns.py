@@ -99,8 +99,11 @@ class Contestant:
         return total_s
 
     def _tell(self, steps: int) -> None:
-        for connection in self._connections:
-            connection.send(steps)
+        try:
+            for connection in self._connections:
+                connection.send(steps)
+        except OSError as error:  # it ended while the others had their turns
+            raise self._failure() from error
 
     def _answers(self) -> list[dict[str, Any]]:
         try:
@@ -110,7 +113,7 @@ class Contestant:
 
     def _failure(self) -> TrainingError:
         words = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-        return TrainingError(f"{self.name} failed before it was measured: {words or 'it said nothing'}")
+        return TrainingError(f"{self.name} failed before all of it was measured: {words or 'it said nothing'}")
 
 
 @contextmanager
