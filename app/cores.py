@@ -28,6 +28,12 @@ def machine() -> str:
     )
 
 
+def lacks_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this is known to be a processor without instructions for bf16 numbers; only x86 tells."""
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    return flags is not None and not {"avx512_bf16", "amx_bf16"} & set(flags[1].split())
+
+
 def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, quota: float | None) -> int:
     """Return the cores of one of `local_world_size` processes of a node, at least 1.
 

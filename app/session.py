@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from app import building, console, exported, flops, handshake, models, optim, recipe_file, schedule
+from app import building, console, cores, exported, flops, handshake, models, optim, recipe_file, schedule
 from app.average import WeightAverage
 from app.checkpoints import checkpoint
 from app.console import Display
@@ -120,7 +120,12 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, r
     remedy = loader.remedy(data.train, local_world_size=runtime.launched.local_world_size, device=runtime.device)
     display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy)
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
-    for note in models.topology_dependence(parts.model):
+    notes = models.topology_dependence(parts.model)
+    if (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
+        notes.append(
+            "this processor has no instructions for bf16, and a step can take ten times as long as with mixed_precision 'no'"
+        )
+    for note in notes:
         display.say(f"note: {note}")
     return display
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.cores import quota, share
+from app.cores import lacks_bf16, quota, share
 from app.data.loader import num_workers
 
 REPOSITORY = Path(__file__).parent.parent
@@ -83,3 +83,18 @@ def test_a_process_that_is_bound_to_one_core_has_one() -> None:
 @pytest.mark.parametrize(("cores", "device", "workers"), [(1, "cpu", 0), (4, "cpu", 3), (4, "cuda", 4), (64, "cuda", 16)])
 def test_where_the_cpu_trains_one_core_is_kept_for_that(cores: int, device: str, workers: int) -> None:
     assert num_workers(cores, torch.device(device)) == workers
+
+
+@pytest.mark.parametrize(
+    ("lines", "lacks"),
+    [
+        ("model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 f16c\n", True),
+        ("flags\t\t: fpu avx512f avx512_bf16 avx2\n", False),
+        ("flags\t\t: fpu amx_tile amx_bf16\n", False),
+        ("vmx flags\t: avx512_bf16\nflags\t\t: fpu\n", True),
+        ("Features\t: fp asimd bf16\n", False),  # Arm's, of which nothing is known here
+    ],
+)
+def test_a_processor_without_bf16_is_known_by_its_flags(tmp_path: Path, lines: str, lacks: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(lines)
+    assert lacks_bf16(tmp_path / "cpuinfo") is lacks

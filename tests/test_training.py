@@ -192,3 +192,11 @@ def test_a_model_that_cannot_be_compiled_is_trained_as_it_is(tmp_path: Path) -> 
     assert [line["loss"] for line in read_lines(uncompiled / "metrics.jsonl")] == [
         line["loss"] for line in read_lines(plain / "metrics.jsonl")
     ]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_processor_that_is_slow_at_a_precision_is_told_of(tmp_path: Path, precision: str) -> None:
+    finished = train("cpu", tmp_path, "train.steps=1", env={"ACCELERATE_MIXED_PRECISION": precision}).check()
+    flags = Path("/proc/cpuinfo").read_text()
+    is_slow = precision == "bf16" and "flags" in flags and not ("avx512_bf16" in flags or "amx_bf16" in flags)
+    assert ("no instructions for bf16" in finished.output) == is_slow
