@@ -14,7 +14,7 @@ from slurm_lab import RECIPE, STEPS, losses
 
 # By the time that they take.
 LONG_FILES = ["test_slurm_lab", "test_same_run", "test_resume", "test_requeue_lab", "test_hosts_lab", "test_handshake",
-              "test_doctor", "test_submit", "test_training", "test_watchdog", "test_scale", "test_bench", "test_control",
+              "test_doctor", "test_submit_lab", "test_training", "test_watchdog", "test_scale", "test_bench", "test_control",
               "test_shards", "test_requeue"]  # fmt: skip
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says more of the machine than of the code

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import pickle
+import struct
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.source import Source
+from app.recipe import DataRecipe, Recipe
+
+
+def recipe(source: str, path: Path | None = None, **keys) -> Recipe:
+    return Recipe(data=DataRecipe(source=source, path=None if path is None else str(path), **keys))
 
 
 def everything(source: Source) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,3 +61,24 @@ def check_contract(source: Source) -> None:
     some, some_labels = source.fetch(picked, picked)
     assert torch.equal(some, images[picked])
     assert torch.equal(some_labels, labels[picked])
+
+
+def write_idx(folder: Path, name: str, array: np.ndarray, *, compress: bool = False) -> Path:
+    header = struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape)
+    content = header + array.astype(np.uint8).tobytes()
+    path = folder / (name + ".gz" if compress else name)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content) if compress else content)
+    return path
+
+
+def write_mnist(folder: Path, *, compress: bool = False, train_size: int = 30, test_size: int = 7) -> None:
+    random = np.random.default_rng(train_size)
+    for prefix, size in (("train", train_size), ("t10k", test_size)):
+        write_idx(folder, f"{prefix}-images-idx3-ubyte", random.integers(0, 256, (size, 28, 28)), compress=compress)
+        write_idx(folder, f"{prefix}-labels-idx1-ubyte", random.integers(0, 10, size), compress=compress)
+
+
+def damage(path: Path, kind: str) -> None:
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[:-1], "longer": content + b"x", "empty": b"", "text": b"<html>not found"}[kind])

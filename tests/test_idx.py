@@ -1,0 +1,117 @@
+"""The idx files of MNIST and Fashion-MNIST."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sources import check_contract, damage, everything, recipe, write_idx, write_mnist
+from torchvision import datasets
+
+from app.data import idx
+from app.data.open import open_data
+from app.errors import DataError
+
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("inside", [".", "MNIST/raw"])
+def test_mnist_equals_torchvisions_reading(tmp_path: Path, inside: str, compress: bool) -> None:
+    write_mnist(tmp_path / inside, compress=compress)
+    write_mnist(tmp_path / "plain/MNIST/raw")
+    for source, is_train in zip(open_data(recipe("mnist", tmp_path)), (True, False), strict=True):
+        reference = datasets.MNIST(tmp_path / "plain", train=is_train)
+        check_contract(source)
+        images, labels = everything(source)
+        assert torch.equal(images[:, 0], reference.data)
+        assert torch.equal(labels, reference.targets)
+
+
+def test_fashion_mnist_has_its_own_folder_and_classes(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "MNIST/raw", train_size=5)
+    write_mnist(tmp_path / "FashionMNIST/raw", train_size=6)
+    train, _ = open_data(recipe("fashion_mnist", tmp_path))
+    assert len(train) == 6
+    assert train.classes == tuple(datasets.FashionMNIST.classes)
+
+
+def test_the_usual_places_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(idx.DEBIAN, "mnist", str(tmp_path / "debian"))
+    write_mnist(tmp_path / "debian", train_size=3, compress=True)
+    assert len(open_data(recipe("mnist"))[0]) == 3
+    write_mnist(tmp_path / "data/MNIST/raw", train_size=4)
+    assert len(open_data(recipe("mnist"))[0]) == 4
+    write_mnist(tmp_path / "data", train_size=5)
+    assert len(open_data(recipe("mnist"))[0]) == 5
+
+
+def test_missing_files_name_every_place_and_both_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(idx.DEBIAN, "mnist", "no/such/folder")
+    write_mnist(tmp_path / "data")
+    (tmp_path / "data/t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError) as caught:
+        open_data(recipe("mnist"))
+    for part in ("data, data/MNIST/raw, no/such/folder", "data.path", "data.download=true", "t10k-labels-idx1-ubyte"):
+        assert part in str(caught.value)
+
+
+def test_a_given_path_is_the_only_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_mnist(tmp_path / "data")
+    with pytest.raises(DataError, match=r"Looked in: \S*elsewhere, \S*elsewhere/MNIST/raw\. "):
+        open_data(recipe("mnist", tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("kind", ["truncated", "longer", "empty", "text"])
+@pytest.mark.parametrize("name", idx.FILES)
+def test_a_damaged_idx_file_is_named(tmp_path: Path, name: str, kind: str) -> None:
+    write_mnist(tmp_path)
+    damage(tmp_path / name, kind)
+    with pytest.raises(DataError, match=rf"{name} (is not an idx file|holds \d+ bytes of data, but)"):
+        open_data(recipe("mnist", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["truncated", "text"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, kind: str) -> None:
+    write_mnist(tmp_path, compress=True)
+    damage(tmp_path / "train-images-idx3-ubyte.gz", kind)
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz cannot be read \(.+\); replace the file"):
+        open_data(recipe("mnist", tmp_path))
+
+
+def test_images_and_labels_of_different_number(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    write_idx(tmp_path, "train-labels-idx1-ubyte", np.zeros(29))
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte holds 30 images, but \S+train-labels-idx1-ubyte 29 labels"):
+        open_data(recipe("mnist", tmp_path))
+
+
+def test_an_illegal_label_is_named_with_its_sample(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    write_idx(tmp_path, "t10k-labels-idx1-ubyte", np.array([0, 1, 9, 10, 255, 0, 0]))
+    expected = rf"sample 3 of the test split of {tmp_path} has label 10, but labels must be in 0\.\.9 \(2 of 7 are not\)"
+    with pytest.raises(DataError, match=expected):
+        open_data(recipe("mnist", tmp_path))
+
+
+def test_an_empty_split(tmp_path: Path) -> None:
+    write_mnist(tmp_path, test_size=0)
+    with pytest.raises(DataError, match=r"the test split of .* holds no samples"):
+        open_data(recipe("mnist", tmp_path))
+
+
+@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs the package dataset-fashion-mnist")
+def test_debians_fashion_mnist_is_found_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train, test = open_data(recipe("fashion_mnist"))
+    assert (len(train), len(test)) == (60_000, 10_000)
+    for source in (train, test):
+        _, labels = everything(source)
+        assert torch.bincount(labels).tolist() == [len(source) // 10] * 10
+    # The mean pixel that the data set's users normalise with: 0.2860.
+    assert float(everything(train)[0].float().mean() / 255) == pytest.approx(0.2860, abs=5e-5)
