@@ -49,12 +49,16 @@ def epochs(programs: Mapping[str, Program], *, threads: int, log: Path) -> dict[
 
 
 def table(model: str, first_steps_cpu_s: Mapping[str, Sequence[float]], epochs_cpu_s: Mapping[str, float]) -> Table:
-    """Return the table of both; either may be empty."""
+    """Return the table of what was measured; one of both may be empty."""
     made = Table(title=f"{model}, CPU seconds of a process from its start", title_justify="left")
     made.add_column("program", no_wrap=True)
-    for heading in ("to the first step\n(quartiles)", "with an epoch\nand an evaluation"):
+    columns = {
+        "to the first step\n(quartiles)": {name: Spread.of(seconds).text(".2f") for name, seconds in first_steps_cpu_s.items()},
+        "with an epoch\nand an evaluation": {name: f"{seconds:.1f}" for name, seconds in epochs_cpu_s.items()},
+    }
+    measured = {heading: cells for heading, cells in columns.items() if cells}
+    for heading in measured:
         made.add_column(heading, justify="right", no_wrap=True)
-    for name in first_steps_cpu_s or epochs_cpu_s:
-        first = Spread.of(first_steps_cpu_s[name]).text(".2f") if first_steps_cpu_s else ""
-        made.add_row(name, first, f"{epochs_cpu_s[name]:.1f}" if epochs_cpu_s else "")
+    for name in next(iter(measured.values())):
+        made.add_row(name, *(cells[name] for cells in measured.values()))
     return made
