@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 
@@ -20,6 +21,12 @@ def survive_failures(accelerator: Accelerator) -> None:
     torch._dynamo.config.suppress_errors = True
     # Where torch says what it has suppressed, at length (torch 2.15).
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_Sentence().of)
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside what torch.compile has put around it, whose class would take a second to import."""
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return inner
 
 
 class _Sentence:

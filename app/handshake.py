@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from app import compiling
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
 from app.launched import Launched
@@ -135,7 +136,7 @@ def check_prepared(accelerator: Accelerator, launched: Launched, model: torch.nn
     elif launched.strategy == "fsdp2":
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise PresetError("the preset asks for fsdp2, but no parameter is sharded: use accelerate_configs/fsdp2.yaml.")
-    elif launched.world_size > 1 and not isinstance(model, DistributedDataParallel):
+    elif launched.world_size > 1 and not isinstance(compiling.uncompiled(model), DistributedDataParallel):
         raise PresetError(
             f"{launched.world_size} processes train, but the model is a {type(model).__name__}, not DistributedDataParallel: "
             "the copies would drift apart. Use accelerate_configs/multi_gpu.yaml."

@@ -23,7 +23,6 @@ from app.data.augment import Preparation
 from app.data.open import Data
 from app.loop import Training
 from app.metrics.clock import Phase
-from app.metrics.communication import Communication
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
 from app.opening import Opened, Resumed
@@ -147,7 +146,7 @@ def _metrics(
 ) -> Metrics:
     gauges = Gauges(
         runtime.accelerator,
-        Communication(model),
+        model,
         flops_per_sample=parts.flops_per_sample,
         peak_flops_per_s=flops.peak_per_s(runtime.device, mixed_precision=runtime.launched.mixed_precision),
     )

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from app import compiling
 from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
 from app.errors import CheckpointError, PresetError
 
@@ -59,14 +60,10 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     Accelerate's `unwrap_model` imports DeepSpeed whatever the strategy is. That takes a second, and has torch ask for GPUs in a
     way that costs 0.2-0.5 ms in every optimizer step where there is none (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.15).
     """
-    inner: Any
-    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper, whose class would have to be imported, for another second
-        inner = model._orig_mod
-    elif isinstance(model, DistributedDataParallel) or type(model).__module__.startswith("deepspeed."):
-        inner = model.module
-    else:
-        return model
-    return unwrapped(inner)
+    inner: Any = compiling.uncompiled(model)
+    if isinstance(inner, DistributedDataParallel) or type(inner).__module__.startswith("deepspeed."):
+        inner = inner.module
+    return model if inner is model else unwrapped(inner)
 
 
 class Shards:

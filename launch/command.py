@@ -48,6 +48,7 @@ def accelerate_argv(
     node_rank = topology.node_rank if node_rank is None else node_rank
     label_lines = bool(topology.hosts) and not preset.is_single_process
     variables = _variables(topology, node_rank, label_lines)
+    variables += [f"{name}={value}" for name, value in preset.variables.items()]
     if not preset.is_single_process:
         variables.append(f"PET_SIGNALS_TO_HANDLE={_SIGNALS}")
     if variables:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ class Preset:
     """The file, absolute: what `accelerate launch --config_file` gets."""
     distributed_type: str
     """NO, MULTI_GPU, DEEPSPEED or FSDP."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What of it `accelerate launch` drops, as the environment variables that it would be."""
 
     @property
     def is_single_process(self) -> bool:
@@ -97,7 +99,17 @@ def load(name_or_path: str) -> Preset:
     problems = list(_problems(settings))
     if problems:
         raise PresetError("\n".join(f"preset {path}: {problem}" for problem in problems))
-    return Preset(path.stem, path.absolute(), settings["distributed_type"])
+    return Preset(path.stem, path.absolute(), settings["distributed_type"], _dropped(settings))
+
+
+def _dropped(settings: Mapping[str, Any]) -> dict[str, str]:
+    """How to compile, which Accelerate hands on under every type but DEEPSPEED (1.15, `prepare_deepspeed_cmd_env`)."""
+    section = settings.get("dynamo_config")
+    own = section if isinstance(section, dict) else {}
+    compiling = {"backend": settings.get("dynamo_backend"), **{key.removeprefix("dynamo_"): own[key] for key in own}}
+    if settings["distributed_type"] != "DEEPSPEED" or not compiling["backend"]:
+        return {}
+    return {f"ACCELERATE_DYNAMO_{key.upper()}": str(value) for key, value in compiling.items()}
 
 
 def _find(name_or_path: str) -> Path:

@@ -110,6 +110,27 @@ def test_the_command_line_changes_the_precision(name):
     assert accelerates_environment(name, mixed_precision="bf16")[1]["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "DEEPSPEED", "FSDP"])
+@pytest.mark.parametrize(
+    "text", ["dynamo_config:\n  {prefix}backend: inductor\n  {prefix}mode: default\n", "dynamo_backend: inductor\n", ""]
+)
+@pytest.mark.parametrize("prefix", ["dynamo_", ""])
+def test_compiling_is_asked_for_under_every_type(tmp_path, kind, text, prefix):
+    sections = {
+        "DEEPSPEED": "deepspeed_config:\n  zero_stage: 1\n  deepspeed_multinode_launcher: standard\n",
+        "FSDP": "fsdp_config:\n  fsdp_version: 2\n",
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"distributed_type: {kind}\nmixed_precision: 'no'\n{sections.get(kind, '')}{text.format(prefix=prefix)}")
+    argv = accelerate_argv(Topology(processes_per_node=2), preset.load(str(path)), [])
+    before = dict(word.split("=", 1) for word in argv[: argv.index(sys.executable)] if "=" in word)
+    inherited = {name: value for name, value in before.items() if name.startswith("ACCELERATE_DYNAMO")}
+    environment = {**inherited, **accelerates_environment(str(path), Topology(processes_per_node=2))[1]}
+    assert environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == ("inductor" if text else "no")
+    if "mode" in text:
+        assert environment["ACCELERATE_DYNAMO_MODE"] == "default"
+
+
 def test_offload_reaches_deepspeed():
     environment = accelerates_environment("deepspeed_zero3_offload")[1]
     assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "cpu"

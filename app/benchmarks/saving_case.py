@@ -26,7 +26,6 @@ from app.batching import BatchPlan
 from app.checkpoints import checkpoint
 from app.checkpoints.checkpoint import Checkpoints
 from app.launched import read
-from app.metrics.communication import Communication
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
 from app.recipe import Recipe, TrainRecipe
@@ -71,7 +70,7 @@ def _build(layers: int, folder: Path) -> Case:
     model, optimizer = runtime.prepare(plain, optim.build(recipe.optim, plain))
     facts: dict[str, Any] = {"data": {}, "model": {}}
     shards = Shards(runtime.accelerator, model, optimizer)
-    gauges = Gauges(runtime.accelerator, Communication(model), flops_per_sample=0.0, peak_flops_per_s=None)
+    gauges = Gauges(runtime.accelerator, model, flops_per_sample=0.0, peak_flops_per_s=None)
     metrics = Metrics(runtime.accelerator, folder, gauges, Trackers(), global_batch_size=world_size, log=recipe.log)
     checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
     with runtime.together():

@@ -3,6 +3,8 @@
 Phases end at a lap. On a CPU a lap is read from the host's clock. A GPU works through what it was given while the host is
 ahead of it, so there a lap is an event in the GPU's own queue (CUDA events: docs.pytorch.org/docs/stable/notes/cuda.html,
 "Asynchronous execution"): what it idled for data is then the wait, however long the host was asleep.
+
+Within a lap the time in which the process stands still for the others (`stand_still` to `go_on`) is a phase of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-Phase = Literal["data_wait", "forward_backward", "optimizer", "other"]
-"""`other` is what is in none of them: counting, logging, agreeing."""
+Phase = Literal["data_wait", "forward_backward", "optimizer", "communication", "other"]
+"""`communication` is what of a lap it stood still for the others; `other` is what is in none: counting, logging, agreeing."""
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -49,6 +51,7 @@ class Clock:
         self._laps: _Laps = _CudaLaps(device) if device.type == "cuda" else _HostLaps()
         self.lap = self._laps.end
         """`lap(phase)`: what went on since the last lap was this phase."""
+        self._is_paused = False
 
     @property
     def training_s(self) -> float:
@@ -60,16 +63,30 @@ class Clock:
         phases_s = self._laps.total_s()
         return Spent(self.training_s, self._held_s, phases_s)
 
+    def stand_still(self) -> bool:
+        """Note that the process waits for the others from here on; false, and nothing is noted, in a pause.
+
+        On a GPU it is the current stream that waits.
+        """
+        if not self._is_paused:
+            self._laps.stand_still()
+        return not self._is_paused
+
+    def go_on(self) -> None:
+        """Note that the waiting is over."""
+        self._laps.go_on()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the block as training. In a profile it bears this name (app/profiling/account.py)."""
         self.lap("other")
-        self._spent_s, start_s = self.training_s, time.perf_counter()
+        self._spent_s, start_s, self._is_paused = self.training_s, time.perf_counter(), True
         try:
             with torch.profiler.record_function("paused"):
                 yield
         finally:
             self._laps.begin()
+            self._is_paused = False
             self._since_s = time.perf_counter()
             self.pause_s = self._since_s - start_s
 
@@ -88,6 +105,12 @@ class _Laps(Protocol):
     def end(self, phase: Phase) -> None:
         """End a lap, and begin the next."""
 
+    def stand_still(self) -> None:
+        """Begin to wait."""
+
+    def go_on(self) -> None:
+        """End waiting."""
+
     def total_s(self) -> dict[Phase, float]:
         """Return the time of every phase in seconds."""
 
@@ -95,26 +118,40 @@ class _Laps(Protocol):
 class _HostLaps:
     def __init__(self) -> None:
         self._total_s = dict.fromkeys(_PHASES, 0.0)
-        self._began_s = time.perf_counter()
+        self._stood_still_s = 0.0
+        self.begin()
 
     def begin(self) -> None:
-        self._began_s = time.perf_counter()
+        self._began_s, self._waited_s = time.perf_counter(), 0.0
 
     def end(self, phase: Phase) -> None:
         now_s = time.perf_counter()
-        self._total_s[phase] += now_s - self._began_s
-        self._began_s = now_s
+        self._total_s[phase] += now_s - self._began_s - self._waited_s
+        self._total_s["communication"] += self._waited_s
+        self._began_s, self._waited_s = now_s, 0.0
+
+    def stand_still(self) -> None:
+        self._stood_still_s = time.perf_counter()
+
+    def go_on(self) -> None:
+        self._waited_s += time.perf_counter() - self._stood_still_s
 
     def total_s(self) -> dict[Phase, float]:
         return dict(self._total_s)
 
 
+_Mark = Phase | Literal["stands still", "goes on"] | None
+"""What ends with an event: a lap, the time before or in a wait, or (None) what is in no phase."""
+
+
 class _CudaLaps:
     def __init__(self, device: torch.device) -> None:
         self._total_s = dict.fromkeys(_PHASES, 0.0)
+        self._worked_s, self._waited_s = 0.0, 0.0
+        """Of the lap that has not ended."""
         self._device = device
         self._free: list[Any] = []
-        self._ended: list[tuple[Phase | None, Any]] = []
+        self._ended: list[tuple[_Mark, Any]] = []
         self.begin()
 
     def begin(self) -> None:
@@ -123,16 +160,32 @@ class _CudaLaps:
     def end(self, phase: Phase) -> None:
         self._record(phase)
 
+    def stand_still(self) -> None:
+        self._record("stands still")
+
+    def go_on(self) -> None:
+        self._record("goes on")
+
     def total_s(self) -> dict[Phase, float]:
         self._ended[-1][1].synchronize()
-        for (_, begin), (phase, end) in zip(self._ended, self._ended[1:], strict=False):
-            if phase is not None:
-                self._total_s[phase] += begin.elapsed_time(end) / 1000
+        for (_, begin), (mark, end) in zip(self._ended, self._ended[1:], strict=False):
+            self._add(mark, begin.elapsed_time(end) / 1000)
         self._free += [event for _, event in self._ended[:-1]]
         self._ended = self._ended[-1:]
         return dict(self._total_s)
 
-    def _record(self, phase: Phase | None) -> None:
+    def _add(self, mark: _Mark, elapsed_s: float) -> None:
+        if mark == "stands still":
+            self._worked_s += elapsed_s
+        elif mark == "goes on":
+            self._waited_s += elapsed_s
+        else:
+            if mark is not None:
+                self._total_s[mark] += self._worked_s + elapsed_s
+                self._total_s["communication"] += self._waited_s
+            self._worked_s, self._waited_s = 0.0, 0.0
+
+    def _record(self, mark: _Mark) -> None:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._ended.append((phase, event))
+        self._ended.append((mark, event))

@@ -9,7 +9,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 
-from app.metrics.clock import Spent
+from app.metrics.clock import Clock, Spent
 from app.metrics.communication import Communication
 
 
@@ -19,13 +19,17 @@ class Gauges:
     def __init__(
         self,
         accelerator: Accelerator,
-        communication: Communication,
+        model: torch.nn.Module,
         *,
         flops_per_sample: float,
         peak_flops_per_s: float | None,
     ) -> None:
-        """`flops_per_sample` is that of a forward and backward pass; `peak_flops_per_s` is what one device can do, if known."""
-        self._accelerator, self._communication = accelerator, communication
+        """`model` is as `prepare` returned it.
+
+        `flops_per_sample` is that of a forward and backward pass; `peak_flops_per_s` is what one device can do, if known.
+        """
+        self._accelerator, self.clock = accelerator, Clock(accelerator.device)
+        self._communication = Communication(model, self.clock, accelerator.device)
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
         self._process = psutil.Process()
 
@@ -34,20 +38,17 @@ class Gauges:
 
         All ranks call it.
         Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
-        not known is None: communication where the strategy does not tell, utilization where the device's peak is not known.
+        not known is None: communication where there is one process, utilization where the device's peak is not known.
         """
-        exposed_s = self._communication.exposed_s()
-        phases_s = spent.phases_s
-        times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"]]
-        communication_s = math.nan if exposed_s is None else min(exposed_s * steps, phases_s["forward_backward"])
-        own = [spent.training_s, *times_s, communication_s, float(self._memory_bytes())]
+        phases_s = self._communication.set_apart(spent.phases_s, steps=steps)
+        times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"], phases_s["communication"]]
+        own = [spent.training_s, *times_s, float(self._memory_bytes())]
         readings = torch.cat([sums, torch.tensor(own, dtype=torch.float64).to(sums.device)])
         # In plain numbers from here on: each operation on a small tensor takes as long as all of them.
         ranks: list[list[float]] = self._accelerator.gather(readings[None]).tolist()
         *totals, _ = (sum(column) for column in zip(*ranks, strict=True))
         added_up, (training_s, *parts_s) = totals[: len(sums)], totals[len(sums) :]
         data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
-        is_known = not math.isnan(communication)
         samples_per_s = samples / (training_s / len(ranks))
         flops_per_s = samples_per_s * self._flops_per_sample
         peak = self._peak_flops_per_s
@@ -55,8 +56,8 @@ class Gauges:
             "samples_per_s": samples_per_s,
             "samples_per_s_per_device": samples_per_s / len(ranks),
             "data_wait_share": data_wait,
-            "forward_backward_share": forward_backward - (communication if is_known else 0.0),
-            "communication_share": communication if is_known else None,
+            "forward_backward_share": forward_backward,
+            "communication_share": None if math.isnan(communication) else communication,
             "optimizer_share": optimizer,
             "flops_per_s": flops_per_s,
             "mfu": None if peak is None else flops_per_s / (peak * len(ranks)),

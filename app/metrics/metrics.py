@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from app import ledger, run_folder
 from app.errors import TrainingError
-from app.metrics.clock import NOTHING, Clock
+from app.metrics.clock import NOTHING
 from app.metrics.fed import Fed
 from app.metrics.gauges import Gauges
 from app.metrics.losses import Losses
@@ -44,7 +44,7 @@ class Metrics:
         log: LogRecipe,
         first_step: int = 0,
     ) -> None:
-        self.clock = Clock(accelerator.device)
+        self.clock = gauges.clock
         self._gauges, self.trackers = gauges, trackers
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""

@@ -198,7 +198,7 @@ def _split(run: PastRun) -> Split | None:
         return None
     columns = zip(*(seconds for _, seconds in stretches), strict=True)
     sums: dict[str, float | None] = {name: sum(column) for name, column in zip(time_split.PARTS, columns, strict=True)}
-    if all(line.get("communication_share") is None for line in run.metrics):  # as of one process, and under ZeRO
+    if all(line.get("communication_share") is None for line in run.metrics):  # as of one process
         sums["communication"] = None
     shares = tables.parts_of(sums)
     told = ", ".join(f"{bar.name} {' '.join(bar.values)}" for bar in shares)

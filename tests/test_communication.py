@@ -1,0 +1,110 @@
+"""What metrics say of the ranks' waiting for each other, beside what a profile of the same steps finds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+from processes import Started, accelerate, read_lines
+
+from app.metrics.clock import Clock
+from app.metrics.communication import _replace
+from app.profiling.rank_file import RankFile, path_of
+
+STEPS, FIRST = 10, 6
+SLOW_S = 0.1
+RUN = ("--recipe", "digits", "--trackers", "none", f"train.steps={STEPS}", f"log.every_steps={STEPS + 1 - FIRST}")
+
+
+def busy(seconds: float) -> None:
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        pass
+
+
+def test_a_wait_is_in_no_other_phase_and_in_none_in_a_pause() -> None:
+    began_s, clock = time.perf_counter(), Clock(torch.device("cpu"))
+    busy(0.01)
+    assert clock.stand_still()
+    busy(0.03)
+    clock.go_on()
+    clock.lap("optimizer")
+    elapsed_s = time.perf_counter() - began_s
+    with clock.paused():
+        assert not clock.stand_still()
+        busy(0.02)
+    clock.lap("optimizer")
+    phases_s = clock.spent().phases_s
+    assert phases_s["optimizer"] >= 0.01
+    assert phases_s["communication"] >= 0.03
+    assert phases_s["optimizer"] + phases_s["communication"] <= elapsed_s + 0.02, "the pause is in one of them"
+
+
+class Waiting:
+    def wait(self, seconds: float) -> str:
+        """Take so long."""
+        busy(seconds)
+        return "done"
+
+
+def test_a_later_clock_is_told_instead_of_an_earlier_one() -> None:
+    clocks = [Clock(torch.device("cpu")) for _ in range(2)]
+    for clock in clocks:
+        _replace(Waiting, "wait", clock)
+    assert Waiting().wait(0.01) == "done"
+    for clock in clocks:
+        clock.lap("other")
+    assert [clock.spent().phases_s["communication"] >= 0.01 for clock in clocks] == [False, True]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
+def test_metrics_and_profile_tell_the_same_of_a_slow_rank(preset: str, tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1 in about half of each step; both take note, in ways of their own."""
+    script = str(processes.SCRIPTS / "slow_rank.py")
+    arguments = ("--run-dir", str(tmp_path), *RUN, f"profile.steps={FIRST}:{STEPS}")
+    processes.run(preset, 2, script, "1", str(SLOW_S), *arguments).check()
+    parts_us = [RankFile(path_of(tmp_path / "profile", rank)).header.parts_us for rank in range(2)]
+    profiled = sum(parts["communication"] for parts in parts_us) / sum(sum(parts.values()) for parts in parts_us)
+    line = read_lines(tmp_path / "metrics.jsonl")[-1]
+    assert line["step"] == STEPS
+    assert line["communication_share"] == pytest.approx(profiled, abs=0.1)
+    assert line["communication_share"] > 0.3
+    named = ("data_wait_share", "forward_backward_share", "optimizer_share", "communication_share")
+    assert sum(line[name] for name in named) <= 1.0
+
+
+@pytest.mark.multiproc
+def test_a_compiled_model_tells_it_too_and_learns_the_same(tmp_path: Path) -> None:
+    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
+    processes.train("multi_gpu", plain, *RUN, processes=2).check()
+    target = ("-m", "app.train", "--run-dir", str(compiled), *RUN)
+    output = Started(accelerate("multi_gpu", "--dynamo_backend", "inductor", target=target, processes=2)).wait().check().output
+    assert "uncompiled" not in output
+    lines, plain_lines = (read_lines(run_dir / "metrics.jsonl") for run_dir in (compiled, plain))
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in plain_lines], rel=1e-5)
+    assert lines[-1]["communication_share"] is not None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_training_stream_waits_not_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collective does to the streams of a GPU, by streams alone: one process has nobody to wait for."""
+    device = torch.device("cuda")
+    clock, training, other = Clock(device), torch.cuda.current_stream(), torch.cuda.Stream()
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", torch.cuda.Stream.wait_event)  # put back after the test
+    _replace(torch.cuda.Stream, "wait_event", clock, lambda stream, *_: bool(stream == training))
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    other.wait_stream(training)
+    with torch.cuda.stream(other):
+        began.record()
+        torch.cuda._sleep(100_000_000)  # cycles: some 0.05 s
+        ended.record()
+    training.wait_stream(other)
+    clock.lap("forward_backward")
+    phases_s = clock.spent().phases_s
+    slept_s = began.elapsed_time(ended) / 1000
+    assert phases_s["communication"] == pytest.approx(slept_s, rel=0.2)
+    assert phases_s["forward_backward"] < 0.2 * slept_s
