@@ -55,8 +55,12 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
+    if runtime.device.type == "cpu" and runtime.launched.strategy != "ddp" and runtime.launched.mixed_precision != "no":
+        models.normalize_in_float(model)
     if recipe.model.takes_channels_last:
-        models.order_single_channels(model)
+        models.take_channels_last(model)
+        if runtime.launched.strategy == "ddp":
+            models.order_small_kernels(model)
     return model
 
 

@@ -107,7 +107,8 @@ class ModelRecipe:
     """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
     channels_last: bool | None = None
     """Keep images in channels-last memory order, which convolutions and what follows them then follow: on CPU max-pooling
-    takes a fifth of its time so, and the tensor cores of GPUs work in it. None: for the convnet alone."""
+    takes a fifth of its time so, and the tensor cores of GPUs work in it. Weights follow where they are in half precision.
+    None: for the convnet alone."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
 

@@ -7,6 +7,7 @@ import torchvision
 from accelerate import init_empty_weights
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app import models
 from app.errors import RecipeError
@@ -182,14 +183,51 @@ def test_vit_wants_squares():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_gradients_of_channels_last_images_have_the_strides_of_the_weights(channels):
-    model = models.build(ModelRecipe(), channels=channels, image_size=(8, 8), num_classes=10)
-    models.order_single_channels(model)
+@pytest.mark.parametrize("name", ["convnet", "resnet50"])
+def test_gradients_of_channels_last_images_have_the_strides_of_the_weights(name, channels):
+    model = models.build(ModelRecipe(name=name), channels=channels, image_size=(8, 8), num_classes=10)
+    models.order_small_kernels(model)
     images = torch.zeros(2, channels, 8, 8, dtype=torch.uint8).to(torch.float32, memory_format=torch.channels_last)
     model(images).sum().backward()
     for parameter in model.parameters():
         assert parameter.is_contiguous()
         assert parameter.grad.stride() == parameter.stride()
+
+
+class KernelsSeen(TorchDispatchMode):
+    """Keeps the type of the kernels that convolutions are given, and whether they are in channels_last order."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.convolution.default:
+            kernels = args[1]
+            self.seen.append((kernels.dtype, kernels.is_contiguous(memory_format=torch.channels_last)))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["convnet", "resnet18", "mobilenet_v3_small"])
+def test_the_kernels_that_autocast_makes_are_in_channels_last_order(name):
+    torch.manual_seed(0)
+    model = models.build(ModelRecipe(name=name), channels=3, image_size=(32, 32), num_classes=10).eval()
+    images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(images)
+    models.take_channels_last(model)
+    with KernelsSeen() as kernels, torch.autocast("cpu", torch.bfloat16):
+        logits = model(images)
+    assert kernels.seen
+    assert set(kernels.seen) == {(torch.bfloat16, True)}
+    assert torch.allclose(logits, expected, rtol=0.05, atol=0.02)
+    logits.sum().backward()
+    for parameter in model.parameters():
+        assert (parameter.is_contiguous(), parameter.grad.is_contiguous(), parameter.grad.dtype) == (True, True, torch.float32)
+    with KernelsSeen() as kernels:
+        model(images)
+    assert {dtype for dtype, _ in kernels.seen} == {torch.float32}
+    assert (torch.float32, False) in kernels.seen, "float32 kernels are left as they are"
 
 
 @pytest.mark.parametrize(

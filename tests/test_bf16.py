@@ -1,0 +1,35 @@
+"""bf16 on a machine without a GPU: a network with batch normalisation and kernels of one pixel, under every kind of preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import Started, accelerate, read, read_lines
+
+RUN = ("--recipe", "digits", "--trackers", "none", "model.name=resnet18", "train.steps=6", "log.every_steps=1")
+PRESETS = ["multi_gpu", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"]
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained("cpu", tmp_path_factory.mktemp("bf16") / "single", "model.channels_last=true", processes=None)
+
+
+def trained(preset: str, run_dir: Path, *arguments: str, processes: int | None = 2) -> Path:
+    target = ("-m", "app.train", "--run-dir", str(run_dir), *RUN, *arguments)
+    output = Started(accelerate(preset, "--mixed_precision", "bf16", target=target, processes=processes)).wait().check().output
+    assert "strides" not in output, "DDP warns of gradients in another order than the weights"
+    return run_dir
+
+
+@pytest.mark.parametrize(("preset", "order"), [*((preset, "true") for preset in PRESETS), ("fsdp2", "false")])
+def test_a_resnet_learns_in_bf16(single: Path, preset: str, order: str, tmp_path: Path) -> None:
+    lines = read_lines(trained(preset, tmp_path, f"model.channels_last={order}") / "metrics.jsonl")
+    expected = read_lines(single / "metrics.jsonl")
+    # Batch norms see half the batch on each of two processes, and bf16 keeps 8 bits.
+    assert lines[0]["loss"] == pytest.approx(expected[0]["loss"], rel=0.1)
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert read(tmp_path / "result.json")["test_loss"] > 0
