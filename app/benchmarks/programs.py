@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from app import cores
+from app.benchmarks.figures import LINEAR
 from app.benchmarks.work import Work
 from app.data.loader import num_workers
 
@@ -96,7 +97,7 @@ def _photographs(work: Work, device: torch.device) -> Iterator[tuple[torch.Tenso
 
 
 def samerun(work: Work) -> None:
-    """Train as `app.train` does, by its parts: all it starts is started, only the model is given."""
+    """Train as `app.train` does, by its parts: all it starts is started. No recipe has the linear model, which is given."""
     # Imported here: the others are not to pay for it.
     from app import ending, opening, session
     from app.batching import BatchPlan
@@ -108,7 +109,9 @@ def samerun(work: Work) -> None:
     launched, recipe = read(os.environ), work.loaded.recipe
     runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size), clip_norm=recipe.optim.clip_norm)
     data = work.data
-    parts = dataclasses.replace(session.agree(runtime, work.loaded, data), model=work.uncounted_model())
+    parts = session.agree(runtime, work.loaded, data)
+    if work.task.model == LINEAR:
+        parts = dataclasses.replace(parts, model=work.uncounted_model())
     place = runtime.from_main(tempfile.mkdtemp(prefix="run-", dir=work.task.folder))
     opened = opening.open_run_folder(runtime, work.loaded, place, trackers="none", origin=None, may_exist=False)
     training = session.prepare(runtime, work.loaded, data, parts, opened, None)
