@@ -66,7 +66,7 @@ class Clock:
     def stand_still(self) -> bool:
         """Note that the process waits for the others from here on; false, and nothing is noted, in a pause.
 
-        On a GPU it is the current stream that waits.
+        On a GPU it is the stream that it was on when the clock was made.
         """
         if not self._is_paused:
             self._laps.stand_still()
@@ -149,7 +149,7 @@ class _CudaLaps:
         self._total_s = dict.fromkeys(_PHASES, 0.0)
         self._worked_s, self._waited_s = 0.0, 0.0
         """Of the lap that has not ended."""
-        self._device = device
+        self._stream = torch.cuda.current_stream(device)
         self._free: list[Any] = []
         self._ended: list[tuple[_Mark, Any]] = []
         self.begin()
@@ -187,5 +187,5 @@ class _CudaLaps:
 
     def _record(self, mark: _Mark) -> None:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._stream)
         self._ended.append((mark, event))
