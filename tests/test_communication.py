@@ -36,11 +36,13 @@ def test_a_wait_is_in_no_other_phase_and_in_none_in_a_pause() -> None:
     with clock.paused():
         assert not clock.stand_still()
         busy(0.02)
+        paused_until_s = time.perf_counter()
     clock.lap("optimizer")
+    elapsed_s += time.perf_counter() - paused_until_s
     phases_s = clock.spent().phases_s
     assert phases_s["optimizer"] >= 0.01
     assert phases_s["communication"] >= 0.03
-    assert phases_s["optimizer"] + phases_s["communication"] <= elapsed_s + 0.02, "the pause is in one of them"
+    assert phases_s["optimizer"] + phases_s["communication"] <= elapsed_s, "the pause is in one of them"
 
 
 class Waiting:
