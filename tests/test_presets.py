@@ -285,7 +285,11 @@ def test_the_keys_called_ignored_are_those_that_accelerate_ignores():
 
 # For real ------------------------------------------------------------------------------------------------------------------
 
-SHOW = "import os; print('world', *(os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'ACCELERATE_MIXED_PRECISION')))"
+# In one system call, which a pipe does not divide; unbuffered, as launchers start it, print makes one of each word.
+SHOW = """import os
+words = ("world", *(str(os.environ.get(name)) for name in ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")))
+os.write(1, f"{' '.join(words)}\\n".encode())
+"""
 
 
 @pytest.mark.multiproc
