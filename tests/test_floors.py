@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parent.parent
 FLOORS: list[list[tuple[str, ...]]] = [
     [("app.errors",)],
     [
-        ("app.recipe", "app.recipe_keys", "app.recipe_file", "app.batching"),
+        ("app.recipe", "app.recipe_checks", "app.recipe_keys", "app.recipe_file", "app.batching"),
         ("app.topology",),
         ("app.cores",),
         ("app.options",),
