@@ -310,8 +310,8 @@ def test_jpeg_files_are_the_same_pixels_with_and_without_torchcodec(
     file = tmp_path / "picture.jpg"
     small.resize((83, 59), Image.Resampling.BICUBIC).convert(mode).save(file, "JPEG", **options)
     asked = []
-    decoder = jpeg._decoder()
-    monkeypatch.setattr(jpeg, "_decoder", lambda: lambda *args, **keys: asked.append(1) or decoder(*args, **keys))
+    decoder = jpeg.decoder()
+    monkeypatch.setattr(jpeg, "decoder", lambda: lambda *args, **keys: asked.append(1) or decoder(*args, **keys))
     for channels in (3, 1) if mode == "L" else (3,):
         sooner = decode(io.BytesIO(file.read_bytes()), channels=channels, name="x")
         assert torch.equal(decode(file, channels=channels, name="x"), sooner)

@@ -1,9 +1,10 @@
 """ResNet-50 on one GPU, beside a hand-written loop: `python -m app.benchmarks.gpu [--out FILE]`, one call for the whole table.
 
 Both train in bf16 with channels_last and the fused AdamW, compiled and not, on synthetic images, on photographs (JPEG, random
-crops and flips, decoded by worker processes), and on these photographs packed, as `samerun data pack --max-side` shrinks them
-once; each in a process of its own, in rounds in which both take turns. On synthetic images the hand-written loop has one batch
-on the device and needs no feed at all, while Samerun looks its batches up in memory, copies and normalises them.
+crops and flips, decoded by worker processes; `nvjpeg`: the same, but Samerun decodes them on the GPU), and on these photographs
+packed, as `samerun data pack --max-side` shrinks them once; each in a process of its own, in rounds in which both take turns.
+On synthetic images the hand-written loop has one batch on the device and needs no feed at all, while Samerun looks its batches
+up in memory, copies and normalises them.
 
 MFU, model FLOP/s utilization, is the arithmetic of the model's products over what the maker claims that the device can do
 (`app/flops.py`); where that is not known the column says so. Times are wall-clock, when the device has done all it was given.
@@ -30,7 +31,7 @@ from app.options import positive
 
 _HAND, _OURS = "hand-written", "samerun"
 _PROGRAMS = {_HAND: "hand-written on a device", _OURS: "samerun"}
-_IMAGES = ("synthetic", "photographs", "packed")
+_IMAGES = ("synthetic", "photographs", "nvjpeg", "packed")
 _CLASSES = 10
 _PHOTOGRAPH = (500, 375)  # pixels: about the mean of ImageNet's
 _DRY_RUN = {"model": "resnet18", "image_size": 32, "batch": 8, "steps": 2, "rounds": 2, "photographs": 32, "compile": ["off"]}
@@ -51,12 +52,14 @@ def main(argv: list[str]) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="samerun-gpu-") as name:
         folder = Path(name)
-        for images in options.images:
-            (folder / images).mkdir()
-        if {"photographs", "packed"} & set(options.images):
-            _write_photographs(folder / "photographs", options.photographs)
+        photographs = folder / "photographs"
+        if set(options.images) != {"synthetic"}:
+            _write_photographs(photographs, options.photographs)
+        if "nvjpeg" in options.images:
+            (folder / "nvjpeg").symlink_to(photographs)
         if "packed" in options.images:
-            _pack(folder / "photographs", folder / "packed", shorter_side=options.image_size * 8 // 7)
+            _pack(photographs, folder / "packed", shorter_side=options.image_size * 8 // 7)
+        (folder / "synthetic").mkdir()
         for images, compiled in itertools.product(options.images, options.compile):
             lines += _measure(images, compiled == "on", folder / images, options)
     lines += [
@@ -82,7 +85,7 @@ def _measure(images: str, compiled: bool, folder: Path, options: argparse.Namesp
         contestants = {}
         for name, program in _PROGRAMS.items():
             task = {"program": program, "compiled": compiled, **_task(images, folder, options)}
-            log = folder / f"{name}.log"
+            log = folder.parent / f"{images} {name}.log"
             started = turns.start(name, task, threads=options.threads, log=log, variables=variables)
             contestants[name] = stack.enter_context(started)
         for contestant in contestants.values():
@@ -108,6 +111,7 @@ def _task(images: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         f"data.image_size={options.image_size}",
         f"data.resize_size={options.image_size}",
         f"data.path={folder}",
+        f"data.jpeg_decoder={'nvjpeg' if images == 'nvjpeg' else 'libjpeg'}",
         "model.channels_last=true",
     ]
     return {
@@ -137,7 +141,6 @@ def _write_photographs(folder: Path, count: int) -> None:
 
 def _pack(photographs: Path, packed: Path, *, shorter_side: int) -> None:
     """Shrink them by `samerun data pack`. Raises CalledProcessError if that fails."""
-    packed.rmdir()
     command = [sys.executable, "-m", "launch.cli", "data", "pack", str(photographs), "--to", "imagefolder"]
     subprocess.run([*command, "--out", str(packed), "--max-side", str(shorter_side)], check=True, stdout=subprocess.DEVNULL)
 

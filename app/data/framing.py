@@ -92,5 +92,8 @@ def resize(pictures: Tensor, size: tuple[int, int]) -> Tensor:
     if tuple(pictures.shape[-2:]) == size:
         return pictures
     flat = pictures.reshape(-1, *pictures.shape[-3:])
-    resized = F.interpolate(flat, size=size, mode="bilinear", antialias=True)
+    numbers = flat if flat.device.type == "cpu" else flat.float()  # no other device resizes whole numbers (torch 2.15)
+    resized = F.interpolate(numbers, size=size, mode="bilinear", antialias=True)
+    if resized.dtype != pictures.dtype:
+        resized = resized.round_().clamp_(0, 255).to(pictures.dtype)
     return resized.reshape(*pictures.shape[:-2], *size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
@@ -30,14 +31,25 @@ def decoded(picture: Image.Image, content: bytes, *, channels: int) -> Tensor | 
     Raises:
         DataError: torchcodec is installed and cannot be loaded.
     """
-    kinds = ("L",) if channels == 1 else ("L", "RGB")
-    # torchcodec fills with gray what is missing of a file that was cut, where Pillow refuses it.
-    if picture.format != "JPEG" or picture.mode not in kinds or not content.endswith(_END) or not is_installed():
+    if not (is_plain(picture, content, channels=channels) and is_installed()):
         return None
     try:
-        return _decoder()(content, mode="GRAY" if channels == 1 else "RGB")
+        pixels: Tensor = decoder()(content, mode=mode_of(channels))
     except RuntimeError:  # damaged inside: Pillow says how, or decodes what can be
         return None
+    return pixels
+
+
+def is_plain(picture: Image.Image, content: bytes, *, channels: int) -> bool:
+    """Return whether a file is a whole JPEG, gray or in colour as `channels` has it; the arguments are those of `decoded`."""
+    kinds = ("L",) if channels == 1 else ("L", "RGB")
+    # torchcodec fills with gray what is missing of a file that was cut, where Pillow refuses it.
+    return picture.format == "JPEG" and picture.mode in kinds and content.endswith(_END)
+
+
+def mode_of(channels: int) -> str:
+    """Return torchcodec's name for pixels of so many channels."""
+    return "GRAY" if channels == 1 else "RGB"
 
 
 @functools.cache
@@ -47,7 +59,8 @@ def is_installed() -> bool:
 
 
 @functools.cache
-def _decoder() -> Callable[..., Tensor]:
+def decoder() -> Callable[..., Any]:
+    """Return torchcodec's `decode_jpeg`. Raises DataError if it cannot be loaded."""
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
@@ -55,5 +68,5 @@ def _decoder() -> Callable[..., Tensor]:
             f"torchcodec is installed and cannot be loaded ({str(error).strip().splitlines()[0]}); install the version that is "
             "made for this torch, or uninstall it"
         ) from error
-    decode: Callable[..., Tensor] = decode_jpeg
+    decode: Callable[..., Any] = decode_jpeg
     return decode

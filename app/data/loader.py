@@ -16,15 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app import cores
+from app.data.nvjpeg import Stored, StoredSource
 from app.data.source import Source
 from app.errors import DataError
 
 Batch = dict[str, torch.Tensor]
 _TOGETHER_BYTES = 2 << 20
 """Pictures that are looked up in one go: enough to forget what one look-up costs, few enough that nobody waits for it."""
+_GPU_DECODES = "; a GPU decodes JPEG files too, to other pixels (data.jpeg_decoder=nvjpeg)"
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,16 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, numbers: Any) -> Batch | Failure:
-        """Return the batch of the given sample numbers (list or array of int64 [B])."""
+    def __getitems__(self, numbers: Any) -> dict[str, Any] | Failure:
+        """Return the batch of the given sample numbers (list or array of int64 [B]); its `images` may be `Stored`."""
         samples = np.asarray(numbers, dtype=np.int64)
         indices = samples % len(self.source)  # of padding, the last one
+        images: Tensor | Stored
         try:
-            images, labels = self.source.fetch(indices, samples)
+            if isinstance(self.source, StoredSource):
+                images, labels = self.source.fetch_stored(indices.tolist(), samples.tolist())
+            else:
+                images, labels = self.source.fetch(indices, samples)
         except DataError as error:
             return Failure(str(error))
         return {"images": images, "labels": labels, "samples": torch.from_numpy(samples)}
@@ -128,7 +135,7 @@ def remedy(source: Source, *, local_world_size: int, device: torch.device) -> st
     return (
         f"pictures are read and decoded by {count}, as many as this job's cores allow; give it more cores (--cpus-per-task), "
         "make the pictures smaller once (samerun data pack --max-side), or have them copied to a disk of this machine "
-        "(data.stage_to)"
+        f"(data.stage_to){_GPU_DECODES if device.type == 'cuda' and not isinstance(source, StoredSource) else ''}"
     )
 
 

@@ -15,6 +15,7 @@ from app.data.hdf5 import open_hdf5
 from app.data.hub import download_hub, open_hub
 from app.data.idx import download_idx, open_idx
 from app.data.lmdb_file import open_lmdb
+from app.data.nvjpeg import as_stored
 from app.data.source import DOWNLOADS, Source, first_line
 from app.data.stage import located, staged
 from app.data.tar_shards import open_tar_shards
@@ -70,7 +71,10 @@ def open_data(recipe: Recipe) -> Data:
 
 def open_staged(recipe: Recipe) -> Data:
     """Return both splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
-    return Data(*map(decoded_once, OPEN[recipe.data.source](recipe)))
+    opened = OPEN[recipe.data.source](recipe)
+    if recipe.data.jpeg_decoder == "nvjpeg":
+        return Data(*(as_stored(source, where=f"data.source={recipe.data.source}") for source in opened))
+    return Data(*map(decoded_once, opened))
 
 
 def open_stored(recipe: Recipe) -> Data:
@@ -83,7 +87,8 @@ def open_stored(recipe: Recipe) -> Data:
     needs_size = data.source in ("imagefolder", "fakedata")  # the first for its batches, which nobody asks for here
     size = (data.image_size or 1) if needs_size else None
     augment = replace(recipe.augment, resized_crop_min_area=None)
-    stored = replace(recipe, data=replace(data, image_size=size, resize_size=None), augment=augment)
+    as_they_are = replace(data, image_size=size, resize_size=None, jpeg_decoder="libjpeg")
+    stored = replace(recipe, data=as_they_are, augment=augment)
     return Data(*OPEN[data.source](stored))
 
 

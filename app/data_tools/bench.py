@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,12 @@ class Costs:
 def measure(recipe: Recipe, *, seconds: float) -> Costs:
     """Return the costs of a recipe's training pictures, each part measured for about `seconds` with one thread.
 
+    Those of decoding are libjpeg's: with nvJPEG the cores only read.
+
     Raises:
         DataError, RecipeError: The data cannot be opened or read.
     """
-    source, _ = open_data(recipe)
+    source, _ = open_data(replace(recipe, data=replace(recipe.data, jpeg_decoder="libjpeg")))
     if len(source) < BATCH:
         raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")
     with _one_thread():
