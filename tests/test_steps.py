@@ -11,7 +11,9 @@ import torch
 from accelerate import Accelerator
 from processes import SCRIPTS, read_lines, run, train
 
+from app import optim
 from app.average import WeightAverage
+from app.recipe import OptimRecipe
 from app.steps import Step, Steps
 
 BAD_STEP, STEPS = 3, 6  # the first is that of scripts/bad_batch.py
@@ -52,6 +54,32 @@ def test_too_many_in_a_row_end_the_run_with_the_step_the_samples_and_the_checkpo
     assert f"TrainingError: the last 3 steps up to step {skipped[-1]} were skipped" in finished.output
     assert "the last batch has the samples " in finished.output
     assert f"The latest checkpoint is {tmp_path}/run/checkpoints/step-{skipped[-2]:08d}" in finished.output
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_steps_are_torchs_own(kind: str, accumulation: int) -> None:
+    """To the last bit, although what torch wraps around them is left out."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    ours, theirs = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer))
+    recipe = OptimRecipe(name=kind, lr=0.1, weight_decay=0.1)
+    model, optimizer = accelerator.prepare(ours, optim.build(recipe, ours))
+    steps, plain = Steps(accelerator, model, optimizer, clip_norm=None), optim.build(recipe, theirs)
+    for rate in (0.1, 0.05, 0.2):
+        optim.set_learning_rate(optimizer, rate)
+        optim.set_learning_rate(plain, rate)
+        for inputs in torch.randn(accumulation, 5, 4):
+            with steps.micro_batch():
+                steps.backward(model(inputs).square().mean())
+            (theirs(inputs).square().mean() / accumulation).backward()
+        assert steps.take().skipped is False
+        plain.step()
+        plain.zero_grad()
+        assert ours.weight.grad is None
+        assert torch.equal(ours.weight, theirs.weight)
+        assert torch.equal(ours.bias, theirs.bias)
+    assert ours.weight.requires_grad
 
 
 def test_the_verdict_may_be_left_to_the_fused_optimizer() -> None:
