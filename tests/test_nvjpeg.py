@@ -110,8 +110,8 @@ def test_files_that_are_stored_as_rgb_are_left_to_the_cpu() -> None:
     marked = file.getvalue()
     if b"Adobe" not in marked:  # what Pillow writes has no such mark, by which others say so
         marked = marked[:2] + b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00" + marked[2:]
-    assert not nvjpeg._is_plain(marked, 3)
-    assert nvjpeg._is_plain(jpeg_of(picture(0)), 3)
+    assert not nvjpeg._is_for_nvjpeg(marked, 3)
+    assert nvjpeg._is_for_nvjpeg(jpeg_of(picture(0)), 3)
 
 
 def jpeg_of(image: Image.Image, **options: int) -> bytes:

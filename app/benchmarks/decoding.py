@@ -20,9 +20,9 @@ from PIL import Image
 from torch import Tensor
 
 from app.data import jpeg
-from app.data.draws import SampleDraws
-from app.data.framing import Framing, crop_box, resize
+from app.data.framing import Framing
 from app.data.pictures import decode
+from app.data.reduced import reduced
 
 SIDE, MIN_AREA = 224, 0.08
 SIZES = ((500, 375), (2992, 2244))
@@ -39,7 +39,7 @@ def main() -> int:
         "Pillow": with_pillow,
         **({"torchcodec": ours} if jpeg.is_installed() else {}),
         "torchvision.io.decode_jpeg": with_torchvision,
-        "Pillow, reduced": reduced,
+        "reduced": when_reduced,
     }
     for width, height in SIZES:
         files = [photograph(width, height, seed) for seed in range(_FILES)]
@@ -100,18 +100,10 @@ def with_torchvision(file: bytes, sample: int) -> Tensor:
     return Framing(image_size=SIDE, min_area=MIN_AREA).random(picture, sample)
 
 
-def reduced(file: bytes, sample: int) -> Tensor:
-    """Decoded at 1/2, 1/4 or 1/8, where the crop still has SIDE pixels each way then: other pixels, made of the file alone."""
-    with Image.open(io.BytesIO(file)) as picture:
-        width, height = picture.size
-        box = crop_box(height, width, SampleDraws(0, sample), min_area=MIN_AREA)
-        scale = max(scale for scale in (1, 2, 4, 8) if min(box[2:]) >= scale * SIDE or scale == 1)
-        picture.draft("RGB", (-(-width // scale), -(-height // scale)))
-        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-    rows, columns = pixels.shape[1] / height, pixels.shape[2] / width
-    top, left = round(box[0] * rows), round(box[1] * columns)
-    box_height, box_width = max(1, round(box[2] * rows)), max(1, round(box[3] * columns))
-    return resize(pixels[:, top : top + box_height, left : left + box_width], (SIDE, SIDE))
+def when_reduced(file: bytes, sample: int) -> Tensor:
+    """As training does with data.jpeg_decoder=reduced."""
+    image = reduced(file, Framing(image_size=SIDE, min_area=MIN_AREA), sample, channels=3)
+    return ours(file, sample) if image is None else image
 
 
 if __name__ == "__main__":

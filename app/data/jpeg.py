@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,15 @@ def is_plain(picture: Image.Image, content: bytes, *, channels: int) -> bool:
     kinds = ("L",) if channels == 1 else ("L", "RGB")
     # torchcodec fills with gray what is missing of a file that was cut, where Pillow refuses it.
     return picture.format == "JPEG" and picture.mode in kinds and content.endswith(_END)
+
+
+def header_of(content: bytes, *, channels: int) -> Image.Image | None:
+    """Return what Pillow reads of the header of a file if it `is_plain`; nothing is decoded yet."""
+    try:
+        picture = Image.open(io.BytesIO(content))
+    except Exception:  # each of Pillow's formats has its own; whoever decodes it then says what is wrong
+        return None
+    return picture if is_plain(picture, content, channels=channels) else None
 
 
 def mode_of(channels: int) -> str:

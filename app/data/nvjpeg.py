@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from app.data import jpeg
 from app.data.framing import Framing
 from app.data.pictures import PictureSource, decode
-from app.data.source import Source, first_line
+from app.data.source import first_line
 from app.errors import RecipeError
 from app.recipe import Recipe
 
@@ -81,7 +81,7 @@ class StoredSource(PictureSource):
         images: list[tuple[int, Tensor]] = []
         for row, index in enumerate(indices):
             content = self.read.file(index)
-            if content is not None and _is_plain(content, self.channels):
+            if content is not None and _is_for_nvjpeg(content, self.channels):
                 files.append((row, content))
             else:
                 ((picture, _),) = self.read([index])
@@ -97,18 +97,6 @@ class StoredSource(PictureSource):
             framing=self.framing,
         )
         return stored, torch.from_numpy(labels[list(indices)]).long()
-
-
-def as_stored(source: Source, *, where: str) -> Source:
-    """Return a source of picture files as one that leaves its JPEG files to the device.
-
-    Raises RecipeError if it holds pixels; `where` says what it was opened from.
-    """
-    if not isinstance(source, PictureSource) or source.read.file(0) is None:
-        raise RecipeError(
-            f"data.jpeg_decoder is nvjpeg, and {where} holds pixels, not files: leave it out, since there is nothing to decode"
-        )
-    return StoredSource(**{field.name: getattr(source, field.name) for field in fields(source)})
 
 
 def check(recipe: Recipe, device: torch.device) -> None:
@@ -138,13 +126,9 @@ def check(recipe: Recipe, device: torch.device) -> None:
         ) from error
 
 
-def _is_plain(content: bytes, channels: int) -> bool:
-    try:
-        with Image.open(io.BytesIO(content)) as picture:
-            is_rgb = picture.info.get("adobe_transform") == 0  # stored as RGB, which libjpeg sees by this mark
-            return jpeg.is_plain(picture, content, channels=channels) and not (is_rgb and picture.mode == "RGB")
-    except Exception:  # each of Pillow's formats has its own; whoever decodes it then says what is wrong
-        return False
+def _is_for_nvjpeg(content: bytes, channels: int) -> bool:
+    header = jpeg.header_of(content, channels=channels)
+    return header is not None and not (header.mode == "RGB" and header.info.get("adobe_transform") == 0)  # stored as RGB
 
 
 def _decoded(files: Sequence[Tensor], names: Sequence[str], *, channels: int, device: torch.device) -> list[Tensor]:

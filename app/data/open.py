@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,14 +15,16 @@ from app.data.hdf5 import open_hdf5
 from app.data.hub import download_hub, open_hub
 from app.data.idx import download_idx, open_idx
 from app.data.lmdb_file import open_lmdb
-from app.data.nvjpeg import as_stored
+from app.data.nvjpeg import StoredSource
+from app.data.pictures import PictureSource
+from app.data.reduced import ReducedSource
 from app.data.source import DOWNLOADS, Source, first_line
 from app.data.stage import located, staged
 from app.data.tar_shards import open_tar_shards
 from app.data.tfrecords import open_tfrecords
 from app.data.turns import alone
-from app.errors import DataError
-from app.recipe import Recipe
+from app.errors import DataError, RecipeError
+from app.recipe import DataRecipe, Recipe
 
 OPEN = {
     "digits": open_digits,
@@ -39,6 +41,7 @@ OPEN = {
     "lmdb": open_lmdb,
     "tfrecord": open_tfrecords,
 }
+_DECODED_BY: dict[str, type[PictureSource]] = {"reduced": ReducedSource, "nvjpeg": StoredSource}
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 
 
@@ -71,10 +74,20 @@ def open_data(recipe: Recipe) -> Data:
 
 def open_staged(recipe: Recipe) -> Data:
     """Return both splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
-    opened = OPEN[recipe.data.source](recipe)
-    if recipe.data.jpeg_decoder == "nvjpeg":
-        return Data(*(as_stored(source, where=f"data.source={recipe.data.source}") for source in opened))
+    opened, decoder = OPEN[recipe.data.source](recipe), recipe.data.jpeg_decoder
+    if decoder in _DECODED_BY:
+        return Data(*(_decoded_otherwise(source, recipe.data) for source in opened))
     return Data(*map(decoded_once, opened))
+
+
+def _decoded_otherwise(source: Source, data: DataRecipe) -> Source:
+    """Return a source of picture files as one that decodes JPEG as the recipe says. Raises RecipeError if it holds pixels."""
+    if not isinstance(source, PictureSource) or source.read.file(0) is None:
+        raise RecipeError(
+            f"data.jpeg_decoder is {data.jpeg_decoder}, and data.source={data.source} holds pixels, not files: leave it out, "
+            "since there is nothing to decode"
+        )
+    return _DECODED_BY[data.jpeg_decoder](**{field.name: getattr(source, field.name) for field in fields(source)})
 
 
 def open_stored(recipe: Recipe) -> Data:

@@ -55,12 +55,14 @@ class Costs:
 def measure(recipe: Recipe, *, seconds: float) -> Costs:
     """Return the costs of a recipe's training pictures, each part measured for about `seconds` with one thread.
 
-    Those of decoding are libjpeg's: with nvJPEG the cores only read.
+    With nvJPEG the cores only read: those of decoding are libjpeg's then.
 
     Raises:
         DataError, RecipeError: The data cannot be opened or read.
     """
-    source, _ = open_data(replace(recipe, data=replace(recipe.data, jpeg_decoder="libjpeg")))
+    if recipe.data.jpeg_decoder == "nvjpeg":
+        recipe = replace(recipe, data=replace(recipe.data, jpeg_decoder="libjpeg"))
+    source, _ = open_data(recipe)
     if len(source) < BATCH:
         raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")
     with _one_thread():
@@ -71,6 +73,7 @@ def measure(recipe: Recipe, *, seconds: float) -> Costs:
         read_us = _cpu_us(batches, lambda indices: [reader.file(int(i)) for i in indices]) if with_files else 0.0
         decoded_us = _cpu_us(batches, lambda indices: deque(reader(indices.tolist()), maxlen=0)) if source.decodes else 0.0
         fetched_us = _cpu_us(batches, lambda indices: source.fetch(indices, indices))
+        decoded_us = min(decoded_us, fetched_us)  # with data.jpeg_decoder=reduced less is decoded than the reader does
         fed = {"images": None, "labels": None, "samples": torch.from_numpy(batches[0])}
         fed["images"], fed["labels"] = source.fetch(batches[0], batches[0])
         augment_us = _cpu_us(batches, lambda _: prepare(fed))

@@ -1,0 +1,70 @@
+"""Large photographs decoded at 1/2, 1/4 or 1/8 of their size: data.jpeg_decoder=reduced.
+
+libjpeg leaves out what only finer pixels need, wherever the part that becomes the image has enough without (Pillow's `draft`).
+The pixels are others than those of the whole picture, but a function of the file and the crop alone: the same on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from app.data import jpeg
+from app.data.framing import Framing
+from app.data.pictures import PictureSource
+
+_SCALES = (8, 4, 2)
+"""The pixels of a side of which libjpeg makes one."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReducedSource(PictureSource):
+    """One split of pictures that are decoded no larger than their images need."""
+
+    def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return images and labels, as `Source.fetch` says."""
+        labels = self.read.labels
+        assert labels is not None
+        images = torch.empty(len(indices), self.channels, *self.image_size, dtype=torch.uint8)
+        for row, (index, sample) in enumerate(zip(indices.tolist(), samples.tolist(), strict=True)):
+            content = self.read.file(index)
+            image = None if content is None else reduced(content, self.framing, sample, channels=self.channels)
+            if image is None:
+                ((picture, _),) = self.read([index])
+                image = self.framing.random(picture, sample)
+            images[row] = image
+        return images, torch.from_numpy(labels[indices]).long()
+
+
+def reduced(content: bytes, framing: Framing, sample: int, *, channels: int) -> Tensor | None:
+    """Return the image of a sample, uint8 [channels, H, W], or None if its picture has to be decoded whole.
+
+    Args:
+        content: Of the picture's file.
+        framing: How the picture becomes an image; needs image_size.
+        sample: The sample number.
+        channels: 1 for grayscale, 3 for RGB.
+    """
+    header = jpeg.header_of(content, channels=channels)
+    if header is None:
+        return None
+    assert framing.image_size is not None
+    width, height = header.size
+    top, left, box_height, box_width = framing.box(height, width, sample)
+    scale = next((scale for scale in _SCALES if min(box_height, box_width) >= scale * framing.image_size), None)
+    if scale is None:
+        return None
+    mode = "L" if channels == 1 else "RGB"
+    header.draft(mode, (width // scale, height // scale))
+    try:
+        picture = header if header.mode == mode else header.convert(mode)
+        # Pillow cuts between pixels, too: a whole one is up to 8 of the picture's.
+        box = (left / scale, top / scale, (left + box_width) / scale, (top + box_height) / scale)
+        array = np.array(picture.resize((framing.image_size, framing.image_size), Image.Resampling.BILINEAR, box))
+    except OSError:  # damaged: whoever decodes it whole says how
+        return None
+    return torch.from_numpy(array.reshape(*array.shape[:2], channels)).permute(2, 0, 1)
