@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import statistics
 import sys
 
@@ -48,10 +49,18 @@ def test_a_small_bench_gives_a_whole_report(tmp_path):
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-def test_starts_and_whole_commands_are_measured(tmp_path):
-    small = ["--recipe", "digits", "--models", "linear", "--threads", "1", "--processes", "1", "--peers", "none"]
+def test_starts_and_whole_commands_are_measured_without_a_peer_that_fails(tmp_path):
+    broken = tmp_path / "broken"
+    (broken / "timm").mkdir(parents=True)
+    (broken / "timm" / "__init__.py").write_text("raise ImportError('made for another torch')\n")
+    (broken / "timm-1.0.dist-info").mkdir()
+    (broken / "timm-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: timm\nVersion: 1.0\n")
+    environment = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(broken), os.environ.get("PYTHONPATH", "")])}
+    small = ["--recipe", "digits", "--models", "convnet", "--threads", "1", "--processes", "1", "--peers", "timm"]
     measured = ["--rounds", "1", "--window", "0.01", "--starts", "2", "--epoch", "--out", str(tmp_path)]
-    output = Started([sys.executable, "-m", "launch.cli", "bench", *small, *measured], env=ONE_THREAD).wait().check().output
+    output = Started([sys.executable, "-m", "launch.cli", "bench", *small, *measured], env=environment).wait().check().output
+    assert "left out: timm failed before all of it was measured" in output
+    assert "made for another torch" in output
     assert "to the first step" in output
     whole = read(tmp_path / "bench.json")["whole_runs"]
     starts, epochs = whole["first_step_cpu_s_of_starts"], whole["epoch_cpu_s"]

@@ -78,17 +78,20 @@ def main(argv: list[str]) -> int:
     entries = _entries(options, console)
     rows: list[Row] = []
     found: list[Result] = []
+    failed: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="samerun-bench-") as place:
         work, batch = _common(options, Path(place))
         for group in _groups(options):
             # Several processes have a hand-written loop of their own; a matrix trains faster than any peer's feed goes.
             only_ours = group.processes > 1 or group.model == LINEAR
             mine = [entry for entry in entries if _has_no_peer(entry)] if only_ours else entries
-            rows += _compete(group, mine, work, options, console)
+            measured = _compete(group, mine, work, options, console)
+            failed |= {entry.name for entry in mine} - {row.program for row in measured}
+            rows += measured
             found = results(rows)
             console.print(table(group, [result for result in found if result.group == group], batch))
             write(folder, _about(options), rows, found)
-        whole_runs = _whole_runs(entries, work, options, console)
+        whole_runs = _whole_runs([entry for entry in entries if entry.name not in failed], work, options, console)
     write(folder, {**_about(options), "whole_runs": whole_runs}, rows, found)
     plots.draw(found, folder / "bench")
     console.print(f"{_about(options)['machine']}\nwritten to {folder}", markup=False, highlight=False)
