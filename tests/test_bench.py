@@ -86,13 +86,17 @@ def test_a_program_that_ends_between_its_turns_is_named(tmp_path):
 def test_ratios_are_those_of_the_same_round():
     group = Group("linear", 1, 1)
     # The machine is ten times as slow in the second round, for both.
-    times = {LIMIT: (100.0, 1000.0, 100.0), "samerun": (125.0, 1250.0, 125.0)}
+    times = {LIMIT: (100.0, 1000.0, 100.0), "samerun": (125.0, 1250.0, 125.0), "samerun + augmentation": (200.0, 2000.0, 200.0)}
+    times |= {"fabric": (250.0, 2500.0, 1250.0), "fabric + augmentation": (300.0, 3000.0, 300.0)}
     rows = [Row(group, name, number, 10, us, us) for name, all_us in times.items() for number, us in enumerate(all_us)]
-    limit, ours = results(rows)
+    limit, ours, augmented, peer, augmented_peer = results(rows)
     assert limit.ratio == Spread(1.0, 1.0, 1.0)
     assert ours.ratio == Spread(0.8, 0.8, 0.8)
     assert ours.own_us == Spread(25.0, 25.0, 137.5)
     assert ours.rounds == 3
+    assert (ours.times_ours.median, augmented.times_ours.median) == (1.0, 1.0)
+    assert peer.times_ours == Spread(2.0, 2.0, 6.0)
+    assert augmented_peer.times_ours == Spread(1.5, 1.5, 1.5)
 
 
 def test_a_wrong_peer_or_folder_is_named(capsys, tmp_path):

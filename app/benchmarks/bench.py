@@ -29,13 +29,12 @@ from typing import Any
 from rich.console import Console
 
 from app.benchmarks import plots, turns, whole
-from app.benchmarks.figures import LIMIT, LINEAR, Group, Result, Row, results, table, write
+from app.benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Row, results, table, write
 from app.cores import machine
 from app.errors import RecipeError, RunFolderError, TrainingError
 from app.options import above_zero, names, numbers, positive
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
-_AUGMENTED = " + augmentation"
 _WARM_STEPS = 10
 """Steps before anything is measured; from the same number of the limit's the length of a window is chosen."""
 _WINDOW_STEPS = 50
@@ -69,7 +68,7 @@ def main(argv: list[str]) -> int:
     """Measure, show the tables, write bench.csv, bench.json and the plot, and return 0."""
     options = _parser().parse_intermixed_args(argv)
     options.argv = argv
-    console = Console() if sys.stdout.isatty() else Console(width=132)
+    console = Console() if sys.stdout.isatty() else Console(width=144)
     folder = Path(options.out or f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +112,7 @@ def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
         else:
             entries.append(Entry(name, name))
     if options.augmented:
-        entries += [Entry(name + _AUGMENTED, name, augmented=True) for name in ("samerun", "accelerate")[: 1 + bool(peers)]]
+        entries += [Entry(name + AUGMENTED, name, augmented=True) for name in ("samerun", "accelerate")[: 1 + bool(peers)]]
     for switch in options.switches:
         if switch not in _SWITCHES:
             raise RecipeError(f"--switches has {switch!r}: choose from {', '.join(_SWITCHES)}.")

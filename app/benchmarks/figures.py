@@ -1,7 +1,8 @@
 """What the windows of `samerun bench` say: medians, quartiles and ratios, as a table, as CSV and as JSON.
 
 A ratio is the hand-written fused loop's time divided by the program's, both of the same round: 1.00 is the limit, above is
-faster. A program's own cost is the difference of the same two. Standard library; rich for the table.
+faster. A program's own cost is the difference of the same two. How many times as long as Samerun it takes is of the same round
+too. Standard library; rich for the table.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from rich.table import Table
 
 LIMIT = "hand-written, fused"
 """The program that all others are compared with: a loop over tensors in memory with the fused AdamW."""
+OURS, AUGMENTED = "samerun", " + augmentation"
+"""Samerun's name, and what is added to that of a program that changes its images at random."""
 LINEAR = "linear"
 """A model of one matrix: so small that a step costs what the program around it costs."""
 REPORT, WINDOWS = "bench.json", "bench.csv"
@@ -82,6 +85,8 @@ class Result:
     """Share of the limit's speed, by CPU time."""
     own_us: Spread
     """CPU time of a step beyond the limit's, in us."""
+    times_ours: Spread
+    """CPU time of a step, divided by that of Samerun: of Samerun with augmentation, where the program has it."""
     rounds: int
 
 
@@ -90,34 +95,44 @@ def results(rows: Sequence[Row]) -> list[Result]:
     found: dict[tuple[Group, str], dict[int, Row]] = {}
     for row in rows:
         found.setdefault((row.group, row.program), {})[row.round] = row
-    return [_result(group, program, rounds, found[group, LIMIT]) for (group, program), rounds in found.items()]
+    return [
+        _result(rounds, found[group, LIMIT], found[group, OURS + AUGMENTED * program.endswith(AUGMENTED)])
+        for (group, program), rounds in found.items()
+    ]
 
 
-def _result(group: Group, program: str, rounds: Mapping[int, Row], limits: Mapping[int, Row]) -> Result:
+def _result(rounds: Mapping[int, Row], limits: Mapping[int, Row], ours: Mapping[int, Row]) -> Result:
     pairs = [(row.cpu_us_per_step, limits[number].cpu_us_per_step) for number, row in rounds.items()]
+    first = next(iter(rounds.values()))
     return Result(
-        group,
-        program,
+        first.group,
+        first.program,
         cpu_us=Spread.of([own for own, _ in pairs]),
         wall_us=Spread.of([row.wall_us_per_step for row in rounds.values()]),
         ratio=Spread.of([limit / own for own, limit in pairs]),
         own_us=Spread.of([own - limit for own, limit in pairs]),
+        times_ours=Spread.of([row.cpu_us_per_step / ours[number].cpu_us_per_step for number, row in rounds.items()]),
         rounds=len(rounds),
     )
 
 
 def table(group: Group, of_group: Sequence[Result], batch: int) -> Table:
-    """Return the table of a group's results, in batches of `batch` samples over all processes."""
+    """Return the table of a group's results, in batches of `batch` samples over all processes.
+
+    For the linear model it says what the loop around it costs, for others how they compare with Samerun.
+    """
+    is_linear = group.model == LINEAR
+    fifth = "own us a step" if is_linear else f"times {OURS}'s\n(quartiles)"
     made = Table(title=str(group), title_justify="left")
     made.add_column("program", no_wrap=True)
-    for heading in ("CPU us a step\n(quartiles)", "of the limit\n(quartiles)", "own us a step", "wall us a step", "samples/s"):
+    for heading in ("CPU us a step\n(quartiles)", "of the limit\n(quartiles)", fifth, "wall us\na step", "samples/s"):
         made.add_column(heading, justify="right", no_wrap=True)
     for result in of_group:
         made.add_row(
             result.program,
             result.cpu_us.text(",.0f"),
             result.ratio.text(".3f"),
-            f"{result.own_us.median:+,.0f}",
+            f"{result.own_us.median:+,.0f}" if is_linear else result.times_ours.text(".2f"),
             f"{result.wall_us.median:,.0f}",
             f"{1e6 * batch / result.wall_us.median:,.0f}",
         )
@@ -140,6 +155,7 @@ def write(folder: Path, about: Mapping[str, Any], rows: Sequence[Row], found: It
             "wall_us_per_step": vars(result.wall_us),
             "share_of_limit": vars(result.ratio),
             "own_us_per_step": vars(result.own_us),
+            "times_samerun": vars(result.times_ours),
             "cpu_us_per_step_of_rounds": times,
         }
     (folder / REPORT).write_text(json.dumps({**about, "results": by_group}, indent=2) + "\n")
