@@ -49,10 +49,18 @@ def _panel(axes: Axes, panel: Sequence[Result]) -> None:
             bar.set_hatch(_HATCH)
         text = f"{result.ratio.median:.2f}   {result.cpu_us.median:,.0f} us"
         middle = bar.get_y() + bar.get_height() / 2
-        axes.text(result.ratio.high + 0.015, middle, text, va="center", fontsize=8, backgroundcolor="white")
+        axes.annotate(
+            text,
+            (result.ratio.high, middle),
+            xytext=(6, 0),  # in points, so that the whisker's end is never covered, whatever the scale
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the dashed line
+        )
     axes.set_yticks(positions, [result.program for result in panel], fontsize=8)
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xlim(0, max(1.0, *(result.ratio.high for result in panel), axes.get_xlim()[1] / 1.2) * 1.2)
+    axes.set_xlim(0, max(1.0, *(result.ratio.high for result in panel), axes.get_xlim()[1] / 1.3) * 1.3)
     axes.set_title(str(panel[0].group), loc="left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
