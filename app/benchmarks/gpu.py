@@ -1,9 +1,9 @@
 """ResNet-50 on one GPU, beside a hand-written loop: `python -m app.benchmarks.gpu [--out FILE]`, one call for the whole table.
 
 Both train in bf16 with channels_last and the fused AdamW, compiled and not, on synthetic images, on photographs (JPEG, random
-crops and flips, decoded by worker processes; `nvjpeg`: the same, but Samerun decodes them on the GPU), and on these photographs
-packed, as `samerun data pack --max-side` shrinks them once; each in a process of its own, in rounds in which both take turns.
-On synthetic images the hand-written loop has one batch on the device and needs no feed at all, while Samerun looks its batches
+crops and flips, decoded by worker processes), on these photographs packed, as `samerun data pack --max-side` shrinks them once,
+and (`nvjpeg`) with Samerun decoding them on the GPU; each in a process of its own, in rounds in which both take turns. On
+synthetic images the hand-written loop has one batch on the device and needs no feed at all, while Samerun looks its batches
 up in memory, copies and normalises them.
 
 MFU, model FLOP/s utilization, is the arithmetic of the model's products over what the maker claims that the device can do
@@ -14,6 +14,7 @@ MFU, model FLOP/s utilization, is the arithmetic of the model's products over wh
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import shlex
 import subprocess
@@ -31,7 +32,7 @@ from app.options import positive
 
 _HAND, _OURS = "hand-written", "samerun"
 _PROGRAMS = {_HAND: "hand-written on a device", _OURS: "samerun"}
-_IMAGES = ("synthetic", "photographs", "nvjpeg", "packed")
+_IMAGES = ("synthetic", "photographs", "packed", "nvjpeg")
 _CLASSES = 10
 _PHOTOGRAPH = (500, 375)  # pixels: about the mean of ImageNet's
 _DRY_RUN = {"model": "resnet18", "image_size": 32, "batch": 8, "steps": 2, "rounds": 2, "photographs": 32, "compile": ["off"]}
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
         "| images | compile | | images/s | MFU | of the hand-written loop |",
         "|---|---|---|---|---|---|",
     ]
+    sys.stdout.write("\n".join(lines) + "\n")
     with tempfile.TemporaryDirectory(prefix="samerun-gpu-") as name:
         folder = Path(name)
         photographs = folder / "photographs"
@@ -61,18 +63,16 @@ def main(argv: list[str]) -> int:
             _pack(photographs, folder / "packed", shorter_side=options.image_size * 8 // 7)
         (folder / "synthetic").mkdir()
         for images, compiled in itertools.product(options.images, options.compile):
-            lines += _measure(images, compiled == "on", folder / images, options)
-    lines += [
-        "",
-        f"`{shlex.join(['python', '-m', 'app.benchmarks.gpu', *argv])}`",
-        "",
-        f"{_device(options)}; {machine()}; ",
-    ]
-    lines[-1] += ", ".join(f"{name} {found}" for name, found in versions().items()) + "."
-    text = "\n".join([*lines, ""])
-    sys.stdout.write(text)
+            measured = _measure(images, compiled == "on", folder / images, options)
+            sys.stdout.write("\n".join(measured) + "\n")
+            sys.stdout.flush()  # what comes next may fail
+            lines += measured
+    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    command = shlex.join(["python", "-m", "app.benchmarks.gpu", *argv])
+    about = ["", f"`{command}`", "", f"{_device(options)}; {machine()}; {found}."]
+    sys.stdout.write("\n".join(about) + "\n")
     if options.out:
-        options.out.write_text(text)
+        options.out.write_text("\n".join([*lines, *about, ""]))
     return 0
 
 
@@ -174,7 +174,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=50, help="in a window (default: 50)")
     parser.add_argument("--rounds", type=positive, default=7, help="windows of each program (default: 7)")
     parser.add_argument("--threads", type=positive, default=1, help="of each process beside its workers (default: 1)")
-    parser.add_argument("--images", nargs="+", choices=_IMAGES, default=list(_IMAGES), help="default: all of them")
+    kinds = [kind for kind in _IMAGES if kind != "nvjpeg" or importlib.util.find_spec("torchcodec")]
+    parser.add_argument(
+        "--images", nargs="+", choices=_IMAGES, default=kinds, help="default: all, nvjpeg if torchcodec is there"
+    )
     parser.add_argument("--photographs", type=positive, default=4096, help="JPEG files to make (default: 4096)")
     parser.add_argument("--compile", nargs="+", choices=("off", "on"), default=["off", "on"], help="default: off on")
     parser.add_argument("--out", type=Path, help="file for the table")
