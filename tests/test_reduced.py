@@ -95,10 +95,19 @@ def test_a_picture_is_decoded_as_small_as_the_image_allows(drafts: list[tuple[in
         assert drafts == ([] if expected is None else [expected])
 
 
-@given(st.integers(100, 500), st.integers(100, 500), st.integers(0, 10**6), st.sampled_from(["RGB", "L"]))
-@settings(max_examples=60, deadline=None)
-def test_any_crop_of_any_picture(width: int, height: int, sample: int, mode: str) -> None:
-    framing = Framing(image_size=SIDE, min_area=0.2, seed=5)
+@given(
+    st.integers(100, 500),
+    st.integers(100, 500),
+    st.integers(0, 10**6),
+    st.sampled_from(["RGB", "L"]),
+    st.sampled_from([0.2, None]),
+    st.sampled_from([None, *range(SIDE, SIDE + 9)]),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_crop_of_any_picture(
+    width: int, height: int, sample: int, mode: str, min_area: float | None, resize_size: int | None
+) -> None:
+    framing = Framing(image_size=SIDE, resize_size=resize_size, min_area=min_area, seed=5)
     content = file_of(width, height, mode=mode)
     image = reduced(content, framing, sample, channels=3 if mode == "RGB" else 1)
     expected = whole(content, framing, sample)

@@ -132,10 +132,11 @@ def remedy(source: Source, *, local_world_size: int, device: torch.device) -> st
         )
     workers = num_workers(cores.of_this_process(local_world_size), device)
     count = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
+    is_stored = isinstance(source, StoredSource)
     return (
-        f"pictures are read and decoded by {count}, as many as this job's cores allow; give it more cores (--cpus-per-task), "
-        "make the pictures smaller once (samerun data pack --max-side), or have them copied to a disk of this machine "
-        f"(data.stage_to){_GPU_DECODES if device.type == 'cuda' and not isinstance(source, StoredSource) else ''}"
+        f"pictures are {'read' if is_stored else 'read and decoded'} by {count}, as many as this job's cores allow; give it "
+        "more cores (--cpus-per-task), make the pictures smaller once (samerun data pack --max-side), or have them copied to "
+        f"a disk of this machine (data.stage_to){_GPU_DECODES if device.type == 'cuda' and not is_stored else ''}"
     )
 
 

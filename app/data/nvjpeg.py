@@ -86,13 +86,14 @@ class StoredSource(PictureSource):
             else:
                 ((picture, _),) = self.read([index])
                 images.append((row, self.framing.random(picture, samples[row])))
+        none = torch.empty(0, self.channels, *self.image_size, dtype=torch.uint8)
         stored = Stored(
             files=torch.from_numpy(np.frombuffer(b"".join(content for _, content in files), np.uint8).copy()),
             lengths=[len(content) for _, content in files],
             rows=[row for row, _ in files],
             samples=[samples[row] for row, _ in files],
             names=[f"sample {indices[row]} of {self.where}" for row, _ in files],
-            images=torch.stack([image for _, image in images]) if images else torch.empty(0, self.channels, *self.image_size),
+            images=torch.stack([image for _, image in images]) if images else none,
             images_rows=[row for row, _ in images],
             framing=self.framing,
         )
