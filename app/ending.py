@@ -55,7 +55,8 @@ def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluat
         if runtime.is_main:
             write_predictions(run_dir, data.test, predicted)
     samples_seen = length.total_steps * runtime.plan.global_batch_size
-    samples_per_s = (length.total_steps - training.first_step) * runtime.plan.global_batch_size / training_s
+    steps = length.total_steps - training.first_step  # none where a finished run was taken up again
+    samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
     if runtime.is_main:
         result = {
             "steps": length.total_steps,
@@ -70,7 +71,8 @@ def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluat
         }
         run_folder.write_json(run_dir / run_folder.RESULT, result)
     return (
-        f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; {samples_per_s:,.0f} samples/s\n"
+        f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; "
+        f"{'no step was left to take' if samples_per_s is None else f'{samples_per_s:,.0f} samples/s'}\n"
         f"run folder {run_dir}"
     )
 

@@ -17,22 +17,15 @@ import psutil
 from app import handshake, ledger, recipe_file, run_folder
 from app.checkpoints import checkpoint
 from app.checkpoints.initial_weights import Initial
+from app.checkpoints.resumable import Resumed, check_same_run
 from app.data.open import Data
 from app.errors import CheckpointError
 from app.launched import Job
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
+from app.schedule import Length
 from app.trackers.tracked import tracked
 from app.trackers.trackers import Trackers, check_installed
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run goes on from."""
-
-    folder: Path
-    step: int
-    """Steps that were taken before it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,9 @@ class Opened:
     """Started; none on other processes than the main one."""
 
 
-def find_checkpoint(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir: str | None, resume: str) -> Resumed | None:
+def find_checkpoint(
+    runtime: Runtime, loaded: LoadedRecipe, data: Data, length: Length, run_dir: str | None, resume: str
+) -> Resumed | None:
     """Return what --resume asks for, checked to be whole and of the same run, or None to start from the beginning.
 
     Raises CheckpointError, on all ranks, for one that cannot be used.
@@ -61,7 +56,7 @@ def find_checkpoint(runtime: Runtime, loaded: LoadedRecipe, data: Data, run_dir:
     with runtime.together():
         if folder is None:
             raise CheckpointError(f"--resume is {resume}, and there is no checkpoint: give auto, never, or the path of one.")
-        return Resumed(folder, checkpoint.check_same_run(folder, loaded.recipe, data.facts))
+        return check_same_run(folder, loaded.recipe, data.facts, length)
 
 
 def open_run_folder(

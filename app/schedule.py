@@ -36,10 +36,21 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
             f"the training data has {dataset_size} samples and one global batch takes {global_batch_size}: there is not one "
             f"step to make. Lower train.global_batch_size to {dataset_size} or less, or check data.path and data.train_split."
         )
+    return Length(steps_per_epoch, total_steps(train, steps_per_epoch=steps_per_epoch))
+
+
+def total_steps(train: TrainRecipe, *, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of a whole run."""
     if train.steps is not None:
-        return Length(steps_per_epoch, train.steps)
-    epochs = _DEFAULT_EPOCHS if train.epochs is None else train.epochs
-    return Length(steps_per_epoch, epochs * steps_per_epoch)
+        return train.steps
+    return steps_per_epoch * (_DEFAULT_EPOCHS if train.epochs is None else train.epochs)
+
+
+def first_step_by_length(optim: OptimRecipe, *, steps_per_epoch: int) -> int | None:
+    """Return the first step (from 0) whose learning rate depends on how long the run is; None: no step's does."""
+    if optim.schedule != "cosine" or optim.final_lr_ratio == 1:
+        return None
+    return _warmup_steps(optim, steps_per_epoch=steps_per_epoch) + 1  # its first step has the peak, whatever comes later
 
 
 def lr_at(step: int, *, optim: OptimRecipe, global_batch_size: int, steps_per_epoch: int, total_steps: int) -> float:

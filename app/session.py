@@ -16,6 +16,7 @@ import torch
 from app import building, console, cores, exported, flops, handshake, models, optim, recipe_file, schedule
 from app.average import WeightAverage
 from app.checkpoints import checkpoint
+from app.checkpoints.resumable import Resumed
 from app.console import Display
 from app.control import Control
 from app.data import loader
@@ -25,7 +26,7 @@ from app.loop import Training
 from app.metrics.clock import Phase
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
-from app.opening import Opened, Resumed
+from app.opening import Opened
 from app.profiling.profile import Profile, check_window
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
@@ -84,6 +85,8 @@ def prepare(
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
+        if resumed.note:
+            display.say(f"note: {resumed.note}")
     steps = Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm)
     window = recipe.profile.window
     profile = Profile(runtime, opened.folder, metrics.clock, steps, window=window, say=display.say) if window else None

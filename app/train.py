@@ -81,7 +81,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     handshake.check_group(runtime.accelerator, launched, plan)
     data = building.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, data)
-    resumed = opening.find_checkpoint(runtime, loaded, data, arguments.run_dir, arguments.resume)
+    resumed = opening.find_checkpoint(runtime, loaded, data, parts.length, arguments.run_dir, arguments.resume)
     initial = initial_weights.take_up(runtime, parts.model, arguments.init_from, resumed=resumed.folder if resumed else None)
     opened = opening.open_run_folder(
         runtime,

@@ -49,7 +49,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.curves",),
         ("app.profiling",),
     ],
-    [("app.checkpoints.checkpoint", "app.checkpoints.initial_weights"), ("app.building",)],
+    [("app.checkpoints.checkpoint", "app.checkpoints.initial_weights", "app.checkpoints.resumable"), ("app.building",)],
     [("app.loop",), ("app.opening",)],
     [("app.session",), ("app.ending",)],
     [("app.train",)],

@@ -325,8 +325,10 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_old_ones_are_pruned_and_a_finished_run_is_scored_again(finished_run: Path) -> None:
     assert [path.name for path in step_folders.committed(finished_run)] == ["step-00000035", "step-00000030"]
     before = read(finished_run / "result.json")
-    train("cpu", finished_run, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
-    assert read(finished_run / "result.json")["test_loss"] == before["test_loss"]
+    finished = train("cpu", finished_run, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
+    result = read(finished_run / "result.json")
+    assert (result["test_loss"], result["samples_per_s"]) == (before["test_loss"], None)
+    assert "; no step was left to take" in finished.output
 
 
 def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Saving and resuming a run: what `Shards` finds in memory, in the files of `step_folders`, by all ranks together.
 
-A checkpoint belongs to the run: any preset on any number of processes takes it up at the next unseen sample. What decides
-what is learnt has to be as it was (`check_same_run`); the rest, such as the number of epochs or the logging, may change.
+A checkpoint belongs to the run: any preset on any number of processes takes it up at the next unseen sample. What may have
+changed since it was written stands in `resumable`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from app.shards import Shards
 NEVER, AUTO = "never", "auto"
 """Words of --resume; anything else is the path of a run folder or of one of its checkpoints."""
 
-# Beside what is not learnt at all: how long, and where the same data lies.
-_MAY_CHANGE = (*recipe_file.NOT_LEARNT, "train.epochs", "train.steps", "data.path")
-
 
 class Checkpoints:
     """The checkpoints of one run, written into its run folder and read from there or from another run's.
@@ -52,7 +49,7 @@ class Checkpoints:
     ) -> None:
         """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
 
-        `data`, the fingerprints of the data sets, for `check_same_run`, and `model`, what rebuilds it, for `samerun export`.
+        `data`, the fingerprints of the data sets, for `resumable`, and `model`, what rebuilds it, for `samerun export`.
 
         `metrics` is told how long the training was held and how long the writing took.
         """
@@ -221,21 +218,6 @@ def find(runtime: Runtime, place: Path) -> Path | None:
     if damaged:
         raise CheckpointError("\n".join(damaged) + "\nNo other checkpoint is there, and nothing is started from zero unasked.")
     return None
-
-
-def check_same_run(folder: Path, recipe: Recipe, data: Mapping[str, str]) -> int:
-    """Return the step of a checkpoint. Raises CheckpointError, naming all that differs, if it is of another run."""
-    state = files.Reader(folder).state
-    before, now = {**state["recipe"], **state["data"]}, {**recipe_file.flat(recipe), **data}
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in now.items()}  # as JSON has it
-    differing = [key for key in before if before[key] != plain.get(key) and not key.startswith(_MAY_CHANGE)]
-    if differing:
-        listed = "; ".join(f"{key} was {before[key]!r} and is {plain.get(key)!r}" for key in differing)
-        raise CheckpointError(
-            f"{folder} is of another run: {listed}. Take these back, or train from the start in another --run-dir."
-        )
-    step: int = state["step"]
-    return step
 
 
 def _copy_buffers(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
