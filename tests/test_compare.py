@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,27 @@ def test_one_recipe_on_two_topologies_is_the_same_run(copied: Path, tmp_path: Pa
     assert (found["losses"]["compared_lines"], found["losses"]["up_to_step"]) == (len(one.metrics), one.metrics[-1]["step"])
     assert found["losses"]["largest"] < 1e-5
     assert found["results"]["test_accuracy"] == [one.result["test_accuracy"]] * 2
+
+
+def without_figures(text: str) -> list[str]:
+    return [re.sub(r"[-+]?\d[\d.,e+-]*", "#", word) for word in text.split()]
+
+
+@pytest.mark.multiproc
+def test_the_demonstration_ends_alike_on_one_process_and_on_two(tmp_path: Path, capsys) -> None:
+    for name, preset, processes in (("one", "cpu", None), ("two", "multi_gpu", 2)):
+        train(preset, tmp_path / name, "--recipe", "digits", processes=processes).check()
+    one, two = (past_run.read(tmp_path / name).result for name in ("one", "two"))
+    assert one["test_accuracy"] == two["test_accuracy"] >= 0.98
+    assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-3)
+    assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    printed = capsys.readouterr().out
+    shown = (REPOSITORY / "README.md").read_text().partition("ends, among other lines, with\n\n```\n")[2].partition("```")[0]
+    *table, verdict = shown.split("\n", 2)
+    assert len(table) == 2
+    for line in table:
+        assert " ".join(without_figures(line)) in " ".join(without_figures(printed))
+    assert without_figures(printed)[-len(verdict.split()) :] == without_figures(verdict)
 
 
 def test_what_differs_is_named(digits_run: Path, copied: Path, capsys) -> None:

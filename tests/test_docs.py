@@ -93,7 +93,10 @@ def test_modules_and_files_in_commands_exist() -> None:
 
 @pytest.mark.parametrize(
     ("what", "recipe", "channels", "size"),
-    [("resnet18", ModelRecipe(name="resnet18"), 3, (32, 32)), ("nn.Sequential", ModelRecipe(), 1, (8, 8))],
+    [
+        ("resnet18", ModelRecipe(name="resnet18"), 3, (32, 32)),
+        ("nn.Sequential", recipe_file.load("digits").recipe.model, 1, (8, 8)),
+    ],
 )
 def test_the_weights_load_with_the_code_shown(
     tmp_path: Path, what: str, recipe: ModelRecipe, channels: int, size: tuple[int, int]
