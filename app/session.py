@@ -6,10 +6,8 @@ Every step that can fail on one rank alone is agreed upon by all of them (`Runti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +21,6 @@ from app.data import loader
 from app.data.augment import Preparation
 from app.data.open import Data
 from app.loop import Training
-from app.metrics.clock import Phase
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
 from app.opening import Opened
@@ -87,12 +84,15 @@ def prepare(
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
         if resumed.note:
             display.say(f"note: {resumed.note}")
-    steps = Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm)
     window = recipe.profile.window
-    profile = Profile(runtime, opened.folder, metrics.clock, steps, window=window, say=display.say) if window else None
-    lap = profile.lap if profile else metrics.clock.lap
-    if runtime.launched.strategy == "deepspeed":
-        _time_step_in_backward(model, lap)
+    profile = Profile(runtime, opened.folder, metrics.clock, window=window, say=display.say) if window else None
+    steps = Steps(
+        runtime.accelerator,
+        model,
+        optimizer,
+        clip_norm=recipe.optim.clip_norm,
+        before_backward=profile.name_backward if profile else None,
+    )
     return Training(
         recipe=recipe,
         runtime=runtime,
@@ -112,7 +112,7 @@ def prepare(
         evaluate=building.evaluation_of(runtime, model, data.test, parts.preparation),
         metrics=metrics,
         pictures=_pictures(recipe, data, parts, opened),
-        lap=lap,
+        lap=profile.lap if profile else metrics.clock.lap,
         profile=profile,
         display=display,
     )
@@ -172,19 +172,6 @@ def _pictures(recipe: Recipe, data: Data, parts: Parts, opened: Opened) -> Pictu
         classes=data.train.classes,
         steps_per_epoch=parts.length.steps_per_epoch,
     )
-
-
-def _time_step_in_backward(engine: Any, lap: Callable[[Phase], None]) -> None:
-    """Count DeepSpeed's step as one, though Accelerate takes it at the end of the last backward pass."""
-    take = engine.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        lap("forward_backward")
-        taken = take(*args, **kwargs)
-        lap("optimizer")
-        return taken
-
-    engine.step = step
 
 
 def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:

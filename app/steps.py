@@ -4,22 +4,28 @@ The ranks need not ask one another. Whatever one of them met is in the gradient 
 of FSDP2's is taken over all shards, and DeepSpeed leaves out such steps by itself. On a GPU nothing waits for the verdict:
 torch's fused optimizers take it as a tensor (`found_inf`, as torch.amp.GradScaler hands it to them).
 
-Accelerate's own calls are made where they do more than torch's: under DeepSpeed, and with a gradient scaler. Elsewhere they
-cost 150-200 us a step on two cores (two searches of sys.path, an inspected signature, a division by 1). What torch wraps
-around every optimizer's step, a name for its profiler and hooks that nobody registers here, costs another 35 us.
+Accelerate's own calls are made where they do more than torch's: with a gradient scaler. Elsewhere they cost 150-200 us a step
+on two cores (two searches of sys.path, an inspected signature, a division by 1). DeepSpeed's engine is called by what it has
+for both, backward passes and steps: Accelerate would take the step within the last backward pass.
+
+What torch wraps around every optimizer's step, hooks and a name for its profiler, costs another 35 us. It is left out in a step
+for which there is none of either: no hook of this optimizer, none of all optimizers, no profiler that records.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,23 @@ class Step:
 class Steps:
     """Takes the steps of a prepared optimizer."""
 
-    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, *, clip_norm: float | None) -> None:
-        """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have."""
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        *,
+        clip_norm: float | None,
+        before_backward: Callable[[], None] | None = None,
+    ) -> None:
+        """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have.
+
+        `before_backward` is called where a backward pass begins.
+        """
         self._accelerator, self._model, self._optimizer, self._clip_norm = accelerator, model, optimizer, clip_norm
+        self._before_backward = before_backward
+        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)  # there is none but under DeepSpeed
+        self._engine: Any = wrapped and wrapped.engine
         self._accumulation = accelerator.gradient_accumulation_steps
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         own = optimizer.optimizer
@@ -55,6 +75,12 @@ class Steps:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a micro-batch's mean loss, a scalar, to that of the step, which is the mean over its passes."""
+        if self._before_backward is not None:
+            self._before_backward()
+        if self._engine is not None:
+            self._engine.set_gradient_accumulation_boundary(is_boundary=self._accelerator.sync_gradients)
+            self._engine.backward(loss)
+            return
         if self._torch_optimizer is None:
             self._accelerator.backward(loss)
             return
@@ -64,6 +90,9 @@ class Steps:
 
     def take(self) -> Step:
         """Clip the gradient, take the step if it is finite, and forget it. Called by all ranks after the last backward pass."""
+        if self._engine is not None:
+            self._engine.step()  # clips, leaves out what is not finite, and forgets the gradient
+            return Step(float(self._engine.get_global_grad_norm()), bool(self._optimizer.step_was_skipped))
         if self._torch_optimizer is None:
             norm = self._accelerator.clip_grad_norm_(self._parameters, self._clip_norm or float("inf"))
             self._optimizer.step()
@@ -88,6 +117,9 @@ class Steps:
         return Step(known_norm, not math.isfinite(known_norm))
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        if _is_watched(optimizer):
+            optimizer.step()
+            return
         with torch.no_grad():
             self._bare_step(optimizer)
 
@@ -98,3 +130,15 @@ class Steps:
             return [norm.full_tensor() if isinstance(norm, DTensor) else norm]
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return list(torch._foreach_norm(gradients))
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody wants to know of its steps: by a hook, by a profiler, or by a `step` in the place of its own."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or profiler._is_profiler_enabled
+        or "step" in vars(optimizer)
+    )

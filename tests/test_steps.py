@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from processes import SCRIPTS, read_lines, run, train
+from torch.optim import optimizer as all_optimizers
 
 from app import optim
 from app.average import WeightAverage
@@ -109,6 +110,66 @@ def test_the_verdict_may_be_left_to_the_fused_optimizer() -> None:
             assert all(torch.equal(value, states[1][index][name]) for name, value in state.items())
         assert torch.equal(looking.weight, leaving.weight)
     assert states[0][0]["step"] == 3
+
+
+def prepared(parameters: int = 4) -> tuple[Steps, torch.optim.Optimizer, torch.nn.Module]:
+    accelerator, layer = Accelerator(cpu=True), torch.nn.Linear(parameters, 1)
+    model, optimizer = accelerator.prepare(layer, optim.build(OptimRecipe(name="sgd", lr=0.1), layer))
+    return Steps(accelerator, model, optimizer, clip_norm=None), optimizer.optimizer, layer
+
+
+def step(steps: Steps, model: torch.nn.Module) -> None:
+    steps.backward(model(torch.ones(2, 4)).sum())
+    steps.take()
+
+
+@pytest.mark.parametrize("where", ["its own", "all optimizers'"])
+def test_hooks_on_the_optimizers_step_are_called_and_taken_off_again(where: str) -> None:
+    """However they come, in the middle of a run too; a hook before the step may change what it finds."""
+    steps, optimizer, model = prepared()
+    step(steps, model)  # without any
+    seen: list[tuple[str, torch.Tensor]] = []
+
+    def before(*_: object) -> None:
+        assert model.weight.grad is not None
+        seen.append(("before", model.weight.detach().clone()))
+        model.weight.grad.zero_()
+
+    def after(*_: object) -> None:
+        seen.append(("after", model.weight.detach().clone()))
+
+    place = optimizer if where == "its own" else all_optimizers
+    names = ("register_step_pre_hook", "register_step_post_hook")
+    if where != "its own":
+        names = ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook")
+    handles = [getattr(place, name)(hook) for name, hook in zip(names, (before, after), strict=True)]
+    optimizer.param_groups[0]["momentum"] = 0.0
+    step(steps, model)
+    for handle in handles:
+        handle.remove()
+    step(steps, model)
+    assert [name for name, _ in seen] == ["before", "after"]
+    assert torch.equal(seen[0][1], seen[1][1]), "the hook had set the gradient to zero"
+    assert not torch.equal(model.weight, seen[1][1])
+
+
+def test_a_profiler_sees_the_optimizers_step_by_its_name() -> None:
+    steps, _, model = prepared()
+    step(steps, model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(steps, model)
+    step(steps, model)
+    names = [event.name for event in profile.events()]
+    assert names.count("Optimizer.step#SGD.step") == 1
+
+
+def test_a_step_that_was_put_in_the_place_of_torchs_is_taken() -> None:
+    """As torch's own schedulers of learning rates do, to see whether it was called."""
+    steps, optimizer, model = prepared()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    step(steps, model)
+    assert optimizer.step._wrapped_by_lr_sched  # type: ignore[attr-defined]
+    assert optimizer._opt_called  # type: ignore[attr-defined]
 
 
 @pytest.mark.multiproc

@@ -26,7 +26,6 @@ from app.profiling import clocks, merge, rank_file
 from app.profiling.account import BACKWARD, DATA_WAIT, FORWARD, LOG, OPTIMIZER, STEP
 from app.recipe import ProfileRecipe
 from app.runtime import Runtime
-from app.steps import Steps
 
 _MOST_BYTES = 100e6
 """Of traces that are put together while the ranks wait: about a minute (docs/reports.md)."""
@@ -48,7 +47,6 @@ class Profile:
         runtime: Runtime,
         run_dir: Path,
         clock: Clock,
-        steps: Steps,
         *,
         window: tuple[int, int],
         say: Callable[[str], None],
@@ -58,7 +56,6 @@ class Profile:
         self._first, self._last = window
         self._recording: _Recording | None = None
         self._is_over = False
-        self._name_backward(steps)
 
     def lap(self, phase: Phase) -> None:
         """End a lap of the clock, and name what comes now."""
@@ -71,16 +68,10 @@ class Profile:
             return OPTIMIZER if self._runtime.accelerator.sync_gradients else LOG
         return {"other": DATA_WAIT, "data_wait": FORWARD, "optimizer": LOG}[ended]
 
-    def _name_backward(self, steps: Steps) -> None:
-        """Name the backward passes too, which no lap divides from the forward passes."""
-        backward = steps.backward
-
-        def named(loss: torch.Tensor) -> None:
-            if self._recording is not None:
-                self._recording.name(BACKWARD)
-            backward(loss)
-
-        steps.backward = named  # type: ignore[method-assign]
+    def name_backward(self) -> None:
+        """Name the backward pass that begins here, which no lap divides from the forward pass."""
+        if self._recording is not None:
+            self._recording.name(BACKWARD)
 
     def begin_step(self, step: int) -> None:
         """Open the window before its first step, close it after its last. All ranks call it before each step, from 1."""
