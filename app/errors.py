@@ -1,6 +1,7 @@
 """The errors a user can meet, and the exit code of each.
 
     SamerunError
+    +-- UsageError       2  the command line has an option that there is not, or one without its value
     +-- RecipeError      3  the recipe or a key=value override cannot be right
     +-- PresetError      4  the preset, or what Accelerate made of it, cannot be right
     +-- TopologyError    5  the processes that run are not the processes that were asked for
@@ -30,6 +31,12 @@ class SamerunError(Exception):
     """Something the user can mend; its text says how."""
 
     exit_code = 1
+
+
+class UsageError(SamerunError):
+    """The command line is wrong. The exit code is that of argparse."""
+
+    exit_code = 2
 
 
 class RecipeError(SamerunError):

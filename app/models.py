@@ -8,7 +8,6 @@ Shapes: B samples in a micro-batch, C channels, H x W pixels, K classes.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import OrderedDict
 from typing import Any
@@ -17,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from app import model_names
 from app.errors import RecipeError
 from app.recipe import ModelRecipe
 
-_CONVNET = "convnet"
 _MAX_GROUPS = 8
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -35,7 +34,7 @@ def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], nu
         RecipeError: the name is unknown, or the network does not take images of this size.
     """
     model: nn.Module
-    if recipe.name == _CONVNET:
+    if recipe.name == model_names.CONVNET:
         model = _convnet(recipe, channels=channels, image_size=image_size, num_classes=num_classes)
     else:
         model = _torchvision_model(recipe.name, channels=channels, image_size=image_size, num_classes=num_classes)
@@ -199,13 +198,12 @@ def _norm(kind: str, channels: int) -> nn.Module:
 
 def _torchvision_model(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
     # Imported here because it costs more than a second, which the convnet need not pay.
+    import torchvision
     from torchvision import models as zoo
 
-    known = zoo.list_models(module=zoo)
-    if name not in known:
-        close = difflib.get_close_matches(name, [_CONVNET, *known], n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {_CONVNET}, {', '.join(known)}"
-        raise RecipeError(f"model.name is {name!r}: there is no such model; {hint}")
+    if name not in zoo.list_models(module=zoo):
+        here = f"model.name is {name!r}: the torchvision that is installed, {torchvision.__version__}, has no such model"
+        raise RecipeError(model_names.problem(name) or here)
     try:
         model: nn.Module = zoo.get_model(name, weights=None, num_classes=num_classes, **_arguments(name, image_size))
     except (AssertionError, ValueError) as error:  # how vit and maxvit refuse a size

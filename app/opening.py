@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.schedule import Length
 from app.trackers.tracked import tracked
-from app.trackers.trackers import Trackers, check_installed
+from app.trackers.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def open_run_folder(
     loaded: LoadedRecipe,
     wanted: str | None,
     *,
-    trackers: str,
+    trackers: Sequence[str],
     origin: Resumed | Initial | None,
     may_exist: bool,
 ) -> Opened:
@@ -75,9 +76,6 @@ def open_run_folder(
     `origin` is what the run goes on from or begins with. Comes after all that can be wrong with a run, so that a mended one
     can use the same folder.
     """
-    names = [name for name in trackers.split(",") if name and name != "none"]
-    with runtime.together():
-        check_installed(names)
     hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
     path: Path | None = None
     started = Trackers()
@@ -94,7 +92,7 @@ def open_run_folder(
             run_folder.write_json(path / run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
             run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
             run = tracked(path, project=loaded.name, first_step=step, logged=logged)
-            started.start(names, run, recipe_file.flat(loaded.recipe))
+            started.start(trackers, run, recipe_file.flat(loaded.recipe))
     return Opened(runtime.from_main(path), started)
 
 

@@ -22,8 +22,15 @@ def numbers(text: str) -> list[int]:
 
 def positive(text: str) -> int:
     """Return the whole number of an option, which is 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """Return the whole number of an option, which is 0 or more."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 0 or more")
     return int(text)
 
 

@@ -9,13 +9,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from app import model_names
+
 if TYPE_CHECKING:
     from app.recipe import Recipe
 
 
 def problems_of(recipe: Recipe) -> list[str]:
     """Return what is wrong with a recipe, a sentence each: the key, its value, and what it must be."""
-    return [*_out_of_range(recipe), *_contradictions(recipe), *_no_window(recipe)]
+    return [*_out_of_range(recipe), *_contradictions(recipe), *_no_window(recipe), *_no_model(recipe)]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,11 @@ def _contradictions(recipe: Recipe) -> list[str]:
     if optim.nesterov and optim.momentum == 0:
         problems.append("optim.nesterov needs optim.momentum greater than 0")
     return problems
+
+
+def _no_model(recipe: Recipe) -> list[str]:
+    problem = model_names.problem(recipe.model.name)
+    return [problem] if problem else []
 
 
 def _no_window(recipe: Recipe) -> list[str]:

@@ -16,17 +16,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from app.command_line import Parser
 from app.options import above_zero
 from app.topology import Topology
 from launch import find, local
 from launch.command import accelerate_argv
 from launch.meeting import PATIENCE_S, meet
-from launch.start import default_preset
+from launch.start import default_preset, divide_total
 
 
 def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun doctor` with these arguments and return its exit code. Raises SamerunError."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_all(argv)
+    divide_total(options, environment)
     allocation = find.find(environment, processes=options.processes, processes_per_node=options.processes_per_node)
     topology = allocation.topology if allocation else local.find(environment, processes=options.processes)
     if options.port is not None:
@@ -55,8 +57,8 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         return ended or int(exit_code_file.read_text())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun doctor",
         description="Examine this machine, or all nodes of the scheduler's job that this is part of: devices, sums, clocks, "
         "links, versions and the run folder. The exit code is 0 only if nothing is wrong.",
@@ -72,4 +74,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="longest time of one measurement; "
                         "then a rank is stuck (default: 60)")  # fmt: skip
+    parser.take_accelerates_words()
     return parser

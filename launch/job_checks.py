@@ -17,7 +17,7 @@ from app.errors import PresetError, RecipeError
 from app.recipe import Recipe
 from app.recipe_file import load as load_recipe
 from app.topology import Topology
-from launch import job_script, preset
+from launch import job_script, preset, run_checks
 from launch.command import accelerate_argv
 from launch.job_script import SUBMITTERS, Scheduler
 from launch.sweep import Combination
@@ -113,7 +113,7 @@ def preset_problems(options: argparse.Namespace, topology: Topology | None) -> l
 
 
 def divide(
-    options: argparse.Namespace, *, world_size: int | None, combinations: Sequence[Combination]
+    options: argparse.Namespace, overrides: Sequence[str], *, world_size: int | None, combinations: Sequence[Combination]
 ) -> tuple[list[str], list[str]]:
     """Return how the global batch is divided, in words, and all problems of the recipe; each once for a whole sweep.
 
@@ -122,10 +122,10 @@ def divide(
     batches: dict[str, None] = {}
     found: dict[str, list[int]] = {}
     changes = [combination.overrides for combination in combinations] or [()]
-    for index, overrides in enumerate(changes):
+    for index, changed in enumerate(changes):
         problems: Sequence[str] = ()
         try:
-            recipe = load_recipe(options.recipe, [*options.overrides, *overrides]).recipe
+            recipe = load_recipe(options.recipe, [*overrides, *changed]).recipe
             problems = () if options.data_on_nodes else list(_data_problems(recipe))
             if world_size:
                 batches[str(BatchPlan.of(recipe, world_size))] = None
@@ -155,14 +155,7 @@ def _data_problems(recipe: Recipe) -> Iterator[str]:
 
 def folder_problems(folders: Sequence[Path]) -> Iterator[str]:
     """Which folders cannot be made and written, or hold a finished run. An unfinished one goes on."""
-    above = {
-        next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK)): folder for folder in folders
-    }
-    for nearest, folder in above.items():  # of a sweep, one folder for all that cannot be
-        if not nearest.is_dir():
-            yield f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
-        elif not os.access(nearest, os.W_OK | os.X_OK):
-            yield f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
+    yield from run_checks.unwritable(folders)
     for folder in folders:
         if os.access(folder / "result.json", os.F_OK):
             yield f"{folder} holds a finished run (it has a result.json): choose another --run-dir, or delete the folder"

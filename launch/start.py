@@ -11,15 +11,16 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from app.batching import BatchPlan
+from app.command_line import Parser
 from app.errors import TopologyError
 from app.recipe_file import load as load_recipe
 from app.topology import Topology
-from launch import attempts, explain, find, local, meeting, preset, signals, supervise
+from launch import attempts, explain, find, local, meeting, preset, run_checks, signals, supervise
 from launch.allocation import Allocation
 from launch.found import Found
 from launch.job import ATTEMPT, Job
@@ -28,8 +29,11 @@ from launch.preset import PRECISIONS, Preset
 
 def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun launch` with these arguments and return its exit code. Raises SamerunError."""
-    options, passed_on = _parser().parse_known_args(argv)
-    found = _find_out(options, passed_on, argv, environment)
+    options, passed_on, training = read(argv)
+    found = _find_out(options, passed_on, argv, environment, overrides=training.overrides)
+    if not found.is_task:  # or each node would look again
+        for problem in run_checks.problems(training, run_dir=found.run_dir, resume=found.resume()):
+            raise problem
     command = found.accelerate_argv()  # what cannot be is refused here, not on every node
     if found.topology.node_rank == 0:  # or each node would say the same
         explain.introduce(found, say)
@@ -46,6 +50,21 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         return supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code
     say(shlex.join(found.start() if found.is_started_elsewhere else command))
     return attempts.run(_attempts(found, environment, say), say)
+
+
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.Namespace]:
+    """Return the launcher's own options, the words that it passes on to app.train, and what those say.
+
+    Raises UsageError for what is an option of neither.
+    """
+    parser = _parser()
+    options, passed_on = parser.parse_known_args(argv)
+    return options, passed_on, run_checks.of_training(passed_on, command="launch", its_options=parser.options())
+
+
+def options() -> list[str]:
+    """Return the names of all options of `samerun launch` itself."""
+    return _parser().options()
 
 
 def _attempts(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> attempts.Plan:
@@ -80,7 +99,15 @@ def _met(found: Found, say: Callable[[str], None]) -> Topology:
     return replace(topology, port=port)
 
 
-def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str], environment: Mapping[str, str]) -> Found:
+def _find_out(
+    options: argparse.Namespace,
+    passed_on: list[str],
+    argv: list[str],
+    environment: Mapping[str, str],
+    *,
+    overrides: Sequence[str],
+) -> Found:
+    divide_total(options, environment, nodes=options.nodes)
     asked = {"processes": options.processes, "processes_per_node": options.processes_per_node, "nodes": options.nodes}
     allocation = find.find(environment, **asked)
     job = find.job(environment) if allocation else None
@@ -93,7 +120,6 @@ def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str]
     if chosen is None:
         chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset says otherwise"
     # What every process would refuse after its slow imports is refused now.
-    overrides = [word for word in passed_on if "=" in word and not word.startswith("-")]
     loaded = load_recipe(options.recipe or "digits", overrides)
     run_dir, run_dir_origin = _run_dir(options, job, loaded.name)
     return Found(
@@ -111,6 +137,21 @@ def _find_out(options: argparse.Namespace, passed_on: list[str], argv: list[str]
         argv=argv,
         passed_on=passed_on,
     )
+
+
+def divide_total(options: argparse.Namespace, environment: Mapping[str, str], *, nodes: int | None = None) -> None:
+    """Take --num_processes, Accelerate's number of all processes, as the number on this machine or on each node."""
+    if options.num_processes is None:
+        return
+    by_hand = options.processes if options.processes_per_node is None else options.processes_per_node
+    each = find.share(options.num_processes, environment, nodes=nodes)
+    if by_hand not in (None, each):
+        raise TopologyError(
+            f"--num_processes is {options.num_processes}, {each} on each node, and the options say {by_hand} as well"
+        )
+    if by_hand is None:
+        is_here = find.find(environment, nodes=nodes) is None
+        options.processes, options.processes_per_node = (each, None) if is_here else (None, each)
 
 
 def _run_dir(options: argparse.Namespace, job: Job | None, recipe_name: str) -> tuple[str | None, str]:
@@ -151,13 +192,15 @@ def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset
     return preset.load("single_gpu" if has_accelerator else "cpu")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun launch",
         usage="%(prog)s [options] [app.train options] [key=value ...]",
         description="Train a recipe, on this machine or across the allocation of the scheduler's job that this is part of: "
         "check it, print the command that runs it, and run it.",
-        epilog="Other options and key=value go to app.train; `python -m app.train --help` lists them and all recipe keys.",
+        epilog="Other options and key=value go to app.train; `python -m app.train --help` lists them and all recipe keys. "
+        "Accelerate's --config_file, --num_processes (of all nodes), --num_machines, --main_process_port and --mixed_precision "
+        "are understood.",
         allow_abbrev=False,
     )
     parser.add_argument("--preset", help="name of a shipped preset, or path of an Accelerate config file (default: multi_node "
@@ -183,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mixed-precision", choices=PRECISIONS, help="instead of the preset's, which is fp32 in those shipped")
     parser.add_argument("--dry-run", action="store_true", help="check all, print the command of every node, and stop")
     parser.add_argument("--explain", action="store_true", help="print every value and where it came from, and stop")
+    parser.take_accelerates_words()
     return parser
 
 

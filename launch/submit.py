@@ -17,14 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.errors import SubmitError
+from app.command_line import Parser
+from app.errors import SubmitError, UsageError
 from app.topology import Topology
-from launch import job_checks, job_script, start, sweep
+from launch import job_checks, job_script, run_checks, start, sweep
 from launch.job_script import SUBMITTERS, Job, Scheduler
 from launch.sweep import Combination
 
 _RUNS = Path("runs")
 _SCRIPTS = _RUNS / "submitted"
+_OF_LAUNCH = ("recipe", "preset", "run_dir", "processes_per_node", "num_processes", "max_requeues", "max_restarts")
+"""What the script says to `samerun launch`, in its words."""
 _SCHEDULERS = {"slurm": "Slurm", "pbs": "PBS"}
 
 
@@ -58,10 +61,26 @@ def hand_in(argv: list[str], environment: Mapping[str, str], *, say: Callable[[s
 
 def _read(argv: list[str], environment: Mapping[str, str], say: Callable[[str], None]) -> tuple[argparse.Namespace, _Plan]:
     ours, passed_on = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = _parser().parse_intermixed_args(ours)
+    options = _parser().parse_all(ours, also=start.options())
+    _divide_total(options)
     plan = _check(options, passed_on, environment)
     _introduce(plan, say)
     return options, plan
+
+
+def _divide_total(options: argparse.Namespace) -> None:
+    """Take --num_processes, Accelerate's number of all processes, as the number on each node."""
+    total, by_hand = options.num_processes, options.processes_per_node or (options.gpus_per_node or "").rpartition(":")[2]
+    if total is None or not job_checks.is_count(options.nodes):
+        return
+    each, left = divmod(total, int(options.nodes))
+    if left or by_hand not in ("", str(each)):
+        of_each = f", and {by_hand} on each are asked for" if by_hand else ""
+        raise SubmitError(
+            f"--num_processes is {total}, the number of processes in all, on {options.nodes} nodes{of_each}: "
+            "leave it out, and say --gpus-per-node or --processes-per-node"
+        )
+    options.processes_per_node = None if options.gpus_per_node else str(each)
 
 
 def _introduce(plan: _Plan, say: Callable[[str], None]) -> None:
@@ -115,10 +134,11 @@ def _check(options: argparse.Namespace, passed_on: Sequence[str], environment: M
     scheduler = job_checks.choose_scheduler(options, environment)
     problems = [*job_checks.form_problems(options), *job_checks.scheduler_problems(options, scheduler, environment)]
     combinations = _sweep(options, problems)
+    overrides = [*options.overrides, *_check_passed_on(passed_on, problems)]
     topology = _topology(options)
     problems += job_checks.preset_problems(options, topology)
     world_size = topology.world_size if topology else None
-    batches, found = job_checks.divide(options, world_size=world_size, combinations=combinations)
+    batches, found = job_checks.divide(options, overrides, world_size=world_size, combinations=combinations)
     name = options.job_name or _job_name(options.recipe)
     stem = _unused(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(options.run_dir or _RUNS / stem)
@@ -134,6 +154,20 @@ def _check(options: argparse.Namespace, passed_on: Sequence[str], environment: M
         combinations=combinations,
         run_folders=run_folders,
     )
+
+
+def _check_passed_on(passed_on: Sequence[str], problems: list[str]) -> list[str]:
+    """Return the recipe values among the words after `--`; what the launch would refuse of the rest is added to `problems`."""
+    try:
+        launching, _, training = start.read(passed_on)
+    except UsageError as error:
+        problems.append(str(error))
+        return []
+    unsaid = vars(start.read([])[0])
+    ours = [name for name in _OF_LAUNCH if vars(launching)[name] != unsaid[name]]
+    problems += [f"--{name.replace('_', '-')} stands after --: give it before, where it is checked" for name in ours]
+    problems += map(str, run_checks.problems(training, run_dir=None, resume=launching.resume))
+    return list(training.overrides)
 
 
 def _sweep(options: argparse.Namespace, problems: list[str]) -> list[Combination]:
@@ -210,8 +244,8 @@ def _unused(stem: str) -> str:
     return candidate
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun submit",
         usage="%(prog)s --nodes N --time HH:MM:SS [options] [key=value ...] [-- options of samerun launch or app.train]",
         description="Check a job, write its script to runs/submitted/ and submit it to Slurm or PBS. The job has whole nodes.",
@@ -248,5 +282,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--qsub-option", metavar="OPTION", action="append", default=[], help="one more line for PBS, as "
                         "--qsub-option='-l filesystems=home'")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="check all, print the script, and stop")
+    parser.take_accelerates_words()
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -73,13 +74,17 @@ def commands() -> list[str]:
     return [line for line in lines if line]
 
 
-def test_samerun_commands_are_accepted() -> None:
+def test_samerun_commands_are_accepted(tmp_path: Path) -> None:
+    """In a folder with the runs that they go on from."""
     launches = [line for line in commands() if line.startswith("samerun launch")]
     assert launches
     for line in launches:
-        words = [word for word in shlex.split(line)[1:] if word != "--dry-run"]
+        words = [word for word in shlex.split(line, comments=True)[1:] if word != "--dry-run"]
+        for place in (word for option, word in itertools.pairwise(words) if option in ("--resume", "--init-from")):
+            (tmp_path / place).mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "launch.cli", words[0], "--dry-run", *words[1:]]
-        finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stderr
 
 

@@ -15,12 +15,14 @@ REPOSITORY = Path(__file__).parent.parent
 FLOORS: list[list[tuple[str, ...]]] = [
     [("app.errors",)],
     [
-        ("app.recipe", "app.recipe_checks", "app.recipe_keys", "app.recipe_file", "app.batching"),
+        ("app.recipe", "app.recipe_checks", "app.recipe_keys", "app.recipe_file", "app.batching", "app.model_names"),
+        ("app.tracker_names",),
         ("app.topology",),
         ("app.cores",),
         ("app.options",),
         ("app.environment", "app.tasks", "app.launched"),
     ],
+    [("app.command_line", "app.train_options")],
     [
         ("app.schedule",),
         ("app.models", "app.flops"),
@@ -64,7 +66,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.doctor", "app.probe", "app.diagnosis"),
     ],
 ]
-LAUNCHER_FLOOR = 1  # launch/ sees the floors up to this one
+LAUNCHER_FLOOR = 2  # launch/ sees the floors up to this one
 
 
 def modules() -> dict[str, Path]:

@@ -203,12 +203,13 @@ def test_without_dry_run_samerun_runs_that_command(capsys, monkeypatch):
     ("arguments", "resume"),
     [
         ([], []),
-        (["--resume", "old"], ["--resume", "old"]),
+        (["--resume", "launch"], ["--resume", "launch"]),
         (["--run-dir", "a"], ["--run-dir", "a", "--resume", "auto"]),
         (["--run-dir", "a", "--resume", "never"], ["--run-dir", "a", "--resume", "never"]),
     ],
 )
-def test_what_is_in_a_named_run_folder_goes_on(capsys, arguments, resume):
+def test_what_is_in_a_named_run_folder_goes_on(capsys, monkeypatch, arguments, resume):
+    monkeypatch.chdir(ROOT)
     command = shlex.split(dry_run(capsys, *arguments, "seed=1")[1])
     assert command[command.index("--recipe") :] == ["--recipe", "digits", *resume, "seed=1"]
 

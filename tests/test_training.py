@@ -122,7 +122,7 @@ def test_a_run_folder_that_holds_a_run_is_not_overwritten(run: Path) -> None:
         (("train.global_batch_size=2048",), 6, "1438"),
         (("data.source=imagefolder", "data.path=nowhere", "data.image_size=8"), 6, "nowhere"),
         (("optim.lr=1e30", "optim.name=sgd", "train.max_skipped_steps=0", "log.every_steps=1"), 8, "is not finite"),
-        (("--trackers", "tensorbord"), 9, "which is not installed here: choose from"),
+        (("--trackers", "tensorbord"), 9, "there is no such tracker; did you mean tensorboard?"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], code: int, sentence: str) -> None:

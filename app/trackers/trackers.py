@@ -12,22 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from app.errors import TrackerError
 from app.trackers.tracked import Tracked
 
 _WITH_PICTURES = ("tensorboard", "wandb")
-
-
-def check_installed(names: Sequence[str]) -> None:
-    """Raise TrackerError, naming those that are installed, for a tracker that is unknown or not installed."""
-    installed = sorted(tracker.value for tracker in get_available_trackers())
-    for name in names:
-        if name not in installed:
-            raise TrackerError(
-                f"--trackers has {name!r}, which is not installed here: choose from {', '.join(installed)}; or none."
-            )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""The names that `model.name` may be, known without torch: a login node refuses a misspelt one before the queue.
+
+torchvision_models.txt is what `torchvision.models.list_models` says; a test holds it against the library.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from pathlib import Path
+
+CONVNET = "convnet"
+_LIST = Path(__file__).with_name("torchvision_models.txt")
+
+
+@functools.cache
+def known() -> tuple[str, ...]:
+    """Return all names, our own first."""
+    return CONVNET, *_LIST.read_text().split()
+
+
+def problem(name: str) -> str | None:
+    """Return what is wrong with a name, with the nearest that there are, or None."""
+    if name in known():
+        return None
+    close = difflib.get_close_matches(name, known(), n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known())}"
+    return f"model.name is {name!r}: there is no such model; {hint}"

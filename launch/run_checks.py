@@ -1,0 +1,59 @@
+"""What would end a run after it has started, found before: by `samerun launch`, its --dry-run, and `samerun submit`.
+
+Standard library and PyYAML only. What the training alone can know, as whether a checkpoint is whole, is left to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from app import tracker_names, train_options
+from app.errors import CheckpointError, RunFolderError, SamerunError, TrackerError
+
+_RECIPE = "recipe.yaml"
+"""What a run folder has from its start on."""
+
+
+def of_training(passed_on: Sequence[str], *, command: str, its_options: Sequence[str]) -> argparse.Namespace:
+    """Read what a command passes on to app.train, beside options of its own. Raises UsageError as app.train would."""
+    return train_options.parser(f"samerun {command}").parse_all(passed_on, also=its_options)
+
+
+def problems(training: argparse.Namespace, *, run_dir: str | None, resume: str | None) -> Iterator[SamerunError]:
+    """Yield what the run would end with: how it is started is in `training`, but for its folder and --resume."""
+    try:
+        tracker_names.chosen(training.trackers)
+    except TrackerError as error:
+        yield error
+    yield from map(RunFolderError, unwritable([Path(run_dir)] if run_dir else []))
+    holds_a_run = run_dir is not None and os.access(Path(run_dir, _RECIPE), os.F_OK)
+    if holds_a_run and resume != "auto":
+        yield RunFolderError(
+            f"--run-dir is {run_dir}, which holds a run already (it has a {_RECIPE}): choose another, go on with it by "
+            "--resume auto, or delete the folder"
+        )
+    if resume not in (None, "auto", "never") and not Path(resume).is_dir():
+        what = "that is a file" if Path(resume).exists() else "there is no such folder"
+        yield CheckpointError(f"--resume is {resume}: {what}; give auto, never, or the path of a run folder or of a checkpoint")
+    begins_with = training.init_from
+    # A run that goes on passes the weights over that it began with, which may be gone since.
+    if begins_with is not None and not Path(begins_with).exists() and not holds_a_run:
+        which = "give a safetensors file, a run folder or a checkpoint"
+        yield CheckpointError(f"--init-from is {begins_with}: there is no such file or folder; {which}")
+
+
+def unwritable(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield which folders cannot be made and written; of a sweep, one for all that cannot be for one reason."""
+    above = {
+        next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK)): folder for folder in folders
+    }
+    for nearest, folder in above.items():
+        if nearest == folder and not folder.is_dir():
+            yield f"{folder} is a file: choose another --run-dir"
+        elif not nearest.is_dir():
+            yield f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            yield f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"

@@ -1,0 +1,96 @@
+"""What the launcher knows of the application before anything starts: its options, its models, its trackers."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from torchvision import models as zoo
+
+from app import model_names, tracker_names
+from app.errors import TrackerError, UsageError
+from app.train_options import parser
+from launch import cli
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:
+    code = cli.main(["launch", "--dry-run", *arguments])
+    captured = capsys.readouterr()
+    return code, shlex.split(captured.out), captured.err
+
+
+def test_the_models_are_those_of_the_library() -> None:
+    assert list(model_names.known()) == ["convnet", *zoo.list_models(module=zoo)]
+
+
+def test_the_trackers_are_those_of_the_library() -> None:
+    assert set(tracker_names.NAMES) == set(LOGGER_TYPE_TO_CLASS)
+    available = {tracker.value for tracker in get_available_trackers()}
+    for name in tracker_names.NAMES:
+        if name in available:
+            assert tracker_names.chosen(f"{name},none, {name}") == [name]
+        else:
+            with pytest.raises(TrackerError, match=f"{name}, which is not installed here: pip install "):
+                tracker_names.chosen(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--lr", "0.1"], "optim.lr=0.1"),
+        (["--lr=0.1"], "optim.lr=0.1"),
+        (["--optim.lr", "0.1"], "optim.lr=0.1"),
+        (["--learning-rate", "0.1", "seed=1"], "optim.lr=0.1"),
+        (["--batch_size", "64"], "train.global_batch_size=64"),
+        (["--epochs"], "train.epochs=..."),
+        (["--tracker", "none"], "give --trackers none"),
+        (["--rundir", "x"], "did you mean --run-dir?"),
+        (["--report_to=wandb"], "give --trackers wandb"),
+        (["--nonsense"], "values of the recipe are given as key=value"),
+    ],
+)
+def test_what_is_no_option_is_answered_with_what_was_meant(words: list[str], meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parser().parse_all(words)
+    assert str(caught.value).startswith(f"{words[0].partition('=')[0]}: there is no such option; ")
+    assert meant in str(caught.value)
+
+
+def test_the_words_of_accelerate_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = dry_run(capsys, "--preset", "fsdp2", "--processes", "2", "--port", "29512", "--mixed-precision", "bf16")
+    theirs = ["--config_file", "fsdp2", "--num_processes", "2", "--main_process_port", "29512", "--mixed_precision=bf16"]
+    assert ours[0] == 0
+    assert dry_run(capsys, *theirs, "--num_machines", "1") == ours
+
+
+@pytest.mark.parametrize(("total", "nodes", "each"), [(4, [], 2), (3, ["--num_machines", "1"], 3), (1, ["--nodes=1"], 1)])
+def test_their_number_of_processes_is_that_of_all_nodes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, total: int, nodes: list[str], each: int
+) -> None:
+    monkeypatch.setenv("SAMERUN_HOSTS", "node-a,node-b")
+    batch = "train.global_batch_size=12"
+    by_node = dry_run(capsys, "--processes-per-node", str(each), *nodes, batch)
+    assert dry_run(capsys, "--num_processes", str(total), *nodes, batch)[2] == by_node[2]
+    assert by_node[0] == 0
+
+
+def test_a_number_that_the_nodes_cannot_share_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMERUN_HOSTS", "node-a,node-b")
+    code, _, said = dry_run(capsys, "--num_processes", "3")
+    assert code == 5
+    assert "--num_processes is 3, the number of processes in all, on 2 nodes: it must be a multiple of 2" in said
+    code, _, said = dry_run(capsys, "--num_processes", "4", "--processes-per-node", "1")
+    assert (code, "--num_processes is 4, 2 on each node, and the options say 1 as well" in said) == (5, True)
+
+
+def test_a_run_that_goes_on_needs_no_more_what_it_began_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--run-dir", str(tmp_path), "--init-from", str(tmp_path / "gone.safetensors")]
+    assert dry_run(capsys, *arguments)[0] == 11
+    (tmp_path / "recipe.yaml").touch()
+    assert dry_run(capsys, *arguments)[0] == 0
+    code, _, said = dry_run(capsys, *arguments, "--resume", "never")
+    assert (code, "which holds a run already (it has a recipe.yaml)" in said) == (7, True)
