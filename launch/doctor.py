@@ -19,7 +19,7 @@ from pathlib import Path
 from app.command_line import Parser
 from app.options import above_zero
 from app.topology import Topology
-from launch import find, local
+from launch import find, local, meeting_key
 from launch.command import accelerate_argv
 from launch.meeting import PATIENCE_S, meet
 from launch.start import default_preset, divide_total
@@ -38,9 +38,11 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         start = [word for word in allocation.start if word != "--label"]
         command = [*start, sys.executable, "-m", "launch.cli", "doctor", *told, *argv]
         say(shlex.join(command))
-        os.execvp(command[0], command)  # noqa: S606 - a shell would stand between
+        os.execvpe(command[0], command, {**environment, **meeting_key.new()})  # noqa: S606 - a shell would stand between
     if topology.num_nodes > 1:
-        port = meet(topology, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)
+        job = find.job(environment)
+        key = meeting_key.find(environment, options.run_dir, job.name if job else "")
+        port = meet(topology, key, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)
         topology = replace(topology, port=port)
     return _run(topology, options, environment)
 
@@ -53,7 +55,7 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         chosen = default_preset(topology, environment)
         # Without names of hosts no line begins with one: labels would spoil tables and JSON.
         command = accelerate_argv(replace(topology, hosts=()), chosen, arguments, module="app.doctor")
-        ended = subprocess.run(command, check=False).returncode
+        ended = subprocess.run(command, env=meeting_key.without(environment), check=False).returncode
         return ended or int(exit_code_file.read_text())
 
 

@@ -36,6 +36,8 @@ STARTERS: Mapping[str, tuple[str, ...]] = {
 }
 """How to run a command on a host: what to put before it. `mpiexec` is that of Cray PALS, MPICH and Intel MPI. PBS's pbsdsh is
 not one of them: it ends with exit code 0 whatever happened. pbs_tmrsh ends with the command's."""
+WITH_INPUT = frozenset({"ssh"})
+"""Those whose input reaches the host. That of pbs_tmrsh is empty there, and mpiexec's and qrsh's are their makers' choice."""
 
 
 def find(

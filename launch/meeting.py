@@ -2,65 +2,67 @@
 
 A node that cannot get there, a head that is none, and a port that is taken are said in one sentence within half a minute,
 where torchrun's rendezvous would be waited for. A port made from the job's id may be another program's: then the nodes meet at
-one of the next ports, and the run goes there.
+one of the next ports, and the run goes there. Nodes prove to each other that they belong to the run (`meeting_key.py`), and
+nobody else who listens or calls there is believed.
 """
 
 from __future__ import annotations
 
 import errno
 import resource
+import secrets
 import socket
 import time
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from app.errors import TopologyError
 from app.topology import Topology
+from launch.meeting_key import GREETING, Key, is_proof, signer
+
+if TYPE_CHECKING:
+    from launch import visitors
 
 PATIENCE_S = 30.0
-"""Longest time from the first node that is ready to the last."""
+"""Longest time that a node waits for the first sign of node 0, and node 0 for the last of the others."""
 _PORTS = 16
 """Ports that are tried. Jobs have ports of their own, so the next ones are seldom those of another."""
 _CONNECT_S = 5.0
-_ALL_HERE = "all here"
+ALL_HERE = "all here"
+_STRANGER = "what listens there is no node of this run"
 
 
-def meet(topology: Topology, *, timeout_s: float = PATIENCE_S, only_port: bool = False) -> int:
+def meet(topology: Topology, key: Key, *, timeout_s: float = PATIENCE_S, only_port: bool = False) -> int:
     """Wait until every node has reached node 0, and return the port where they met, free again.
 
     It is the topology's or, unless `only_port`, one of the next. Raises TopologyError on all nodes, naming those that did not
     come.
     """
     ports = [topology.port] if only_port else [_next(topology.port, offset) for offset in range(_PORTS)]
-    # So that the nodes of another run at the same port are not taken for ours.
-    badge = zlib.crc32(repr((topology.hosts, topology.num_nodes, topology.port)).encode())
-    if topology.node_rank == 0:
-        return _await_others(topology, ports, badge, timeout_s)
-    return _reach_head(topology, ports, badge, timeout_s)
+    if topology.node_rank != 0:
+        return _reach_head(topology, ports, key, timeout_s)
+    try:
+        return _await_others(topology, ports, key, timeout_s)
+    finally:
+        key.remove_file()
 
 
 def _next(port: int, offset: int) -> int:
     return port + offset if port + _PORTS <= 2**16 else port - offset
 
 
-def _await_others(topology: Topology, ports: Sequence[int], badge: int, timeout_s: float) -> int:
-    deadline_s = time.monotonic() + timeout_s
+def _await_others(topology: Topology, ports: Sequence[int], key: Key, timeout_s: float) -> int:
+    from launch import visitors  # its libraries take a while, and most runs have one node
+
+    def verdict(guests: visitors.Guests) -> str:
+        return _missing_sentence(topology, guests, key, timeout_s) if guests.missing else ALL_HERE
+
     _allow_files(topology.num_nodes)
-    with ExitStack() as stack:
-        listener = stack.enter_context(_listen(topology, ports))
-        arrived: dict[int, socket.socket] = {}
-        for node_rank, visitor in _visitors(listener, badge, deadline_s, stack):
-            arrived[node_rank] = visitor
-            if len(arrived) == topology.num_nodes - 1:
-                break
-        missing = [rank for rank in range(1, topology.num_nodes) if rank not in arrived]
-        verdict = _missing_sentence(topology, missing, timeout_s) if missing else _ALL_HERE
-        for visitor in arrived.values():
-            visitor.sendall(verdict.encode())
+    with _listen(topology, ports) as listener:
         port: int = listener.getsockname()[1]
-    if missing:
-        raise TopologyError(verdict)
+        guests = visitors.receive(listener, key.secret, topology.num_nodes, timeout_s=timeout_s, verdict=verdict)
+    if guests.missing:
+        raise TopologyError(verdict(guests))
     return port
 
 
@@ -84,48 +86,34 @@ def _listen(topology: Topology, ports: Sequence[int]) -> socket.socket:
     )
 
 
-def _visitors(listener: socket.socket, badge: int, deadline_s: float, stack: ExitStack) -> Iterator[tuple[int, socket.socket]]:
-    """The nodes of this run that come, with their connections, until the time is over. Each is answered at once."""
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        listener.settimeout(left_s)
-        try:
-            visitor = stack.enter_context(listener.accept()[0])
-            visitor.settimeout(2.0)
-            said, node_rank = visitor.recv(64).split()
-            if int(said) != badge:
-                visitor.close()
-                continue
-            visitor.sendall(f"{badge}\n".encode())
-        except (TimeoutError, ValueError, ConnectionError):  # the time is over, or somebody else called
-            continue
-        yield int(node_rank), visitor
-
-
-def _missing_sentence(topology: Topology, missing: Sequence[int], timeout_s: float) -> str:
-    names = [_name(topology, rank) for rank in missing]
+def _missing_sentence(topology: Topology, guests: visitors.Guests, key: Key, timeout_s: float) -> str:
+    names = [_name(topology, rank) for rank in sorted(guests.missing)]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    gone = [_name(topology, rank) for rank in sorted(guests.gone & guests.missing)]
+    left = f"; {', '.join(gone[:8])} had, and ended before the others were there" if gone else ""
+    strangers = f"; {guests.strangers} who did not know the key of {key.origin} were turned away" if guests.strangers else ""
     return (
         f"{shown} did not reach node 0 in {timeout_s:.0f} s ({topology.described('head_address')}, "
-        f"{topology.described('port')}): see what that says of itself, or do without (under Slurm: "
+        f"{topology.described('port')}{left}{strangers}): see what that says of itself, or do without (under Slurm: "
         f"--exclude={','.join(names)})"
     )
 
 
-def _reach_head(topology: Topology, ports: Sequence[int], badge: int, timeout_s: float) -> int:
+def _reach_head(topology: Topology, ports: Sequence[int], key: Key, timeout_s: float) -> int:
     deadline_s = time.monotonic() + timeout_s
     while True:
         why: OSError | None = None
         for port in ports:
             try:
                 with socket.create_connection((topology.head_address, port), timeout=_CONNECT_S) as head:
-                    verdict = _hear_verdict(head, topology, badge, deadline_s + 5)
+                    verdict = _hear_verdict(head, topology, key, timeout_s)
             except ConnectionError as error:  # not there yet, or not the one that we look for
                 why = why or error
             except OSError as error:  # no such name, no way: so it is with the other ports
                 why = error
                 break
             else:
-                if verdict == _ALL_HERE:
+                if verdict == ALL_HERE:
                     return port
                 raise TopologyError(verdict)
         if time.monotonic() > deadline_s:
@@ -137,20 +125,43 @@ def _reach_head(topology: Topology, ports: Sequence[int], badge: int, timeout_s:
         time.sleep(0.2)
 
 
-def _hear_verdict(head: socket.socket, topology: Topology, badge: int, deadline_s: float) -> str:
-    """Say who this is, and wait for the others. Raises ConnectionError where somebody else answers, or nobody."""
-    head.settimeout(_CONNECT_S)
-    head.sendall(f"{badge} {topology.node_rank}".encode())
+def _hear_verdict(head: socket.socket, topology: Topology, key: Key, timeout_s: float) -> str:
+    """Prove who this is, have node 0 prove it, and wait for the others. Raises ConnectionError where somebody else answers."""
+    number = secrets.token_hex(16)
     try:
-        greeting = head.recv(64)
-    except TimeoutError as error:
-        raise ConnectionError("what listens there is no node of this run") from error
-    greeted, _, verdict = greeting.decode(errors="replace").partition("\n")
-    if greeted != str(badge):
-        raise ConnectionError("what listens there is no node of this run")
-    head.settimeout(max(deadline_s - time.monotonic(), 1.0))
-    verdict = verdict or head.recv(2**16).decode()
-    return verdict or f"node 0, {topology.head_address}, ended before all nodes were there: see what it says"
+        head.sendall(f"{GREETING} {number}\n".encode())
+        greeting, head_number, proof = _words(head, 3, _CONNECT_S)
+        if greeting != GREETING:
+            raise ValueError(greeting)
+    except (TimeoutError, ValueError) as error:
+        raise ConnectionError(_STRANGER) from error
+    sign = signer(key.secret, number, head_number)
+    if not is_proof(proof, sign("head")):
+        raise ConnectionError(f"{_STRANGER}, or does not know the key of {key.origin}")
+    rank, num_nodes = str(topology.node_rank), str(topology.num_nodes)
+    try:
+        head.sendall(f"{rank} {num_nodes} {sign('node', rank, num_nodes)}\n".encode())
+        proof, verdict = _words(head, 2, timeout_s + _CONNECT_S)  # node 0 may have begun to wait just now
+    except (OSError, ValueError):
+        return f"node 0, {topology.head_address}, ended before all nodes were there: see what it says"
+    if not is_proof(proof, sign("verdict", verdict)):
+        raise ConnectionError(_STRANGER)
+    return verdict
+
+
+def _words(head: socket.socket, number: int, timeout_s: float) -> list[str]:
+    """Return the next line as so many words. Raises TimeoutError if it is not whole in time, ValueError for another line."""
+    end_s, line = time.monotonic() + timeout_s, b""
+    while not line.endswith(b"\n"):
+        head.settimeout(max(end_s - time.monotonic(), 1e-3))
+        piece = head.recv(2**16)
+        line += piece
+        if not piece or len(line) > 2**16:
+            raise ValueError(line)
+    words = line.decode().rstrip("\n").split(" ", number - 1)
+    if len(words) != number:
+        raise ValueError(line)
+    return words
 
 
 def _name(topology: Topology, node_rank: int) -> str:

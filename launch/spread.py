@@ -3,7 +3,8 @@
     python -m launch.spread STARTER SAMERUN_HOSTS=HOST,HOST,... SAMERUN_PORT=PORT [NAME=VALUE ...] COMMAND...
 
 STARTER is what reaches a host, one of `hosts.STARTERS`. Something started so has neither the environment nor the folder of
-this process, so every command brings them along, with these variables and its SAMERUN_NODE_RANK.
+this process. Folder, command, these variables and its SAMERUN_NODE_RANK are on the command line of every host, where everybody
+can read them; the environment is handed over unseen (`handover.py`), to ssh by its input, to the others by a file.
 
 The exit code is that of the host that failed first. The others have some seconds then to end by themselves, which they do
 when their processes lose a peer; what is left is stopped on its host, since a remote shell may die and leave its command
@@ -18,25 +19,19 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
-from launch import hosts
+from app.errors import TopologyError
+from launch import handover, hosts
 
-# What belongs to the host it was set on, or is set anew on every host by its batch system.
-_STAYS = re.compile(
-    r"PBS_.*|SGE_.*|JOB_.*|PE|PE_HOSTFILE|NCPUS|NSLOTS|NHOSTS|NQUEUES|QUEUE|ENVIRONMENT|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|"
-    r"CUDA_DEVICE_ORDER|HOST|HOSTNAME|TMP|TMPDIR|PWD|OLDPWD|SHLVL|TERM|_|SSH_.*|DISPLAY|XDG_.*|DBUS_.*"
-)
-# A command line can be read by everybody on its host.
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)(API_?|ACCESS_?|PRIVATE_?)?KEY(_|$)", re.IGNORECASE)
 _LOOK_EVERY_S = 0.2
-_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # bash exports functions under other names
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, *, grace_s: float = 5.0) -> int:
@@ -59,12 +54,18 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
         signal.signal(number, pass_on)
     # Ignored in what is started from here on: a starter that dies of a signal to the whole job cannot tell how its host ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    variables = carried(environment)
-    started = {
-        host: _start(host_command(starter, host, argv, folder=folder, variables={**variables, **own[host]})) for host in names
-    }
-    signal.signal(signal.SIGTERM, pass_on)
-    failed = _first_failure(started)
+    text = handover.line(handover.carried(environment))
+    with ExitStack() as stack:
+        files: Mapping[str, Path] = {}
+        if starter not in hosts.WITH_INPUT:
+            places = dict.fromkeys((Path(folder), Path(environment.get("HOME", folder))))
+            files = stack.enter_context(handover.in_files(text, names, list(places)))
+        started = {}
+        for host in names:
+            command = host_command(starter, host, argv, folder=folder, marks=own[host], file=files.get(host))
+            started[host] = _start(command, text=None if files else text)
+        signal.signal(signal.SIGTERM, pass_on)
+        failed = _first_failure(started)
     if failed is None:
         return 0
     code = started[failed].returncode
@@ -77,23 +78,16 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
     return 128 - code if code < 0 else code  # a starter that was killed itself: -9 is 137, as a shell says it
 
 
-def carried(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a batch script that its remote commands must bring along, by name.
-
-    Left out is what belongs to one host or its batch system (a scheduler's variables, TMPDIR, the visible devices, the number
-    of threads), and everything whose name speaks of a token, key or password: `qsub -v NAME` hands it to every host unseen.
-    """
-    names = sorted(name for name in environment if _NAME.fullmatch(name))
-    return {name: environment[name] for name in names if not _STAYS.fullmatch(name) and not _SECRET.search(name)}
-
-
-def host_command(starter: str, host: str, argv: Sequence[str], *, folder: str, variables: Mapping[str, str]) -> list[str]:
-    """Return the arguments that run `argv` on `host` in `folder`, with `variables` in its environment.
+def host_command(
+    starter: str, host: str, argv: Sequence[str], *, folder: str, marks: Mapping[str, str], file: Path | None = None
+) -> list[str]:
+    """Return the arguments that run `argv` on `host` in `folder`, with the variables `marks` and those handed over.
 
     `starter` is a key of `hosts.STARTERS`; `argv` begins with an absolute path, as PBS's own PATH on a host is next to nothing.
+    The others come by its input, or the `file`.
     """
-    exported = "".join(f" {name}={shlex.quote(value)}" for name, value in variables.items())
-    parts = [f"cd {shlex.quote(folder)}", *([f"export{exported}"] if exported else []), f"exec {shlex.join(argv)}"]
+    exported = "".join(f" {name}={shlex.quote(value)}" for name, value in marks.items())
+    parts = [handover.script(file), f"cd {shlex.quote(folder)}", f"export{exported}", f"exec {shlex.join(argv)} < /dev/null"]
     return host_starter(starter, host, " && ".join(parts))
 
 
@@ -137,9 +131,10 @@ def _parse(arguments: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
     return starter, told, rest[len(told) :]
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C is for this process."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+def _start(command: Sequence[str], *, text: bytes | None = None) -> subprocess.Popen[bytes]:
+    """With this text as its input, in a session of its own: Ctrl-C is for this process."""
+    with handover.as_input(text or b"") as stdin:
+        return subprocess.Popen(command, stdin=stdin, start_new_session=True)
 
 
 def _first_failure(started: Mapping[str, subprocess.Popen[bytes]]) -> str | None:
@@ -173,4 +168,8 @@ def _stop(commands: Iterable[Sequence[str]], *, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ, os.getcwd()))  # noqa: PTH109 - a string is what is passed on
+    try:
+        sys.exit(main(sys.argv[1:], os.environ, os.getcwd()))  # noqa: PTH109 - a string is what is passed on
+    except TopologyError as error:
+        sys.stderr.write(f"samerun: TopologyError: {error}\n")
+        sys.exit(error.exit_code)

@@ -20,7 +20,7 @@ from app.command_line import Parser
 from app.errors import TopologyError
 from app.recipe_file import load as load_recipe
 from app.topology import Topology
-from launch import attempts, explain, find, local, meeting, preset, run_checks, signals, supervise
+from launch import attempts, explain, find, local, meeting, meeting_key, preset, run_checks, signals, supervise
 from launch.allocation import Allocation
 from launch.found import Found
 from launch.job import ATTEMPT, Job
@@ -44,9 +44,9 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     if options.explain or options.dry_run:
         return 0
     if found.is_task:
-        command = replace(found, topology=_met(found, say)).accelerate_argv()
+        command = replace(found, topology=_met(found, environment, say)).accelerate_argv()
         say(shlex.join(command))
-        told = found.times(environment).told(environment)
+        told = meeting_key.without(found.times(environment).told(environment))
         return supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code
     say(shlex.join(found.start() if found.is_started_elsewhere else command))
     return attempts.run(_attempts(found, environment, say), say)
@@ -78,7 +78,7 @@ def _attempts(found: Found, environment: Mapping[str, str], say: Callable[[str],
     by_hand = ["--run-dir", found.run_dir] if found.run_dir and not found.options.run_dir else []
     return attempts.Plan(
         command=lambda again: found.start(again=again) if found.is_started_elsewhere else found.accelerate_argv(again=again),
-        environment=times.told(environment),
+        environment={**times.told(environment), **(meeting_key.new() if found.is_started_elsewhere else {})},
         pass_on=pass_on,
         run_dir=Path(found.run_dir) if found.run_dir else None,
         job=found.job,
@@ -88,12 +88,13 @@ def _attempts(found: Found, environment: Mapping[str, str], say: Callable[[str],
     )
 
 
-def _met(found: Found, say: Callable[[str], None]) -> Topology:
+def _met(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> Topology:
     """The topology when its nodes have met: with another port, if a program is at the one made from the job's id."""
     topology = found.topology
     if topology.num_nodes == 1:
         return topology
-    port = meeting.meet(topology, only_port=found.options.port is not None)
+    key = meeting_key.find(environment, found.run_dir, found.job.name if found.job else "")
+    port = meeting.meet(topology, key, only_port=found.options.port is not None)
     if port != topology.port and topology.node_rank == 0:
         say(f"{topology.described('port')} is in use on {topology.hosts[0]}: the run takes {port}")
     return replace(topology, port=port)

@@ -78,14 +78,16 @@ def test_an_array_of_two_on_one_node(lab: Lab, alone: list[float], tmp_path: Pat
 
 @pytest.mark.slow
 def test_two_jobs_at_once_on_the_same_nodes(lab: Lab, alone: list[float], tmp_path: Path) -> None:
-    ids = [
-        lab.sbatch("--nodelist=node[1-2]", *SHARED, SCRIPT, "--run-dir", str(tmp_path / name), *RECIPE) for name in ("a", "b")
-    ]
+    """One of them by its user's own srun, whose tasks have no common parent of ours: they share a key in the run folder."""
+    nodes, arguments = ("--nodelist=node[1-2]", *SHARED), shlex.join(RECIPE)
+    by_srun = f"exec srun --ntasks-per-node=1 --label samerun launch --run-dir {tmp_path}/b {arguments}"
+    ids = [lab.sbatch(*nodes, SCRIPT, "--run-dir", str(tmp_path / "a"), *RECIPE), lab.sbatch(*nodes, "--wrap", by_srun)]
     jobs = [lab.wait(job) for job in ids]
     assert [job.state for job in jobs] == ["COMPLETED"] * 2, jobs
     assert max(job.start_s for job in jobs) < min(job.end_s for job in jobs), "one after the other"
     for name, job in zip(("a", "b"), jobs, strict=True):
         assert_ran(tmp_path / name, ["node1", "node2"], alone, job.output)
+        assert list((tmp_path / name).glob(".*")) == []
 
 
 @pytest.mark.slow

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import TopologyError
-from launch import find, hosts, spread
+from launch import find, handover, hosts, spread
 
 ROOT = Path(hosts.__file__).parent.parent
 
@@ -83,24 +86,48 @@ def test_a_real_shell_gets_folder_variables_and_arguments_as_they_are(tmp_path_f
     """As PBS starts it: no shell around, another folder, a bare environment; ssh hands its arguments to a shell in one line."""
     project = tmp_path_factory.mktemp("job") / folder
     project.mkdir(exist_ok=True)
-    argv = ["/bin/sh", "-c", 'printf "%s\\0" "$PWD" "$VALUE" "$PATH" "$@"', "sh", value, "last"]
-    command = spread.host_command(
-        starter, "node1", argv, folder=str(project), variables={"VALUE": value, "PATH": "/opt/x:/bin"}
-    )
-    own = command[command.index("node1") + 1 :]
-    own = ["/bin/sh", "-c", " ".join(own)] if starter == "ssh" else own
-    result = subprocess.run(own, env={"PATH": "/bin:/usr/bin"}, cwd="/", capture_output=True, check=True)
-    assert result.stdout.decode().split("\0")[:-1] == [str(project), value, "/opt/x:/bin", value, "last"]
+    argv = ["/bin/sh", "-c", 'printf "%s\\0" "$PWD" "$VALUE" "$PATH" "$MARK" "$@"; cat', "sh", value, "last"]
+    text = handover.line({"VALUE": value, "PATH": "/opt/x:/bin", "MARK": "x"})
+    with handover.in_files(text, ["node1"], [project]) as files:
+        file = None if starter in hosts.WITH_INPUT else files["node1"]
+        command = spread.host_command(starter, "node1", argv, folder=str(project), marks={"MARK": value}, file=file)
+        own = command[command.index("node1") + 1 :]
+        own = ["/bin/sh", "-c", " ".join(own)] if starter == "ssh" else own
+        told = text if file is None else b""
+        result = subprocess.run(own, env={"PATH": "/bin:/usr/bin"}, cwd="/", input=told, capture_output=True, check=True)
+        assert file is None or not file.parent.exists()  # the last who reads removes it
+    assert result.stdout.decode().split("\0") == [str(project), value, "/opt/x:/bin", value, value, "last", ""]
 
 
 def test_what_is_brought_along_and_what_is_not():
-    kept = {"PATH": "/venv/bin", "NCCL_DEBUG": "INFO", "HF_HOME": "/data", "MONKEY": "1", "KEYBOARD": "us", "PYTHONPATH": "."}
-    left = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "BASH_FUNC_ml%%", "OMP_NUM_THREADS",
-            "PBS_JOBID", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR", "PE_HOSTFILE"]  # fmt: skip
-    assert spread.carried(kept | dict.fromkeys(left, "x")) == kept
+    kept = {"PATH": "/venv/bin", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "DATABASE_URL": "postgres://me:x@db", "MYSQL_PWD": "x"}
+    left = ["BASH_FUNC_ml%%", "OMP_NUM_THREADS", "PBS_JOBID", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR", "PE_HOSTFILE",
+            "SHELLOPTS"]  # fmt: skip
+    assert handover.carried(kept | dict.fromkeys(left, "x")) == kept
+
+
+@pytest.mark.parametrize("starter", ["ssh", "pbs_tmrsh"])
+def test_half_an_environment_starts_nothing(tmp_path, starter):
+    """The connection may break while it is handed over, or the file be on a disk that the host does not see."""
+    text = handover.line({"TOKEN": "x y"})
+    for half in (b"", text[:-3], text[:-1]):
+        file = None if starter == "ssh" else tmp_path / "text"
+        command = ["/bin/bash", "-c", f"{handover.script(file)} && echo started"]
+        if file is not None and half:
+            file.write_bytes(half)
+        result = subprocess.run(command, input=half, capture_output=True, check=False)
+        assert (result.returncode, result.stdout) == (5, b"")
+        assert result.stderr.decode().splitlines()[-1].startswith("samerun: TopologyError: ")
+        assert b"x y" not in result.stderr
 
 
 # Starting and ending -------------------------------------------------------------------------------------------------------
+
+
+SECRETS = dict.fromkeys(
+    ["DATABASE_URL", "HTTPS_PROXY", "MLFLOW_TRACKING_URI", "MYSQL_PWD", "GITHUB_PAT", "SLACK_WEBHOOK_URL", "HF_TOKEN"],
+    "https://me:open-sesame@host",
+)
 
 
 @pytest.fixture
@@ -114,10 +141,10 @@ def begin(tmp_path):
         stand_in.write_text("""#!/bin/bash
 bare() { cd / && exec env -i --default-signal PATH=/bin:/usr/bin HOSTNAME="$host" "$@"; }
 [ "$1" = -o ] && host=$3 && shift 3 && bare /bin/sh -c "$*"
-host=$1; shift; bare "$@"
+host=$1; shift; bare "$@" < /dev/null
 """)
         stand_in.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "MINE": "a b"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "MINE": "a b", **SECRETS}
     call = "sys.exit(main(sys.argv[1:], os.environ, os.getcwd(), grace_s=2))"
     program = f"import os, sys; from launch.spread import main; {call}"
 
@@ -154,6 +181,41 @@ def test_every_host_runs_it_and_knows_which_one_it_is(start, tmp_path):
     result = start('echo "$SAMERUN_NODE_RANK $HOSTNAME $SAMERUN_HOSTS $MINE $PWD $1"', "x y")
     assert (result.returncode, result.stderr) == (0, "")
     assert sorted(result.stdout.splitlines()) == [f"{rank} n{rank + 1} n1,n2,n3 a b {tmp_path} x y" for rank in range(3)]
+
+
+@pytest.mark.parametrize("starter", ["ssh", "pbs_tmrsh"])
+def test_secrets_reach_every_host_and_no_command_line(begin, tmp_path, starter):
+    """As `ps` would show it: all command lines of this machine, over and over while the hosts start, run and are signalled."""
+    seen = set()
+    process = begin('trap "exit 1" USR1; echo "$MYSQL_PWD $GITHUB_PAT"; while :; do sleep 0.1; done', starter=starter)
+    said = []
+    reader = threading.Thread(target=lambda: said.extend(process.stdout))
+    reader.start()
+    looked, is_told = 0, False
+    while process.poll() is None:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                seen.add(path.read_bytes())
+        looked += 1
+        if len(said) == 3 and not is_told:
+            process.send_signal(signal.SIGUSR1)
+            is_told = True
+    reader.join()
+    assert said == ["https://me:open-sesame@host https://me:open-sesame@host\n"] * 3
+    assert looked > 3
+    assert len([line for line in seen if b"SAMERUN_NODE_RANK=" in line]) >= 3  # it was seen at work
+    assert [line for line in seen if b"open-sesame" in line] == []
+    assert list(tmp_path.glob(".samerun-start-*")) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    text, nowhere = handover.line({}), tmp_path / "nowhere"
+    with pytest.raises(TopologyError, match=f"{nowhere}: No such file"), handover.in_files(text, ["a"], [nowhere]):
+        pass
+    with handover.in_files(text, ["a", "b"], [nowhere, tmp_path]) as files:
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (files["a"].parent, files["a"], files["b"])]
+        assert modes == [0o700, 0o600, 0o600]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_exit_code_is_that_of_the_host_that_failed_and_the_others_end_by_themselves(start):
@@ -224,10 +286,9 @@ def is_running(number):
 
 
 def test_the_command_line_can_be_pasted(start):
-    argv = spread.host_command("ssh", "node1", ["/bin/echo", "it's"], folder="/", variables={"A": "$B"})
-    pasted = subprocess.run(
-        ["/bin/sh", "-c", f'ssh() {{ shift 3; sh -c "$*"; }}; {shlex.join(argv)}'], capture_output=True, check=True
-    )
+    argv = spread.host_command("ssh", "node1", ["/bin/echo", "it's"], folder="/", marks={"A": "$B"})
+    shell = ["/bin/sh", "-c", f'ssh() {{ shift 3; sh -c "$*"; }}; {shlex.join(argv)}']
+    pasted = subprocess.run(shell, input=handover.line({}), capture_output=True, check=True)
     assert pasted.stdout == b"it's\n"
 
 
