@@ -63,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Consecutive steps. All of them were fed; those in `skipped` were not applied, since a gradient was not finite."""
+    """Consecutive steps. All of them were fed; those in `skipped` were not applied: a gradient was not finite, or a spike."""
 
     time: float = field(default_factory=_now)
     first: int

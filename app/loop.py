@@ -137,9 +137,9 @@ def _refuse_to_skip_on(run: Training, step: int) -> None:
     samples = ", ".join(map(str, run.samples_of(step)[:8]))
     raise TrainingError(
         f"the last {run.metrics.skipped_in_row} steps up to step {step + 1} were skipped, each for a loss or gradient that is "
-        f"not finite, and train.max_skipped_steps is {most} (learning rate {run.learning_rate_at(step):g}; the last batch has "
-        f"the samples {samples}, ...). {run.checkpoints.latest}. Lower optim.lr, lengthen the warm-up, set "
-        "optim.clip_norm, or look at these samples."
+        f"not finite or a spike, and train.max_skipped_steps is {most} (learning rate {run.learning_rate_at(step):g}; "
+        f"{run.steps.verdict}; the last batch has the samples {samples}, ...). {run.checkpoints.latest}. Lower optim.lr, "
+        "lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike, or look at these samples."
     )
 
 

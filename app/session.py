@@ -29,6 +29,7 @@ from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.shards import Shards
+from app.spikes import SpikeGuard
 from app.steps import Steps
 from app.trackers.pictures import Pictures
 
@@ -77,7 +78,10 @@ def prepare(
     metrics = _metrics(runtime, recipe, parts, model, opened, first_step=first_step)
     shards = Shards(runtime.accelerator, model, optimizer, average)
     facts = {"data": data.facts, "model": asdict(exported.ModelConfig.of(recipe, data.train))}
-    checkpoints = checkpoint.Checkpoints(runtime, opened.folder, recipe, shards=shards, facts=facts, metrics=metrics)
+    spikes = SpikeGuard(recipe.train.max_gradient_spike)
+    checkpoints = checkpoint.Checkpoints(
+        runtime, opened.folder, recipe, shards=shards, facts=facts, metrics=metrics, spikes=spikes
+    )
     checkpoints.on_disk = control.saved
     if resumed:
         checkpoints.restore(resumed.folder)
@@ -91,6 +95,7 @@ def prepare(
         model,
         optimizer,
         clip_norm=recipe.optim.clip_norm,
+        spikes=spikes,
         before_backward=profile.name_backward if profile else None,
     )
     return Training(

@@ -64,7 +64,7 @@ class Verdict:
             (self.missing, "missing"),
             (self.doubled, "recorded twice"),
             (self.different, "fed other samples than the recipe says"),
-            (self.skipped, "fed but not applied, because a gradient was not finite"),
+            (self.skipped, "fed but not applied, because a gradient was not finite, or a spike"),
         ):
             count = sum(map(len, spans))
             if count:

@@ -31,7 +31,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.run_folder",),
         ("app.checkpoints.piece",),
         ("app.ranks",),
-        ("app.steps",),
+        ("app.steps", "app.spikes"),
         ("app.compiling",),
     ],
     [

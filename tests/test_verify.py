@@ -226,7 +226,7 @@ def test_a_line_dropped_doubled_or_changed_is_named(history: History, harm: str,
         (
             [start(0, 9), steps(1, 9, skipped=(2, 4, 5))],
             "every one of the 9 global batches was fed exactly once, over 1 start\n"
-            "3 steps were fed but not applied, because a gradient was not finite: 2, 4-5",
+            "3 steps were fed but not applied, because a gradient was not finite, or a spike: 2, 4-5",
         ),
         (
             [start(0, 9), steps(1, 3, skipped=(2,)), start(1, 9), steps(2, 9)],

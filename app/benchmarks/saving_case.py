@@ -31,6 +31,7 @@ from app.metrics.metrics import Metrics
 from app.recipe import Recipe, TrainRecipe
 from app.runtime import Runtime
 from app.shards import Shards
+from app.spikes import SpikeGuard
 from app.trackers.trackers import Trackers
 
 WIDTH = 2048
@@ -72,7 +73,7 @@ def _build(layers: int, folder: Path) -> Case:
     shards = Shards(runtime.accelerator, model, optimizer)
     gauges = Gauges(runtime.accelerator, model, flops_per_sample=0.0, peak_flops_per_s=None)
     metrics = Metrics(runtime.accelerator, folder, gauges, Trackers(), global_batch_size=world_size, log=recipe.log)
-    checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics)
+    checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics, spikes=SpikeGuard(None))
     with runtime.together():
         if runtime.is_main:
             run_folder.claim(folder, runtime.incarnation)

@@ -26,6 +26,7 @@ from app.recipe import Recipe
 from app.runtime import Runtime
 from app.scores import Evaluation
 from app.shards import Shards
+from app.spikes import SpikeGuard
 
 NEVER, AUTO = "never", "auto"
 """Words of --resume; anything else is the path of a run folder or of one of its checkpoints."""
@@ -37,7 +38,7 @@ class Checkpoints:
     The training is held while a save copies what this rank owns to memory of the CPU; files are written beside it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
         self,
         runtime: Runtime,
         run_dir: Path,
@@ -46,15 +47,16 @@ class Checkpoints:
         shards: Shards,
         facts: Mapping[str, Any],
         metrics: Metrics,
+        spikes: SpikeGuard,
     ) -> None:
         """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
 
         `data`, the fingerprints of the data sets, for `resumable`, and `model`, what rebuilds it, for `samerun export`.
 
-        `metrics` is told how long the training was held and how long the writing took.
+        `metrics` is told how long the training was held and how long the writing took. What `spikes` knows is saved too.
         """
         self._runtime, self._run_dir, self._recipe = runtime, run_dir, recipe
-        self._shards, self._facts, self._metrics = shards, dict(facts), metrics
+        self._shards, self._facts, self._metrics, self._spikes = shards, dict(facts), metrics, spikes
         self.on_disk: Callable[[float], None] = lambda _: None
         """Called on every rank, in another thread, with the seconds from a step to its checkpoint on the disk."""
         self._copies = _Copies()
@@ -147,6 +149,7 @@ class Checkpoints:
             if (scaler := self._runtime.accelerator.scaler) is not None and reader.state["gradient_scaler"]:
                 scaler.load_state_dict(reader.state["gradient_scaler"])
         self._best = reader.state["best"]
+        self._spikes.load(reader.state.get("gradient_norms"), step=reader.state["step"])
         self._shards.publish()
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -157,6 +160,7 @@ class Checkpoints:
             "recipe": recipe_file.flat(self._recipe),
             **self._facts,
             "best": self._best,
+            "gradient_norms": self._spikes.state(),
             "optimizer": self._shards.scalars(),
             "gradient_scaler": None if scaler is None else scaler.state_dict(),
         }

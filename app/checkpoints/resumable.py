@@ -23,6 +23,7 @@ _MAY_CHANGE = (*recipe_file.NOT_LEARNT, "train.epochs", "train.steps", "data.pat
 _AS_BEFORE: Mapping[str, Any] = {
     "data.color": "auto",
     "data.jpeg_decoder": "libjpeg",
+    "train.max_gradient_spike": None,
 }
 """The value, as JSON has it, with which a key that came later does what the program did before it had that key.
 

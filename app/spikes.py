@@ -1,0 +1,101 @@
+"""Spikes: gradients out of all proportion to those before, whose steps are left out as if they were not finite.
+
+One broken batch, one flipped bit or one wrong kernel can give a finite gradient with a norm of 1e18 between norms of 26, and
+one step on it ruins the run. OLMo-core's SkipStepOptimizer leaves out steps whose loss or gradient norm lies more than six
+standard deviations above the mean of the last 128, once it knows 64 (github.com/allenai/OLMo-core, src/olmo_core/optim). Here a
+norm is a spike if it is so many times the median of the last 128 that were stepped on: one outlier moves a mean and its
+deviation, and a median it does not; and what was left out is no measure of what comes.
+
+The verdict is a function of the run's own history, so that a resumed run comes to the same ones. A norm is that of the whole
+gradient: all ranks have the same, to the last bit where they compute alike. Other topologies have it to rounding (3e-7), which
+decides on no norm but one that is as close as that to the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+_WINDOW = 128
+"""Norms that the median is of."""
+_FIRST = 64
+"""The fewest that a median is taken of: before, everything finite is accepted."""
+_EVERY = 16
+"""Steps after which the limit is renewed, so that a step costs no more than looking whether its gradient is finite."""
+
+
+class SpikeGuard:
+    """Tells spikes from the gradient norms of all steps, floats or scalars on a device; nothing waits for the device."""
+
+    def __init__(self, factor: float | None) -> None:
+        """`factor` is how many times the median a norm may be; None: any."""
+        self._factor, self._steps = factor, 0
+        self._kept = torch.empty(0)  # float32, in the order of steps; NaN: left out
+        self._new: list[tuple[torch.Tensor | float, torch.Tensor | bool]] = []
+        self.limit: torch.Tensor | float = math.inf
+        """Norms below it are accepted, and no others: neither NaN nor infinity is."""
+
+    def see(self, norm: torch.Tensor | float, *, skipped: torch.Tensor | bool) -> None:
+        """Take in the gradient norm of the run's next step, and whether the step was left out (both scalars)."""
+        if self._factor is None:
+            return
+        self._steps += 1
+        self._new.append((norm, skipped))
+        if self._steps % _EVERY == 0:
+            self._kept, self._new = self._all()[-_WINDOW:], []
+            count = (~self._kept.isnan()).sum()
+            limit = torch.where(count < _FIRST, math.inf, self._factor * self._kept.nanmedian())
+            self.limit = limit.item() if limit.is_cpu else limit
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what the verdicts of later steps need, as JSON has it; None if any norm is accepted."""
+        if self._factor is None:
+            return None
+        norms, limit = self._all(), float(self.limit)
+        return {"norms": norms[~norms.isnan()][-_WINDOW:].tolist(), "limit": limit if math.isfinite(limit) else None}
+
+    def load(self, state: Mapping[str, Any] | None, *, step: int) -> None:
+        """Take up what `state` returned after so many steps of the run."""
+        self._steps = step
+        if state is not None and self._factor is not None:
+            self._kept = torch.tensor(state["norms"], dtype=torch.float32)
+            self.limit = math.inf if state["limit"] is None else state["limit"]
+
+    def _all(self) -> torch.Tensor:
+        """Return the norms that are kept and the new ones, float32: those of steps that were left out, as NaN, come first."""
+        if not self._new:
+            return self._kept
+        norms, skipped = zip(*self._new, strict=True)
+        if isinstance(norms[0], torch.Tensor):
+            new = torch.where(torch.stack(skipped), math.nan, torch.stack(norms).float())
+        else:
+            new = torch.tensor([math.nan if left_out else norm for norm, left_out in self._new], dtype=torch.float32)
+        every = torch.cat([self._kept.to(new.device), new])
+        return every[(~every.isnan()).byte().argsort(stable=True)]
+
+
+def leave_out(optimizer: torch.optim.Optimizer, is_spike: Callable[[], bool]) -> None:
+    """Have those steps of the optimizer change nothing for which `is_spike` says so: steps that others take.
+
+    torch's optimizers, and DeepSpeed's for the CPU, pass over a parameter without a gradient, with its state. So the gradients
+    are taken away before such a step, and given back after it, since some owners fill the same tensors again.
+    """
+    held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def take_away(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_spike():
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            held.extend((parameter, parameter.grad) for parameter in parameters)
+            for parameter in parameters:
+                parameter.grad = None
+
+    def give_back(*_: Any) -> None:
+        while held:
+            parameter, gradient = held.pop()
+            parameter.grad = gradient
+
+    optimizer.register_step_pre_hook(take_away)
+    optimizer.register_step_post_hook(give_back)

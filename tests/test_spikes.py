@@ -1,0 +1,198 @@
+"""A gradient out of all proportion is left out like one that is not finite, by all ranks, under every strategy."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from processes import SCRIPTS, read, read_lines, run
+
+from app import building, optim, recipe_file
+from app.checkpoints import step_folders
+from app.recipe import OptimRecipe
+from app.spikes import SpikeGuard, leave_out
+from app.steps import Steps
+
+FACTOR = 100.0
+SPIKE, SAVED, STEPS = 76, 70, 82  # the saved norms end between two renewals of the limit
+RECIPE = (
+    "--recipe", "digits", f"train.steps={STEPS}", f"train.max_gradient_spike={FACTOR}", "model.norm=identity",
+    "optim.clip_norm=null", "train.ema_decay=0.9", "log.every_steps=1", f"checkpoint.every_steps={SAVED}",
+)  # fmt: skip
+
+
+def plain_verdicts(norms: list[float]) -> list[bool]:
+    """Which norms are spikes, in other words than the guard's."""
+    accepted: list[float] = []
+    spikes, limit = [], math.inf
+    for step, norm in enumerate(norms, start=1):
+        spikes.append(not (math.isfinite(norm) and norm < limit))
+        if not spikes[-1]:
+            accepted.append(norm)
+        if step % 16 == 0 and len(accepted) >= 64:
+            last = sorted(accepted[-128:])
+            limit = FACTOR * last[(len(last) - 1) // 2]
+    return spikes
+
+
+def verdicts(guard: SpikeGuard, norms: list[float], *, on_device: bool) -> list[bool]:
+    """Those of the guard, of floats or, as where nobody looks at them, of tensors."""
+    found: list[Any] = []
+    for norm in norms:
+        value: Any = torch.tensor(norm) if on_device else norm
+        left_out = ~(value < guard.limit) if on_device else not value < guard.limit
+        guard.see(value, skipped=left_out)
+        found.append(left_out)
+    return [bool(left_out) for left_out in found]
+
+
+@pytest.fixture
+def norms() -> list[float]:
+    chance = random.Random(0)
+    many = [math.exp(chance.gauss(0.0, 1.0) - step / 100) for step in range(500)]
+    for step, factor in ((40, 1e9), (90, 1e9), (91, math.inf), (92, math.nan), (200, 99.0), (201, 2e3), (300, 1e18)):
+        many[step] = factor * many[step - 1]
+    many[330:345] = [1e5] * 15
+    return [torch.tensor(norm).item() for norm in many]  # in float32, as norms are
+
+
+def test_spikes_are_told_by_the_median_of_accepted_norms(norms: list[float]) -> None:
+    expected = plain_verdicts(norms)
+    assert sum(expected) == 20
+    assert not expected[40], "a spike before there is a median"
+    for on_device in (False, True):
+        assert verdicts(SpikeGuard(FACTOR), norms, on_device=on_device) == expected
+    assert [step for step, is_spike in enumerate(verdicts(SpikeGuard(None), norms, on_device=False)) if is_spike] == [91, 92]
+
+
+@pytest.mark.parametrize("saved", [5, 64, 70, 91, 96, 333, 400])
+def test_a_resumed_run_comes_to_the_same_verdicts(norms: list[float], saved: int) -> None:
+    first = SpikeGuard(FACTOR)
+    before = verdicts(first, norms[:saved], on_device=True)
+    state = json.loads(json.dumps(first.state(), allow_nan=False))
+    assert len(state["norms"]) <= 128
+    for on_device in (False, True):
+        second = SpikeGuard(FACTOR)
+        second.load(state, step=saved)
+        assert before + verdicts(second, norms[saved:], on_device=on_device) == plain_verdicts(norms)
+
+
+@pytest.mark.parametrize("leaves_verdict", [False, True])
+def test_nothing_of_a_spike_is_stepped_on(leaves_verdict: bool) -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(layer := torch.nn.Linear(4, 3), optim.build(OptimRecipe(lr=0.01), layer))
+    steps = Steps(accelerator, model, optimizer, clip_norm=None, spikes=SpikeGuard(FACTOR))
+    steps._leaves_verdict = leaves_verdict
+    for step in range(1, 81):
+        before = [layer.weight.clone(), *(state["step"].clone() for state in optimizer.state.values())]
+        (model(torch.randn(5, 4)).square().mean() * (1e12 if step == 70 else 1.0)).backward()
+        taken = steps.take()
+        assert bool(taken.skipped) == (step == 70)
+        if step == 70:
+            assert torch.equal(layer.weight, before[0])
+            assert all(state["step"] == 69 for state in optimizer.state.values())
+            assert "a spike from" in steps.verdict
+    assert float(taken.grad_norm) < 100
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_step_that_others_take_changes_nothing_and_has_its_gradients_back(name: str) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 3)
+    optimizer = optim.build(OptimRecipe(name=name, lr=0.1, weight_decay=0.1), layer)
+    is_spike = False
+    leave_out(optimizer, lambda: is_spike)
+    for turn in range(4):
+        layer(torch.randn(5, 4)).square().mean().backward()
+        before, gradient = layer.weight.clone(), layer.weight.grad
+        states = json.dumps([{key: torch.as_tensor(value).tolist() for key, value in state.items()}
+                             for state in optimizer.state.values()])  # fmt: skip
+        is_spike = turn == 2
+        optimizer.step()
+        assert layer.weight.grad is gradient
+        assert torch.equal(layer.weight, before) == is_spike
+        unchanged = states == json.dumps([{key: torch.as_tensor(value).tolist() for key, value in state.items()}
+                                          for state in optimizer.state.values()])  # fmt: skip
+        assert unchanged == is_spike
+
+
+# Real runs -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    """The picture of the run that is poisoned: one of the step SPIKE."""
+    recipe = recipe_file.load("digits", RECIPE[2:]).recipe
+    index = building.samples_of(recipe, 1438, SPIKE - 1)[40]
+    epoch = (SPIKE - 1) // (1438 // recipe.train.global_batch_size)
+    return {"POISONED_SAMPLE": str(epoch * 1438 + index)}
+
+
+def go(preset: str, processes: int, folder: Path, environment: dict[str, str], *arguments: str) -> list[dict[str, Any]]:
+    command = (str(SCRIPTS / "poisoned.py"), "--run-dir", str(folder), "--trackers", "none", *RECIPE, *arguments)
+    run(preset, processes, *command, env=environment).check()
+    assert read(folder / "run.json")["world_size"] == processes
+    return read_lines(folder / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    lines = go("cpu", 1, folder, environment, "train.max_micro_batch=32")
+    assert read(folder / "run.json")["accumulation"] == 2
+    norms = [line["grad_norm"] for line in lines]
+    print(f"norms to {max(norms[: SPIKE - 1]):.3g}, that of the poisoned picture's step {norms[SPIKE - 1]:.3g}")
+    assert [line["skipped_steps"] for line in lines] == [[SPIKE] if line["step"] == SPIKE else [] for line in lines]
+    assert norms[SPIKE - 1] > 1e4 * max(norms[: SPIKE - 1])
+    assert math.isfinite(norms[SPIKE - 1])
+    assert lines[SPIKE - 1]["loss"] is None
+    assert lines[-1]["loss"] < 0.5
+    return folder
+
+
+def assert_same(folder: Path, reference: Path, *, after: int = 0) -> None:
+    lines, expected = (
+        [line for line in read_lines(place / "metrics.jsonl") if line["step"] > after] for place in (folder, reference)
+    )
+    assert [line["skipped_steps"] for line in lines] == [line["skipped_steps"] for line in expected]
+    losses = [[line["loss"] for line in of_run if line["step"] != SPIKE] for of_run in (lines, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert read(folder / "result.json")["test_loss"] == pytest.approx(read(reference / "result.json")["test_loss"], rel=1e-5)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("preset", "resumed"),
+    [
+        ("multi_gpu", "deepspeed_zero3"),
+        ("deepspeed_zero2", "fsdp2"),
+        pytest.param("deepspeed_zero1", "multi_gpu", marks=pytest.mark.slow),
+        pytest.param("deepspeed_zero3", "deepspeed_zero1", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "deepspeed_zero3_offload", marks=pytest.mark.slow),
+        pytest.param("deepspeed_zero3_offload", "deepspeed_zero2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_step_is_left_out_under_every_strategy_and_after_a_resume(
+    alone: Path, environment: dict[str, str], tmp_path: Path, preset: str, resumed: str
+) -> None:
+    go(preset, 2, tmp_path / "whole", environment)
+    assert_same(tmp_path / "whole", alone)
+    saved = step_folders.path_of(tmp_path / "whole", SAVED)
+    go(resumed, 2, tmp_path / "resumed", environment, "--resume", str(saved))
+    assert_same(tmp_path / "resumed", alone, after=SAVED)
+
+
+@pytest.mark.multiproc
+def test_a_spike_is_stepped_on_where_the_recipe_says_so(alone: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    lines = go("cpu", 1, tmp_path / "off", environment, "train.max_gradient_spike=null")
+    assert not any(line["skipped_steps"] for line in lines)
+    assert lines[SPIKE - 1]["loss"] > 1e4
+    # AdamW's step is bounded, but what it divides by is that of the spike for long.
+    assert abs(lines[-1]["loss"] / read_lines(alone / "metrics.jsonl")[-1]["loss"] - 1) > 0.01
