@@ -111,7 +111,14 @@ def test_losses_that_drift_apart_after_a_hundred_steps_are_of_the_same_run(digit
 
     late, early = (compare(long(differs_from=999), long(differs_from=step), tolerance=1e-4) for step in (110, 100))
     assert (late.is_same, late.losses.deciding_up_to_step, late.losses.first_beyond) == (True, DECIDING_STEPS, 110)
-    assert "the losses up to step 100 are the same to 0.0001; from step 110 on they drift apart" in str(late)
+    assert late.losses.same_up_to_step == 100
+    assert str(late).startswith(
+        "The same run up to step 100, and apart after it: the recipes agree in all that is learnt, all 44"
+    )
+    assert "the losses up to step 100 are the same to 0.0001; from step 110 on they drift apart: the largest" in str(late)
+    assert "That it is rounding alone these losses cannot show" in str(late)
+    later = compare(long(differs_from=999), long(differs_from=150), tolerance=1e-4)
+    assert str(later).startswith("The same run up to step 140, and apart after it")
     assert (early.is_same, early.losses.first_beyond) == (False, 100)
 
 

@@ -2,7 +2,8 @@
 
 Two runs were the same if their recipes agree in all that decides what is learnt, if every step that both took had the same
 samples and learning rate, and if the losses of their first hundred common steps are the same to a tolerance; later ones drift
-apart by rounding, the sooner the more kinks a network has. What cannot be known is said, not guessed.
+apart by rounding, the sooner the more kinks a network has. Then the verdict says up to which step they are the same, and what
+the losses cannot tell. What cannot be known is said, not guessed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,15 @@ class LossDifferences:
     largest_at_step: int
     first_beyond: int | None
     """The step of the first line that differs by more than the tolerance; None: all are within."""
+    same_up_to_step: int
+    """That of the line before it, or the last of all; 0: none."""
     deciding_up_to_step: int
     """Later lines may differ, as rounding grows; 0: none was compared."""
+
+    @property
+    def drift(self) -> bool:
+        """Whether the lines that decide are the same to the tolerance, and a later one is not."""
+        return self.decide and self.first_beyond is not None
 
     @property
     def decide(self) -> bool:
@@ -101,6 +109,8 @@ class Comparison:
     def __str__(self) -> str:
         """The verdict, in a sentence."""
         same = {True: "The same run", False: "Not the same run", None: "Not known whether it was the same run"}[self.is_same]
+        if self.is_same and self.losses.drift:
+            same = f"The same run up to step {self.losses.same_up_to_step}, and apart after it"
         recipes = "the recipes agree in all that is learnt"
         if self.learnt is None:
             recipes = "a recipe cannot be read"
@@ -125,10 +135,12 @@ class Comparison:
         most = f"the largest difference is {found.largest:.1e} of the loss, at step {found.largest_at_step}"
         if found.first_beyond is None:
             return f"all losses up to step {found.up_to_step} are the same to {self.tolerance:g}: {most}"
-        if found.decide:
+        if found.drift:
             return (
-                f"the losses up to step {found.deciding_up_to_step} are the same to {self.tolerance:g}; from step "
-                f"{found.first_beyond} on they drift apart, as rounding makes them in time: {most}"
+                f"the losses up to step {found.same_up_to_step} are the same to {self.tolerance:g}; from step "
+                f"{found.first_beyond} on they drift apart: {most}. Rounding drifts so: it grows from step to step, and in "
+                "leaps where a network has kinks (ReLU, maxima), so that the results are those of two paths. That it is "
+                "rounding alone these losses cannot show; with model.dtype=float64 runs that are the same stay together"
             )
         return f"the losses of step {found.first_beyond} are the first to differ by more than {self.tolerance:g}: {most}"
 
@@ -153,6 +165,7 @@ def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float) -> Loss
     differences = relative_differences(*([of_run[steps] for steps in common] for of_run in losses))
     ends = [last for _, last in common]
     at = max(range(len(common)), key=differences.__getitem__, default=None)
+    beyond = next((end for end, found in zip(ends, differences, strict=True) if found > tolerance), None)
     # The first line decides, however many steps it covers.
     deciding = max(ends[0], common[0][0] + DECIDING_STEPS - 1) if common else 0
     return LossDifferences(
@@ -160,7 +173,8 @@ def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float) -> Loss
         up_to_step=ends[-1] if ends else 0,
         largest=0.0 if at is None else differences[at],
         largest_at_step=0 if at is None else ends[at],
-        first_beyond=next((end for end, found in zip(ends, differences, strict=True) if found > tolerance), None),
+        first_beyond=beyond,
+        same_up_to_step=max((end for end in ends if beyond is None or end < beyond), default=0),
         deciding_up_to_step=max((end for end in ends if end <= deciding), default=0),
     )
 
