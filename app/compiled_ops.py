@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from app.own_folder import refuse_prepared
+
 _GUARD = "samerun.flock"
 
 
@@ -65,6 +67,7 @@ def _alone() -> Iterator[Path]:
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
+    refuse_prepared(root)  # what is compiled there is run here
     with (root / _GUARD).open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         yield root

@@ -19,6 +19,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.tracker_names",),
         ("app.topology",),
         ("app.cores",),
+        ("app.own_folder",),
         ("app.options",),
         ("app.environment", "app.tasks", "app.launched"),
     ],

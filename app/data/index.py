@@ -67,11 +67,15 @@ def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Ro
     """
     name = _name(files, kind)
     folder = files[0].parent
-    places = (folder, cache_folder() / "indexes" / _digest(str(folder.resolve())))
+    places, problems, no_cache = [folder], [], []
+    if not os.access(folder / name, os.R_OK):
+        try:
+            places.append(cache_folder("indexes") / _digest(str(folder.resolve())))
+        except OSError as error:
+            no_cache.append(f"{error.filename} ({error.strerror})")
     for place in places:
         if os.access(place / name, os.R_OK):
             return Index(place / name)
-    problems = []
     for place in places:
         try:
             with alone(place / ".samerun.lock"):
@@ -82,7 +86,7 @@ def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Ro
         else:
             return Index(place / name)
     raise DataError(
-        f"the index of {folder} cannot be kept in {' nor in '.join(problems)}; "
+        f"the index of {folder} cannot be kept in {' nor in '.join(problems + no_cache)}; "
         "free space there, or set SAMERUN_CACHE to a folder that can be written"
     )
 

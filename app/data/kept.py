@@ -36,7 +36,10 @@ def keep(made_of: Sequence[object], size_bytes: int, read: Callable[[], Unstored
     if size_bytes <= SMALL_BYTES:
         return read().in_memory()
     name = hashlib.sha256(json.dumps([FORMAT, *made_of], default=str).encode()).hexdigest()[:32]
-    folder = cache_folder() / "splits" / name
+    try:
+        folder = cache_folder("splits") / name
+    except OSError as error:
+        raise DataError(_unusable(str(error.filename), error)) from error
     if folder.exists():
         try:
             return open_split(folder)
@@ -46,7 +49,7 @@ def keep(made_of: Sequence[object], size_bytes: int, read: Callable[[], Unstored
         with alone(folder.with_suffix(".lock")):
             return _make(folder, read)
     except OSError as error:
-        raise DataError(_unusable(folder.parent, error)) from error
+        raise DataError(_unusable(str(folder.parent), error)) from error
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -77,7 +80,7 @@ def _make(folder: Path, read: Callable[[], Unstored]) -> Split:
     return open_split(folder)
 
 
-def _unusable(folder: Path, error: OSError) -> str:
+def _unusable(folder: str, error: OSError) -> str:
     return (
         f"{folder}, where data is kept once it is unpacked, cannot be used ({error.strerror or error}); set SAMERUN_CACHE to a "
         "folder that can be written, best on a disk of this machine"

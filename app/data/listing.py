@@ -82,8 +82,8 @@ def listed(folder: Path, classes: Sequence[str]) -> Listing:
         DataError: A folder cannot be read.
     """
     name = hashlib.sha256(json.dumps([FORMAT, str(folder.resolve())]).encode()).hexdigest()[:32]
-    place = cache_folder() / "listings" / name
     try:
+        place = cache_folder("listings") / name
         with alone(place.with_suffix(".lock")):
             return _kept(place, folder, classes) or _made(place, folder, classes)
     except OSError:

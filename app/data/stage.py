@@ -2,7 +2,8 @@
 
 With `data.stage_to` one process of a node copies `data.path` before training, while the others wait; nodes copy side by side.
 A copy is named by a hash of all files' names, sizes and dates: of unchanged data the next run finds it, of changed data
-another is made. It appears under its name when it is whole.
+another is made. It appears under its name when it is whole. Copies are in a folder that only this user can use: a node's disk
+is often everybody's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from app.data.progress import progress
 from app.data.turns import alone
 from app.data.whole import made_whole, remove_remains
 from app.errors import DataError, RecipeError
+from app.own_folder import own
 from app.recipe import Recipe
 
 # Files copied at a time: a network disk answers each after some milliseconds, in which others can be asked for.
@@ -68,10 +70,10 @@ def staged(recipe: Recipe) -> Recipe:
         raise DataError(f"data.path={source} is no file or folder here, so it cannot be copied to data.stage_to={folder}")
     files = sorted(_files(source))
     told = repr((str(source.resolve()), files)).encode()
-    place = folder / f"{source.name}-{hashlib.sha256(told).hexdigest()[:16]}"
     try:
+        place = own(folder / f"samerun-{os.geteuid()}") / f"{source.name}-{hashlib.sha256(told).hexdigest()[:16]}"
         if not place.exists():
-            with alone(folder / f".{place.name}.lock"):
+            with alone(place.with_name(f".{place.name}.lock")):
                 _copy(source, place, files)
     except OSError as error:
         raise DataError(
@@ -110,9 +112,10 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
         return
     remove_remains(place)
     total_bytes, free_bytes = sum(file.size_bytes for file in files), shutil.disk_usage(place.parent).free
+    disk = place.parent.parent
     if total_bytes + _SPARE_BYTES > free_bytes:
         raise DataError(
-            f"{source} takes {total_bytes / 1e9:.2f} GB, and data.stage_to={place.parent} has {free_bytes / 1e9:.2f} GB free: "
+            f"{source} takes {total_bytes / 1e9:.2f} GB, and data.stage_to={disk} has {free_bytes / 1e9:.2f} GB free: "
             "name a larger disk, shrink the pictures (`samerun data pack`), or leave data.stage_to out"
         )
     # Where there are no locks, another process may have been first.
@@ -121,7 +124,7 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
         for folder in sorted({(inside / file.name).parent for file in files}):
             folder.mkdir(parents=True, exist_ok=True)
         with (
-            progress(f"copying {source} to {place.parent}", total_bytes, "bytes", after_s=0) as advance,
+            progress(f"copying {source} to {disk}", total_bytes, "bytes", after_s=0) as advance,
             ThreadPoolExecutor(_COPIERS) as pool,
         ):
 

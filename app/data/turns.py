@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from app.own_folder import own
+
 # What file systems say that have no locks, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -32,7 +34,11 @@ def alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def cache_folder() -> Path:
-    """Return the folder for all that can be made again: $SAMERUN_CACHE, $XDG_CACHE_HOME/samerun or ~/.cache/samerun."""
-    own = os.environ.get("SAMERUN_CACHE")
-    return Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "samerun"
+def cache_folder(kind: str) -> Path:
+    """Return this user's folder for what can be made again: in $SAMERUN_CACHE, $XDG_CACHE_HOME/samerun or ~/.cache/samerun.
+
+    Raises OSError if it cannot be made, or somebody else has made it.
+    """
+    said = os.environ.get("SAMERUN_CACHE")
+    place = Path(said) if said else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "samerun")
+    return own(place.expanduser() / kind)

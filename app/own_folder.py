@@ -1,0 +1,55 @@
+"""Folders for what can be made again, in places that others can write to: nobody else may have prepared them.
+
+Whoever makes a folder of a name that can be foreseen, in /tmp for instance, could hand us data of his choice, keep us waiting
+at a lock, or have us write where a link of his points. So such a folder is ours, or it is not used. Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def own(folder: Path) -> Path:
+    """Return the folder, which only this user can read and write from now on; it is made where there is none.
+
+    A link is followed if it is this user's. Raises PermissionError, saying whose it is, for a folder of somebody else or one
+    in which somebody else could have prepared it, and OSError where it cannot be made.
+    """
+    folder = folder.absolute()
+    refuse_prepared(folder.parent)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        refuse_prepared(folder.parent)  # it may have been prepared in the meantime
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if folder.parent.is_dir():
+            _refuse(folder, folder.lstat(), {os.geteuid()})
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    _refuse(folder, status, {os.geteuid()})
+    if stat.S_IMODE(status.st_mode) != 0o700:
+        folder.chmod(0o700)
+    return folder
+
+
+def refuse_prepared(folder: Path) -> None:
+    """Raise PermissionError if a stranger has made a part of this path: one that is in a folder to which everybody can write.
+
+    Folders of a group or of a colleague are trusted, as whoever chose the path knows them.
+    """
+    folder = folder.absolute()
+    for part in (*reversed(folder.parents), folder):
+        if not os.path.lexists(part):
+            return
+        if part.parent.stat().st_mode & stat.S_IWOTH:
+            _refuse(part, part.lstat(), {os.geteuid(), 0})
+
+
+def _refuse(path: Path, status: os.stat_result, owners: set[int]) -> None:
+    if status.st_uid not in owners:
+        what = "is a link of" if stat.S_ISLNK(status.st_mode) else "belongs to"
+        raise PermissionError(errno.EPERM, f"{path} {what} user {status.st_uid}, who may have prepared it", str(path))

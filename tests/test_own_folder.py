@@ -1,0 +1,126 @@
+"""Folders in places that others can write to: made for one user, and refused where somebody else may have prepared them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from app import compiled_ops
+from app.data import kept
+from app.data.listing import listed
+from app.data.split import Unstored
+from app.data.stage import staged
+from app.errors import DataError
+from app.own_folder import own, refuse_prepared
+from app.recipe import DataRecipe, Recipe
+
+STRANGER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of another user")
+
+
+@pytest.fixture
+def everybodys(tmp_path: Path) -> Path:
+    """A folder like /tmp."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def given_away(path: Path) -> Path:
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+    return path
+
+
+def prepared(place: Path, how: str) -> Path:
+    """What a stranger makes where we are expected to."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if how == "link":
+        target = place.parent / "target"
+        target.mkdir()
+        place.symlink_to(target)
+    elif how == "open":
+        place.mkdir()
+        place.chmod(0o777)
+    elif how == "file":
+        place.touch()
+    elif how == "pipe":
+        os.mkfifo(place)
+    return given_away(place)
+
+
+PREPARED = pytest.mark.parametrize("how", ["link", "open", "file", "pipe"])
+
+
+def test_it_is_made_for_one_user(everybodys: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = own(everybodys / "a" / "b")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    assert stat.S_IMODE(own(folder).stat().st_mode) == 0o700, "one of an earlier version"
+    (everybodys / "link").symlink_to(folder)
+    assert own(everybodys / "link") == everybodys / "link", "our own link, as to a disk with more room"
+    (everybodys / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        own(everybodys / "file")
+
+
+@as_root
+@PREPARED
+def test_what_a_stranger_has_prepared_is_refused(everybodys: Path, how: str) -> None:
+    place = prepared(everybodys / "samerun", how)
+    whose = f"{place} {'is a link of' if how == 'link' else 'belongs to'} user {STRANGER}, who may have prepared it"
+    with pytest.raises(PermissionError, match=whose):
+        own(place)
+    assert how == "pipe" or list(everybodys.rglob("*/*")) == []
+    if how == "open":
+        with pytest.raises(PermissionError, match=whose):
+            own(place / "below")
+        with pytest.raises(PermissionError, match=whose):
+            refuse_prepared(place / "below" / "that")
+    given_away(everybodys)
+    everybodys.chmod(0o755)
+    own(everybodys / "of a colleague, who is known")
+
+
+@as_root
+@PREPARED
+def test_staging_refuses_it(everybodys: Path, tmp_path: Path, how: str) -> None:
+    prepared(everybodys / "samerun-0", how)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").write_bytes(b"x")
+    with pytest.raises(DataError, match=rf"cannot be copied to data\.stage_to={everybodys}: .* user {STRANGER}, who may"):
+        staged(Recipe(data=DataRecipe(source="mnist", path=str(tmp_path / "data"), stage_to=str(everybodys))))
+
+
+def keep_a_split() -> None:
+    def pixels() -> Unstored:
+        raise AssertionError("nothing is read for a place that cannot be trusted")
+
+    kept.keep(["x"], kept.SMALL_BYTES + 1, pixels)
+
+
+@as_root
+@PREPARED
+def test_the_cache_refuses_it(everybodys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setenv("SAMERUN_CACHE", str(everybodys / "cache"))
+    prepared(everybodys / "cache", how)
+    with pytest.raises(DataError, match=rf"user {STRANGER}, who may have prepared it\); set SAMERUN_CACHE"):
+        keep_a_split()
+    (tmp_path / "pictures" / "cat").mkdir(parents=True)
+    (tmp_path / "pictures" / "cat" / "1.png").touch()
+    assert listed(tmp_path / "pictures", ["cat"]).path(0) == "cat/1.png", "made in memory"
+    assert list(everybodys.rglob("cache/*")) == []
+
+
+@as_root
+def test_compiled_operators_are_not_loaded_from_a_strangers_folder(everybodys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(prepared(everybodys / "extensions", "open")))
+    with pytest.raises(PermissionError, match="who may have prepared it"), compiled_ops._alone():
+        pass
