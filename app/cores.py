@@ -12,10 +12,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from app.inherited import own_environment
+
 
 def of_this_process(local_world_size: int) -> int:
     """Return the cores that this process may use, of `local_world_size` that share what the node gives them; at least 1."""
-    return share(os.environ, local_world_size, bound=len(os.sched_getaffinity(0)), quota=quota())
+    return share(own_environment(), local_world_size, bound=len(os.sched_getaffinity(0)), quota=quota())
 
 
 def machine() -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from app.batching import BatchPlan
 from app.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_line
 from app.errors import SamerunError, TopologyError
+from app.inherited import own_environment
 from app.launched import Launched, read
 from app.options import above_zero
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     options = _parse(sys.argv[1:] if argv is None else argv)
     launched = Launched()
     try:
-        launched = read(os.environ)
+        launched = read(own_environment())
         examination = _examine(
             launched, Path(options.run_dir), head=os.environ.get("MASTER_ADDR", "localhost"), seconds=options.patience
         )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
 from app import recipe_file, run_folder
 from app.batching import BatchPlan
 from app.errors import SamerunError, leave_with
+from app.inherited import own_environment
 from app.launched import Launched, read
 from app.scores import Evaluation
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_intermixed_args(argv)
     launched = Launched()
     try:
-        launched = read(os.environ)
+        launched = read(own_environment())
         classes, scores = _score(launched, arguments)
     except SamerunError as error:
         leave_with(error, launched.rank)

@@ -12,6 +12,7 @@ import sys
 from app import recipe_file, tracker_names, train_options
 from app.batching import BatchPlan
 from app.errors import SamerunError, leave_with, let_the_first_be_seen
+from app.inherited import own_environment
 from app.launched import Launched, read, read_job
 from app.recipe_file import LoadedRecipe
 
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.print_recipe:
             sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
             return
-        launched = read(os.environ)
+        launched = read(own_environment())
         _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments)
     except SamerunError as error:
         leave_with(error, launched.rank)

@@ -6,13 +6,13 @@ A mistake of the user ends the program with one sentence on stderr and the exit 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from app.errors import SamerunError
+from app.inherited import own_environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[arguments[0]][0](arguments[1:])
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
-        if "SLURM_STEP_ID" in os.environ:
+        if "SLURM_STEP_ID" in own_environment():
             time.sleep(1.0)  # srun ends the step of a task that failed at once, and what it has not read by then is lost
         return error.exit_code
     except KeyboardInterrupt:
@@ -35,19 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(argv: list[str]) -> int:
     from launch import start
 
-    return start.launch(argv, os.environ, say=_say)
+    return start.launch(argv, own_environment(), say=_say)
 
 
 def _submit(argv: list[str]) -> int:
     from launch import submit
 
-    return submit.submit(argv, os.environ, say=_say)
+    return submit.submit(argv, own_environment(), say=_say)
 
 
 def _doctor(argv: list[str]) -> int:
     from launch import doctor
 
-    return doctor.doctor(argv, os.environ, say=_say)
+    return doctor.doctor(argv, own_environment(), say=_say)
 
 
 def _data(argv: list[str]) -> int:
@@ -107,7 +107,7 @@ def _parity(argv: list[str]) -> int:
 def _scale(argv: list[str]) -> int:
     from app.reports.scaling import command
 
-    return command.main(argv, os.environ, say=_say)
+    return command.main(argv, own_environment(), say=_say)
 
 
 def _bench(argv: list[str]) -> int:

@@ -4,8 +4,9 @@ A job's processes are started in two moves. `samerun launch` in a batch script o
 all nodes; each of its tasks, one a node, is `samerun launch` again, finds its own node rank, and starts that node's
 `accelerate launch`. So nothing has to be filled in by a shell, which would do it once, on the first node, for all.
 
-Slurm's variables, and which of them lie: sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm
-holds real ones. HOSTNAME in a task is the batch host's; the shell of salloc is told nothing of its GPUs.
+What was only inherited from another job has been taken out (`app/inherited.py`). The others, and which of them lie: sbatch(1)
+and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm holds real ones. HOSTNAME in a task is the
+batch host's; the shell of salloc is told nothing of its GPUs.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def find(
     """
     if "SLURM_JOB_ID" not in environment:
         return None
-    view = _View(environment, in_task=_is_task(environment))
+    view = _View(environment, in_task=is_task(environment))
     has_srun = shutil.which("srun") is not None if has_srun is None else has_srun
     _refuse_what_cannot_be(view, hostname or socket.gethostname(), has_srun)
     num_nodes = view.number(view.name("NUM_NODES"))
@@ -118,12 +119,14 @@ def _topology(view: _View, num_nodes: int, processes: tuple[int, str]) -> Topolo
     return Topology(**values, origins={name: origin for name, (_, origin) in found.items()})
 
 
-def _is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as (one of) the tasks of a run; not so in a shell that srun opened (--pty)."""
-    if "SLURM_STEP_ID" not in environment:
-        return False
-    is_shell = "SLURM_PTY_PORT" in environment and environment.get("SLURM_STEP_NUM_TASKS") == "1"
-    return not is_shell or environment.get("SLURM_JOB_NUM_NODES") == "1"
+def is_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as (one of) the tasks of a run. On one node a shell that it opened is as good."""
+    return "SLURM_STEP_ID" in environment and (not is_shell(environment) or environment.get("SLURM_JOB_NUM_NODES") == "1")
+
+
+def is_shell(environment: Mapping[str, str]) -> bool:
+    """Whether this is a shell that srun opened (--pty), or that salloc opened on a node of the job."""
+    return "SLURM_PTY_PORT" in environment and environment.get("SLURM_STEP_NUM_TASKS") == "1"
 
 
 def _refuse_what_cannot_be(view: _View, hostname: str, has_srun: bool) -> None:
@@ -280,6 +283,7 @@ def _srun(view: _View, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str]
     options = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label"]
     # Without --disable-status srun keeps the first Ctrl-C to itself.
     options += ["--export=ALL", "--cpu-bind=none", "--disable-status"]
+    options.append("--mem=0")  # all that the job has there; SLURM_MEM_PER_NODE may be that of the job this one was submitted in
     if "SLURM_CPUS_PER_TASK" in environment:
         options.append(f"--cpus-per-task={_cpus_per_node(view)[0]}")
     if gpus:  # a step of a job that has its GPUs by --exclusive gets none unless it says so

@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from app.environment import number
+from launch import slurm
 from launch.job import Job, NotDoneError, Requeued, Times
 
 _HOLD_S = 15
@@ -29,40 +30,87 @@ Scontrol = Callable[[Sequence[str]], str]
 def find(environment: Mapping[str, str], *, scontrol: Scontrol | None = None) -> Job | None:
     """Return the Slurm job that `environment` is part of, or None outside Slurm.
 
-    `scontrol` runs the program of that name, which is asked for nothing before it is needed.
+    `scontrol` runs the program of that name. It is asked for nothing before it is needed: at once only in an array and in a
+    job that was requeued, as a job that is submitted there inherits the variables that say so.
     """
     if "SLURM_JOB_ID" not in environment:
         return None
-    in_step = "SLURM_STEP_ID" in environment
-    in_script = not in_step and "SLURMD_NODENAME" in environment  # the shell of salloc is on no node
-    job_id = _job_id(environment)
+    is_shell = slurm.is_shell(environment)
+    in_step = "SLURM_STEP_ID" in environment and not is_shell
+    in_script = not in_step and not is_shell and "SLURMD_NODENAME" in environment  # the shell of salloc is on no node
     scontrol = scontrol or _scontrol
+    # Each task would ask; what started them has asked, or they do without.
+    described = _Description(environment["SLURM_JOB_ID"], None if in_step else scontrol)
+    job_id, requeues = _job_id(environment, described), _requeues(environment, described)
     return Job(
         # Steps of one job, side by side, are runs of their own.
         name=f"{job_id}.{environment['SLURM_STEP_ID']}" if in_step else job_id,
-        # Each task would ask; what started them has asked, or they do without.
-        times=functools.partial(_times, environment, job_id, None if in_step else scontrol),
-        requeues=number(environment, "SLURM_RESTART_COUNT"),
-        requeue=functools.partial(_requeue, environment, job_id, scontrol) if in_script else None,
+        times=functools.partial(_times, environment, described),
+        requeues=requeues,
+        requeue=functools.partial(_requeue, described, job_id, requeues, scontrol) if in_script else None,
     )
 
 
-def _job_id(environment: Mapping[str, str]) -> str:
-    if "SLURM_ARRAY_JOB_ID" in environment:
-        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
-    return environment["SLURM_JOB_ID"]
+class _Description:
+    """What Slurm says of a job, by the job's own number: an array's tasks share the array's."""
+
+    def __init__(self, number: str, scontrol: Scontrol | None) -> None:
+        self._number, self._scontrol = number, scontrol
+        self._known: dict[str, str] | NotDoneError | None = None
+
+    def now(self) -> dict[str, str]:
+        """Ask for the fields, times in Unix seconds; of those with the same name the first. Raises NotDoneError."""
+        if self._scontrol is None:
+            raise NotDoneError("a task does not ask")
+        text = self._scontrol(["--oneliner", "show", "job", self._number])
+        # The number of an array, which is that of its last task too, stands for all its tasks: a line for each.
+        jobs = [dict(reversed(re.findall(r"(\w+)=(\S+)", line))) for line in text.splitlines()]
+        for facts in jobs:
+            if facts.get("JobId") == self._number:
+                return facts
+        raise NotDoneError(f"`scontrol show job {self._number}` does not tell of it")
+
+    def at_start(self) -> dict[str, str]:
+        """The same, asked once. Raises NotDoneError."""
+        if self._known is None:
+            try:
+                self._known = self.now()
+            except NotDoneError as error:
+                self._known = error
+        if isinstance(self._known, NotDoneError):
+            raise self._known
+        return self._known
 
 
-def _times(environment: Mapping[str, str], job_id: str, scontrol: Scontrol | None) -> Times:
-    why_not = ""
-    if scontrol is not None:
-        try:
-            facts = _describe(job_id, scontrol)
-        except NotDoneError as error:
-            why_not = f"; {error}"
-        else:
-            submitted_s, started_s, ends_s = (_moment(facts.get(f"{name}Time", "")) for name in ("Submit", "Start", "End"))
-            return Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="scontrol show job")
+def _job_id(environment: Mapping[str, str], described: _Description) -> str:
+    if "SLURM_ARRAY_JOB_ID" not in environment:
+        return environment["SLURM_JOB_ID"]
+    array, task = environment["SLURM_ARRAY_JOB_ID"], environment["SLURM_ARRAY_TASK_ID"]
+    try:
+        facts = described.at_start()
+    except NotDoneError:
+        return f"{array}_{task}"
+    # A task of another array has submitted this job, if it is not one itself.
+    return f"{facts['ArrayJobId']}_{facts['ArrayTaskId']}" if "ArrayJobId" in facts else environment["SLURM_JOB_ID"]
+
+
+def _requeues(environment: Mapping[str, str], described: _Description) -> int:
+    if "SLURM_RESTART_COUNT" not in environment:
+        return 0
+    try:
+        return int(described.at_start()["Restarts"])
+    except (NotDoneError, KeyError):
+        return number(environment, "SLURM_RESTART_COUNT")
+
+
+def _times(environment: Mapping[str, str], described: _Description) -> Times:
+    try:
+        facts = described.at_start()
+    except NotDoneError as error:
+        why_not = f"; {error}"
+    else:
+        submitted_s, started_s, ends_s = (_moment(facts.get(f"{name}Time", "")) for name in ("Submit", "Start", "End"))
+        return Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="scontrol show job")
     start, end = (environment.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
     origin = f"SLURM_JOB_END_TIME={end}" if end else f"SLURM_JOB_END_TIME is not set{why_not}"
     return Times(started_s=_moment(start), ends_s=_moment(end), origin=origin)
@@ -72,11 +120,11 @@ def _moment(text: str) -> float | None:
     return float(text) if text.isdecimal() else None  # `Unknown`, or nothing
 
 
-def _requeue(environment: Mapping[str, str], job_id: str, scontrol: Scontrol, _signals: Collection[int]) -> Requeued:
+def _requeue(described: _Description, job_id: str, requeues: int, scontrol: Scontrol, _signals: Collection[int]) -> Requeued:
     """Put the job back into the queue, unless that has been done, or it was cancelled."""
-    facts = _describe(job_id, scontrol)
+    facts = described.now()
     again = f"Slurm runs job {job_id} again"
-    if int(facts.get("Restarts", "0")) > number(environment, "SLURM_RESTART_COUNT"):
+    if int(facts.get("Restarts", "0")) > requeues:
         again = f"job {job_id} is in Slurm's queue again already"
     elif facts.get("JobState") == "RUNNING" or _is_at_its_limit(facts):
         scontrol(["requeue", job_id])
@@ -97,12 +145,6 @@ def _is_at_its_limit(facts: Mapping[str, str]) -> bool:
         return False
     days, hours, minutes, seconds = (int(part or 0) for part in limit.groups())
     return ended_s - started_s >= ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def _describe(job_id: str, scontrol: Scontrol) -> dict[str, str]:
-    """The fields of `scontrol show job`, times in Unix seconds; of those with the same name the first."""
-    text = scontrol(["--oneliner", "show", "job", job_id])
-    return dict(reversed(re.findall(r"(\w+)=(\S+)", text)))
 
 
 def _scontrol(arguments: Sequence[str]) -> str:

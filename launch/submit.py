@@ -19,6 +19,7 @@ from pathlib import Path
 
 from app.command_line import Parser
 from app.errors import SubmitError, UsageError
+from app.inherited import for_a_new_job
 from app.topology import Topology
 from launch import job_checks, job_script, run_checks, start, sweep
 from launch.job_script import SUBMITTERS, Job, Scheduler
@@ -105,7 +106,7 @@ def _hand_over(plan: _Plan, environment: Mapping[str, str], say: Callable[[str],
     plan.script.parent.mkdir(parents=True, exist_ok=True)
     plan.script.write_text(job_script.render(plan.job, plan.scheduler))
     command = [*SUBMITTERS[plan.scheduler], str(plan.script)]
-    finished = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
+    finished = subprocess.run(command, env=for_a_new_job(environment), capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise SubmitError(
             f"`{shlex.join(command)}` ended with exit code {finished.returncode} and submitted nothing: "

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 # From the ground up; each entry is a room: modules that belong together and may use each other.
 FLOORS: list[list[tuple[str, ...]]] = [
-    [("app.errors",)],
+    [("app.errors",), ("app.inherited",)],
     [
         ("app.recipe", "app.recipe_checks", "app.recipe_keys", "app.recipe_file", "app.batching", "app.model_names"),
         ("app.tracker_names",),
@@ -135,11 +135,10 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
     allowed = {
         "os.environ": {
             "app.train",
-            "app.evaluate",
             "app.doctor",
+            "app.inherited",
             "app.benchmarks.saving_case",
             "app.benchmarks.feeding",
-            "app.cores",
             "app.benchmarks.work",
             "app.benchmarks.programs",
             "app.benchmarks.turns",
@@ -149,7 +148,6 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.console",
             "app.data.turns",
             "app.profiling.profile",
-            "launch.cli",
             "launch.local",
             "launch.spread",
         },

@@ -31,7 +31,7 @@ def environment(path: str) -> dict[str, str]:
 # Slurm ---------------------------------------------------------------------------------------------------------------------
 
 BATCH = environment("slurm/2node-exclusive-batch")
-RUNNING = "JobId=7 JobName=x JobState=RUNNING Reason=None Restarts=0 TimeLimit=00:05:00 SubmitTime=90 StartTime=100 EndTime=400"
+RUNNING = "JobId=25 JobState=RUNNING Reason=None Restarts=0 TimeLimit=00:05:00 SubmitTime=90 StartTime=100 EndTime=400"
 
 
 class Scontrol:

@@ -6,6 +6,7 @@ Runs that train are compared with the undisturbed one. What only concerns the qu
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,6 +108,20 @@ def test_jobs_that_stop_are_run_again_and_only_they(lab: Lab, tmp_path: Path) ->
         assert (over.state, starts(over)) == ("COMPLETED", ["0", "30"]), over.output
         assert f"Slurm runs job {array}_{index} again, 1 of at most 20 times" in over.output
         assert read(tmp_path / f"runs/digits-{array}_{index}/outcome.json")["outcome"] == "finished"
+
+
+def test_a_job_that_an_array_task_submits_from_a_step_is_itself_run_again(lab: Lab, tmp_path: Path) -> None:
+    """And not that task, whose number it finds in its environment, nor not at all, as if it were the step."""
+    said = f"--export=ALL,PYTHONPATH={REPOSITORY}/tests/scripts/in_place:{REPOSITORY},IN_PLACE=stop 30"
+    options = (*SHARED, "--nodes=1", "--time=5", f"--chdir={tmp_path}", f"--output={tmp_path}/%j.out", said)
+    nested = f"exec srun --ntasks=1 sbatch --parsable {shlex.join(options)} {SCRIPT}"
+    task = lab.wait(f"{lab.sbatch(*SHARED, '--nodes=1', '--time=5', '--array=7', '--wrap', nested)}_7")
+    assert task.state == "COMPLETED", task.output
+    job = task.output.strip()
+    over = lab.wait(job)
+    assert (over.state, starts(over)) == ("COMPLETED", ["0", "30"]), over.output
+    assert f"Slurm runs job {job} again, 1 of at most 20 times" in over.output
+    assert read(tmp_path / f"runs/digits-{job}/outcome.json")["outcome"] == "finished"
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------------

@@ -65,6 +65,34 @@ def test_the_shell_of_salloc(lab: Lab, alone: list[float], tmp_path: Path) -> No
         assert f"{rank}: samerun: {promised}\n" in finished.output
 
 
+def test_a_job_submitted_from_a_step_of_another_is_a_job_of_its_own(lab: Lab, alone: list[float], tmp_path: Path) -> None:
+    """Its environment has the step's nodes and tasks, and the GPUs, tasks and memory that the other job asked for."""
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\nexec samerun launch {shlex.join(RECIPE)}\n")
+    options = ("--parsable", "--nodes=2", "--mem=0", "--time=5", f"--chdir={tmp_path}", f"--output={tmp_path}/inner.out")
+    nested = f"srun --ntasks=2 --output={tmp_path}/id-%t sh -c '[ $SLURM_PROCID = 0 ] || sbatch {shlex.join(options)} {script}'"
+    other = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--mem=100M", "--time=5")
+    assert lab.wait(lab.sbatch(*other, "--wrap", nested)).state == "COMPLETED"
+    job = (tmp_path / "id-1").read_text().strip()
+    over = lab.wait(job)
+    assert (over.state, over.exit_code) == ("COMPLETED", "0:0"), over.output
+    assert_ran(tmp_path / f"runs/digits-{job}", ["node1", "node2"], alone, over.output)
+    assert "nothing tells when the job's time is over" not in over.output
+
+
+@pytest.mark.slow
+def test_a_shell_of_srun_starts_a_run_on_fewer_nodes_than_the_job_has(lab: Lab, alone: list[float], tmp_path: Path) -> None:
+    """The task inherits the shell's SLURM_PTY_PORT, and was once taken for another such shell, which starts a task."""
+    command = f"samerun launch --nodes 1 --processes-per-node 1 --run-dir {tmp_path}/run {shlex.join(RECIPE)}"
+    shell = ["srun", "--nodes=1", "--ntasks=1", "--pty", "sh", "-c", f"{command} >{tmp_path}/log 2>&1"]
+    code = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn({shell})))"
+    finished = lab.start("salloc", "--nodes=2", "--time=5", "python", "-c", code).wait(timeout_s=90)
+    output = finished.output + (tmp_path / "log").read_text()
+    assert finished.returncode == 0, output
+    (rank,) = read(tmp_path / "run" / "run.json")["ranks"]
+    assert_ran(tmp_path / "run", [rank.split()[0]], alone, output)  # Slurm chooses which of the nodes
+
+
 @pytest.mark.slow
 def test_an_array_of_two_on_one_node(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     command = f"exec samerun launch --processes-per-node 2 --run-dir {tmp_path}/$SLURM_ARRAY_TASK_ID {shlex.join(RECIPE)}"
