@@ -13,26 +13,24 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from app.own_folder import refuse_prepared
 
 _GUARD = "samerun.flock"
 
 
-def load(config: Mapping[str, Any]) -> None:
-    """Load, and compile where nobody has yet, what DeepSpeed needs under its `config` (its JSON file, as a mapping)."""
+def load() -> None:
+    """Load, and compile where nobody has yet, what DeepSpeed needs here: on a CPU, what ranks of one machine meet through.
+
+    Not its CPUAdam: torch's own optimizers step (runtime.py).
+    """
     from deepspeed.accelerator import get_accelerator
 
-    names = ["ShareMemCommBuilder"] if get_accelerator().device_name() == "cpu" else []
-    offload = config["zero_optimization"].get("offload_optimizer") or {}
-    if offload.get("device") == "cpu":
-        names.append("CPUAdamBuilder")
-    if names:
-        _load(*names)
+    if get_accelerator().device_name() == "cpu":
+        _load("ShareMemCommBuilder")
 
 
 def _load(*names: str) -> None:
@@ -74,4 +72,4 @@ def _alone() -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    load({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})  # everything, so that no run has to wait for it
+    load()  # so that no run has to wait for it

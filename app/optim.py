@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,27 +16,56 @@ from app.recipe import OptimRecipe
 _FUSED_DEVICES = {"cpu", "cuda"}
 
 
+# Settings of torch's optimizers that say how a step is computed, not what it computes.
+_ONLY_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a step does to each parameter: all of it that the recipe says, and all that torch adds to that by default."""
+
+    kind: type[torch.optim.Optimizer]
+    """The class of torch that steps."""
+    settings: Mapping[str, Any]
+    """Its settings, by torch's names, but for the weight decay. The learning rate is the peak of the recipe, unscaled."""
+    weight_decays: Mapping[str, float]
+    """The weight decay of each trainable parameter, by name."""
+    sizes: Mapping[str, int]
+    """Elements of each of them."""
+
+    @classmethod
+    def of(cls, recipe: OptimRecipe, model: nn.Module) -> Rule:
+        """Return the rule for a model whose parameters are not sharded yet: the weight decay follows from names and shapes."""
+        kind, chosen = _chosen(recipe)
+        (group,) = kind([nn.Parameter(torch.zeros(1))], **chosen).param_groups  # with what torch adds
+        settings = {name: value for name, value in group.items() if name not in _ONLY_HOW | {"weight_decay"}}
+        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        weight_decays = {name: recipe.weight_decay if decays(name, parameter) else 0.0 for name, parameter in trainable}
+        return cls(kind, settings, weight_decays, {name: parameter.numel() for name, parameter in trainable})
+
+
+def _chosen(recipe: OptimRecipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    if recipe.name == "sgd":
+        return torch.optim.SGD, {"lr": recipe.lr, "momentum": recipe.momentum, "nesterov": recipe.nesterov}
+    return torch.optim.AdamW, {"lr": recipe.lr, "betas": recipe.betas, "eps": recipe.eps}
+
+
 def build(recipe: OptimRecipe, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
     """Return the optimizer of the model's trainable parameters: in two groups, with and without weight decay, if there is any.
 
-    Call it before the parameters are sharded: the groups follow from names and shapes. `fused`, for AdamW alone:
-    None is where supported.
+    Call it before the parameters are sharded, as `Rule.of`. `fused`, for AdamW alone: None is where supported.
     The learning rate is the recipe's until `set_learning_rate` sets that of a step.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in named:
-        decayed[recipe.weight_decay > 0 and decays(name, parameter)].append(parameter)
-    groups = [
-        {"params": parameters, "weight_decay": recipe.weight_decay if decay else 0.0}
-        for decay, parameters in decayed.items()
-        if parameters  # a group costs a call of the fused kernel
-    ]
-    if recipe.name == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
-    if fused is None:
-        fused = all(parameter.device.type in _FUSED_DEVICES for _, parameter in named)
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=fused)
+    of_decay: dict[float, list[nn.Parameter]] = {recipe.weight_decay: [], 0.0: []}
+    for name, decay in Rule.of(recipe, model).weight_decays.items():
+        of_decay[decay].append(model.get_parameter(name))
+    # A group costs a call of the fused kernel.
+    groups = [{"params": parameters, "weight_decay": decay} for decay, parameters in of_decay.items() if parameters]
+    kind, chosen = _chosen(recipe)
+    if kind is torch.optim.AdamW:
+        devices = {parameter.device.type for parameters in of_decay.values() for parameter in parameters}
+        chosen["fused"] = devices <= _FUSED_DEVICES if fused is None else fused
+    return kind(groups, **chosen)
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:

@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -36,7 +35,7 @@ from accelerate.utils import (
 )
 from torch.distributed import DistNetworkError
 
-from app import compiled_ops, compiling
+from app import compiled_ops, compiling, deepspeed_settings
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
 from app.launched import Launched
@@ -211,28 +210,11 @@ def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) ->
         "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     }
     if launched.strategy == "deepspeed":
-        settings["deepspeed_plugin"] = plugin = _deepspeed_plugin(plan, clip_norm)
-        compiled_ops.load(plugin.deepspeed_config)
+        settings["deepspeed_plugin"] = deepspeed_settings.complete(plan, clip_norm)
+        compiled_ops.load()
     if on_cpu:
         return _accelerator_on_cpu(launched, settings)
     return Accelerator(**settings)
-
-
-def _deepspeed_plugin(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
-    """Complete the preset's DeepSpeed settings with what the recipe and the plan decide."""
-    plugin = DeepSpeedPlugin(gradient_accumulation_steps=plan.accumulation, gradient_clipping=clip_norm)
-    config = plugin.deepspeed_config
-    # DeepSpeed 0.19 clips at 1.0 unless it is told 0.0, and Accelerate does not pass 0.0 on.
-    config["gradient_clipping"] = clip_norm
-    config["train_micro_batch_size_per_gpu"] = plan.micro_batch
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    accumulation = config["gradient_accumulation_steps"]
-    if accumulation != plan.accumulation:
-        raise PresetError(
-            f"the DeepSpeed config's gradient_accumulation_steps is {accumulation}, and the recipe needs {plan.accumulation}: "
-            'it is derived from train.global_batch_size. Write "auto" there.'
-        )
-    return plugin
 
 
 # Of mallopt(3) and malloc.h.

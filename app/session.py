@@ -24,6 +24,7 @@ from app.loop import Training
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
 from app.opening import Opened
+from app.optimizer_check import check_optimizer
 from app.profiling.profile import Profile, check_window
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe
@@ -71,12 +72,14 @@ def prepare(
     display = _display(runtime, loaded, data, parts, opened.folder)
     control = _control(runtime, recipe, parts, opened.folder)
 
+    rule = optim.Rule.of(recipe.optim, parts.model)  # before the parameters are sharded
     model, optimizer = runtime.prepare(parts.model, optim.build(recipe.optim, parts.model))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     metrics = _metrics(runtime, recipe, parts, model, opened, first_step=first_step)
     shards = Shards(runtime.accelerator, model, optimizer, average)
+    check_optimizer(runtime, rule, optimizer, shards, dtype=getattr(torch, recipe.model.dtype))
     facts = {"data": data.facts, "model": asdict(exported.ModelConfig.of(recipe, data.train))}
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
     checkpoints = checkpoint.Checkpoints(

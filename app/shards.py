@@ -54,6 +54,21 @@ class _Fragment:
         return local.view(-1).narrow(0, self.offset, self.count)  # `view`, unlike `reshape`, never copies
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """A parameter, or the share of it that this rank has, as the optimizer steps on it."""
+
+    name: str
+    count: int
+    """Elements of it on this rank."""
+    values: torch.Tensor
+    """What is stepped on; other parameters may be in it too."""
+    settings: Mapping[str, Any]
+    """Those that the optimizer has for it, by torch's names; none: no optimizer steps on it."""
+    states: Mapping[str, torch.Tensor]
+    """What the optimizer keeps for `values` so far."""
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside what compiling and `prepare` have put around it.
 
@@ -79,14 +94,17 @@ class Shards:
         self.model = unwrapped(model)
         self._holder, self._average = optimizer.optimizer, average
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self._copies, self._copy = 1, 0  # how many ranks hold the same elements, and which of them this one is
+        self.copies, self._copy = 1, 0
+        """How many ranks hold the same elements, and which of them this one is."""
+        self.stepper: torch.optim.Optimizer = getattr(self._holder, "optimizer", self._holder)
+        """What steps in the end, inside all that `prepare` has put around it."""
         if isinstance(self._holder, torch.optim.Optimizer):
-            self._zero_flats, self._stepper = None, self._holder
+            self._zero_flats = None
             fragments = [_of_parameter(name, parameter) for name, parameter in parameters.items()]
             if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
-                self._copies, self._copy = accelerator.num_processes, accelerator.process_index
+                self.copies, self._copy = accelerator.num_processes, accelerator.process_index
         else:
-            self._zero_flats, self._stepper = _partitions(self._holder), self._holder.optimizer
+            self._zero_flats = _partitions(self._holder)
             find = _of_stage_3 if _is_stage_3(self._holder) else _of_stages_1_and_2
             fragments = list(find(self._holder, parameters, accelerator.process_index))
         self._fragments = [fragment for fragment in fragments if fragment.count > 0]
@@ -97,6 +115,14 @@ class Shards:
     def weights(self) -> list[torch.Tensor]:
         """The live full-precision weights that this rank steps on, each 1-D, in the order that `average` keeps too."""
         return [fragment.of(fragment.stepped) for fragment in self._fragments]
+
+    def stepped(self) -> list[Stepped]:
+        """Return the parameters that this rank steps on, with what the optimizer has for each."""
+        groups = self._groups()
+        return [
+            Stepped(it.name, it.count, it.stepped, groups.get(id(it.stepped), {}), dict(self._states(it.stepped)))
+            for it in self._fragments
+        ]
 
     def pieces(self) -> list[Piece]:
         """Return all that this rank holds of the run's tensors, as live views: what is read into after `allocate_state`."""
@@ -121,7 +147,7 @@ class Shards:
         """Return what the optimizer keeps beside tensors: AdamW's count of steps, which all parameters share."""
         counts = [
             {key: float(value) for key, value in state.items() if key == _STEP}
-            for state in (self._stepper.state.get(tensor) for tensor in self._stepped)
+            for state in (self.stepper.state.get(tensor) for tensor in self._stepped)
             if state
         ]
         assert all(count == counts[0] for count in counts), f"some parameters were stepped more often than others: {counts}"
@@ -140,10 +166,10 @@ class Shards:
             return  # of an optimizer without state, or from before the first step
         self._step_on_zeros()
         for tensor in self._stepped:
-            state = self._stepper.state[tensor]
+            state = self.stepper.state[tensor]
             found = {key for key, _ in self._states(tensor)}
             if found != expected or {_STEP} & state.keys() != scalars.keys():
-                raise CheckpointError(_other_optimizer(self._stepper, expected, found))
+                raise CheckpointError(_other_optimizer(self.stepper, expected, found))
             for _, values in self._states(tensor):
                 values.zero_()  # SGD has put the decay of the weights into its momentum
             for key, value in scalars.items():
@@ -170,18 +196,26 @@ class Shards:
         kept = self.model.state_dict(keep_vars=True).keys()  # leaves out those that are not persistent
         return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
 
+    def _groups(self) -> dict[int, Mapping[str, Any]]:
+        """The optimizer's groups by the `id` of what is stepped on. ZeRO-3 takes the tensors out of them between steps."""
+        groups = self.stepper.param_groups
+        if self._zero_flats is None:
+            return {id(tensor): group for group in groups for tensor in group["params"]}
+        group_of = self._holder.sub_group_to_group_id if _is_stage_3(self._holder) else range(len(groups))
+        return {id(flat): groups[group_of[index]] for index, flat in enumerate(self._zero_flats)}
+
     def _states(self, stepped: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The optimizer's tensors for what it steps on, without its scalars."""
-        state = self._stepper.state.get(stepped, {})
+        state = self.stepper.state.get(stepped, {})
         return [(key, value) for key, value in state.items() if key != _STEP and torch.is_tensor(value)]
 
     def _share(self, piece: Piece) -> Piece:
         count = piece.values.numel()
-        first, end = (count * copy // self._copies for copy in (self._copy, self._copy + 1))
+        first, end = (count * copy // self.copies for copy in (self._copy, self._copy + 1))
         return Piece(piece.key, piece.name, piece.shape, piece.start + first, piece.values[first:end])
 
     def _step_on_zeros(self) -> None:
-        groups = self._stepper.param_groups
+        groups = self.stepper.param_groups
         rates = [group["lr"] for group in groups]
         gradients = [tensor.grad for tensor in self._stepped]
         for group in groups:
@@ -189,7 +223,7 @@ class Shards:
         for tensor in self._stepped:
             tensor.grad = torch.zeros_like(tensor)
         if self._zero_flats is None:
-            self._stepper.step()
+            self.stepper.step()
         else:
             for index in range(len(self._zero_flats)):
                 self._holder._optimizer_step(index)

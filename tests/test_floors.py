@@ -36,7 +36,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.compiling",),
     ],
     [
-        ("app.runtime", "app.compiled_ops"),
+        ("app.runtime", "app.compiled_ops", "app.deepspeed_settings"),
         ("app.handshake",),
         ("app.console",),
         ("app.metrics", "app.ledger", "app.trackers"),
@@ -52,7 +52,11 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.curves",),
         ("app.profiling",),
     ],
-    [("app.checkpoints.checkpoint", "app.checkpoints.initial_weights", "app.checkpoints.resumable"), ("app.building",)],
+    [
+        ("app.checkpoints.checkpoint", "app.checkpoints.initial_weights", "app.checkpoints.resumable"),
+        ("app.building",),
+        ("app.optimizer_check",),
+    ],
     [("app.loop",), ("app.opening",)],
     [("app.session",), ("app.ending",)],
     [("app.train",)],

@@ -58,7 +58,13 @@ TOPOLOGIES = [
     ("fsdp2", 2, 1),
 ]
 # One optimizer is enough for what differs from the above in less than the loop can see.
-MORE_TOPOLOGIES = [("single_gpu", 1, 1), ("multi_node", 2, 1), ("deepspeed_zero3_offload", 2, 1), ("fsdp2", 2, 2)]
+MORE_TOPOLOGIES = [
+    ("single_gpu", 1, 1, "adamw"),
+    ("multi_node", 2, 1, "adamw"),
+    ("deepspeed_zero3_offload", 2, 1, "adamw"),
+    ("deepspeed_zero3_offload", 2, 1, "sgd"),  # Accelerate would make it Adam
+    ("fsdp2", 2, 2, "adamw"),
+]
 
 
 def trained(folder: Path, preset: str, processes: int, accumulation: int, *arguments: str) -> Path:
@@ -139,10 +145,12 @@ def assert_profiled(run_dir: Path, ranks: int) -> None:
     assert ("none, there is one process" in said) == (ranks == 1)
 
 
-@pytest.mark.parametrize(("preset", "processes", "accumulation"), MORE_TOPOLOGIES)
-def test_the_other_presets(references: dict[str, Path], tmp_path: Path, preset: str, processes: int, accumulation: int) -> None:
-    other = trained(tmp_path / f"{preset}-{processes}", preset, processes, accumulation, *OPTIMIZERS["adamw"])
-    assert_same_run(references["adamw"], other, first_20=1e-5, all_100=1e-4)
+@pytest.mark.parametrize(("preset", "processes", "accumulation", "optimizer"), MORE_TOPOLOGIES)
+def test_the_other_presets(
+    references: dict[str, Path], tmp_path: Path, preset: str, processes: int, accumulation: int, optimizer: str
+) -> None:
+    other = trained(tmp_path / f"{preset}-{processes}", preset, processes, accumulation, *OPTIMIZERS[optimizer])
+    assert_same_run(references[optimizer], other, first_20=1e-5, all_100=1e-4)
 
 
 # The ConvNet as it is by default, kinks included: here rounding is too small to meet one.

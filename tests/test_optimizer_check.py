@@ -1,0 +1,127 @@
+"""The optimizer that steps in the end is compared with the recipe's: under each preset, with each thing wrong on one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from processes import SCRIPTS, read, run, train
+
+from app import optim
+from app.batching import BatchPlan
+from app.deepspeed_settings import complete
+from app.errors import PresetError
+from app.launched import Launched
+from app.optimizer_check import check_optimizer
+from app.recipe import OptimRecipe
+from app.runtime import Runtime
+from app.shards import Shards
+
+PLAN = BatchPlan(global_batch_size=2, world_size=1, accumulation=1)
+ASKED = {"adamw": "AdamW", "sgd": "SGD"}
+SAID = {
+    "class": "would step",
+    "decay": "weight_decay of 1.bias is 0.5, not 0.0",
+    "rate": "lr of 0.weight is 0.2, not 0.1",
+    "betas": "betas of 1.bias is (0.5, 0.999), not (0.9, 0.999)",
+    "mode": "decoupled_weight_decay of 1.bias is False, not True",
+    "momentum": "momentum of 1.bias is 0.0, not 0.9",
+    "nesterov": "nesterov of 1.bias is True, not False",
+}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("preset", "processes"),
+    [
+        ("cpu", 1),
+        ("multi_gpu", 2),
+        pytest.param("deepspeed_zero1", 2, marks=pytest.mark.slow),
+        ("deepspeed_zero2", 2),
+        ("deepspeed_zero3", 2),
+        ("deepspeed_zero3_offload", 2),
+        ("fsdp2", 2),
+    ],
+)
+def test_another_optimizer_on_one_rank_is_refused_by_all(preset: str, processes: int, tmp_path: Path) -> None:
+    run(preset, processes, str(SCRIPTS / "other_optimizer.py"), str(tmp_path)).check()
+    reports = [read(tmp_path / f"{rank}.json") for rank in range(processes)]
+    assert all(report == reports[0] for report in reports)
+    assert reports[0].keys() == ASKED.keys()
+    where = f"rank {processes - 1} of {processes}" if processes > 1 else ""
+    for optimizer, said in reports[0].items():
+        assert len(said) == 6
+        assert said.pop("nothing") is None
+        for case, sentence in said.items():
+            assert SAID[case] in sentence, (optimizer, case)
+            assert sentence.startswith(where)
+        assert f"the recipe's optimizer is torch's {ASKED[optimizer]} (optim.name), and torch's Adam" in said["class"]
+
+
+def prepared() -> tuple[Runtime, optim.Rule, torch.nn.Module, Any]:
+    runtime, recipe = Runtime(Launched(use_cpu=True), PLAN), OptimRecipe(name="sgd", weight_decay=0.1)
+    layer = torch.nn.Linear(3, 2)
+    model, optimizer = runtime.prepare(layer, optim.build(recipe, layer))
+    return runtime, optim.Rule.of(recipe, layer), model, optimizer
+
+
+def refusal(runtime: Runtime, rule: optim.Rule, model: torch.nn.Module, optimizer: Any) -> str:
+    with pytest.raises(PresetError) as refused:
+        check_optimizer(runtime, rule, optimizer, Shards(runtime.accelerator, model, optimizer), dtype=torch.float32)
+    return str(refused.value)
+
+
+def test_weights_and_states_of_another_precision_are_refused() -> None:
+    runtime, rule, model, optimizer = prepared()
+    model.weight.data = model.weight.data.bfloat16()
+    assert "the weights of weight are torch.bfloat16, not torch.float32" in refusal(runtime, rule, model, optimizer)
+    model.weight.data = model.weight.data.float()
+    optimizer.state[model.bias]["momentum_buffer"] = torch.zeros(2, dtype=torch.float16)
+    assert "momentum_buffer of bias are torch.float16, not torch.float32" in refusal(runtime, rule, model, optimizer)
+
+
+def test_a_learning_rate_that_would_not_arrive_is_refused() -> None:
+    runtime, rule, model, optimizer = prepared()
+    copies = [dict(group) for group in optimizer.param_groups]
+    aside = SimpleNamespace(optimizer=optimizer.optimizer, param_groups=copies)
+    assert "the learning rate of a step is given to 2 groups, and other 2 would step" in refusal(runtime, rule, model, aside)
+
+
+def test_a_parameter_that_nothing_steps_on_is_refused() -> None:
+    runtime, rule, model, optimizer = prepared()
+    del optimizer.param_groups[1]
+    assert "nothing steps on bias" in refusal(runtime, rule, model, optimizer)
+
+
+@pytest.mark.multiproc
+def test_what_each_process_would_step_on_by_itself_is_refused(tmp_path: Path) -> None:
+    """FSDP2 leaves these modules whole on each rank, and does not add up their gradients."""
+    arguments = ("--recipe", "digits", "train.steps=3")
+    finished = train("fsdp2", tmp_path / "run", *arguments, processes=2, env={"FSDP_IGNORED_MODULES": "head"})
+    assert finished.returncode == PresetError.exit_code
+    assert "would not step on each parameter once: together they step on 2560 elements of head.weight" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, "optimizer: the optimizer is the recipe's"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler: the learning rate is the recipe's"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offload_optimizer.ratio:"),
+        ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, "zero_optimization.compute_grad_norm:"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow:"),
+    ],
+)
+def test_a_config_file_of_deepspeed_that_decides_what_is_learnt_is_refused(
+    config: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "deepspeed.json"
+    automatic = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    file.write_text(json.dumps({**automatic, "zero_optimization": {"stage": 2}, **config}))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    with pytest.raises(PresetError, match=f"DeepSpeed config must leave out .*{sentence}"):
+        complete(PLAN, clip_norm=0.0)
