@@ -1,19 +1,19 @@
 """The command that starts the processes of one node. Pure: the same topology and preset give the same command.
 
-    python -m accelerate.commands.launch --config_file PRESET --num_processes N ... -m app.train ...
+    python run_module.py accelerate.commands.launch --config_file PRESET --num_processes N ... run_module.py app.train ...
 
-is `accelerate launch ...` with this very interpreter; an `accelerate` on the PATH may belong to another environment, or be
-missing where the environment is not activated.
+is `accelerate launch ... -m app.train ...` with this very interpreter, and whatever the working folder holds (`run_module.py`);
+an `accelerate` on the PATH may belong to another environment, or be missing where the environment is not activated.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from app.errors import PresetError
 from app.topology import Topology
 from launch.preset import Preset
+from launch.run_module import ACCELERATE, program
 
 _BOTH_STREAMS = "3"
 """torchrun's word for stdout and stderr."""
@@ -44,7 +44,7 @@ def accelerate_argv(
             f"{topology.described('processes_per_node')}, {topology.described('num_nodes')}. Use a preset for several "
             "processes, such as multi_gpu, or 1 process"
         )
-    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(preset.path)]
+    argv = [*program(ACCELERATE), "--config_file", str(preset.path)]
     node_rank = topology.node_rank if node_rank is None else node_rank
     label_lines = bool(topology.hosts) and not preset.is_single_process
     variables = _variables(topology, node_rank, label_lines)
@@ -54,15 +54,12 @@ def accelerate_argv(
     if variables:
         argv = ["env", *variables, *argv]
     argv += ["--num_processes", str(topology.world_size)]
-    if preset.is_single_process:
-        # The training says what went wrong itself: --quiet drops the launcher's traceback about it (only here it can).
-        argv += ["--quiet"]
-    else:
+    if not preset.is_single_process:
         argv += ["--num_machines", str(topology.num_nodes), *_meeting_point(topology, node_rank)]
         argv += ["--tee", _BOTH_STREAMS] if label_lines else []
     if mixed_precision is not None:
         argv += ["--mixed_precision", mixed_precision]
-    return [*argv, "-m", module, *app_args]
+    return [*argv, *program(module)[1:], *app_args]
 
 
 def _variables(topology: Topology, node_rank: int, label_lines: bool) -> list[str]:

@@ -10,7 +10,6 @@ import argparse
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,6 +21,7 @@ from app.topology import Topology
 from launch import find, local, meeting_key
 from launch.command import accelerate_argv
 from launch.meeting import PATIENCE_S, meet
+from launch.run_module import program
 from launch.start import default_preset, divide_total
 
 
@@ -36,7 +36,7 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     if allocation and allocation.start:
         told = [] if options.processes_per_node else ["--processes-per-node", str(topology.processes_per_node)]
         start = [word for word in allocation.start if word != "--label"]
-        command = [*start, sys.executable, "-m", "launch.cli", "doctor", *told, *argv]
+        command = [*start, *program("launch.cli"), "doctor", *told, *argv]
         say(shlex.join(command))
         os.execvpe(command[0], command, {**environment, **meeting_key.new()})  # noqa: S606 - a shell would stand between
     if topology.num_nodes > 1:

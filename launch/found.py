@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from launch.allocation import Allocation
 from launch.command import accelerate_argv
 from launch.job import ATTEMPT, Job, Times
 from launch.preset import Preset
+from launch.run_module import program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Found:
         told += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
         resume = self.resume(again=again)
         now = ["--resume", resume] if resume and self.options.resume not in (None, resume) else []
-        return [*self.allocation.start, sys.executable, "-m", "launch.cli", "launch", *told, *self.argv, *now]
+        return [*self.allocation.start, *program("launch.cli"), "launch", *told, *self.argv, *now]
 
     def resume(self, *, again: bool = False) -> str | None:
         """Return the --resume of app.train. What the user said is for the first start only, as any other goes on with it."""

@@ -6,7 +6,6 @@ a host that PBS or Grid Engine start something on is told little of the job, and
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from app.errors import TopologyError
 from app.topology import Topology
 from launch.allocation import Allocation
 from launch.local import count_accelerators
+from launch.run_module import program
 
 HOSTS = "SAMERUN_HOSTS"
 """Variable: names of the hosts, `node1,node2`, the head first. Given by the user, the others are reached by ssh."""
@@ -79,7 +79,7 @@ def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *,
     told: dict[str, str | int] = {HOSTS: ",".join(job.hosts), PORT: job.port}
     if job.threads_per_process is not None:
         told[THREADS] = job.threads_per_process
-    start = (sys.executable, "-m", "launch.spread", starter, *(f"{name}={value}" for name, value in told.items()))
+    start = (*program("launch.spread"), starter, *(f"{name}={value}" for name, value in told.items()))
     return Allocation(scheduler=scheduler, topology=job, start=start, start_origin="this host is one of several")
 
 

@@ -23,6 +23,7 @@ from app.inherited import for_a_new_job
 from app.topology import Topology
 from launch import job_checks, job_script, run_checks, start, sweep
 from launch.job_script import SUBMITTERS, Job, Scheduler
+from launch.run_module import program
 from launch.sweep import Combination
 
 _RUNS = Path("runs")
@@ -231,7 +232,7 @@ def _command(options: argparse.Namespace, passed_on: Sequence[str], run_dir: Pat
     for name in ("preset", "max_requeues", "max_restarts"):
         value = getattr(options, name)
         words += [f"--{name.replace('_', '-')}", value] if value is not None else []
-    samerun = [sys.executable, "-m", "launch.cli"]
+    samerun = program("launch.cli")
     if options.array:
         return [*samerun, "submit", "--task-of", options.array, str(run_dir), *words, *passed_on, *options.overrides]
     return [*samerun, "launch", "--run-dir", str(run_dir), *words, *passed_on, *options.overrides]

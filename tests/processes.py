@@ -89,6 +89,12 @@ class Started:
         return Finished(self._process.returncode, output)
 
 
+def placed(text: str) -> str:
+    """A text without what differs between machines."""
+    text = text.replace(sys.executable, "PYTHON").replace(str(REPOSITORY / "accelerate_configs"), "PRESETS")
+    return text.replace(str(REPOSITORY / "launch"), "LAUNCH")
+
+
 def clean_environment() -> dict[str, str]:
     """This process's environment without what a scheduler or launcher may have left in it."""
     foreign = ("SLURM_", "PBS_", "OMPI_", "PMI", "ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")

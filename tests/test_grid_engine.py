@@ -7,10 +7,10 @@ The golden file holds what is found and what starts it; after an intended change
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
+from processes import placed
 
 from app.errors import TopologyError
 from launch import grid_engine, hosts
@@ -43,7 +43,7 @@ def golden_lines():
         meeting_point = f"{topology.head_address}:{topology.port}"
         yield f"{job.scheduler}: {topology.num_nodes} x {topology.processes_per_node} at {meeting_point}"
         yield from (f"  {topology.described(value)}" for value in sorted(topology.origins))
-        yield shlex.join(job.start).replace(sys.executable, "PYTHON") or "(nothing to start)"
+        yield placed(shlex.join(job.start)) or "(nothing to start)"
 
 
 def test_what_is_found_is_that_of_the_golden_file():

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import placed
 
 from app.errors import PresetError, TopologyError
 from app.topology import Topology
@@ -30,12 +31,6 @@ TWO_NODES = Topology(
 )
 
 
-def placed(command):
-    """A command without what differs between machines."""
-    folder = str(ROOT / "accelerate_configs")
-    return shlex.join(word.replace(sys.executable, "PYTHON").replace(folder, "PRESETS") for word in command)
-
-
 def golden_lines():
     app_args = ["--recipe", "digits", "--run-dir", "runs/with space", "optim.lr=0.1", "augment.crop_padding=2"]
     yield "# command of each preset on one node with 1 and 2 processes, and on node 1 of two with 4 processes each"
@@ -43,8 +38,8 @@ def golden_lines():
         for topology in (Topology(), Topology(processes_per_node=2), TWO_NODES):
             file = preset.load(name)
             if topology.world_size == 1 or not file.is_single_process:
-                yield placed(accelerate_argv(topology, file, app_args))
-    yield placed(accelerate_argv(Topology(), preset.load("fsdp2"), [], mixed_precision="bf16"))
+                yield placed(shlex.join(accelerate_argv(topology, file, app_args)))
+    yield placed(shlex.join(accelerate_argv(Topology(), preset.load("fsdp2"), [], mixed_precision="bf16")))
 
 
 def test_the_commands_are_those_of_the_golden_file():

@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from datetime import datetime
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import placed
 
 from app.errors import TopologyError
 from launch import hosts, pbs, spread
@@ -57,7 +57,7 @@ def golden_lines():
         topology = job.topology
         meeting_point = f"{topology.head_address}:{topology.port}"
         yield f"{job.scheduler}: {topology.num_nodes} x {topology.processes_per_node} at {meeting_point}"
-        yield shlex.join(job.start).replace(sys.executable, "PYTHON") or "(nothing to start)"
+        yield placed(shlex.join(job.start)) or "(nothing to start)"
     yield "\n# on a host, by each starter"
     variables = {"PATH": "/home/user/venv/bin:/usr/bin", "SAMERUN_NODE_RANK": "0"}
     for starter in hosts.STARTERS:

@@ -18,7 +18,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_la
 
 from app.errors import PresetError
 from app.topology import Topology
-from launch import preset
+from launch import preset, run_module
 from launch.command import accelerate_argv
 
 FOLDER = Path(preset.__file__).parent.parent / "accelerate_configs"
@@ -72,8 +72,8 @@ def test_a_shipped_preset_is_short_and_knows_nothing_of_machines(name):
 def test_accelerate_starts_the_processes_of_a_preset_for_several(name, processes):
     args, environment = accelerates_environment(name, Topology(processes_per_node=processes))
     assert args.nproc_per_node == str(processes)
-    assert args.module
-    assert (args.training_script, args.training_script_args) == ("app.train", ["--recipe", "r", "a=b"])
+    assert not args.module
+    assert (args.training_script, args.training_script_args) == (run_module.__file__, ["app.train", "--recipe", "r", "a=b"])
     assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in environment
     assert "ACCELERATE_GRADIENT_CLIPPING" not in environment

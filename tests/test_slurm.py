@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import placed
 
 from app.errors import TopologyError
 from launch import find, preset, slurm
@@ -71,8 +72,7 @@ def golden_lines():
         places = list(enumerate(topology.hosts)) if allocation.start else [(topology.node_rank, "this node")]
         for node_rank, host in places:
             argv = accelerate_argv(topology, preset.load("multi_gpu"), ["--recipe", "digits"], node_rank=node_rank)
-            command = shlex.join(argv).replace(sys.executable, "PYTHON").replace(str(ROOT / "accelerate_configs"), "PRESETS")
-            yield f"{host}: {command}"
+            yield f"{host}: {placed(shlex.join(argv))}"
 
 
 def test_values_and_commands_are_those_of_the_golden_file():

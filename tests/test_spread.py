@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from app.errors import TopologyError
 from launch import find, handover, hosts, spread
+from launch.run_module import program
 
 ROOT = Path(hosts.__file__).parent.parent
 
@@ -31,7 +32,7 @@ def test_a_list_of_the_users_is_started_by_ssh():
     topology = found.topology
     assert (topology.hosts, topology.head_address, topology.port) == (("a", "b", "c"), "a", 29500)
     assert (topology.processes_per_node, topology.origins["processes_per_node"]) == (2, "CUDA_VISIBLE_DEVICES=0,1")
-    assert found.start == (sys.executable, "-m", "launch.spread", "ssh", "SAMERUN_HOSTS=a,b,c", "SAMERUN_PORT=29500")
+    assert found.start == (*program("launch.spread"), "ssh", "SAMERUN_HOSTS=a,b,c", "SAMERUN_PORT=29500")
 
 
 def test_the_head_has_its_name_in_the_fast_network():

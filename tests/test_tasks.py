@@ -239,12 +239,13 @@ def test_slurms_counts_of_tasks(groups, data):
 def test_the_script_starts_a_process_for_each_rank(tmp_path, said, expected):
     for name in ("mpirun", "python"):
         fake = tmp_path / name
-        fake.write_text('#!/bin/sh\nprintf "<%s>" "$@"; exit 42\n')
+        fake.write_text('#!/bin/sh\n[ "$1" = -c ] && echo /run_module.py && exit\nprintf "<%s>" "$@"; exit 42\n')
         fake.chmod(0o755)
     command = [str(REPOSITORY / "launch" / "mpirun.sh"), "--run-dir", "a b", "data.path=$HOME/*"]
     environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", **said}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.stdout == f"{expected}<{tmp_path}/python><-m><app.train><--resume><auto><--run-dir><a b><data.path=$HOME/*>"
+    program = f"<{tmp_path}/python></run_module.py><app.train>"
+    assert result.stdout == f"{expected}{program}<--resume><auto><--run-dir><a b><data.path=$HOME/*>"
     assert result.returncode == 42
 
 

@@ -29,6 +29,7 @@ from app.benchmarks.bench import versions
 from app.benchmarks.figures import Spread
 from app.cores import machine
 from app.options import positive
+from launch.run_module import program
 
 _HAND, _OURS = "hand-written", "samerun"
 _PROGRAMS = {_HAND: "hand-written on a device", _OURS: "samerun"}
@@ -141,7 +142,7 @@ def _write_photographs(folder: Path, count: int) -> None:
 
 def _pack(photographs: Path, packed: Path, *, shorter_side: int) -> None:
     """Shrink them by `samerun data pack`. Raises CalledProcessError if that fails."""
-    command = [sys.executable, "-m", "launch.cli", "data", "pack", str(photographs), "--to", "imagefolder"]
+    command = [*program("launch.cli"), "data", "pack", str(photographs), "--to", "imagefolder"]
     subprocess.run([*command, "--out", str(packed), "--max-side", str(shorter_side)], check=True, stdout=subprocess.DEVNULL)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import TrainingError
+from launch.run_module import program
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 _LAST_LINES = 15
@@ -137,14 +138,7 @@ def start(
             for environment in _environments(threads, processes, variables):
                 ours, theirs = Pipe()
                 connections.append(ours)
-                command = [
-                    sys.executable,
-                    "-m",
-                    "app.benchmarks.bench_case",
-                    str(theirs.fileno()),
-                    str(threads),
-                    json.dumps(task),
-                ]
+                command = [*program("app.benchmarks.bench_case"), str(theirs.fileno()), str(threads), json.dumps(task)]
                 given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": [theirs.fileno()]}
                 started.append(subprocess.Popen(command, env=environment, **given))  # type: ignore[call-overload]
                 theirs.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from app import cores, run_folder
 from app.errors import RunFolderError, TopologyError
 from app.reports.scaling.sweep import Case, Folder, Sweep
 from launch import find, local, submit
+from launch.run_module import program
 
 _THREADS = "OMP_NUM_THREADS"
 _STOP_S = 60.0
@@ -81,7 +81,7 @@ def run_here(folder: Folder, case: Case, place: Place) -> Attempt | None:
     run_dir, log = _empty(folder, case), folder.beside(case, "log")
     nodes, processes = str(case.size.nodes), str(case.size.processes)
     where = ["--nodes", nodes, "--processes-per-node", processes] if place.in_allocation else ["--processes", processes]
-    command = [sys.executable, "-m", "launch.cli", "launch", *where, "--trackers", "none", *_words(folder, case)]
+    command = [*program("launch.cli"), "launch", *where, "--trackers", "none", *_words(folder, case)]
     with log.open("w") as output:
         code = _run(command, place.environment, output.fileno())
     if code == 0 and (run_dir / run_folder.RESULT).exists():

@@ -1,0 +1,65 @@
+"""A module of ours, or Accelerate's launcher, as a program that does not care what lies in the working folder.
+
+    python /PATH/OF/launch/run_module.py MODULE ARGUMENTS...
+
+is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it imports in the working folder first: a user may have
+an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
+
+What `accelerate launch` says of its end is put right: of one process it hands on the exit code, which it turns into 1 and a
+traceback by itself; of several the summary stays and the traceback of torchrun goes.
+"""
+
+from __future__ import annotations
+
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ACCELERATE = "accelerate.commands.launch"
+_FILE = Path(__file__).absolute()
+# What torchrun raises when a process has failed, or a signal has come: their text says it all.
+_OF_TORCHRUN = ("ChildFailedError", "SignalException")
+
+
+def program(module: str) -> list[str]:
+    """Return the command that runs `module`, without its arguments."""
+    return [sys.executable, str(_FILE), module]
+
+
+def main() -> None:
+    """Run the module that the first argument names, with the others."""
+    here, root = _FILE.resolve().parent, str(_FILE.parent.parent)
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]  # Python put it there, as a script's folder
+    sys.path.insert(0, root)
+    import launch  # noqa: F401 - found now, it is found for good
+
+    sys.path.pop(0)
+    if root not in sys.path:  # a checkout that is not installed; last, as nothing of ours is looked for there any more
+        sys.path.append(root)
+    module = sys.argv.pop(1)
+    if module == ACCELERATE:
+        _launch_processes()
+    else:
+        _run(module)
+
+
+def _run(module: str) -> None:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _launch_processes() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended while it starts, it would say where, in its imports
+    try:
+        _run(ACCELERATE)
+    except subprocess.CalledProcessError as error:
+        sys.exit(128 - error.returncode if error.returncode < 0 else error.returncode)  # as shells say it
+    except Exception as error:
+        if type(error).__name__ not in _OF_TORCHRUN:
+            raise
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Whatever a user's working folder holds, what Samerun starts is Samerun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ONE_THREAD, REPOSITORY, Finished, Started, clean_environment, read
+
+from launch.run_module import program
+
+# Names of ours, of what we use, and of Python's own library, which are likely names of a user's files.
+THEIRS = ("app", "launch", "accelerate", "datasets", "torch", "yaml", "random", "types", "utils")
+TWO_STEPS = ("--recipe", "digits", "train.steps=2", "--trackers", "none", "--run-dir", "run")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in THEIRS:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user has a file of this name')")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the user has a folder of this name')")
+    (tmp_path / "accelerate_configs").mkdir()
+    return tmp_path
+
+
+@pytest.mark.multiproc
+def test_a_run_is_ours(folder: Path) -> None:
+    command = [*program("launch.cli"), "launch", "--preset", "cpu", *TWO_STEPS]
+    Started(command, env=ONE_THREAD, cwd=folder).wait().check()
+    assert read(folder / "run" / "result.json")["steps"] == 2
+
+
+def test_an_app_of_the_users_on_the_pythonpath_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """An empty entry, as in PYTHONPATH=$PYTHONPATH:/more, is the working folder."""
+    (tmp_path / "app.py").write_text("raise SystemExit('the user has a file of this name')")
+    environment = {"PYTHONPATH": f":{REPOSITORY}"}
+    samerun = [sys.executable, "-c", "import sys; from launch.cli import main; sys.exit(main())"]  # as the installed one
+    for command in ([*samerun, "launch", "--dry-run", "--preset", "cpu"], [*program("app.train"), "--print-recipe"]):
+        Started(command, env=environment, cwd=tmp_path).wait().check()
+
+
+def test_no_module_of_the_launcher_hides_one_of_python() -> None:
+    """Python looks beside a script first, for what the script imports before it can say otherwise."""
+    modules = {path.stem for path in (REPOSITORY / "launch").glob("*.py")}
+    assert "run_module" in modules
+    assert modules & sys.stdlib_module_names == set()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs of an environment into which our wheel is installed; all else it has from this one."""
+    place = tmp_path_factory.mktemp("installed")
+    pip, quiet = [sys.executable, "-m", "pip", "--disable-pip-version-check"], ["--quiet", "--no-deps", "--no-index"]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
+    source = place / "source"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True).stdout
+    for name in tracked.decode().split("\0")[:-1]:
+        if not name.startswith("tests/"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).symlink_to(REPOSITORY / name)
+    build = [*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", place, source]
+    subprocess.run(build, check=True)
+    (wheel,) = place.glob("*.whl")
+    subprocess.run([*pip, "--python", place / "venv", "install", *quiet, wheel], check=True)
+    (site_packages,) = (place / "venv" / "lib").glob("*/site-packages")
+    ours = next(entry for entry in sys.path if entry.endswith("site-packages"))
+    (site_packages / "more.pth").write_text(f"{ours}\n")
+    return place / "venv" / "bin"
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("launch", "--preset", "multi_gpu", "--processes", "2", *TWO_STEPS),
+        ("doctor", "--processes", "2"),
+        ("parity", "--recipe", "digits", "--processes", "1,2", "--presets", "multi_gpu", "--steps", "2"),
+        ("scale", "--recipe", "digits", "--processes", "1", "--repeats", "1", "--steps", "4"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_wheel_is_ours(installed: Path, folder: Path, arguments: tuple[str, ...]) -> None:
+    environment = {**clean_environment(), **ONE_THREAD, "PATH": f"{installed}{os.pathsep}{os.environ['PATH']}"}
+    del environment["PYTHONPATH"]
+    command = ["samerun", *arguments]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    Finished(ended.returncode, ended.stdout + ended.stderr).check()
