@@ -2,19 +2,21 @@
 
 This is the only room that reads the environment of a started process. What srun or MPI started one by one finds its place
 here as well (`tasks.py`). `read` refuses environments in which they started several processes that cannot find each other,
-or in which Accelerate was asked for several processes and started one: each would train its own copy. Standard library only.
+or in which Accelerate was asked for several processes and started one: each would train its own copy. At import, standard
+library only.
 """
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from app import tasks
-from app.environment import number
+from app.environment import number, said
 from app.errors import PresetError, TopologyError
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
@@ -22,6 +24,8 @@ Strategy = Literal["ddp", "deepspeed", "fsdp2"]
 _END_TIME = "SAMERUN_END_TIME"
 _LONGEST_ALLOCATION_S = 10 * 365 * 24 * 3600.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_ACCELERATE_LAUNCH = ("accelerate-launch", "accelerate.commands.launch")
+_ACCELERATE = ("accelerate", "accelerate.commands.accelerate_cli")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,22 +79,32 @@ def read_job(environ: Mapping[str, str]) -> Job:
     )
 
 
-def read(environ: Mapping[str, str]) -> Launched:
-    """Return what `environ` promises.
+def ancestors() -> list[Sequence[str]]:
+    """Return the command lines of the processes that led to this one, the last first."""
+    import psutil  # not at the top: the launcher, which starts at once, reads this file
+
+    try:
+        return [process.cmdline() for process in psutil.Process().parents()]
+    except psutil.Error:  # one has just ended
+        return []
+
+
+def read(environ: Mapping[str, str], *, started_by: Callable[[], Sequence[Sequence[str]]] = ancestors) -> Launched:
+    """Return what `environ` promises. `started_by` is asked, as `ancestors` answers, only where it leaves a doubt.
 
     Raises TopologyError where several processes were started, or asked for, without the environment that joins them, or where
     the end of the allocation cannot be right, and PresetError where the preset sets what the recipe decides.
     """
-    launched = _read(environ)
+    launched = _read(environ, started_by)
     return replace(launched, end_time_s=_end_time_s(environ))
 
 
-def _read(environ: Mapping[str, str]) -> Launched:
+def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence[str]]]) -> Launched:
     task = tasks.translate(environ)
     if task is not None:
         return _one_task(task, environ)
     if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        _refuse_one_for_several(environ)
+        _refuse_one_for_several(environ, started_by)
         return Launched(**_preset_claims(environ))
     missing = [name for name in _TORCHRUN if name not in environ]
     if missing:
@@ -146,14 +160,39 @@ def _one_task(task: tasks.Task, environ: Mapping[str, str]) -> Launched:
     )
 
 
-def _refuse_one_for_several(environ: Mapping[str, str]) -> None:
-    # Accelerate sets these for a single process only if num_processes or num_machines is above 1.
-    if "MASTER_PORT" in environ and "ACCELERATE_USE_CPU" in environ:
+def _refuse_one_for_several(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence[str]]]) -> None:
+    # Accelerate sets both for a single process only if num_processes or num_machines is above 1. Scripts of jobs set them, too.
+    if not {"MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"} <= environ.keys():
+        return
+    asked = next((number for number in map(_asked_for, started_by()) if number is not None), None)
+    found = f"{said(environ, 'MASTER_ADDR', 'MASTER_PORT')}, and no RANK"
+    if asked is None:
         raise TopologyError(
-            "`accelerate launch` was asked for several processes (it set MASTER_ADDR and MASTER_PORT) and started one, as it "
-            "does with distributed_type MULTI_CPU or NO. Use accelerate_configs/multi_gpu.yaml, which runs on CPU as well "
-            "where there is no GPU; or ask for 1 process and unset MASTER_PORT."
+            f"the environment has {found}: `accelerate launch` sets these where it was asked for several processes and starts "
+            "one. Nothing tells how many it was asked for: unset MASTER_ADDR and MASTER_PORT if it was one."
         )
+    if asked > 1:
+        raise TopologyError(
+            f"`accelerate launch` was asked for several processes and started one ({found}), as it does with "
+            "distributed_type MULTI_CPU or NO. Use accelerate_configs/multi_gpu.yaml, which runs on CPU as well where there is "
+            "no GPU; or ask for 1 process."
+        )
+
+
+def _asked_for(command: Sequence[str]) -> int | None:
+    """The number of processes, or of machines, that an `accelerate launch` was asked for, as it reads its command line."""
+    names = [word.rpartition("/")[2] for word in command]
+    is_it = [
+        name in _ACCELERATE_LAUNCH or (name == "launch" and before in _ACCELERATE)
+        for before, name in itertools.pairwise(["", *names])
+    ]
+    start = next(itertools.compress(itertools.count(), is_it), None)
+    if start is None:
+        return None
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    options = _validate_launch_command(launch_command_parser().parse_args(list(command[start + 1 :])))[0]
+    return max(int(options.num_processes), int(options.num_machines or 1))
 
 
 def _preset_claims(environ: Mapping[str, str]) -> dict[str, Any]:

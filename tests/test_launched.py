@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import Started, accelerate
 
 from app.errors import PresetError, TopologyError
 from app.launched import Job, Launched, read, read_job
@@ -100,3 +101,49 @@ def test_the_job_is_read_as_far_as_it_is_told() -> None:
     assert read_job(told) == Job(name="14[1].head", submitted=1.7e9, allocated=1.7e9 + 60)
     with pytest.raises(TopologyError, match="SAMERUN_SUBMIT_TIME is 'now'"):
         read_job({"SAMERUN_SUBMIT_TIME": "now"})
+
+
+# Addresses that nobody needs ----------------------------------------------------------------------------------------------
+
+ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+PLAIN = ["python", "/venv/bin/accelerate", "launch", "--config_file"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "commands"),
+    [
+        ({"MASTER_PORT": "29500"}, []),
+        (ADDRESS, []),
+        ({"MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}, []),
+        (ADDRESS | {"ACCELERATE_USE_CPU": "true"}, [["bash"], [*PLAIN, "cpu.yaml", "train.py", "--num_processes", "2"]]),
+    ],
+)
+def test_an_address_that_a_script_of_a_job_has_set_is_no_mistake(
+    environment: dict[str, str], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent / "accelerate_configs")
+    assert read(environment, started_by=lambda: commands).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ([*PLAIN, "cpu.yaml", "--num_processes", "2", "train.py"], "was asked for several processes and started one"),
+        (["python", "-m", "accelerate.commands.launch", "--num-machines=2", "--cpu", "-m", "app.train"], "asked for several"),
+        (["bash", "launch"], "unset MASTER_ADDR and MASTER_PORT if it was one"),
+    ],
+)
+def test_one_for_several_is_refused_with_what_was_found(
+    command: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent / "accelerate_configs")
+    with pytest.raises(TopologyError, match=words) as refused:
+        read(ADDRESS | {"ACCELERATE_USE_CPU": "true"}, started_by=lambda: [command])
+    assert "MASTER_ADDR=node1, MASTER_PORT=29500, and no RANK" in str(refused.value)
+
+
+@pytest.mark.multiproc
+def test_what_accelerate_was_asked_for_is_read_of_the_real_one(tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text("import os; from app.launched import read; print(read(os.environ).world_size)")
+    started = Started(accelerate("cpu", target=(str(tmp_path / "reads.py"),)), env=ADDRESS)
+    assert started.wait().check().output.endswith("\n1\n")
