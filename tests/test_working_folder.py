@@ -77,8 +77,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("launch", "--preset", "multi_gpu", "--processes", "2", *TWO_STEPS),
         ("doctor", "--processes", "2"),
-        ("parity", "--recipe", "digits", "--processes", "1,2", "--presets", "multi_gpu", "--steps", "2"),
-        ("scale", "--recipe", "digits", "--processes", "1", "--repeats", "1", "--steps", "4"),
     ],
     ids=lambda arguments: arguments[0],
 )
