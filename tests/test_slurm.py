@@ -307,7 +307,7 @@ def test_a_dry_run_prints_the_command_of_every_node(tmp_path):
     assert node1.replace("--machine_rank 0", "--machine_rank 1").replace("on node1]", "on node2]") == node2
     assert "--num_processes 4" in node1
     assert node1.startswith("env OMP_NUM_THREADS=2 ")
-    assert node1.endswith(" -m app.train --recipe digits --run-dir runs/digits-18 --resume auto optim.lr=0.1")
+    assert node1.endswith("/run_module.py app.train --recipe digits --run-dir runs/digits-18 --resume auto optim.lr=0.1")
 
 
 def test_every_value_is_explained_with_its_source(tmp_path):
