@@ -28,10 +28,13 @@ from app.curves import Case, Curve, compare, read_curve, relative_differences
 from app.errors import RecipeError, RunFolderError
 from app.options import names, numbers, positive, tolerance
 from app.recipe import Recipe
+from app.reports.state import duration
 from app.topology import Topology
 from launch import preset
 from launch.command import accelerate_argv
 
+_START_S = 10.0
+"""Of a run to its first step and from its last one to its end: 6 to 8 s measured on two cores, 10 to 14 s under DeepSpeed."""
 _MOST_ROWS = 25
 _TAIL_LINES = 20
 _SUMMARY_WIDTH = 120
@@ -170,9 +173,10 @@ def main(argv: list[str]) -> int:
     if keep:
         keep.mkdir(parents=True, exist_ok=True)
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="samerun-parity-") as folder:
-        outcomes = []
+        outcomes: list[Outcome] = []
         for number, case in enumerate([Case("cpu", 1, 1), *cases]):
-            console.print(f"{number}/{len(cases)} {case if number else f'{case}, the reference'}", markup=False)
+            said = f"{number}/{len(cases)} {case if number else f'{case}, the reference'}"
+            console.print(f"{said}: {time_left(outcomes, 1 + len(cases), steps=options.steps)}", markup=False)
             place = Path(folder) / ("cases" if number else "reference")
             place.mkdir(exist_ok=True)
             run = {"name_or_path": options.recipe, "overrides": options.overrides, "steps": options.steps, "folder": place}
@@ -180,6 +184,16 @@ def main(argv: list[str]) -> int:
             if outcomes[0].curve is None:
                 break
     return report(console, outcomes[0], outcomes[1:], tolerance=options.tolerance)
+
+
+def time_left(outcomes: Sequence[Outcome], runs: int, *, steps: int) -> str:
+    """Say how long `runs` runs of so many steps will take, when these outcomes are there: by their times, if there are any."""
+    left = runs - len(outcomes)
+    if not outcomes:
+        each = f"{steps} step{'s' if steps > 1 else ''}"
+        return f"{left} runs, one after the other: about {duration(left * _START_S)} for starting, and {left} times {each}"
+    mean_s = sum(outcome.elapsed_s for outcome in outcomes) / len(outcomes)
+    return f"about {duration(left * mean_s)} left"
 
 
 def report(console: Console, reference: Outcome, outcomes: Sequence[Outcome], *, tolerance: float) -> int:

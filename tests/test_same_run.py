@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,7 +201,11 @@ def parity(folder: Path, *arguments: str) -> Finished:
 
 def test_samerun_parity_passes_what_is_the_same(tmp_path: Path) -> None:
     finished = parity(tmp_path, "--presets", "fsdp2", "--processes", "2", "--steps", "6").check()
-    assert "fsdp2" in finished.output
+    assert (
+        "0/1 cpu-1x1, the reference: 2 runs, one after the other: about 20 s for starting, and 2 times 6 steps"
+        in finished.output
+    )
+    assert re.search(r"1/1 fsdp2-2x1: about \d.* s left", finished.output)
 
 
 def test_samerun_parity_fails_what_is_not(tmp_path: Path) -> None:

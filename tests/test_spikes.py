@@ -103,6 +103,20 @@ def test_nothing_of_a_spike_is_stepped_on(leaves_verdict: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_nothing_of_a_spike_is_stepped_on_under_a_gradient_scaler(name: str) -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # on GPUs alone mixed precision brings one
+    model, optimizer = accelerator.prepare(layer := torch.nn.Linear(4, 3), optim.build(OptimRecipe(name=name, lr=0.01), layer))
+    steps = Steps(accelerator, model, optimizer, clip_norm=None, spikes=SpikeGuard(FACTOR))
+    for step in range(1, 81):
+        before = layer.weight.clone()
+        steps.backward(model(torch.randn(5, 4)).square().mean() * {70: 1e12, 75: math.inf}.get(step, 1.0))
+        assert steps.take().skipped == torch.equal(layer.weight, before) == (step in (70, 75))
+    assert accelerator.scaler.get_scale() == 4.0, "a spike is no overflow"
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_step_that_others_take_changes_nothing_and_has_its_gradients_back(name: str) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 3)
