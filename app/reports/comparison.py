@@ -142,6 +142,11 @@ class Comparison:
                 "leaps where a network has kinks (ReLU, maxima), so that the results are those of two paths. That it is "
                 "rounding alone these losses cannot show; with model.dtype=float64 runs that are the same stay together"
             )
+        if found.same_up_to_step:
+            return (
+                f"the losses up to step {found.same_up_to_step} are the same to {self.tolerance:g}, and those of step "
+                f"{found.first_beyond} are the first that are not: {most}"
+            )
         return f"the losses of step {found.first_beyond} are the first to differ by more than {self.tolerance:g}: {most}"
 
 
