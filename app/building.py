@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from app.data.hash64 import derive_key
 from app.data.loader import Batch, Failure
 from app.data.open import Data, download_data, open_staged
 from app.data.order import EvalBatches, TrainBatches
-from app.data.source import Source
+from app.data.source import Source, labels_by_name
 from app.data.stage import staged
 from app.errors import PresetError
 from app.recipe import Recipe
@@ -79,12 +79,37 @@ def build_preparation(runtime: Runtime, recipe: Recipe, source: Source) -> Prepa
 
 
 def evaluation_of(
-    runtime: Runtime, model: torch.nn.Module, source: Source, preparation: Preparation
+    runtime: Runtime,
+    model: torch.nn.Module,
+    source: Source,
+    preparation: Preparation,
+    *,
+    classes: tuple[str, ...] | None = None,
 ) -> Callable[[], Evaluation]:
-    """Return the function that scores `model` on all of `source`, in micro-batches of the plan's size."""
+    """Return the function that scores `model` on all of `source`, in micro-batches of the plan's size.
+
+    `classes` are those of the model's outputs where it was trained on other data: they are matched by name. Raises DataError
+    if the source has one that the model lacks.
+    """
     batches = EvalBatches(size=len(source), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
     fed = _fed(runtime, source, batches)
-    return functools.partial(evaluate, runtime, model, fed, preparation, size=len(source), num_classes=len(source.classes))
+    if classes is not None and classes != source.classes:
+        fed = _Relabelled(fed, torch.tensor(labels_by_name(source.classes, classes), device=runtime.device))
+    num_classes = len(classes or source.classes)
+    return functools.partial(evaluate, runtime, model, fed, preparation, size=len(source), num_classes=num_classes)
+
+
+@dataclass(frozen=True)
+class _Relabelled:
+    """Batches with the labels of a model that numbers the classes otherwise than their source."""
+
+    fed: Iterable[Batch | Failure]
+    label_of: torch.Tensor
+    """int64 [classes of the source]: the model's number of each."""
+
+    def __iter__(self) -> Iterator[Batch | Failure]:
+        for batch in self.fed:
+            yield batch if isinstance(batch, Failure) else {**batch, "labels": self.label_of[batch["labels"]]}
 
 
 def training_batches(

@@ -1,7 +1,7 @@
 """Score a finished run again: `python -m app.evaluate RUN [--split train] [--json] [key=value ...]`.
 
 With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. The run's own recipe says which
-data; `data.*` overrides point it elsewhere.
+data; `data.*` overrides point it elsewhere. Classes of other data are matched with the run's by their names.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from pathlib import Path
 
 from app import recipe_file, run_folder
 from app.batching import BatchPlan
-from app.errors import SamerunError, leave_with
+from app.data.source import Source
+from app.errors import DataError, SamerunError, leave_with
+from app.exported import ModelConfig
 from app.inherited import own_environment
 from app.launched import Launched, read
+from app.recipe import Recipe
 from app.scores import Evaluation
 
 
@@ -51,11 +54,23 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str
     plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
     runtime = Runtime(launched, plan)
     source = getattr(building.open_data(runtime, recipe), arguments.split)
+    _check_pictures(source, config, recipe)
     preparation = building.build_preparation(runtime, recipe, source)
     model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.model.dtype)))
-    scores = building.evaluation_of(runtime, model, source, preparation)()
+    scores = building.evaluation_of(runtime, model, source, preparation, classes=config.classes)()
     runtime.close()
     return config.classes, scores
+
+
+def _check_pictures(source: Source, config: ModelConfig, recipe: Recipe) -> None:
+    """Raise DataError for pictures that the model was not made for; with data.image_size another size is what was asked for."""
+    sizes = f"{source.channels} channels and {source.image_size[0]}x{source.image_size[1]} pixels"
+    trained = f"{config.channels} channels and {config.image_size[0]}x{config.image_size[1]} pixels"
+    if source.channels != config.channels or (source.image_size != config.image_size and recipe.data.image_size is None):
+        raise DataError(
+            f"the pictures of data.source={recipe.data.source}, data.path={recipe.data.path} have {sizes}, and the run was "
+            f"trained on {trained}: data.color and data.image_size bring them there"
+        )
 
 
 def _table(classes: tuple[str, ...], scores: Evaluation) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import processes
@@ -14,6 +16,10 @@ import torch
 from PIL import Image
 from processes import REPOSITORY, Finished, Started, accelerate, read, read_lines, train
 from safetensors.torch import load_file
+
+from app.data.open import open_data
+from app.errors import DataError
+from app.recipe import Recipe
 
 pytestmark = pytest.mark.multiproc
 
@@ -82,6 +88,44 @@ def test_evaluating_the_run_again_gives_the_same_scores(run: Path) -> None:
     assert scores["accuracy"] == result["test_accuracy"]
     assert scores["samples"] == result["test_samples"]
     assert scores["loss"] == pytest.approx(result["test_loss"], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def some_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image folder of the test digits 3, 7 and 9: their labels there are 0, 1 and 2."""
+    root = tmp_path_factory.mktemp("some") / "digits"
+    source = open_data(Recipe()).test
+    images, labels = source.fetch(np.arange(len(source)), np.arange(len(source)))
+    for index, (image, label) in enumerate(zip(images.numpy(), labels.tolist(), strict=True)):
+        for split in ("train", "test"):
+            if label in (3, 7, 9):
+                (root / split / str(label)).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image[0]).save(root / split / str(label) / f"{index}.png")
+    return root
+
+
+def test_classes_of_other_data_are_matched_by_name(run: Path, some_digits: Path, tmp_path: Path) -> None:
+    def scores(*keys: str) -> dict[str, Any]:
+        return dict(json.loads(evaluate(*keys).check().output.splitlines()[-1]))
+
+    def evaluate(*keys: str) -> Finished:
+        return processes.run("cpu", 1, "app.evaluate", str(run), "--json", *keys)
+
+    folder = ("data.source=imagefolder", "data.color=gray")
+    there = (*folder, "data.image_size=8", f"data.path={some_digits}")
+    all_of_them, some = scores(), scores(*there)
+    expected = [accuracy if label in (3, 7, 9) else None for label, accuracy in enumerate(all_of_them["class_accuracy"])]
+    assert some["class_accuracy"] == expected
+    assert 0 < some["top5_accuracy"] <= 1
+    (tmp_path / "test").mkdir()
+    shutil.copytree(some_digits, tmp_path / "other")
+    for split in ("train", "test"):
+        (tmp_path / "other" / split / "9").rename(tmp_path / "other" / split / "nine")
+    refused = evaluate(*there[:-1], f"data.path={tmp_path / 'other'}")
+    assert refused.returncode == DataError.exit_code
+    assert "the model does not know 1 of the data's 3 classes: 'nine'. Its own are '0', '1', " in refused.output
+    refused = evaluate(*folder[:1], "data.image_size=8", f"data.path={some_digits}", "data.color=rgb")
+    assert "have 3 channels and 8x8 pixels, and the run was trained on 1 channels and 8x8 pixels" in refused.output
 
 
 def test_predicting_a_picture(run: Path, tmp_path: Path) -> None:

@@ -80,6 +80,31 @@ def check_labels(labels: np.ndarray, num_classes: int, *, where: str) -> None:
         )
 
 
+def labels_by_name(classes: Sequence[str], known: Sequence[str]) -> list[int]:
+    """Return where each of the classes is among those that a model knows, by its name.
+
+    Raises:
+        DataError: It does not know one, or has two of one name.
+    """
+    other = [name for name in classes if name not in known]
+    if other:
+        raise DataError(
+            f"the model does not know {len(other)} of the data's {len(classes)} classes: {_some(other)}. Its own are "
+            f"{_some(known)}. Classes are matched by name: name those of the data so, or leave the others out"
+        )
+    if len(set(known)) < len(known):
+        raise DataError(
+            "the model has several classes of one name, so those of other data cannot be matched by name: "
+            f"{_some([name for name in known if list(known).count(name) > 1])}"
+        )
+    return [list(known).index(name) for name in classes]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 def first_line(error: Exception) -> str:
     """Return what a library's error says, in one line for a sentence of ours."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
