@@ -71,7 +71,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     )
     training = session.prepare(runtime, loaded, data, parts, opened, resumed)
     with training.control:
-        with Watchdog(runtime, opened.folder, timeout_s=arguments.hang_timeout):
+        with training.metrics.timed(), Watchdog(runtime, opened.folder, timeout_s=arguments.hang_timeout):
             ended = train(training)
         ending.finish(training, data, opened.folder, ended)
 

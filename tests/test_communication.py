@@ -9,9 +9,10 @@ import processes
 import pytest
 import torch
 from processes import Started, accelerate, read_lines
+from torch.distributed import _functional_collectives
 
 from app.metrics.clock import Clock
-from app.metrics.communication import _replace
+from app.metrics.communication import Communication, _replaced
 from app.profiling.rank_file import RankFile, path_of
 
 STEPS, FIRST = 10, 6
@@ -52,14 +53,46 @@ class Waiting:
         return "done"
 
 
-def test_a_later_clock_is_told_instead_of_an_earlier_one() -> None:
-    clocks = [Clock(torch.device("cpu")) for _ in range(2)]
-    for clock in clocks:
-        _replace(Waiting, "wait", clock)
-    assert Waiting().wait(0.01) == "done"
-    for clock in clocks:
-        clock.lap("other")
-    assert [clock.spent().phases_s["communication"] >= 0.01 for clock in clocks] == [False, True]
+class Patient(Waiting):
+    """Has its method from elsewhere."""
+
+
+@pytest.mark.parametrize("owner", [Waiting, Patient])
+def test_waits_are_timed_within_the_block_alone(owner: type[Waiting]) -> None:
+    """The method is its owner's own again afterwards, and so it is after an error."""
+    clock, before = Clock(torch.device("cpu")), dict(vars(owner))
+
+    def train() -> None:
+        with _replaced(owner, "wait", clock):
+            assert vars(owner) != before
+            assert owner().wait(0.02) == "done"
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        train()
+    assert dict(vars(owner)) == before
+    assert owner().wait(0.02) == "done"
+    clock.lap("other")
+    assert 0.02 <= clock.spent().phases_s["communication"] < 0.04
+
+
+def test_torch_has_its_own_methods_before_and_after() -> None:
+    owners = (torch.distributed.Work, torch.distributed.ProcessGroup, _functional_collectives)
+    before = [dict(vars(owner)) for owner in owners]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        clock = Clock(torch.device("cpu"))
+        communication = Communication(torch.nn.Linear(1, 1), clock, torch.device("cpu"))
+        communication._is_timed = True  # as with several processes
+        assert [dict(vars(owner)) for owner in owners] == before
+        with communication.timed():
+            assert vars(torch.distributed.Work)["wait"] is not before[0]["wait"]
+            torch.distributed.all_reduce(torch.ones(1), async_op=True).wait()
+        assert [dict(vars(owner)) for owner in owners] == before
+    finally:
+        torch.distributed.destroy_process_group()
+    clock.lap("other")
+    assert clock.spent().phases_s["communication"] > 0
 
 
 @pytest.mark.multiproc
@@ -92,19 +125,18 @@ def test_a_compiled_model_tells_it_too_and_learns_the_same(tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_training_stream_waits_not_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_training_stream_waits_not_the_host() -> None:
     """What a collective does to the streams of a GPU, by streams alone: one process has nobody to wait for."""
     device = torch.device("cuda")
     clock, training, other = Clock(device), torch.cuda.current_stream(), torch.cuda.Stream()
-    monkeypatch.setattr(torch.cuda.Stream, "wait_event", torch.cuda.Stream.wait_event)  # put back after the test
-    _replace(torch.cuda.Stream, "wait_event", clock, lambda stream, *_: bool(stream == training))
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     other.wait_stream(training)
     with torch.cuda.stream(other):
         began.record()
         torch.cuda._sleep(100_000_000)  # cycles: some 0.05 s
         ended.record()
-    training.wait_stream(other)
+    with _replaced(torch.cuda.Stream, "wait_event", clock, lambda stream, *_: bool(stream == training)):
+        training.wait_stream(other)
     clock.lap("forward_backward")
     phases_s = clock.spent().phases_s
     slept_s = began.elapsed_time(ended) / 1000

@@ -117,6 +117,6 @@ def samerun(work: Work) -> None:
     training = session.prepare(runtime, work.loaded, data, parts, opened, None)
     work.count(training.model)
     with training.control:
-        with Watchdog(runtime, opened.folder, timeout_s=_LONGEST_ROUND_S):
+        with training.metrics.timed(), Watchdog(runtime, opened.folder, timeout_s=_LONGEST_ROUND_S):
             ended = train(training)
         ending.finish(training, data, opened.folder, ended)

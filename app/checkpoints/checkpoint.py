@@ -181,8 +181,8 @@ class _Copies:
             self._memory = [torch.empty(shape, dtype=dtype, pin_memory=on_gpu) for shape, dtype in kinds]
         for memory, piece in zip(self._memory, pieces, strict=True):
             memory.copy_(piece.values, non_blocking=True)
-        if any(piece.values.is_cuda for piece in pieces):
-            torch.cuda.synchronize()
+        for device in {piece.values.device for piece in pieces if piece.values.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)  # none has waited for these copies, whatever its kind
         return [replace(piece, values=memory) for memory, piece in zip(self._memory, pieces, strict=True)]
 
 

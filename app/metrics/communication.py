@@ -2,7 +2,8 @@
 
 DDP times its own buckets. FSDP2 and DeepSpeed tell nothing, but they are Python: on a CPU their ranks stand still in torch's
 `Work.wait`, on GPUs their streams do where they are told to wait, or where a collective is put into them. These few methods of
-torch, through which both go, are timed here.
+torch, through which both go, are timed while a run trains, by others in their place. Torch has no hook there, on its side of a
+wait; before and after the training its methods are its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -37,13 +39,20 @@ class Communication:
 
     def __init__(self, model: torch.nn.Module, clock: Clock, device: torch.device) -> None:
         """`clock` is told of each wait, where the strategy does not tell by itself."""
+        self._clock, self._device = clock, device
         inner = compiling.uncompiled(model)
         self._ddp = inner if isinstance(inner, DistributedDataParallel) else None
         self._is_timed = self._ddp is None and dist.is_initialized() and dist.get_world_size() > 1
         if self._ddp is not None:
             self._ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_EVERY_STEPS)
-        if self._is_timed:
-            _time_waits(clock, device)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Have the clock told, in the block, when this process stands still."""
+        with ExitStack() as replaced:
+            if self._is_timed:
+                _time_waits(self._clock, self._device, replaced)
+            yield
 
     def set_apart(self, phases_s: Mapping[Phase, float], *, steps: int) -> dict[Phase, float]:
         """Return the seconds of so many steps with the communication in none but its own phase: NaN if it is not known."""
@@ -66,30 +75,30 @@ class Communication:
         return None if total_ns is None or hidden_ns is None else max(0.0, (total_ns - hidden_ns) / 1e9)
 
 
-def _time_waits(clock: Clock, device: torch.device) -> None:
-    """Have the clock told when this process stands still, from here on and instead of a clock before."""
+def _time_waits(clock: Clock, device: torch.device, replaced: ExitStack) -> None:
     if device.type != "cuda":
-        _replace(dist.Work, "wait", clock)
-        _replace(_functional_collectives, "wait_tensor", clock)
+        replaced.enter_context(_replaced(dist.Work, "wait", clock))
+        replaced.enter_context(_replaced(_functional_collectives, "wait_tensor", clock))
         return
     training = torch.cuda.current_stream(device)
 
     def is_current(*_: Any) -> bool:
         return bool(torch.cuda.current_stream(device) == training)
 
-    _replace(dist.Work, "wait", clock, is_current)
-    _replace(_functional_collectives, "wait_tensor", clock, is_current)
+    replaced.enter_context(_replaced(dist.Work, "wait", clock, is_current))
+    replaced.enter_context(_replaced(_functional_collectives, "wait_tensor", clock, is_current))
     for name in _COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
-            _replace(dist.ProcessGroup, name, clock, is_current)
-    _replace(torch.cuda.Stream, "synchronize", clock, is_current)
-    _replace(torch.cuda.Stream, "wait_event", clock, lambda stream, *_: bool(stream == training))
+            replaced.enter_context(_replaced(dist.ProcessGroup, name, clock, is_current))
+    replaced.enter_context(_replaced(torch.cuda.Stream, "synchronize", clock, is_current))
+    of_training = _replaced(torch.cuda.Stream, "wait_event", clock, lambda stream, *_: bool(stream == training))
+    replaced.enter_context(of_training)
 
 
-def _replace(owner: Any, name: str, clock: Clock, stands_still: Callable[..., bool] = lambda *_: True) -> None:
-    """Put a function that tells the clock in the place of one in which this process may stand still."""
-    found = getattr(owner, name)
-    original = getattr(found, "replaces", found)
+@contextmanager
+def _replaced(owner: Any, name: str, clock: Clock, stands_still: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
+    """Have a function that tells the clock in the place of one in which this process may stand still."""
+    original, own = getattr(owner, name), vars(owner).get(name)
 
     @functools.wraps(original)
     def timed(*args: Any, **keywords: Any) -> Any:
@@ -102,5 +111,11 @@ def _replace(owner: Any, name: str, clock: Clock, stands_still: Callable[..., bo
         finally:
             clock.go_on()
 
-    timed.replaces = original  # type: ignore[attr-defined]
     setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)  # it inherits its own
+        else:
+            setattr(owner, name, own)

@@ -29,7 +29,7 @@ class Gauges:
         `flops_per_sample` is that of a forward and backward pass; `peak_flops_per_s` is what one device can do, if known.
         """
         self._accelerator, self.clock = accelerator, Clock(accelerator.device)
-        self._communication = Communication(model, self.clock, accelerator.device)
+        self.communication = Communication(model, self.clock, accelerator.device)
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
         self._process = psutil.Process()
 
@@ -40,7 +40,7 @@ class Gauges:
         Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
         not known is None: communication where there is one process, utilization where the device's peak is not known.
         """
-        phases_s = self._communication.set_apart(spent.phases_s, steps=steps)
+        phases_s = self.communication.set_apart(spent.phases_s, steps=steps)
         times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"], phases_s["communication"]]
         own = [spent.training_s, *times_s, float(self._memory_bytes())]
         readings = torch.cat([sums, torch.tensor(own, dtype=torch.float64).to(sums.device)])

@@ -45,6 +45,8 @@ class Metrics:
         first_step: int = 0,
     ) -> None:
         self.clock = gauges.clock
+        self.timed = gauges.communication.timed
+        """The block in which the run trains: what ranks wait for one another is timed in it."""
         self._gauges, self.trackers = gauges, trackers
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup, Work, _functional_collectives
 
 from app.train import main
 
@@ -21,4 +22,7 @@ def cross_entropy(*arguments: Any, **options: Any) -> torch.Tensor:
 
 if os.environ["RANK"] == sys.argv[1]:
     torch.nn.functional.cross_entropy = cross_entropy
+owners = (Work, ProcessGroup, _functional_collectives)
+before = [dict(vars(owner)) for owner in owners]
 main(sys.argv[3:])
+assert [dict(vars(owner)) for owner in owners] == before, "what was measured has replaced a method for good"
