@@ -19,11 +19,11 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from app import run_folder
+from app.claim import Claim
 from app.errors import RunFolderError, is_of_a_lost_peer
 from app.runtime import Runtime
 
@@ -74,10 +74,10 @@ class Control:
     """One rank's part in the agreements. As a context it takes the signals, which have their usual effect outside."""
 
     def __init__(
-        self, runtime: Runtime, run_dir: Path, *, total_steps: int, state_bytes: int, save_every_s: float | None = None
+        self, runtime: Runtime, claim: Claim, *, total_steps: int, state_bytes: int, save_every_s: float | None = None
     ) -> None:
         """`state_bytes` is about what a checkpoint holds; `save_every_s` is the time from one save to the next, if any."""
-        self._runtime, self._run_dir, self._total_steps, self._save_every_s = runtime, run_dir, total_steps, save_every_s
+        self._runtime, self._claim, self._total_steps, self._save_every_s = runtime, claim, total_steps, save_every_s
         self._received: set[signal.Signals] = set()
         self._previous: dict[signal.Signals, Any] = {}
         self._found: set[str] = set()
@@ -129,7 +129,7 @@ class Control:
         """Take note that a checkpoint is on the disk, `took_s` seconds after its step. Any thread may call it."""
         if run_folder.SAVE in self._found:
             self._found.remove(run_folder.SAVE)
-            (self._run_dir / run_folder.SAVE).unlink(missing_ok=True)
+            self._claim.remove(run_folder.SAVE)
         self._save_s = took_s
         self._saved_at_s = time.monotonic()
         self._is_saving = False
@@ -145,9 +145,9 @@ class Control:
                 "total_steps": self._total_steps,
                 "time": time.time(),
             }
-            run_folder.write_json(self._run_dir / run_folder.OUTCOME, outcome)
+            self._claim.write_json(run_folder.OUTCOME, outcome)
             if run_folder.STOP in self._found:
-                (self._run_dir / run_folder.STOP).unlink(missing_ok=True)
+                self._claim.remove(run_folder.STOP)
 
     def _asked(self) -> Request:
         """What this rank asks for."""
@@ -157,17 +157,17 @@ class Control:
         return max(asked, key=_BY_FORCE.index)
 
     def _asked_by_files_and_clocks(self) -> Iterator[Request]:
-        if (self._run_dir / run_folder.STOP).exists():
+        if (self._claim.path / run_folder.STOP).exists():
             self._found.add(run_folder.STOP)
             yield _STOP_FILE
         try:
-            run_folder.check_claim(self._run_dir, self._runtime.incarnation)
+            self._claim.check()
         except RunFolderError as error:
             self._lost_claim = error
             yield _TAKEN_OVER
         if self._is_saving:
             return  # what is asked for meanwhile is asked for again when that is done
-        if (self._run_dir / run_folder.SAVE).exists():
+        if (self._claim.path / run_folder.SAVE).exists():
             self._found.add(run_folder.SAVE)
             yield _SAVE_FILE
         if self._save_every_s is not None and time.monotonic() - self._saved_at_s >= self._save_every_s:

@@ -6,7 +6,6 @@ error, so that no comparison passes for want of something to compare. Imports ne
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from app import run_folder
 from app.errors import RunFolderError
+from app.lines import Lines
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,14 @@ def read_curve(run_dir: Path, case: Case, *, steps: int) -> Curve:
 
 def _read_steps(path: Path, keys: Iterable[str], *, steps: int) -> list[dict[str, Any]]:
     """The lines of a JSONL file, which must be those of steps 1 to `steps`, each with something under all `keys`."""
+    reader = Lines(path)
+    lines = [values for *_, values in reader]
+    if reader.complaint:
+        raise RunFolderError(reader.complaint)
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
         found = [line["step"] for line in lines if all(line[key] not in (None, []) for key in keys)]
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{path} is broken: {error!r}") from error
+    except KeyError as error:
+        raise RunFolderError(f"{path} is broken: a line has no {error}") from error
     if steps < 1 or found != list(range(1, steps + 1)):
         raise RunFolderError(f"{path} has the steps {_shortened(found)}, where 1 to {steps} were expected")
     return lines

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 
 from app import exported, ledger, run_folder
 from app.checkpoints import step_folders
+from app.control import NOTHING
 from app.data.open import Data
 from app.loop import Stopped, Training
+from app.opening import Opened
 from app.predictions import predictions, write_predictions
 from app.runtime import Runtime
 from app.scores import Evaluation
 from app.shards import unwrapped
 
 
-def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | Stopped) -> None:
+def finish(training: Training, data: Data, opened: Opened, ended: Evaluation | Stopped) -> None:
     """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
+    claim, run_dir = opened.claim, opened.claim.path
     if training.profile is not None:
         training.profile.close()
     if isinstance(ended, Stopped):
@@ -27,53 +29,54 @@ def finish(training: Training, data: Data, run_dir: Path, ended: Evaluation | St
             f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
             f"saved as {saved}; the same command with --resume auto and --run-dir {run_dir} goes on"
         )
-        end = ledger.End(step=ended.step, outcome="stopped")
-        training.control.record_outcome(ended.step, ended.request)
+        step, outcome, request = ended.step, "stopped", ended.request
     else:
-        words = _write_result(training, data, run_dir, ended)
-        end = ledger.End(step=training.length.total_steps, outcome="finished")
-        training.control.record_outcome(training.length.total_steps)
-    if training.runtime.is_main:
-        ledger.append(run_dir, end)
+        words = _write_result(training, data, opened, ended)
+        step, outcome, request = training.length.total_steps, "finished", NOTHING
+    with training.runtime.together():
+        if training.runtime.is_main:
+            claim.append(run_folder.LEDGER, ledger.line(ledger.End(step=step, outcome=outcome)))
+            claim.sync()
+            training.control.record_outcome(step, request)
     training.display.close()
     training.display.say(words)
     training.metrics.trackers.finish()
     training.runtime.close(training.model, training.optimizer, training.batches)
 
 
-def _write_result(training: Training, data: Data, run_dir: Path, scores: Evaluation) -> str:
+def _write_result(training: Training, data: Data, opened: Opened, scores: Evaluation) -> str:
     """Write them, and return the last words of the run."""
     runtime, recipe, length = training.runtime, training.recipe, training.length
     training_s = training.metrics.clock.training_s
     with training.average.applied() if training.average else nullcontext():
         weights = whole_weights(runtime, training.model)
-        if runtime.is_main:
-            # Inside the block: under some strategies these are the live weights.
-            exported.save(run_dir, exported.ModelConfig.of(recipe, data.train), weights)
+        with runtime.together():
+            if runtime.is_main:
+                # Inside the block: under some strategies these are the live weights.
+                exported.save(opened.claim, exported.ModelConfig.of(recipe, data.train), weights)
     predicted = predictions(runtime, scores, len(data.test))
-    with runtime.together():
-        if runtime.is_main:
-            write_predictions(run_dir, data.test, predicted)
     samples_seen = length.total_steps * runtime.plan.global_batch_size
     steps = length.total_steps - training.first_step  # none where a finished run was taken up again
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
-    if runtime.is_main:
-        result = {
-            "steps": length.total_steps,
-            "samples_seen": samples_seen,
-            **scores.as_metrics(),
-            "test_samples": scores.samples,
-            "test_class_accuracy": dict(zip(data.test.classes, scores.class_accuracy, strict=True)),
-            "samples_per_s": samples_per_s,
-            "training_s": training_s,
-            "world_size": runtime.plan.world_size,
-            "preset": run_folder.read_json(run_dir / run_folder.RUN)["preset"],
-        }
-        run_folder.write_json(run_dir / run_folder.RESULT, result)
+    result = {
+        "steps": length.total_steps,
+        "samples_seen": samples_seen,
+        **scores.as_metrics(),
+        "test_samples": scores.samples,
+        "test_class_accuracy": dict(zip(data.test.classes, scores.class_accuracy, strict=True)),
+        "samples_per_s": samples_per_s,
+        "training_s": training_s,
+        "world_size": runtime.plan.world_size,
+        "preset": opened.preset,
+    }
+    with runtime.together():
+        if runtime.is_main:
+            write_predictions(opened.claim, data.test, predicted)
+            opened.claim.write_json(run_folder.RESULT, result)
     return (
         f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; "
         f"{'no step was left to take' if samples_per_s is None else f'{samples_per_s:,.0f} samples/s'}\n"
-        f"run folder {run_dir}"
+        f"run folder {opened.claim.path}"
     )
 
 

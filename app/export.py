@@ -21,9 +21,10 @@ from pathlib import Path
 from app import recipe_file, run_folder
 from app.checkpoints import step_folders as files
 from app.checkpoints import tensor_file
-from app.checkpoints.durable import Stamp, sync_folder, telling, write_bytes
+from app.checkpoints.durable import Stamp, telling, write_bytes
 from app.checkpoints.piece import AVERAGE, WEIGHT
 from app.checkpoints.step_folders import Reader
+from app.claim import sync
 from app.errors import CheckpointError, RunFolderError
 
 _KEYS = {"average": AVERAGE, "raw": WEIGHT}
@@ -71,7 +72,7 @@ def _put(path: Path, write: Callable[[Path], Stamp]) -> None:
         write(temporary)
         with telling(path, "written"):
             temporary.replace(path)
-            sync_folder(path.parent)
+            sync(path.parent)
     except CheckpointError:
         with suppress(OSError):  # a folder that cannot be written has nothing to remove
             temporary.unlink()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from app import models, run_folder
 from app.checkpoints import tensor_file
+from app.claim import Claim
 from app.data.source import Source
 from app.errors import RunFolderError
 from app.recipe import ModelRecipe, Recipe
@@ -56,15 +57,14 @@ class ModelConfig:
         return models.build(self.model, channels=self.channels, image_size=self.image_size, num_classes=len(self.classes))
 
 
-def save(run_dir: Path, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+def save(claim: Claim, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
     """Write the weights (name -> tensor) and the config into the run folder, each whole or not at all.
 
-    Raises CheckpointError if the disk refuses.
+    Raises CheckpointError or RunFolderError if the disk refuses.
     """
-    temporary = run_dir / f".{run_folder.MODEL}"
-    tensor_file.write_tensors(temporary, list(weights.items()), tensor_file.OF_TORCH)
-    temporary.replace(run_dir / run_folder.MODEL)
-    run_folder.write_json(run_dir / run_folder.MODEL_CONFIG, asdict(config))
+    with claim.staged(run_folder.MODEL) as path:
+        tensor_file.write_tensors(path, list(weights.items()), tensor_file.OF_TORCH)
+    claim.write_json(run_folder.MODEL_CONFIG, asdict(config))
 
 
 def load(run_dir: Path) -> tuple[torch.nn.Module, ModelConfig]:

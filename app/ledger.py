@@ -1,6 +1,6 @@
 """The ledger of a run, RUN/ledger.jsonl: which samples were fed in which step, over all starts, and where the time went.
 
-One JSON object a line, only ever appended to by one process at a time: what a killed start had written stays there.
+One JSON object a line: what a killed start had written stays there.
 
     {"event": "start", ...}      a start of the run: from which step it goes on, and since when it waited
     {"event": "steps", ...}      consecutive steps, each with the digest of its samples
@@ -15,8 +15,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -25,6 +23,7 @@ from typing import Any
 
 from app.data.hash64 import GOLDEN64, MASK64, MIX_FIRST, MIX_SECOND
 from app.errors import RunFolderError
+from app.lines import Lines, is_count, is_finite
 from app.run_folder import LEDGER
 
 # As int64, in which torch has no constant of 64 bits otherwise.
@@ -117,7 +116,6 @@ class End:
 
 Event = Start | Steps | Evaluated | Saved | End
 _KINDS: dict[str, type[Event]] = {"start": Start, "steps": Steps, "evaluated": Evaluated, "saved": Saved, "end": End}
-_PLAIN = {"int": (int,), "float": (int, float), "str": (str,)}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -138,80 +136,41 @@ def as_text(number: int) -> str:
     return f"{number & MASK64:016x}"
 
 
-def append(run_dir: Path, event: Event) -> None:
-    """Write one line at the end, on a line of its own whatever a kill left there. Raises RunFolderError."""
-    line = json.dumps({"event": _NAMES[type(event)], **vars(event)}) + "\n"
-    try:
-        with (run_dir / LEDGER).open("a+b") as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else f"\n{line}"
-            file.write(line.encode())
-    except OSError as error:
-        raise _unwritable(run_dir, error) from error
+def line(event: Event) -> dict[str, Any]:
+    """Return an event as its line of the ledger has it."""
+    return {"event": _NAMES[type(event)], **vars(event)}
 
 
-def sync(run_dir: Path) -> None:
-    """Wait until the disk has all lines. Raises RunFolderError."""
-    try:
-        with (run_dir / LEDGER).open("ab") as file:
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _unwritable(run_dir, error) from error
+def read(run_dir: Path) -> tuple[list[Event], str | None]:
+    """Return the ledger's events, the oldest first, and a sentence on the lines that are left out, if there are broken ones.
 
-
-def _unwritable(run_dir: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        f"{run_dir / LEDGER} cannot be written: {error.strerror}. Mend that, and go on with the run by --resume auto."
-    )
-
-
-def read(run_dir: Path) -> list[Event]:
-    """Return the ledger's lines, the oldest first. Raises RunFolderError if it is missing, or a line is broken.
-
-    A line that a kill or a power failure cut off is left out: it is the last one, or a start follows it.
+    Raises RunFolderError if it is missing or cannot be read.
     """
     path = run_dir / LEDGER
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        raise RunFolderError(f"{path} is missing: {run_dir} is not the folder of a run that took a step.") from None
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror}.") from error
-    events: list[Event] = []
-    cut_off = None
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
+    if not path.exists():
+        raise RunFolderError(f"{path} is missing: {run_dir} is not the folder of a run that took a step.")
+    lines, events = Lines(path), list[Event]()
+    for number, _, values in lines:
         try:
-            values = json.loads(line)
+            events.append(_event(values))
         except ValueError as error:
-            cut_off = cut_off or RunFolderError(f"line {number} of {path} is broken: {error}.")
-            continue
-        event = _event(values, f"line {number} of {path}")
-        if cut_off and not isinstance(event, Start):
-            raise cut_off
-        cut_off = None
-        events.append(event)
-    return events
+            lines.leave_out(number, str(error))
+    return events, lines.complaint
 
 
-def _event(values: Any, where: str) -> Event:
-    kind = _KINDS.get(values.pop("event", "")) if isinstance(values, dict) else None
+def _event(values: dict[str, Any]) -> Event:
+    """The event of a line. Raises ValueError."""
+    kind = _KINDS.get(str(values.pop("event", "")))
     if kind is None:
-        raise RunFolderError(f"{where} is none of the events {', '.join(_KINDS)}.")
+        raise ValueError(f"it is none of the events {', '.join(_KINDS)}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     types = {field.name: str(field.type) for field in fields(kind)}
     if types.keys() != values.keys():
-        wrong = ", ".join(sorted(types.keys() ^ values.keys()))
-        raise RunFolderError(f"{where}, of the event {_NAMES[kind]}, is broken: missing or unknown: {wrong}.")
+        raise ValueError(f"missing or unknown: {', '.join(sorted(types.keys() ^ values.keys()))}")
     for name, value in values.items():
         if not _is_of(value, types[name]):
-            raise RunFolderError(f"{where}, of the event {_NAMES[kind]}, is broken: {name} is {value!r}, not {types[name]}.")
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise RunFolderError(f"{where}, of the event {_NAMES[kind]}, is broken: {error}.") from error
+            raise ValueError(f"{name} is {str(value)[:40]!r}, not {types[name]}")
+    return kind(**values)
 
 
 def _is_of(value: Any, annotation: str) -> bool:
@@ -222,7 +181,7 @@ def _is_of(value: Any, annotation: str) -> bool:
     if plain.startswith("tuple["):
         part = plain.removeprefix("tuple[").removesuffix(", ...]")
         return isinstance(value, tuple) and all(_is_of(item, part) for item in value)
-    return isinstance(value, _PLAIN[plain])
+    return {"int": is_count, "float": is_finite}.get(plain, lambda text: isinstance(text, str))(value)
 
 
 def counting(events: Iterable[Event]) -> list[Event]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 import psutil
 
 from app import handshake, ledger, recipe_file, run_folder
-from app.checkpoints import checkpoint
+from app.checkpoints import checkpoint, step_folders
 from app.checkpoints.initial_weights import Initial
 from app.checkpoints.resumable import Resumed, check_same_run
+from app.claim import Claim, claim
 from app.data.open import Data
-from app.errors import CheckpointError
+from app.errors import CheckpointError, RunFolderError
 from app.launched import Job
+from app.origin import Preset, launched_preset, source_commit
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.schedule import Length
@@ -33,9 +35,14 @@ from app.trackers.trackers import Trackers
 class Opened:
     """The run folder, ready to be written into."""
 
-    folder: Path
+    claim: Claim
+    """What writes into it; the main process alone has files open."""
+    resumed: Resumed | None
+    """What the run goes on from."""
     trackers: Trackers
     """Started; none on other processes than the main one."""
+    preset: str | None
+    """The preset's name, on the main process, if the command line that launched it has one."""
 
 
 def find_checkpoint(
@@ -67,45 +74,79 @@ def open_run_folder(
     *,
     trackers: Sequence[str],
     origin: Resumed | Initial | None,
-    may_exist: bool,
+    look_again: Callable[[], Resumed | None] | None,
 ) -> Opened:
-    """Make the run folder on the main process, write what is known at the start, and start the trackers.
+    """Claim the run folder on the main process, write what is known at the start, and start the trackers.
 
-    With `may_exist` the folder may hold a run already, which goes on, or starts anew where it had no checkpoint yet.
+    With `look_again` the folder may hold a run already, which goes on, or starts anew where it had no checkpoint yet.
 
-    `origin` is what the run goes on from or begins with. Comes after all that can be wrong with a run, so that a mended one
-    can use the same folder.
+    `origin` is what the run goes on from or begins with; another start may save until the folder is claimed, and then it is
+    what `look_again` finds. Comes after all that can be wrong with a run, so that a mended one can use the same folder.
     """
     hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
-    path: Path | None = None
-    started = Trackers()
+    ours: Claim | None = None
+    saved_since = False
     with runtime.together():
         if runtime.is_main:
-            step = origin.step if isinstance(origin, Resumed) else 0
-            logged = run_folder.last_steps(Path(wanted)) if wanted and may_exist else {}  # before it forgets any
-            path = run_folder.create(wanted, loaded.name, resumed_step=step if may_exist else None)
-            run_folder.claim(path, runtime.incarnation)
-            preset = run_folder.launched_preset()
+            ours = claim(run_folder.choose(wanted, loaded.name, may_exist=look_again is not None))
+            saved_since = _is_newer(ours.path, origin)
+    if runtime.from_main(saved_since) and look_again is not None:
+        origin = look_again() or origin
+    started, preset = Trackers(), launched_preset() if runtime.is_main else None
+    with runtime.together():
+        if ours is not None:
+            logged = _take_up(ours, origin)
             if preset is not None:
-                run_folder.write_text(path / run_folder.PRESET, preset.text)
-            before = _before(origin, path / run_folder.RUN)
-            run_folder.write_json(path / run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
-            run_folder.write_text(path / run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
-            run = tracked(path, project=loaded.name, first_step=step, logged=logged)
+                ours.write_text(run_folder.PRESET, preset.text)
+            before = _before(origin, ours.path / run_folder.RUN)
+            ours.write_json(run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
+            ours.write_text(run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
+            run = tracked(ours, project=loaded.name, first_step=_steps_before(origin), logged=logged)
             started.start(trackers, run, recipe_file.flat(loaded.recipe))
-    return Opened(runtime.from_main(path), started)
+    path, place = runtime.from_main(None if ours is None else (ours.path, ours.place))
+    resumed = origin if isinstance(origin, Resumed) else None
+    return Opened(ours or Claim(path, place), resumed, started, preset.name if preset else None)
+
+
+def _is_newer(path: Path, origin: Resumed | Initial | None) -> bool:
+    """Whether a run folder, now that it is claimed, has another newest checkpoint than `origin`.
+
+    Raises RunFolderError if a run without checkpoints came to its end there in the meantime.
+    """
+    found = step_folders.committed(path)
+    if not found:
+        run_folder.refuse_finished(path)
+    return bool(found) and not (isinstance(origin, Resumed) and found[0] == origin.folder)
+
+
+def _take_up(ours: Claim, origin: Resumed | Initial | None) -> dict[str, int]:
+    """Forget what the folder has of later steps; return the last steps that it had. Says what of it cannot be read."""
+    logged = run_folder.last_steps(ours.path)
+    ours.remove(run_folder.OUTCOME)
+    for complaint in ours.go_on_after(_steps_before(origin)):
+        print(f"note: {complaint}", flush=True)  # noqa: T201 - the user must know
+    return logged
+
+
+def _steps_before(origin: Resumed | Initial | None) -> int:
+    return origin.step if isinstance(origin, Resumed) else 0
 
 
 def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
     """What run.json says of the time before this start; `earlier` is the file of the start before, if there was one."""
-    if isinstance(origin, Resumed):
-        told = run_folder.read_json(earlier) if earlier.exists() else {}
-        begun_with = {"init_from": told["init_from"]} if "init_from" in told else {}
-        return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
-    return {"init_from": str(origin.place)} if origin else {}
+    if not isinstance(origin, Resumed):
+        return {"init_from": str(origin.place)} if origin else {}
+    told: dict[str, Any] = {}
+    if earlier.exists():
+        try:
+            told = run_folder.read_json(earlier)
+        except RunFolderError as error:
+            print(f"note: {error} It is written anew, without --init-from if it had that.", flush=True)  # noqa: T201
+    begun_with = {"init_from": told["init_from"]} if "init_from" in told else {}
+    return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
 
 
-def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: run_folder.Preset | None, hosts: list[str]) -> dict[str, Any]:
+def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: Preset | None, hosts: list[str]) -> dict[str, Any]:
     plan = runtime.plan
     return {
         "recipe": loaded.name,
@@ -121,27 +162,25 @@ def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: run_folder.Preset 
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "directory": str(Path.cwd()),
-        "commit": run_folder.source_commit(),
+        "commit": source_commit(),
         "versions": {"python": sys.version.split()[0], **handshake.versions()},
     }
 
 
-def record_start(
-    runtime: Runtime, run_dir: Path, *, total_steps: int, training_samples: int, resumed: Resumed | None, job: Job
-) -> None:
+def record_start(runtime: Runtime, opened: Opened, *, total_steps: int, training_samples: int, job: Job) -> None:
     """Write into the run's ledger, on the main process, where this start begins and since when it was waited for."""
     with runtime.together():
         if runtime.is_main:
             start = ledger.Start(
-                from_step=resumed.step if resumed else 0,
+                from_step=opened.resumed.step if opened.resumed else 0,
                 total_steps=total_steps,
                 training_samples=training_samples,
                 world_size=runtime.plan.world_size,
-                preset=run_folder.read_json(run_dir / run_folder.RUN)["preset"],
-                resumed_from=str(resumed.folder) if resumed else None,
+                preset=opened.preset,
+                resumed_from=str(opened.resumed.folder) if opened.resumed else None,
                 job=job.name,
                 submitted=job.submitted,
                 allocated=job.allocated,
                 launched=round(psutil.Process().create_time(), 3),
             )
-            ledger.append(run_dir, start)
+            opened.claim.append(run_folder.LEDGER, ledger.line(start))

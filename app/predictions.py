@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 
 from app import run_folder
+from app.claim import Claim
 from app.data.source import Source, spread
 from app.runtime import Runtime
 from app.scores import Evaluation
@@ -77,18 +77,14 @@ def _rows(columns: torch.Tensor) -> list[Prediction]:
     return [Prediction(int(sample), int(label), int(said), sure) for sample, label, said, sure in columns.T.tolist()]
 
 
-def write_predictions(run_dir: Path, source: Source, found: Predictions) -> None:
-    """Write what was found on `source` into the run folder: the counts, and the pictures. Raises DataError if one is gone."""
-    folder = run_dir / run_folder.PREDICTIONS
-    folder.mkdir(exist_ok=True)
+def write_predictions(claim: Claim, source: Source, found: Predictions) -> None:
+    """Write what was found on `source` into the run folder: the counts, and the pictures.
+
+    Raises DataError if a picture is gone, and RunFolderError.
+    """
     shown = list(dict.fromkeys(found.spread + found.mistakes))
     indices = np.array([row.sample for row in shown], dtype=np.int64)
     images, _ = source.fetch(indices, indices)
-    for row, image in zip(shown, images, strict=True):
-        pixels = image[0] if len(image) != 3 else image.permute(1, 2, 0)
-        picture = Image.fromarray(pixels.numpy())
-        picture.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
-        picture.save(folder / f"{row.sample}.png")
     kept = _kept(found.pairs, len(source.classes))
     told = {
         "classes": source.classes,
@@ -97,7 +93,14 @@ def write_predictions(run_dir: Path, source: Source, found: Predictions) -> None
         "spread": [row._asdict() for row in found.spread],
         "mistakes": [row._asdict() for row in found.mistakes],
     }
-    run_folder.write_text(folder / run_folder.PREDICTIONS_TOLD, json.dumps(told) + "\n")
+    with claim.staged(run_folder.PREDICTIONS) as folder:
+        folder.mkdir()
+        for row, image in zip(shown, images, strict=True):
+            pixels = image[0] if len(image) != 3 else image.permute(1, 2, 0)
+            picture = Image.fromarray(pixels.numpy())
+            picture.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
+            picture.save(folder / f"{row.sample}.png")
+        (folder / run_folder.PREDICTIONS_TOLD).write_text(json.dumps(told) + "\n")
 
 
 def _kept(pairs: Counter[tuple[int, int]], num_classes: int) -> Counter[tuple[int, int]]:

@@ -12,101 +12,91 @@
     test_predictions/ at the end: which classes were taken for which, and some test pictures (app/predictions.py)
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
-    incarnation.json  which start of the run the folder belongs to
+    starts/           which start of the run the folder belongs to, and what that is writing (app/claim.py)
     profile/          with profile.steps: a trace of each rank, all on one time axis, and a summary (app/profiling/)
     stacks/           after a hang: where each rank stood
     trackers.json     the run's names in its trackers
     tensorboard/, ... what trackers write
     STOP, SAVE        made by the user, who wants the run to stop or to save
 
-Files appear whole or not at all: each is written beside its name and renamed.
+Files appear whole or not at all. A run writes them by its claim; here is what they are called, and how they are read.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import socket
-import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from app.errors import RunFolderError
+from app.lines import Lines, is_count, parsed
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
 PREDICTIONS, PREDICTIONS_TOLD = "test_predictions", "predictions.json"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
-OUTCOME, INCARNATION, STACKS, STOP, SAVE = "outcome.json", "incarnation.json", "stacks", "STOP", "SAVE"
+OUTCOME, STARTS, STACKS, STOP, SAVE = "outcome.json", "starts", "stacks", "STOP", "SAVE"
 TRACKERS, TENSORBOARD, PROFILE = "trackers.json", "tensorboard", "profile"
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The preset file this process was launched with."""
+_ADVICE = {
+    errno.ENOSPC: "Free space there, or keep fewer checkpoints.",
+    errno.EDQUOT: "Free space in this quota, or keep fewer checkpoints.",
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f).",
+    errno.EROFS: "Mount it writable, or choose another --run-dir.",
+    errno.EACCES: "Give this user the right to, or choose another --run-dir.",
+    errno.EPERM: "Give this user the right to, or choose another --run-dir.",
+}
 
-    name: str
-    """File name without its ending."""
-    text: str
+
+def refusal(path: Path, done: str, error: OSError) -> str:
+    """Return the sentence that `path` cannot be `done` ("written", "read", "removed"), why, and what helps."""
+    advice = _ADVICE.get(error.errno or 0, "Look at the file system it is on.")
+    return f"{path} cannot be {done}: {error.strerror or error}. {advice}"
 
 
-def create(run_dir: str | None, recipe_name: str, *, resumed_step: int | None = None) -> Path:
-    """Make the run folder and return its path: `run_dir`, or `runs/<recipe>-<time>`.
+def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
+    """Return the run folder, which is then there: `run_dir`, or a new one `runs/<recipe>-<time>`.
 
-    With `resumed_step` it may hold a run already, of which it then forgets what came after that step. Raises RunFolderError
-    if it holds a run otherwise, or cannot be written.
+    Raises RunFolderError if it cannot be made, or holds a run and must not (`may_exist`).
     """
-    path = Path(run_dir) if run_dir else _unused(Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (path / RECIPE).exists() and resumed_step is None:
+    path = Path(run_dir) if run_dir else Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_dir and not may_exist and (path / RECIPE).exists():
         raise RunFolderError(
             f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, go on with it by --resume auto, or "
             "delete the folder."
         )
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / OUTCOME).unlink(missing_ok=True)
-        for name in (METRICS, EVALUATIONS, SAMPLES):
-            if (path / name).exists():
-                write_text(path / name, _upto(path / name, resumed_step or 0))
-        if not (path / METRICS).exists():
-            write_text(path / METRICS, "")
+        if run_dir:
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+        path.parent.mkdir(exist_ok=True)
+        return _new(path)
     except OSError as error:
-        raise RunFolderError(f"the run folder {path} cannot be written: {error.strerror}. Choose another --run-dir.") from error
-    return path
-
-
-def claim(path: Path, incarnation: str) -> None:
-    """Make the folder belong to this start of the run, whose name is `incarnation`, and to no earlier one."""
-    write_json(path / INCARNATION, {"incarnation": incarnation, "host": socket.gethostname(), "time": time.time()})
-
-
-def check_claim(path: Path, incarnation: str) -> None:
-    """Raise RunFolderError if a later start of the run has claimed the folder; comes before what that could lose by.
-
-    After a cut link the processes of a job may live on while the scheduler has started it again elsewhere.
-    """
-    claimed = read_json(path / INCARNATION)
-    if claimed["incarnation"] != incarnation:
         raise RunFolderError(
-            f"another start of this run, on {claimed['host']}, has taken {path} over: this one ends and writes nothing more. "
-            "If you started both, give one another --run-dir."
-        )
+            f"the run folder {path} cannot be written: {error.strerror or error}. Choose another --run-dir."
+        ) from error
 
 
 def check_may_begin_again(path: Path) -> None:
     """Say that a run which ended before its first checkpoint begins again; raise RunFolderError if it was finished."""
+    refuse_finished(path)
+    if (path / RECIPE).exists():
+        print(f"{path} has no checkpoint yet: the run begins again", flush=True)  # noqa: T201 - the user must know
+
+
+def refuse_finished(path: Path) -> None:
+    """Raise RunFolderError for a folder, without a checkpoint, of a run that was finished."""
     if (path / RESULT).exists():
         raise RunFolderError(
             f"{path} holds a finished run without a checkpoint, so there is nothing to go on from: choose another "
             "--run-dir, or delete the folder."
         )
-    if (path / RECIPE).exists():
-        print(f"{path} has no checkpoint yet: the run begins again", flush=True)  # noqa: T201 - the user must know
 
 
 def last_steps(path: Path) -> dict[str, int]:
@@ -114,87 +104,54 @@ def last_steps(path: Path) -> dict[str, int]:
 
     Raises RunFolderError if one cannot be read.
     """
-    try:
-        lines = {name: _whole_lines(path / name) for name in (METRICS, EVALUATIONS) if (path / name).exists()}
-    except OSError as error:
-        raise RunFolderError(f"the run folder {path} cannot be read: {error.strerror}. Choose another --run-dir.") from error
-    return {name: json.loads(of_file[-1])["step"] for name, of_file in lines.items() if of_file}
+    steps = {
+        name: max((values["step"] for *_, values in Lines(path / name) if is_count(values.get("step"))), default=None)
+        for name in (METRICS, EVALUATIONS)
+        if (path / name).exists()
+    }
+    return {name: last for name, last in steps.items() if last is not None}
 
 
-def _upto(file: Path, step: int) -> str:
-    """The lines of the first so many steps."""
-    return "".join(line for line in _whole_lines(file) if json.loads(line)["step"] <= step)
-
-
-def _whole_lines(file: Path) -> list[str]:
-    """The lines of a file; the last line of a run that was killed may be half of one, and is left out."""
-    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _unused(path: Path) -> Path:
+def _new(path: Path) -> Path:
+    """Make a folder of this name, or of this name and a number, that nobody else has made. Raises OSError."""
     number, candidate = 1, path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
+    while True:
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        else:
+            return candidate
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the file so that it is never seen half-written."""
+    """Write a file so that it is never seen half-written, as tools do beside a run. Raises RunFolderError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise RunFolderError(refusal(path, "written", error)) from error
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write `values` as an indented JSON file, whole or not at all."""
+    """Write `values` as an indented JSON file, whole or not at all. Raises RunFolderError."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON file's object. Raises RunFolderError if it is missing or broken."""
     try:
-        values = json.loads(path.read_text())
+        values = parsed(path.read_bytes())
     except FileNotFoundError:
         raise RunFolderError(f"{path} is missing: {path.parent} is not the folder of a finished run.") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
         raise RunFolderError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise RunFolderError(f"{path} is broken: it holds {type(values).__name__}, not an object.")
     return values
-
-
-def launched_preset() -> Preset | None:
-    """Return the preset that `accelerate launch` read for this process, or None if it was started otherwise.
-
-    Accelerate hands on what the preset says, but not its name: the command line of the parent process has it.
-    """
-    try:
-        parent = psutil.Process().parent()
-        command = parent.cmdline() if parent else []
-        directory = parent.cwd() if parent else ""
-    except psutil.Error:  # the parent is gone, or belongs to somebody else: then its name is not known
-        return None
-    for position, word in enumerate(command):
-        if word == "--config_file" and position + 1 < len(command):
-            path = Path(directory, command[position + 1])
-        elif word.startswith("--config_file="):
-            path = Path(directory, word.partition("=")[2])
-        else:
-            continue
-        return Preset(path.stem, path.read_text()) if path.is_file() else None
-    return None
-
-
-def source_commit() -> str | None:
-    """Return the git commit of this program's checkout, with `+changes` if files differ from it; None outside git."""
-    checkout = Path(__file__).parent.parent
-    if not (checkout / ".git").exists():
-        return None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(checkout), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    commit = git("rev-parse", "HEAD")
-    return f"{commit}+changes" if git("status", "--porcelain", "--untracked-files=no") else commit or None

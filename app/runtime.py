@@ -13,7 +13,6 @@ import os
 import platform
 import socket
 import time
-import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,8 +62,6 @@ class Runtime:
         _refuse_other_clipping(launched, clip_norm)
         self.launched = launched
         self.plan = plan
-        self.incarnation = uuid.uuid4().hex
-        """Name of this start of the run, among all its starts: that of the main process counts."""
         self.signs_of_life, self.step = 0, 0  # see `alive`
         self._cpu_group: Any = None
         if launched.variables:

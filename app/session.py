@@ -14,7 +14,7 @@ import torch
 from app import building, console, cores, exported, flops, handshake, models, optim, recipe_file, schedule
 from app.average import WeightAverage
 from app.checkpoints import checkpoint
-from app.checkpoints.resumable import Resumed
+from app.claim import Claim
 from app.console import Display
 from app.control import Control
 from app.data import loader
@@ -63,14 +63,13 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
     return Parts(model, preparation, length, counted)
 
 
-def prepare(
-    runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, opened: Opened, resumed: Resumed | None
-) -> Training:
+def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, opened: Opened) -> Training:
     """Distribute the model as the preset says, take up a checkpoint, and return everything that the loop uses."""
     recipe, length = loaded.recipe, parts.length
+    resumed, claim = opened.resumed, opened.claim
     first_step = resumed.step if resumed else 0
-    display = _display(runtime, loaded, data, parts, opened.folder)
-    control = _control(runtime, recipe, parts, opened.folder)
+    display = _display(runtime, loaded, data, parts, claim.path)
+    control = _control(runtime, recipe, parts, claim)
 
     rule = optim.Rule.of(recipe.optim, parts.model)  # before the parameters are sharded
     model, optimizer = runtime.prepare(parts.model, optim.build(recipe.optim, parts.model))
@@ -82,9 +81,7 @@ def prepare(
     check_optimizer(runtime, rule, optimizer, shards, dtype=getattr(torch, recipe.model.dtype))
     facts = {"data": data.facts, "model": asdict(exported.ModelConfig.of(recipe, data.train))}
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
-    checkpoints = checkpoint.Checkpoints(
-        runtime, opened.folder, recipe, shards=shards, facts=facts, metrics=metrics, spikes=spikes
-    )
+    checkpoints = checkpoint.Checkpoints(runtime, claim, recipe, shards=shards, facts=facts, metrics=metrics, spikes=spikes)
     checkpoints.on_disk = control.saved
     if resumed:
         checkpoints.restore(resumed.folder)
@@ -92,7 +89,7 @@ def prepare(
         if resumed.note:
             display.say(f"note: {resumed.note}")
     window = recipe.profile.window
-    profile = Profile(runtime, opened.folder, metrics.clock, window=window, say=display.say) if window else None
+    profile = Profile(runtime, claim, metrics.clock, window=window, say=display.say) if window else None
     steps = Steps(
         runtime.accelerator,
         model,
@@ -140,11 +137,11 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, r
     return display
 
 
-def _control(runtime: Runtime, recipe: Recipe, parts: Parts, run_dir: Path) -> Control:
+def _control(runtime: Runtime, recipe: Recipe, parts: Parts, claim: Claim) -> Control:
     minutes = recipe.checkpoint.every_minutes
     return Control(
         runtime,
-        run_dir,
+        claim,
         total_steps=parts.length.total_steps,
         # Weights, two moments and an average, in float32: enough to guess how long the first save takes.
         state_bytes=16 * sum(weight.numel() for weight in parts.model.parameters()),
@@ -163,7 +160,7 @@ def _metrics(
     )
     return Metrics(
         runtime.accelerator,
-        opened.folder,
+        opened.claim,
         gauges,
         opened.trackers,
         global_batch_size=runtime.plan.global_batch_size,

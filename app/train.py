@@ -6,6 +6,7 @@ Puts the parts together and runs them; decides nothing.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 
@@ -51,7 +52,8 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     handshake.check_group(runtime.accelerator, launched, plan)
     data = building.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, data)
-    resumed = opening.find_checkpoint(runtime, loaded, data, parts.length, arguments.run_dir, arguments.resume)
+    find = functools.partial(opening.find_checkpoint, runtime, loaded, data, parts.length, arguments.run_dir, arguments.resume)
+    resumed = find()
     initial = initial_weights.take_up(runtime, parts.model, arguments.init_from, resumed=resumed.folder if resumed else None)
     opened = opening.open_run_folder(
         runtime,
@@ -59,21 +61,20 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         arguments.run_dir,
         trackers=trackers,
         origin=resumed or initial,
-        may_exist=arguments.resume == "auto",
+        look_again=find if arguments.resume == "auto" else None,
     )
     opening.record_start(
         runtime,
-        opened.folder,
+        opened,
         total_steps=parts.length.total_steps,
         training_samples=len(data.train),
-        resumed=resumed,
         job=read_job(os.environ),
     )
-    training = session.prepare(runtime, loaded, data, parts, opened, resumed)
+    training = session.prepare(runtime, loaded, data, parts, opened)
     with training.control:
-        with training.metrics.timed(), Watchdog(runtime, opened.folder, timeout_s=arguments.hang_timeout):
+        with training.metrics.timed(), Watchdog(runtime, opened.claim, timeout_s=arguments.hang_timeout):
             ended = train(training)
-        ending.finish(training, data, opened.folder, ended)
+        ending.finish(training, data, opened, ended)
 
 
 if __name__ == "__main__":

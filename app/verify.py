@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Verdict:
     """Steps that were fed other samples than the recipe says."""
     skipped: list[range]
     """Steps that were fed and not applied, since a gradient was not finite."""
+    left_out: str | None = None
+    """A sentence on the lines of the ledger that are broken: what they told is missing here."""
 
     @property
     def is_good(self) -> bool:
@@ -71,6 +73,8 @@ class Verdict:
                 lines.append(f"{count:,} step{'s were' if count > 1 else ' was'} {what}: {_shown(spans)}")
         if self.first_step > 1:
             lines.append(f"the {self.first_step - 1:,} steps before were taken in another run, which saved {self.resumed_from}")
+        if self.left_out:
+            lines.append(self.left_out)
         return "\n".join(lines)
 
     def _batches(self) -> str:
@@ -102,12 +106,14 @@ def main(argv: list[str]) -> int:
 def verify(run_dir: Path) -> tuple[Verdict, Goodput]:
     """Return what a run's ledger shows, and where the time went.
 
-    Raises RunFolderError if there is no ledger or a broken one, and RecipeError if the run's recipe cannot be read.
+    Raises RunFolderError if there is no ledger, or not its beginning, and RecipeError if the run's recipe cannot be read.
     """
-    events = ledger.read(run_dir)
+    events, left_out = ledger.read(run_dir)
     if not events or not isinstance(events[0], Start):
-        raise RunFolderError(f"{run_dir / run_folder.LEDGER} does not begin with a start of the run: its beginning is lost.")
-    return examine(events, recipe_file.load(str(run_dir / run_folder.RECIPE)).recipe), account(events)
+        lost = f"{run_dir / run_folder.LEDGER} does not begin with a start of the run: its beginning is lost."
+        raise RunFolderError(" ".join([lost, *([left_out] if left_out else [])]))
+    verdict = examine(events, recipe_file.load(str(run_dir / run_folder.RECIPE)).recipe)
+    return replace(verdict, left_out=left_out), account(events)
 
 
 def examine(events: Sequence[Event], recipe: Recipe) -> Verdict:

@@ -17,12 +17,12 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
 from app import run_folder
-from app.errors import HangError, leave_with
+from app.claim import Claim
+from app.errors import HangError, RunFolderError, leave_with
 from app.runtime import Runtime
 
 _LOOK_EVERY_S = 1.0
@@ -34,10 +34,10 @@ forward pass and an agreement of `control` (a second) later."""
 class Watchdog:
     """Watches this process while it is entered as a context."""
 
-    def __init__(self, runtime: Runtime, run_dir: Path, *, timeout_s: int) -> None:
+    def __init__(self, runtime: Runtime, claim: Claim, *, timeout_s: int) -> None:
         """`timeout_s` has to be longer than any step, forward pass of an evaluation and save takes; 0 watches nothing."""
-        self._runtime, self._timeout_s = runtime, timeout_s
-        self._path = run_dir / run_folder.STACKS / f"rank-{runtime.launched.rank:05d}.txt"
+        self._runtime, self._claim, self._timeout_s = runtime, claim, timeout_s
+        self._path = claim.path / run_folder.STACKS / f"rank-{runtime.launched.rank:05d}.txt"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -69,8 +69,8 @@ class Watchdog:
         try:
             self._write_stacks(f"rank {rank} on {socket.gethostname()}, process {os.getpid()}: {silence}")
             where = f"the stacks of its threads are in {self._path}, those of the other ranks beside it"
-        except OSError as error:
-            where = f"{self._path} cannot be written ({error.strerror}), so nothing says where it stood"
+        except RunFolderError as error:
+            where = f"nothing says where it stood, since {error}"
         if self._over.wait(_GRACE_S):
             return
         for child in psutil.Process().children(recursive=True):
@@ -80,9 +80,14 @@ class Watchdog:
         leave_with(HangError(f"{silence}: {where}. {cause}. Where steps or saves take longer, raise --hang-timeout."), rank)
 
     def _write_stacks(self, headline: str) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
+        """Write them below those of earlier times. Raises RunFolderError."""
+        made = self._claim.place / self._path.name
+        with self._claim.telling(self._path), made.open("w") as file:
+            file.write(self._path.read_text(errors="replace") if self._path.exists() else "")
             file.write(f"{headline}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.write("\n")
+            file.flush()
+            self._path.parent.mkdir(exist_ok=True)
+            made.rename(self._path)

@@ -33,18 +33,18 @@ class Folder:
 
     def __init__(self, run_dir: Path | None) -> None:
         self._file = run_dir / _FILE if run_dir else None
-        self._before = self._text()
+        self._before = self._content()
 
     def outcome(self) -> Outcome | None:
         """Return the outcome that was written since, or None if there is none."""
-        text = self._text()
-        if text is None or text == self._before:
+        content = self._content()
+        if content is None or content == self._before:
             return None
-        said = json.loads(text)
+        said = json.loads(content)
         return Outcome(**{name: said[name] for name in Outcome.__dataclass_fields__})
 
-    def _text(self) -> str | None:
+    def _content(self) -> bytes | None:
         try:
-            return self._file.read_text() if self._file else None
-        except FileNotFoundError:
+            return self._file.read_bytes() if self._file else None
+        except OSError:  # a file that cannot be read tells as little as none; who writes into the folder says why
             return None

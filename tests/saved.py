@@ -15,6 +15,7 @@ from app.checkpoints.step_folders import (
     commit,
     write_pieces,
 )
+from app.claim import claim
 from app.errors import CheckpointError
 
 
@@ -33,10 +34,12 @@ def piece(values: torch.Tensor, start: int = 0, *, key: str = "weight", name: st
 
 
 def save(run_dir: Path, step: int, *ranks: list[Piece], state: dict[str, Any] | None = None) -> Path:
-    folder = begin(run_dir, step)
+    run_dir.mkdir(exist_ok=True)
+    ours = claim(run_dir)
+    folder = begin(ours, step)
     entries = [write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
     buffers = {"norm.mean": torch.tensor([0.5, 1.5]), "norm.count": torch.tensor(7)}
-    return commit(run_dir, step, entries, state={"step": step} if state is None else state, buffers=buffers)
+    return commit(ours, step, entries, state={"step": step} if state is None else state, buffers=buffers)
 
 
 def save_small(run_dir: Path, step: int) -> Path:

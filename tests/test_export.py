@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from app import export, recipe_file
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
+from app.claim import claim
 from app.errors import CheckpointError, RunFolderError
 from app.recipe import Recipe
 
@@ -30,10 +31,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def save(run_dir: Path, step: int, *ranks: list[Piece]) -> Path:
-    folder = files.begin(run_dir, step)
+    run_dir.mkdir(exist_ok=True)
+    ours = claim(run_dir)
+    folder = files.begin(ours, step)
     entries = [files.write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
     state = {"step": step, "recipe": recipe_file.flat(Recipe(seed=step)), "model": MODEL}
-    return files.commit(run_dir, step, entries, state=state, buffers=BUFFERS)
+    return files.commit(ours, step, entries, state=state, buffers=BUFFERS)
 
 
 def save_small(run_dir: Path, step: int, *, averaged: bool = True) -> dict[str, dict[str, torch.Tensor]]:
@@ -95,7 +98,7 @@ def test_the_average_is_the_default_and_raw_weights_are_to_be_had(tmp_path: Path
     file = tmp_path / "raw.safetensors"
     assert export.main([str(files.path_of(tmp_path, 2)), "--weights", "raw", "--out", str(file)]) == 0
     assert_equal(file, {**tensors["weight"], **BUFFERS})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "exported", "raw.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "exported", "raw.safetensors", "starts"]
 
 
 def test_without_an_average_the_weights_are_exported(tmp_path: Path) -> None:
@@ -129,7 +132,7 @@ def test_what_is_damaged_is_passed_over_or_refused(tmp_path: Path, capsys: pytes
     assert export.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert f"passed over: {file} has changed" in capsys.readouterr().err
     assert_equal(tmp_path / "out" / "model.safetensors", {**older["average"], **BUFFERS})
-    files.discard(files.path_of(tmp_path, 1))
+    files.discard(claim(tmp_path), files.path_of(tmp_path, 1))
     for place in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(CheckpointError, match="is no checkpoint and has none that is whole"):
             export.main([str(place)])

@@ -14,6 +14,7 @@ from app.batching import BatchPlan
 from app.checkpoints import initial_weights
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
+from app.claim import claim
 from app.errors import CheckpointError
 from app.launched import Launched
 from app.recipe import ModelRecipe
@@ -54,9 +55,11 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, torch.Tensor]) 
         for key, values in (("weight", flat + 1), ("average", flat)):
             ranks[0].append(Piece(key, name, shape, 0, values[: len(flat) // 3]))
             ranks[1].append(Piece(key, name, shape, len(flat) // 3, values[len(flat) // 3 :]))
-    folder = files.begin(run_dir, step)
+    run_dir.mkdir(exist_ok=True)
+    ours = claim(run_dir)
+    folder = files.begin(ours, step)
     entries = [files.write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
-    return files.commit(run_dir, step, entries, state={"step": step}, buffers=buffers)
+    return files.commit(ours, step, entries, state={"step": step}, buffers=buffers)
 
 
 @pytest.fixture(scope="module")

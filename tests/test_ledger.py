@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import ledger
+from app.claim import claim
 from app.errors import RunFolderError
 from app.ledger import End, Evaluated, Saved, Start, Steps
 from app.metrics.fed import Fed
@@ -25,72 +28,91 @@ EVENTS = [START, STEPS, Evaluated(step=3, held_s=0.5), Saved(step=3, held_s=0.5,
 
 
 def write(run_dir: Path, events: list[ledger.Event]) -> Path:
+    ours = claim(run_dir)
+    ours.go_on_after(0)
     for event in events:
-        ledger.append(run_dir, event)
-    ledger.sync(run_dir)
+        ours.append("ledger.jsonl", ledger.line(event))
+    ours.sync()
     return run_dir / "ledger.jsonl"
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, EVENTS)
-    assert ledger.read(tmp_path) == EVENTS
+    assert ledger.read(tmp_path) == (EVENTS, None)
 
 
 @pytest.mark.parametrize("event", EVENTS[1:], ids=lambda event: type(event).__name__)
 def test_a_line_cut_off_anywhere_is_left_out_and_the_next_start_begins_a_new_one(tmp_path: Path, event: ledger.Event) -> None:
     path = write(tmp_path, [START])
     before = path.read_bytes()
-    ledger.append(tmp_path, event)
+    write(tmp_path, [event])
     whole = path.read_bytes()
-    for length in range(len(before), len(whole) - 1):
+    for length in range(len(before), len(whole), 5):
         path.write_bytes(whole[:length])
-        assert ledger.read(tmp_path) == [START]
-        ledger.append(tmp_path, START)
-        assert ledger.read(tmp_path) == [START, START]
-    path.write_bytes(whole[:-1])  # only the end of the line is missing
-    ledger.append(tmp_path, START)
-    assert ledger.read(tmp_path) == [START, event, START]
+        cut = None if length == len(before) else f"{path}: a line is broken or cut (line 2: it is cut) and left out."
+        assert ledger.read(tmp_path) == ([START], cut)
+        write(tmp_path, [START])
+        assert ledger.read(tmp_path) == ([START, START], None)
 
 
-def test_a_cut_off_line_elsewhere_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (b'{"event": "steps", "fir', "a line is broken or cut (line 2: it is no JSON"),
+        (bytes(100), "a line is broken or cut (line 2: it is no JSON"),
+        (b'{"event": "\xff\xfe"}', "a line is broken or cut (line 2: it is not UTF-8) and left out."),
+        (b"[" * 100_000, "a line is broken or cut (line 2: it is nested too deeply) and left out."),
+        (b"[1]", "a line is broken or cut (line 2: it is no object but list) and left out."),
+        (b"[1]\n\n[2]", "2 lines are broken or cut (the first is line 2: it is no object but list) and left out."),
+    ],
+    ids=["cut", "NULs", "not UTF-8", "nested", "no object", "two"],
+)
+def test_a_broken_line_is_left_out_and_said(tmp_path: Path, broken: bytes, words: str) -> None:
     path = write(tmp_path, EVENTS)
-    lines = path.read_text().splitlines()
-    lines[1] = lines[1][:-9]
-    path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(RunFolderError, match=r"line 2 of .*ledger.jsonl is broken"):
-        ledger.read(tmp_path)
+    first, _, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, broken + b"\n", *rest]))
+    events, complaint = ledger.read(tmp_path)
+    assert events == [START, *EVENTS[2:]]
+    assert complaint is not None
+    assert complaint.startswith(f"{path}: ")
+    assert words in complaint
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"event": "step"}, "line 2 of .* is none of the events start, steps"),
-        ({"first": None}, "first is None, not int"),
+        ({"event": "step"}, "it is none of the events start, steps"),
+        ({"event": [1]}, "it is none of the events start, steps"),
+        ({"first": None}, "first is 'None', not int"),
         ({"digests": "0a"}, "digests is '0a', not tuple"),
         ({"digests": ["0a", 1, "2c"]}, "digests is .*, not tuple"),
         ({"digests": ["0a"]}, "steps 1 to 3 have 1 digests"),
         ({"first": 0, "last": 2}, "steps 0 to 2"),
+        ({"last": 10**300}, "last is '10{39}', not int"),
+        ({"time": math.nan}, "time is 'nan', not float"),
+        ({"time": 1e300}, "time is '1e.300', not float"),
         ({"colour": "red"}, "missing or unknown: colour"),
     ],
 )
-def test_a_wrong_line_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+def test_a_line_that_says_what_cannot_be_is_left_out_and_said(tmp_path: Path, change: dict[str, object], words: str) -> None:
     path = write(tmp_path, EVENTS)
     lines = path.read_text().splitlines()
     lines[1] = json.dumps({**json.loads(lines[1]), **change})
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(RunFolderError, match=words):
-        ledger.read(tmp_path)
+    events, complaint = ledger.read(tmp_path)
+    assert events == [START, *EVENTS[2:]]
+    assert complaint is not None
+    assert re.search(rf"a line is broken or cut \(line 2: {words}.*\) and left out", complaint)
 
 
 def test_no_ledger_and_no_place_for_one_are_said(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"ledger.jsonl is missing: .* is not the folder of a run"):
         ledger.read(tmp_path)
     (tmp_path / "ledger.jsonl").mkdir()
-    for act in (lambda: ledger.append(tmp_path, START), lambda: ledger.sync(tmp_path)):
-        with pytest.raises(RunFolderError, match=r"ledger.jsonl cannot be written: Is a directory"):
-            act()
     with pytest.raises(RunFolderError, match="cannot be read: Is a directory"):
         ledger.read(tmp_path)
+    with pytest.raises(RunFolderError, match="cannot be read: Is a directory"):
+        claim(tmp_path).go_on_after(0)
 
 
 # Digests ---------------------------------------------------------------------------------------------------------------------

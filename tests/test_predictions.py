@@ -13,6 +13,7 @@ from PIL import Image
 from processes import read, train
 
 from app import exported, recipe_file
+from app.claim import claim
 from app.data.augment import Preparation
 from app.data.open import open_data
 from app.predictions import Prediction, Predictions, write_predictions
@@ -74,7 +75,7 @@ def test_a_thousand_classes_leave_the_most_frequent_mistakes_and_little_to_carry
     pairs = Counter({(label, predicted): 1 for label in range(0, 1000, 10) for predicted in range(0, 1000, 10)})
     pairs[3, 7] = 5
     shown = [Prediction(sample, 0, 1, 0.5) for sample in range(12)]
-    write_predictions(tmp_path, _Noise(), Predictions(pairs, shown[:6], shown[6:]))  # type: ignore[arg-type]
+    write_predictions(claim(tmp_path), _Noise(), Predictions(pairs, shown[:6], shown[6:]))  # type: ignore[arg-type]
     found = read(tmp_path / "test_predictions" / "predictions.json")
     kept = {(label, predicted): count for label, predicted, count in found["pairs"]}
     assert len(kept) == 2000

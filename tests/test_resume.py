@@ -220,9 +220,9 @@ def last_step(run_dir: Path) -> int:
 def saves(run_dir: Path) -> set[tuple[str, int]]:
     """The saves that are going on, or were cut."""
     found = set()
-    for path in (run_dir / "checkpoints").glob(".step-*.tmp"):
+    for path in (run_dir / "starts").glob("*/step-????????"):
         with suppress(FileNotFoundError):
-            found.add((path.name, path.stat().st_ctime_ns))
+            found.add((str(path.relative_to(run_dir)), path.stat().st_ctime_ns))
     return found
 
 

@@ -29,6 +29,7 @@ from app.checkpoints.step_folders import (
     verify,
     write_pieces,
 )
+from app.claim import claim
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -117,8 +118,9 @@ def test_a_tensor_that_is_not_there_or_of_another_shape_is_refused(tmp_path: Pat
 def test_many_ranges_are_searched_by_halves(tmp_path: Path) -> None:
     """A read of the last of 5,000 ranges compares about 13 starts; a search from the front would compare 5,000."""
     values = torch.arange(5_000.0)
-    entry = write_pieces(begin(tmp_path, 1), 0, [piece(values[at : at + 1], at, shape=[5_000]) for at in range(5_000)])
-    reader = Reader(commit(tmp_path, 1, [entry], state={}, buffers={}))
+    ours = claim(tmp_path)
+    entry = write_pieces(begin(ours, 1), 0, [piece(values[at : at + 1], at, shape=[5_000]) for at in range(5_000)])
+    reader = Reader(commit(ours, 1, [entry], state={}, buffers={}))
     compared = 0
 
     class Counted(list[tuple[int, int, str]]):
@@ -168,14 +170,17 @@ def test_ranks_that_differ_in_a_dtype_or_shape_are_not_committed(tmp_path: Path)
 
 
 def test_a_file_of_a_rank_that_does_not_share_the_folder_is_missed(tmp_path: Path) -> None:
-    here, there = begin(tmp_path / "here", 1), begin(tmp_path / "there", 1)
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    ours = claim(tmp_path / "here")
+    here, there = begin(ours, 1), begin(claim(tmp_path / "there"), 1)
     entries = [write_pieces(here, 0, [piece(torch.zeros(6))]), write_pieces(there, 1, [piece(torch.zeros(6), 6)])]
-    said = refusal(lambda: commit(tmp_path / "here", 1, entries, state={}, buffers={}))
+    said = refusal(lambda: commit(ours, 1, entries, state={}, buffers={}))
     assert "rank-00001.safetensors is not what its rank has just written: the run folder has to be on a file system" in said
     assert committed(tmp_path / "here") == []
 
 
 def test_a_dtype_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     values = torch.zeros(12, dtype=torch.complex64)
-    said = refusal(lambda: write_pieces(begin(tmp_path, 1), 0, [piece(values)]))
+    said = refusal(lambda: write_pieces(begin(claim(tmp_path), 1), 0, [piece(values)]))
     assert said.startswith("weight/w@0 is of torch.complex64, which cannot be saved")

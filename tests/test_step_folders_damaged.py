@@ -29,6 +29,7 @@ from app.checkpoints.step_folders import (
     verify,
     write_pieces,
 )
+from app.claim import Claim, claim
 from app.errors import CheckpointError
 
 REPOSITORY = Path(__file__).parent.parent
@@ -119,7 +120,7 @@ def test_another_format_is_said(tmp_path: Path) -> None:
 def test_where_there_is_no_checkpoint_none_is_found(tmp_path: Path) -> None:
     assert newest(tmp_path) == (None, [])
     assert "manifest.json is missing" in refusal(lambda: verify(tmp_path))
-    begin(tmp_path, 5)
+    begin(claim(tmp_path), 5)
     assert newest(tmp_path) == (None, [])
 
 
@@ -133,15 +134,16 @@ import os, signal, sys, time, torch
 from pathlib import Path
 from app.checkpoints.step_folders import begin, commit, committed, prune, write_pieces
 from app.checkpoints.piece import Piece
+from app.claim import claim
 
 def write(run_dir):
-    step = max([int(path.name[5:]) for path in committed(run_dir)], default=0)
+    step, ours = max([int(path.name[5:]) for path in committed(run_dir)], default=0), claim(run_dir)
     while True:
         step += 1
-        folder, values = begin(run_dir, step), torch.arange(1_000_000.0) + step
+        folder, values = begin(ours, step), torch.arange(1_000_000.0) + step
         halves = [Piece("weight", "w", (1_000_000,), at, values[at : at + 500_000]) for at in (0, 500_000)]
         entries = [write_pieces(folder, rank, [half]) for rank, half in enumerate(halves)]
-        prune(commit(run_dir, step, entries, state={"step": step}, buffers={}), keep_last=2)
+        prune(ours, commit(ours, step, entries, state={"step": step}, buffers={}), keep_last=2)
 
 for line in sys.stdin:
     before = committed(Path(sys.argv[1]))
@@ -169,12 +171,12 @@ def test_what_has_its_name_verifies_wherever_the_writer_is_killed(tmp_path: Path
             writers.stdin.write(f"{chance.uniform(0.01, 0.12)}\n")
             writers.stdin.flush()
             assert writers.stdout.readline() == f"{-signal.SIGKILL}\n"
-            leftovers += any((tmp_path / "checkpoints").glob(".*"))
+            leftovers += any((tmp_path / "starts").glob("*/step-*"))
             last = step_that_reads_whole(tmp_path, at_least=last)
     assert last > 0
     assert leftovers > 0, "no kill was within a save"
     save_small(tmp_path, last + 1)
-    assert not list((tmp_path / "checkpoints").glob(".*"))
+    assert not list((tmp_path / "starts").glob("*/step-*"))
 
 
 def step_that_reads_whole(run_dir: Path, *, at_least: int) -> int:
@@ -196,9 +198,11 @@ def step_that_reads_whole(run_dir: Path, *, at_least: int) -> int:
 
 
 def test_leftovers_of_a_killed_save_are_replaced(tmp_path: Path) -> None:
-    write_pieces(begin(tmp_path, 4), 7, [piece(torch.zeros(12))])
-    assert temporary_of(tmp_path, 4).is_dir()
+    ours = claim(tmp_path)
+    write_pieces(begin(ours, 4), 7, [piece(torch.zeros(12))])
+    assert temporary_of(ours, 4).is_dir()
     folder = save_small(tmp_path, 4)
+    assert not ours.place.exists()
     assert sorted(file.name for file in folder.iterdir()) == sorted(FILES)
     assert [path.name for path in folder.parent.iterdir()] == ["step-00000004"]
 
@@ -217,33 +221,40 @@ def test_pruning_keeps_the_last_ones_and_does_not_count_what_came_from_a_later_s
         save_small(tmp_path, step)
     (tmp_path / "checkpoints" / "notes").mkdir()
     assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 2, 1)]
-    prune(path_of(tmp_path, 3), keep_last=1, keep_step=1)
+    ours = claim(tmp_path)
+    prune(ours, path_of(tmp_path, 3), keep_last=1, keep_step=1)
     assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 1)]
     save_small(tmp_path, 2)
-    prune(path_of(tmp_path, 3), keep_last=2)
+    ours = claim(tmp_path)
+    prune(ours, path_of(tmp_path, 3), keep_last=2)
     assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3, 2)]
-    prune(path_of(tmp_path, 3), keep_last=1)
-    prune(path_of(tmp_path, 100_000_000), keep_last=9)
+    prune(ours, path_of(tmp_path, 3), keep_last=1)
+    prune(ours, path_of(tmp_path, 100_000_000), keep_last=9)
     assert committed(tmp_path) == [path_of(tmp_path, step) for step in (100_000_000, 99_999_999, 3)]
-    prune(path_of(tmp_path, 100_000_000), keep_last=1)
+    prune(ours, path_of(tmp_path, 100_000_000), keep_last=1)
     assert committed(tmp_path) == [path_of(tmp_path, 100_000_000)]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["notes", "step-100000000"]
 
 
 def test_a_removal_that_was_killed_is_finished_by_the_next_save(tmp_path: Path) -> None:
-    step_folders._set_aside(save_small(tmp_path, 1))
+    before = save_small(tmp_path, 1)
+    ours = claim(tmp_path)
+    before.rename(ours.place / f"{before.name}.removed")
     assert committed(tmp_path) == []
     folder = save_small(tmp_path, 2)
     assert list(folder.parent.iterdir()) == [folder]
+    assert [path.name for path in (tmp_path / "starts").glob("*/*")] == ["start.json"]
 
 
 def test_a_save_that_failed_can_be_discarded(tmp_path: Path) -> None:
     before = save_small(tmp_path, 1)
-    folder = begin(tmp_path, 2)
+    ours = claim(tmp_path)
+    folder = begin(ours, 2)
     write_pieces(folder, 0, [piece(torch.zeros(3))])
-    step_folders.discard(folder)
-    step_folders.discard(folder)
+    step_folders.discard(ours, folder)
+    step_folders.discard(ours, folder)
     assert list(before.parent.iterdir()) == [before]
+    assert [path.name for path in ours.place.iterdir()] == ["start.json"]
 
 
 # What a disk does ------------------------------------------------------------------------------------------------------------
@@ -269,15 +280,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_said_and_the_checkpoint_before_stays(small_disk: Path) -> None:
     before = save_small(small_disk, 1)
-    folder = begin(small_disk, 2)
+    ours = claim(small_disk)
+    folder = begin(ours, 2)
     said = refusal(lambda: write_pieces(folder, 3, [piece(torch.zeros(2**20), shape=[2**20])]))
     file = folder / "rank-00003.safetensors"
     assert said == f"{file} cannot be written: No space left on device. Free space there, or keep fewer checkpoints."
     assert newest(small_disk) == (before, [])
-    step_folders.discard(folder)
-    entry = write_pieces(begin(small_disk, 2), 0, [piece(torch.zeros(12))])
+    step_folders.discard(ours, folder)
+    entry = write_pieces(begin(ours, 2), 0, [piece(torch.zeros(12))])
     buffers = {"large": torch.zeros(2**20)}
-    said = refusal(lambda: commit(small_disk, 2, [entry], state={}, buffers=buffers))
+    said = refusal(lambda: commit(ours, 2, [entry], state={}, buffers=buffers))
     assert f"{folder / 'buffers.safetensors'} cannot be written: No space left on device." in said
     assert newest(small_disk) == (before, [])
     after = save_small(small_disk, 2)  # what filled the disk is gone with the next save
@@ -286,13 +298,14 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(small_disk: Path) -
 
 def test_a_disk_that_cannot_be_written_is_said_and_still_read(small_disk: Path) -> None:
     before = save_small(small_disk, 1)
-    folder = begin(small_disk, 2)
+    ours = claim(small_disk)
+    folder = begin(ours, 2)
     assert mount("-o", "remount,ro", "tmpfs", str(small_disk))
     because = "Read-only file system. Mount it writable, or choose another --run-dir."
     file = folder / "rank-00000.safetensors"
     assert refusal(lambda: write_pieces(folder, 0, [])) == f"{file} cannot be written: {because}"
-    assert refusal(lambda: begin(small_disk, 2)) == f"{folder} cannot be written: {because}"
-    assert refusal(lambda: step_folders.discard(folder)) == f"{folder} cannot be removed: {because}"
+    assert refusal(lambda: begin(ours, 2)) == f"{folder} cannot be written: {because}"
+    assert refusal(lambda: step_folders.discard(ours, folder)) == f"{folder} cannot be removed: {because}"
     assert newest(small_disk) == (before, [])
     assert Reader(before).state == {"step": 1}
 
@@ -308,7 +321,8 @@ def nobody() -> Iterator[None]:
 
 
 def test_a_folder_that_is_not_ours_is_said(tmp_path: Path, nobody: None) -> None:
+    ours = Claim(tmp_path, tmp_path)
     with suppress(PermissionError):
         tmp_path.chmod(0o500)
-    said = refusal(lambda: begin(tmp_path, 1))
-    assert said.startswith(f"{temporary_of(tmp_path, 1)} cannot be written: Permission denied. Give this user the right to")
+    said = refusal(lambda: begin(ours, 1))
+    assert said.startswith(f"{temporary_of(ours, 1)} cannot be written: Permission denied. Give this user the right to")

@@ -8,7 +8,6 @@ import resource
 import shutil
 import sqlite3
 import struct
-import threading
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 
 from app.checkpoints import step_folders
+from app.claim import claim
 from app.trackers.tracked import tracked
 from app.trackers.trackers import Trackers
 
@@ -131,7 +131,7 @@ def test_tensorboard_has_the_files_of_the_run_folder_and_each_step_once(run: Con
 def test_a_tracker_that_cannot_start_is_switched_off(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()
     finished = train("cpu", tmp_path, "--trackers", "tensorboard", *RECIPE, "train.steps=2").check()
-    assert finished.output.count("note: the tracker tensorboard is switched off, because it failed (FileExistsError") == 1
+    assert finished.output.count("note: the tracker tensorboard is switched off, because it failed (RunFolderError") == 1
     assert read(tmp_path / "result.json")["steps"] == 2
 
 
@@ -193,17 +193,15 @@ def test_mlflow_has_one_run_of_all_starts_in_the_run_folder(tmp_path: Path) -> N
 
 
 def test_a_run_that_begins_again_is_a_new_one_to_its_trackers(tmp_path: Path) -> None:
-    tracked(tmp_path, project="digits", first_step=0, logged={}).remember("wandb", "3f9a")
-    assert tracked(tmp_path, project="digits", first_step=20, logged={}).known == {"wandb": "3f9a"}
-    assert tracked(tmp_path, project="digits", first_step=0, logged={}).known == {}
-    assert tracked(tmp_path, project="digits", first_step=20, logged={}).known == {}
+    tracked(claim(tmp_path), project="digits", first_step=0, logged={}).remember("wandb", "3f9a")
+    assert tracked(claim(tmp_path), project="digits", first_step=20, logged={}).known == {"wandb": "3f9a"}
+    assert tracked(claim(tmp_path), project="digits", first_step=0, logged={}).known == {}
+    assert tracked(claim(tmp_path), project="digits", first_step=20, logged={}).known == {}
 
 
-# TensorBoard writes in a thread, which dies of it.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
-    run = tracked(tmp_path, project="digits", first_step=0, logged={})
-    trackers, others = Trackers(), set(threading.enumerate())
+    run = tracked(claim(tmp_path), project="digits", first_step=0, logged={})
+    trackers = Trackers()
     trackers.start(["tensorboard"], run, {"seed": 0})
     trackers.log("metrics.jsonl", {"loss": 2.0}, step=1)
     assert capsys.readouterr().out == ""
@@ -215,10 +213,9 @@ def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr().out
-    assert said.count("the tracker tensorboard is switched off, because it failed (OSError: [Errno 27] File too large") == 1
+    assert said.count("the tracker tensorboard is switched off, because it failed (RunFolderError: ") == 1
+    assert "cannot be written: File too large" in said
     trackers.log("metrics.jsonl", {"loss": 1.0}, step=4)
     trackers.finish()
-    for thread in set(threading.enumerate()) - others:
-        thread.join()  # so that it does not die in another test
     assert [event.step for event in shown(tmp_path).Scalars("loss")] == [1]
     assert capsys.readouterr().out == ""

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app import ledger, recipe_file
+from app.claim import claim
 from app.data.order import TrainBatches
 from app.errors import RecipeError, RunFolderError
 from app.goodput import Goodput, account
@@ -53,20 +54,26 @@ def steps(first: int, last: int, **given: object) -> Steps:
 
 def write(run_dir: Path, events: list[Event]) -> Path:
     (run_dir / "recipe.yaml").write_text(recipe_file.to_yaml(RECIPE))
+    ours = claim(run_dir)
+    ours.go_on_after(0)
     for event in events:
-        ledger.append(run_dir, event)
+        ours.append("ledger.jsonl", ledger.line(event))
     return run_dir
 
 
 def written(events: list[Event]) -> list[Event]:
     """The lines as they come back from a file; half a line stands wherever a start was killed."""
     with tempfile.TemporaryDirectory() as folder:
-        for number, event in enumerate(events):
-            if number > 0 and isinstance(event, Start):
+        for event in events:
+            if isinstance(event, Start):
                 with (Path(folder) / "ledger.jsonl").open("a") as file:
                     file.write('{"event": "steps", "fir')
-            ledger.append(Path(folder), event)
-        return ledger.read(Path(folder))
+                ours = claim(Path(folder))
+                ours.go_on_after(0)
+            ours.append("ledger.jsonl", ledger.line(event))
+        found, complaint = ledger.read(Path(folder))
+        assert complaint is None
+        return found
 
 
 def verdict_of(events: list[Event]) -> Verdict:
@@ -305,7 +312,20 @@ def test_what_cannot_be_verified_is_said(tmp_path: Path, capsys: pytest.CaptureF
     said("ledger.jsonl is missing", RunFolderError.exit_code)
     (tmp_path / "ledger.jsonl").touch()
     said("does not begin with a start", RunFolderError.exit_code)
-    ledger.append(tmp_path, start(0, 9))
+    ours = claim(tmp_path)
+    ours.go_on_after(0)
+    ours.append("ledger.jsonl", ledger.line(start(0, 9)))
     said("there is no such file", RecipeError.exit_code)
     (tmp_path / "recipe.yaml").write_text(recipe_file.to_yaml(RECIPE))
     assert cli.main(["verify", str(tmp_path)]) == 0
+
+
+def test_a_broken_line_is_said_and_its_steps_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [start(0, 6), steps(1, 2), steps(3, 4), steps(5, 6), ledger.End(step=6, outcome="finished")])
+    path = tmp_path / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], bytes(len(lines[2])), *lines[3:]]))
+    assert cli.main(["verify", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1] == "4 steps were missing: 3-6"
+    assert printed[2].startswith(f"{path}: a line is broken or cut (line 3: it is no JSON")

@@ -113,10 +113,10 @@ def samerun(work: Work) -> None:
     if work.task.model == LINEAR:
         parts = dataclasses.replace(parts, model=work.uncounted_model())
     place = runtime.from_main(tempfile.mkdtemp(prefix="run-", dir=work.task.folder))
-    opened = opening.open_run_folder(runtime, work.loaded, place, trackers="none", origin=None, may_exist=False)
-    training = session.prepare(runtime, work.loaded, data, parts, opened, None)
+    opened = opening.open_run_folder(runtime, work.loaded, place, trackers=(), origin=None, look_again=None)
+    training = session.prepare(runtime, work.loaded, data, parts, opened)
     work.count(training.model)
     with training.control:
-        with training.metrics.timed(), Watchdog(runtime, opened.folder, timeout_s=_LONGEST_ROUND_S):
+        with training.metrics.timed(), Watchdog(runtime, opened.claim, timeout_s=_LONGEST_ROUND_S):
             ended = train(training)
-        ending.finish(training, data, opened.folder, ended)
+        ending.finish(training, data, opened, ended)

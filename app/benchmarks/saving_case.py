@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from app import optim, run_folder
+from app import optim
 from app.batching import BatchPlan
 from app.checkpoints import checkpoint
 from app.checkpoints.checkpoint import Checkpoints
+from app.claim import Claim, claim
 from app.launched import read
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
@@ -71,12 +72,13 @@ def _build(layers: int, folder: Path) -> Case:
     model, optimizer = runtime.prepare(plain, optim.build(recipe.optim, plain))
     facts: dict[str, Any] = {"data": {}, "model": {}}
     shards = Shards(runtime.accelerator, model, optimizer)
-    gauges = Gauges(runtime.accelerator, model, flops_per_sample=0.0, peak_flops_per_s=None)
-    metrics = Metrics(runtime.accelerator, folder, gauges, Trackers(), global_batch_size=world_size, log=recipe.log)
-    checkpoints = Checkpoints(runtime, folder, recipe, shards=shards, facts=facts, metrics=metrics, spikes=SpikeGuard(None))
     with runtime.together():
-        if runtime.is_main:
-            run_folder.claim(folder, runtime.incarnation)
+        made = claim(folder) if runtime.is_main else None
+    place = runtime.from_main(made.place if made else None)
+    ours = made or Claim(folder, place)
+    gauges = Gauges(runtime.accelerator, model, flops_per_sample=0.0, peak_flops_per_s=None)
+    metrics = Metrics(runtime.accelerator, ours, gauges, Trackers(), global_batch_size=world_size, log=recipe.log)
+    checkpoints = Checkpoints(runtime, ours, recipe, shards=shards, facts=facts, metrics=metrics, spikes=SpikeGuard(None))
     return Case(runtime, model, optimizer, checkpoints, folder)
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from app import recipe_file, run_folder
+from app import recipe_file
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
+from app.claim import Claim
 from app.errors import CheckpointError
 from app.metrics.metrics import Metrics
 from app.ranks import Ranks
@@ -41,7 +42,7 @@ class Checkpoints:
     def __init__(  # noqa: PLR0913  (keyword-only after the parts)
         self,
         runtime: Runtime,
-        run_dir: Path,
+        claim: Claim,
         recipe: Recipe,
         *,
         shards: Shards,
@@ -55,7 +56,7 @@ class Checkpoints:
 
         `metrics` is told how long the training was held and how long the writing took. What `spikes` knows is saved too.
         """
-        self._runtime, self._run_dir, self._recipe = runtime, run_dir, recipe
+        self._runtime, self._claim, self._recipe = runtime, claim, recipe
         self._shards, self._facts, self._metrics, self._spikes = shards, dict(facts), metrics, spikes
         self.on_disk: Callable[[float], None] = lambda _: None
         """Called on every rank, in another thread, with the seconds from a step to its checkpoint on the disk."""
@@ -96,7 +97,7 @@ class Checkpoints:
     @property
     def latest(self) -> str:
         """A sentence of the newest checkpoint of the run, if there is one."""
-        found = files.committed(self._run_dir)
+        found = files.committed(self._claim.path)
         return f"The latest checkpoint is {found[0]}" if found else "There is no checkpoint"
 
     def _is_best(self, scores: Evaluation | None) -> bool:
@@ -112,26 +113,27 @@ class Checkpoints:
     def _write(self, state: dict[str, Any], pieces: list[Piece], buffers: dict[str, torch.Tensor], held_s: float) -> None:
         """Write a checkpoint and remove those that are too old; if a rank could not, the older ones are as they were."""
         start_s, step = time.perf_counter(), state["step"]
-        runtime, ranks, is_main = self._runtime, self._ranks, self._runtime.is_main
-        folder = files.temporary_of(self._run_dir, step)
-        with ranks.together():
-            if is_main:
-                run_folder.check_claim(self._run_dir, runtime.incarnation)
-                files.begin(self._run_dir, step)
+        runtime, ranks, claim, is_main = self._runtime, self._ranks, self._claim, self._runtime.is_main
+        folder = files.temporary_of(claim, step)
         try:
+            with ranks.together():
+                if is_main:
+                    files.begin(claim, step)
             with ranks.together():
                 entry = files.write_pieces(folder, runtime.launched.rank, pieces, on_chunk=runtime.alive)
             entries = ranks.gather(entry)
             runtime.alive()
             with ranks.together():
                 if is_main:
-                    run_folder.check_claim(self._run_dir, runtime.incarnation)
-                    saved = files.commit(self._run_dir, step, entries, state=state, buffers=buffers)
+                    claim.sync()  # what is done is recorded before it counts
+                    saved = files.commit(claim, step, entries, state=state, buffers=buffers)
                     best = state["best"]["step"] if state["best"] else None
-                    files.prune(saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
+                    files.prune(claim, saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
         except CheckpointError:
-            if is_main:
-                files.discard(folder)  # what fills a disk must not stay
+            with ranks.together():
+                if is_main:
+                    claim.check()  # who took the folder over took away what is written here
+                    files.discard(claim, folder)  # what fills a disk must not stay
             raise
         runtime.alive()
         written_s = held_s + time.perf_counter() - start_s

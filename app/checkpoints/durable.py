@@ -5,7 +5,6 @@ Nothing passes through memory in larger chunks than CHUNK_BYTES. Standard librar
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
@@ -14,16 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import CheckpointError
+from app.run_folder import refusal
 
 CHUNK_BYTES = 16 * 2**20
-
-_ADVICE = {
-    errno.ENOSPC: "Free space there, or keep fewer checkpoints.",
-    errno.EDQUOT: "Free space in this quota, or keep fewer checkpoints.",
-    errno.EROFS: "Mount it writable, or choose another --run-dir.",
-    errno.EACCES: "Give this user the right to, or choose another --run-dir.",
-    errno.EPERM: "Give this user the right to, or choose another --run-dir.",
-}
 
 
 @dataclass(frozen=True)
@@ -41,8 +33,7 @@ def telling(path: Path, done: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "Look at the file system it is on.")
-        raise CheckpointError(f"{path} cannot be {done}: {error.strerror or error}. {advice}") from error
+        raise CheckpointError(refusal(path, done, error)) from error
 
 
 def write_bytes(path: Path, content: bytes) -> Stamp:
@@ -86,15 +77,3 @@ def check_size(path: Path, stamp: Stamp) -> None:
         raise CheckpointError(
             f"{path} {how}: it has {size_bytes} bytes, and {stamp.size_bytes} were written. It cannot be used."
         )
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the disk has the names in a folder. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # fsync(2): this file system has no fsync for folders
-            raise
-    finally:
-        os.close(descriptor)

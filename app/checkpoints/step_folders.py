@@ -8,9 +8,9 @@
 Nothing in them depends on how many ranks wrote them or how tensors were cut: whatever is asked for is put together from the
 ranges that hold it. The steps of a save, of which a kill at any moment leaves the older checkpoints as they are:
 
-    begin          one process; the folder .step-00000120.tmp, empty, and no leftovers of a save that was killed
+    begin          one process; an empty folder in the place of the start (app/claim.py), with which it goes after a kill
     write_pieces   every rank, once begin has returned
-    commit         one process, once all ranks have written; checks the whole, renames the folder
+    commit         one process, once all ranks have written; checks the whole, renames the folder to its name
     prune          one process; removes old ones
     discard        one process, instead of commit, if a rank could not write
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
@@ -29,10 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.checkpoints import manifest
-from app.checkpoints.durable import Stamp, check, check_size, sync_folder, telling, write_bytes
+from app.checkpoints.durable import Stamp, check, check_size, telling, write_bytes
 from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
 from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
 from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
+from app.claim import Claim, sync
 from app.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -49,20 +49,20 @@ def path_of(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:08d}"
 
 
-def temporary_of(run_dir: Path, step: int) -> Path:
+def temporary_of(claim: Claim, step: int) -> Path:
     """Return the folder that the ranks write a step's checkpoint into."""
-    return run_dir / FOLDER / f".step-{step:08d}.tmp"
+    return claim.place / f"step-{step:08d}"
 
 
-def begin(run_dir: Path, step: int) -> Path:
-    """Remove what killed saves and removals left, and return the new, empty temporary folder. Raises CheckpointError."""
-    folder = temporary_of(run_dir, step)
+def begin(claim: Claim, step: int) -> Path:
+    """Return the new, empty temporary folder. Raises CheckpointError."""
+    folder = temporary_of(claim, step)
     with telling(folder, "written"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.parent.glob(".step-*"):
-            shutil.rmtree(leftover)
+        (claim.path / FOLDER).mkdir(exist_ok=True)
+        if folder.exists():  # of a save that failed
+            claim.take_away(folder)
         folder.mkdir()
-        sync_folder(run_dir)
+        sync(claim.path)
     return folder
 
 
@@ -88,7 +88,7 @@ def _range_of(piece: Piece) -> Range:
 
 
 def commit(
-    run_dir: Path,
+    claim: Claim,
     step: int,
     entries: Sequence[FileEntry],
     *,
@@ -101,7 +101,7 @@ def commit(
     process looks, or if the disk refuses. A checkpoint of the same step, from before a resume, is replaced; a kill in the
     instant between the two renames leaves neither under its name.
     """
-    folder, final = temporary_of(run_dir, step), path_of(run_dir, step)
+    folder, final = temporary_of(claim, step), path_of(claim.path, step)
     tensors = manifest.put_together(final, entries)
     for entry in entries:
         _check_arrived(folder / entry.file, entry.stamp)
@@ -110,12 +110,8 @@ def commit(
     stamps[STATE] = write_bytes(folder / STATE, json.dumps(state, indent=2).encode() + b"\n")
     write_bytes(folder / manifest.MANIFEST, manifest.to_bytes(stamps, tensors))
     with telling(final, "written"):
-        sync_folder(folder)
-        replaced = _set_aside(final) if final.exists() else None
-        folder.rename(final)
-        sync_folder(final.parent)
-        if replaced:
-            shutil.rmtree(replaced)
+        sync(folder)
+        claim.put(folder, final)
     return final
 
 
@@ -128,22 +124,14 @@ def _check_arrived(path: Path, stamp: Stamp) -> None:
         ) from error
 
 
-def discard(folder: Path) -> None:
+def discard(claim: Claim, folder: Path) -> None:
     """Remove a checkpoint or a temporary folder; a kill half-way leaves nothing under its name. Raises CheckpointError."""
     with telling(folder, "removed"):
         if folder.exists():
-            shutil.rmtree(_set_aside(folder))
+            claim.take_away(folder)
 
 
-def _set_aside(folder: Path) -> Path:
-    """Give a folder a name that no checkpoint has and that `begin` removes."""
-    aside = folder.with_name(f".{folder.name.lstrip('.')}.removed")
-    if aside.exists():
-        shutil.rmtree(aside)
-    return folder.rename(aside)
-
-
-def prune(latest: Path, *, keep_last: int, keep_step: int | None = None) -> None:
+def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None = None) -> None:
     """Keep the checkpoint just committed and the keep_last - 1 before it, and that of `keep_step`; remove the other older ones.
 
     One of a later step, left from before a resume further back, neither counts nor goes: it may be damaged, and counting it
@@ -153,7 +141,7 @@ def prune(latest: Path, *, keep_last: int, keep_step: int | None = None) -> None
     older = [path for path in committed(latest.parent.parent) if _step(path) < _step(latest)]
     for path in older[keep_last - 1 :]:
         if _step(path) != keep_step:
-            discard(path)
+            discard(claim, path)
 
 
 # Reading ---------------------------------------------------------------------------------------------------------------------

@@ -6,17 +6,16 @@ collective each then covers all steps since the last log. Only the main process 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from app import ledger, run_folder
+from app.claim import Claim
 from app.errors import TrainingError
 from app.metrics.clock import NOTHING
 from app.metrics.fed import Fed
@@ -36,7 +35,7 @@ class Metrics:
     def __init__(  # noqa: PLR0913  (keyword-only after the parts)
         self,
         accelerator: Accelerator,
-        run_dir: Path,
+        claim: Claim,
         gauges: Gauges,
         trackers: Trackers,
         *,
@@ -50,7 +49,7 @@ class Metrics:
         self._gauges, self.trackers = gauges, trackers
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""
-        self._accelerator, self._run_dir, self._global_batch_size = accelerator, run_dir, global_batch_size
+        self._accelerator, self._claim, self._global_batch_size = accelerator, claim, global_batch_size
         self._counts_right, self._record_samples = log.train_accuracy, log.samples
         self._samples: list[int] = []
         self._losses = Losses(accelerator.device)
@@ -130,13 +129,11 @@ class Metrics:
         return line
 
     def flush(self) -> None:
-        """Wait until the ledger on the disk has every step that has ended. All ranks call it.
+        """Write every step that has ended into the ledger. All ranks call it.
 
-        Comes before a checkpoint is committed and before the run ends early, so that what is done is always recorded.
+        Comes before a checkpoint is begun and before the run ends early, so that what is done is always recorded.
         """
         self._record_steps()
-        if self._accelerator.is_main_process:
-            ledger.sync(self._run_dir)
 
     def record_saved(self, step: int, *, held_s: float, written_s: float) -> None:
         """Write down that the checkpoint after `step` steps is committed, and the seconds of ledger.Saved. In any thread."""
@@ -181,7 +178,7 @@ class Metrics:
 
     def _record(self, event: ledger.Event) -> None:
         if self._accelerator.is_main_process:
-            ledger.append(self._run_dir, event)
+            self._claim.append(run_folder.LEDGER, ledger.line(event))
 
     def _write(self, name: str, line: dict[str, Any], *, shown: Mapping[str, Any]) -> None:
         self._append(name, {**line, "time": round(time.time(), 3)})
@@ -190,5 +187,4 @@ class Metrics:
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self._accelerator.is_main_process:
-            with (self._run_dir / name).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self._claim.append(name, line)

@@ -15,7 +15,7 @@ from pathlib import Path
 from app.errors import RunFolderError
 from app.profiling import rank_file, summary
 from app.profiling.rank_file import Header, RankFile
-from app.run_folder import write_text
+from app.run_folder import refusal, write_text
 
 TIMELINE, SUMMARY = "timeline.json.gz", "summary.txt"
 
@@ -32,38 +32,41 @@ class Merged:
     """A sentence for each file that is missing, cut or broken."""
 
 
-def merge(folder: Path, *, most_bytes: float = math.inf) -> Merged:
+def merge(folder: Path, *, most_bytes: float = math.inf, told_as: Path | None = None) -> Merged:
     """Write both files, each whole or not at all, from what `folder` has of the ranks.
+
+    `told_as` is where it will be when somebody reads of it.
 
     Where the files of the ranks have more than `most_bytes`, as they are on the disk, there is only the summary.
 
     Raises RunFolderError if it has nothing that can be read, or cannot be written.
     """
     files, complaints = _open(folder)
+    told_as = told_as or folder
     headers = [file.header for file in files]
     try:
         size_bytes = sum(file.path.stat().st_size for file in files)
         if size_bytes > most_bytes:
-            timeline = f"the ranks' traces have {_size(size_bytes)}: `samerun timeline {folder.parent}` puts them together"
+            timeline = f"the ranks' traces have {_size(size_bytes)}: `samerun timeline {told_as.parent}` puts them together"
         else:
-            timeline = _write_timeline(folder, files)
+            timeline = f"{told_as / TIMELINE}: {_write_timeline(folder, files)}"
         complaints += [file.complaint for file in files if file.complaint]
         text = "\n".join([*summary.lines(headers), *complaints, timeline]) + "\n"
         write_text(folder / SUMMARY, text)
     except OSError as error:
-        raise RunFolderError(f"{folder} cannot be written: {error.strerror}.") from error
+        raise RunFolderError(refusal(told_as, "written", error)) from error
     return Merged(headers, text, complaints)
 
 
 def _write_timeline(folder: Path, files: Sequence[RankFile]) -> str:
-    """Write it, and return a line that says what it is."""
+    """Write it, and return how large it is and what shows it."""
     first = files[0].header
     about = {"ranks": len(files), "world_size": first.world_size, "steps": first.steps}
     path, temporary = folder / TIMELINE, folder / f".{TIMELINE}.{os.getpid()}"
     num_bytes = rank_file.write_trace(temporary, about, _events(files))
     temporary.replace(path)
     size = f"{_size(path.stat().st_size)} ({_size(num_bytes)} uncompressed)"
-    return f"{path}: {size}, for ui.perfetto.dev or chrome://tracing"
+    return f"{size}, for ui.perfetto.dev or chrome://tracing"
 
 
 def _open(folder: Path) -> tuple[list[RankFile], list[str]]:

@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from app import run_folder
+from app.claim import Claim
 from app.errors import RecipeError, RunFolderError
 from app.metrics.clock import Clock, Phase
 from app.profiling import clocks, merge, rank_file
@@ -45,14 +46,14 @@ class Profile:
     def __init__(
         self,
         runtime: Runtime,
-        run_dir: Path,
+        claim: Claim,
         clock: Clock,
         *,
         window: tuple[int, int],
         say: Callable[[str], None],
     ) -> None:
         """`window` is the first and the last step, 1 being the first of the run; `say` shows a text to the user."""
-        self._runtime, self._folder, self._clock, self._say = runtime, run_dir / run_folder.PROFILE, clock, say
+        self._runtime, self._claim, self._clock, self._say = runtime, claim, clock, say
         self._first, self._last = window
         self._recording: _Recording | None = None
         self._is_over = False
@@ -106,16 +107,22 @@ class Profile:
         """Write this rank's file; return why that is not possible, if so."""
         with tempfile.TemporaryDirectory(prefix="samerun-profile-") as folder:
             axis, who = recording.end()
+            place = self._claim.place / run_folder.PROFILE
             try:
-                self._folder.mkdir(exist_ok=True)
-                rank_file.write(self._folder, recording.export(Path(folder)), axis, who)
-            except (OSError, RuntimeError, ValueError) as error:  # a full disk shows itself as any of these
-                return f"rank {who.rank} on {who.host} cannot write its profile into {self._folder}: {error}."
+                with self._claim.telling(place):
+                    place.mkdir(exist_ok=True)
+                    rank_file.write(place, recording.export(Path(folder)), axis, who)
+            except (RunFolderError, RuntimeError, ValueError) as error:  # a full disk shows itself as any of these
+                return f"rank {who.rank} on {who.host} cannot write its profile: {error}"
         return None
 
     def _merged(self) -> str:
+        place, folder = self._claim.place / run_folder.PROFILE, self._claim.path / run_folder.PROFILE
         try:
-            return merge.merge(self._folder, most_bytes=_MOST_BYTES).text.rstrip()
+            merged = merge.merge(place, most_bytes=_MOST_BYTES, told_as=folder)
+            with self._claim.telling(folder):
+                self._claim.put(place, folder)
+            return merged.text.rstrip()
         except RunFolderError as error:
             return str(error)
 

@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     html, complaints = render(run, time.time())
     try:
         run_folder.write_text(page, html)
-    except OSError as error:
-        raise RunFolderError(f"{page} cannot be written: {error.strerror}. Choose another place by --out FILE.") from error
+    except RunFolderError as error:
+        raise RunFolderError(f"{error} By --out FILE it is written elsewhere.") from error
     for complaint in complaints:
         sys.stderr.write(f"note: {complaint}\n")
     sys.stdout.write(f"{page}\n")

@@ -6,7 +6,6 @@ the data of the run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 
 from app import ledger, run_folder
 from app.errors import RunFolderError
+from app.lines import Lines, is_count
 
 Line = Mapping[str, Any]
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def read(folder: Path) -> PastRun:
         about=attempt(lambda: run_folder.read_json(folder / run_folder.RUN), {}),
         metrics=_lines(folder / run_folder.METRICS, complaints),
         evaluations=_lines(folder / run_folder.EVALUATIONS, complaints, optional=True),
-        events=attempt(lambda: ledger.read(folder), []),
+        events=_events(folder, complaints),
         result=optional(run_folder.RESULT),
         outcome=optional(run_folder.OUTCOME),
         complaints=complaints,
@@ -115,33 +115,26 @@ def _yaml(path: Path) -> Mapping[str, Any]:
 
 def _lines(path: Path, complaints: list[str], *, optional: bool = False) -> list[Line]:
     """The whole lines of a JSONL file, sorted by step; the broken ones are counted in one complaint."""
-    try:
-        text = path.read_text(errors="replace")
-    except FileNotFoundError:
-        if not optional:
-            complaints.append(f"{path} is missing.")
+    if optional and not path.exists():
         return []
-    except OSError as error:
-        complaints.append(f"{path} cannot be read: {error.strerror}.")
-        return []
+    lines = Lines(path)
     by_step: dict[int, Line] = {}
-    broken: list[int] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        values = _object(line)
-        if values is None:
-            broken.append(number)
-        else:
-            by_step[values["step"]] = values
-    if broken:
-        count = f"{len(broken)} lines are" if len(broken) > 1 else "a line is"
-        complaints.append(f"{path}: {count} broken or cut (the first is line {broken[0]}) and left out.")
+    try:
+        for number, _, values in lines:
+            if is_count(values.get("step")):
+                by_step[values["step"]] = values
+            else:
+                lines.leave_out(number, "it does not tell its step")
+    except RunFolderError as error:
+        complaints.append(str(error))
+    complaints += [lines.complaint] if lines.complaint else []
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _object(line: str) -> dict[str, Any] | None:
-    """The object of a line that says of which step it is; None for any other."""
+def _events(folder: Path, complaints: list[str]) -> list[ledger.Event]:
     try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) and type(values.get("step")) is int else None
+        events, complaint = ledger.read(folder)
+    except RunFolderError as error:
+        events, complaint = [], str(error)
+    complaints += [complaint] if complaint else []
+    return events

@@ -1,22 +1,31 @@
 """TensorBoard: scalars, pictures and hyperparameters in RUN/tensorboard, one folder for all starts of a run.
 
-A start that goes on tells TensorBoard to forget what an earlier one wrote of later steps (`purge_step`). For its HPARAMS page
+A start that goes on tells TensorBoard to forget what an earlier one wrote of later steps, or still writes. For its HPARAMS page
 TensorBoard needs the hyperparameters, and the names of scalars of the same folder to show beside them: the test scores.
+
+The records are TensorBoard's own; its writer of files is not used, since it opens a file anew, by its name, for each record.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import hparams, image, scalar
 
 from app import run_folder
+from app.claim import Claim
 from app.trackers.tracked import Tracked
 
 _SCORES = ("test_accuracy", "test_loss")
 _HPARAMS_SUFFIX = ".hparams"
+_FORMAT = "brain.Event:2"
 
 
 class TensorBoard:
@@ -24,34 +33,49 @@ class TensorBoard:
 
     def __init__(self, run: Tracked, settings: dict[str, Any]) -> None:
         """`settings` are the hyperparameters."""
-        self._folder = run.folder / run_folder.TENSORBOARD
-        purge_step = run.first_step + 1 if self._folder.exists() else None
-        run.remember("tensorboard", self._folder.name)
+        self._claim = run.claim
+        folder = run.folder / run_folder.TENSORBOARD
+        goes_on = folder.exists()
+        run.remember("tensorboard", folder.name)
         # The hyperparameters come first: TensorBoard reads the files of a folder in the order of their times, and leaves one
-        # for good when the next is there.
-        self._write_hyperparameters(settings)
-        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
-
-    def _write_hyperparameters(self, settings: dict[str, Any]) -> None:
-        """Write them in place of those of an earlier start: of two, TensorBoard would show the first."""
-        for earlier in self._folder.glob(f"*{_HPARAMS_SUFFIX}"):
-            earlier.unlink()
+        # for good when the next is there. Of those of two starts it would show the first.
+        for earlier in folder.glob(f"*{_HPARAMS_SUFFIX}"):
+            run.claim.remove(f"{folder.name}/{earlier.name}")
+        begun = f"{folder.name}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         experiment, session, _ = hparams(settings, dict.fromkeys(_SCORES, 0.0))
-        with SummaryWriter(str(self._folder), filename_suffix=_HPARAMS_SUFFIX) as writer:
-            for summary in (experiment, session):
-                writer.file_writer.add_summary(summary)
+        _Events(run.claim, f"{begun}.0{_HPARAMS_SUFFIX}").add(
+            Event(file_version=_FORMAT), *(Event(summary=summary) for summary in (experiment, session))
+        )
+        self._events = _Events(run.claim, f"{begun}.1")
+        self._events.add(Event(step=run.first_step + 1 if goes_on else 0, file_version=_FORMAT))
+        if goes_on:  # so TensorBoard forgets all from this step on that stands in files before this one
+            self._events.add(Event(step=run.first_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Write numbers; they are in the file when this returns."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        self._events.add(*(Event(step=step, summary=scalar(name, value)) for name, value in values.items()))
 
     def log_images(self, values: Mapping[str, Sequence[Any]], *, step: int) -> None:
         """Write the one picture, uint8 [H, W, 3], of each name."""
-        for name, (picture,) in values.items():
-            self._writer.add_image(name, picture, step, dataformats="HWC")
+        self._events.add(
+            *(Event(step=step, summary=image(name, picture, dataformats="HWC")) for name, (picture,) in values.items())
+        )
 
     def finish(self) -> None:
-        """Close the file."""
-        self._writer.close()
+        """Nothing is left to be written."""
+
+
+class _Events:
+    """A file of TensorBoard's events."""
+
+    def __init__(self, claim: Claim, name: str) -> None:
+        self._claim, self._name = claim, name
+
+    def add(self, *events: Any) -> None:
+        """Write them, with the time; they are in the file when this returns."""
+        buffer = io.BytesIO()
+        writer = RecordWriter(buffer)
+        for event in events:
+            event.wall_time = time.time()
+            writer.write(event.SerializeToString())
+        self._claim.append_bytes(self._name, buffer.getvalue())

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app import run_folder
+from app.claim import Claim
+from app.errors import RunFolderError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
     """A run, at one of its starts."""
 
-    folder: Path
-    """The run folder."""
+    claim: Claim
+    """What writes into the run folder."""
     project: str
     """What is learnt, by the recipe's name: runs to be compared are in one project (experiment)."""
     first_step: int
@@ -27,25 +29,38 @@ class Tracked:
     """The run's id in each tracker that has it from an earlier start."""
 
     @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.claim.path
+
+    @property
     def name(self) -> str:
         """The run's name among those of its project."""
         return self.folder.resolve().name
 
     def remember(self, tracker: str, identity: str) -> None:
         """Keep the id that the run has in a tracker, for the next start."""
-        place = self.folder / run_folder.TRACKERS
-        others = run_folder.read_json(place) if place.exists() else {}
-        run_folder.write_json(place, {**others, tracker: identity})
+        self.claim.write_json(run_folder.TRACKERS, {**_known(self.folder), tracker: identity})
 
 
-def tracked(folder: Path, *, project: str, first_step: int, logged: Mapping[str, int]) -> Tracked:
+def _known(folder: Path) -> dict[str, str]:
+    """The run's ids, as far as the file can be read: a run whose ids are lost is a new one to its trackers."""
+    place = folder / run_folder.TRACKERS
+    try:
+        known = run_folder.read_json(place) if place.exists() else {}
+    except RunFolderError as error:
+        print(f"note: {error} To its trackers the run is a new one.", flush=True)  # noqa: T201 - the user must know
+        return {}
+    return {name: identity for name, identity in known.items() if isinstance(identity, str)}
+
+
+def tracked(claim: Claim, *, project: str, first_step: int, logged: Mapping[str, int]) -> Tracked:
     """Return the run of a folder that was opened to go on after `first_step` steps; `logged` is what it held before.
 
     A run that begins again, for it had no checkpoint, is a new one to its trackers.
     """
-    place = folder / run_folder.TRACKERS
     if first_step == 0:
-        place.unlink(missing_ok=True)
-    known = run_folder.read_json(place) if place.exists() else {}
-    kept = run_folder.last_steps(folder)
-    return Tracked(folder=folder, project=project, first_step=first_step, logged=logged, kept=kept, known=known)
+        claim.remove(run_folder.TRACKERS)
+    kept = run_folder.last_steps(claim.path)
+    known = _known(claim.path)
+    return Tracked(claim=claim, project=project, first_step=first_step, logged=logged, kept=kept, known=known)

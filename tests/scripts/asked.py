@@ -14,6 +14,7 @@ from typing import Any
 
 from app import run_folder
 from app.batching import BatchPlan
+from app.claim import Claim, claim
 from app.control import Control
 from app.errors import SamerunError
 from app.launched import read
@@ -44,11 +45,11 @@ def touch(*names: str) -> Callable[[], None]:
 
 def take_over() -> None:
     if rank == 0:
-        run_folder.claim(run_dir, "another start")
+        claim(run_dir)
 
 
 def files() -> list[str]:
-    return sorted(path.name for path in run_dir.iterdir() if path.name != run_folder.INCARNATION)
+    return sorted(path.name for path in run_dir.iterdir() if path.name != run_folder.STARTS)
 
 
 def ask_nothing() -> None: ...
@@ -57,7 +58,7 @@ def ask_nothing() -> None: ...
 def told(ask: Callable[[], None], save_every_s: float | None, left_s: float | None) -> dict[str, Any]:
     """Step until all are told something, and on until a save is done; return what this rank was told, and when."""
     runtime.launched = replace(launched, end_time_s=None if left_s is None else time.time() + left_s)
-    control = Control(runtime, run_dir, total_steps=10**6, state_bytes=0, save_every_s=save_every_s)
+    control = Control(runtime, ours or Claim(run_dir, Path()), total_steps=10**6, state_bytes=0, save_every_s=save_every_s)
     with control:
         step, request = 0, control.agreed(0)
         while not request.why:
@@ -96,8 +97,7 @@ CASES: dict[str, tuple[Callable[[], None], float | None, float | None]] = {
 }
 
 for case, (ask, save_every_s, left_s) in CASES.items():
-    if rank == 0:
-        run_folder.claim(run_dir, runtime.incarnation)
+    ours = claim(run_dir) if rank == 0 else None
     runtime.accelerator.wait_for_everyone()
     answer: dict[str, Any]
     try:
