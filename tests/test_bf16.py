@@ -1,4 +1,8 @@
-"""bf16 on a machine without a GPU: a network with batch normalisation and kernels of one pixel, under every kind of preset."""
+"""bf16 on a machine without a GPU: a network with batch normalisation and kernels of one pixel, under every kind of preset.
+
+On pictures of 32 pixels: on those of 8, ResNet-18 convolves maps of one pixel with a stride of two, which torch 2.15 computes
+wrongly on processors with instructions for bf16.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ from pathlib import Path
 import pytest
 from processes import Started, accelerate, read, read_lines
 
-RUN = ("--recipe", "digits", "--trackers", "none", "model.name=resnet18", "train.steps=6", "log.every_steps=1")
+RUN = (
+    *("--recipe", "digits", "--trackers", "none", "model.name=resnet18", "data.image_size=32"),
+    *("train.global_batch_size=32", "train.steps=6", "log.every_steps=1"),
+)
 PRESETS = ["multi_gpu", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"]
 
 pytestmark = pytest.mark.multiproc
