@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from app.data.framing import Framing
-from app.data.listing import Listing, listed
+from app.data.listing import Listing, counted, listed
 from app.data.pictures import PictureSource, decode
 from app.data.source import Source, fingerprint
 from app.errors import DataError, RecipeError
@@ -116,7 +116,10 @@ def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Re
     empty = np.flatnonzero(np.bincount(files.labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(classes[index] for index in empty[:5])
-        raise DataError(f"{folder}: no picture in the class folder(s) {names}; fill them or remove them from both splits")
+        others = f" (files of other kinds: {counted(files.left_out)})" if files.left_out else ""
+        raise DataError(
+            f"{folder}: no picture in the class folder(s) {names}{others}; fill them or remove them from both splits"
+        )
     reader = FileReader(folder, files, channels=1 if recipe.data.color == "gray" else 3)
     return PictureSource(
         read=reader,

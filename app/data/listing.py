@@ -14,7 +14,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from app.data.turns import alone, cache_folder
 from app.data.whole import remove_remains
 from app.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 """Number of this layout, part of the name that a list is kept under."""
 _COLUMNS: dict[str, type[np.generic]] = {"names.bin": np.uint8, "ends.bin": np.int64, "labels.bin": np.int64}
 _ABOUT = "listing.json"
@@ -36,30 +37,35 @@ _TICK_NS = 2 * 10**9
 class Listing:
     """Files, each by its path below the folder and its label. Pickled, one that is kept is its place."""
 
-    def __init__(self, names: np.ndarray, ends: np.ndarray, labels: np.ndarray, kept: tuple[Path, int] | None = None) -> None:
-        self.names = names
+    def __init__(
+        self, columns: Sequence[np.ndarray], left_out: Mapping[str, int], kept: tuple[Path, int] | None = None
+    ) -> None:
+        self.names = columns[0]
         """The paths, bytes with a zero between two, uint8."""
-        self.labels = labels
+        self.labels = columns[2]
         """int64 [N]."""
-        self._ends, self._kept = ends, kept  # where each path ends in `names`, int64 [N]
+        self.left_out = left_out
+        """How many files are no pictures by the ending of their names, by that ending, hidden ones aside."""
+        self._ends, self._kept = columns[1], kept  # where each path ends in `names`, int64 [N]
 
     @classmethod
     def mapped(cls, place: Path, listed_ns: int) -> Listing:
         """Return the one that was made at this time and is kept in `place`. Raises DataError if it is there no more."""
         try:
-            found_ns = json.loads((place / _ABOUT).read_text())["listed_ns"]
-            names, ends, labels = (_mapped(place / name, kind) for name, kind in _COLUMNS.items())
+            about = json.loads((place / _ABOUT).read_text())
+            found_ns, left_out = about["listed_ns"], about["left_out"]
+            columns = [_mapped(place / name, kind) for name, kind in _COLUMNS.items()]
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{place}, a list of pictures that was in use, is gone ({error}): start again") from error
         if found_ns != listed_ns:
             raise DataError(f"{place}, a list of pictures in use, was made anew, for their folder has changed: start again")
-        return cls(names, ends, labels, (place, listed_ns))
+        return cls(columns, left_out, (place, listed_ns))
 
     @classmethod
     def in_memory(cls, place: Path) -> Listing:
         """Return the one in `place`, of which nothing is needed any longer."""
-        names, ends, labels = (np.fromfile(place / name, kind) for name, kind in _COLUMNS.items())
-        return cls(names, ends, labels)
+        left_out = json.loads((place / _ABOUT).read_text())["left_out"]
+        return cls([np.fromfile(place / name, kind) for name, kind in _COLUMNS.items()], left_out)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -70,7 +76,9 @@ class Listing:
         return os.fsdecode(self.names[start : int(self._ends[index])].tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Listing, (self.names, self._ends, self.labels)) if self._kept is None else (Listing.mapped, self._kept)
+        if self._kept is None:
+            return Listing, ((self.names, self._ends, self.labels), self.left_out)
+        return Listing.mapped, self._kept
 
 
 def listed(folder: Path, classes: Sequence[str]) -> Listing:
@@ -90,6 +98,13 @@ def listed(folder: Path, classes: Sequence[str]) -> Listing:
         with tempfile.TemporaryDirectory() as elsewhere:
             _write(Path(elsewhere), folder, classes)
             return Listing.in_memory(Path(elsewhere))
+
+
+def counted(left_out: Mapping[str, int]) -> str:
+    """Return what was left out in words: `12 .gif, 1 .txt`."""
+    most_first = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    shown = ", ".join(f"{count} {ending}" for ending, count in most_first[:5])
+    return shown + (", ..." if len(most_first) > 5 else "")
 
 
 def _kept(place: Path, folder: Path, classes: Sequence[str]) -> Listing | None:
@@ -124,13 +139,18 @@ def _write(place: Path, folder: Path, classes: Sequence[str]) -> tuple[int, int]
     from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension  # not at the top: it takes a second
 
     dates_ns: dict[str, int] = {}
+    left_out: Counter[str] = Counter()
     listed_ns, end = time.time_ns(), -1
     names_file, ends_file, labels_file = ((place / name).open("wb") for name in _COLUMNS)
     doing = progress(f"listing the pictures of {folder}", len(classes), "folders")
     with names_file, ends_file, labels_file, doing as advance:
         for label, name in enumerate(classes):
-            files = _files(folder, name, dates_ns)
-            paths = [os.fsencode(path) for path in files if has_file_allowed_extension(path, IMG_EXTENSIONS)]
+            files = list(_files(folder, name, dates_ns))
+            pictures = [path for path in files if has_file_allowed_extension(path, IMG_EXTENSIONS)]
+            if len(pictures) < len(files):
+                others = (Path(path) for path in set(files).difference(pictures))
+                left_out.update(path.suffix.lower() or path.name for path in others if not path.name.startswith("."))
+            paths = [os.fsencode(path) for path in pictures]
             advance(1)
             if not paths:
                 continue
@@ -140,7 +160,13 @@ def _write(place: Path, folder: Path, classes: Sequence[str]) -> tuple[int, int]
             labels_file.write(np.full(len(paths), label, np.int64).tobytes())
             end = int(ends[-1])
     sizes_bytes = [(place / name).stat().st_size for name in _COLUMNS]
-    about = {"folder": str(folder), "classes": list(classes), "listed_ns": listed_ns, "sizes_bytes": sizes_bytes}
+    about = {
+        "folder": str(folder),
+        "classes": list(classes),
+        "listed_ns": listed_ns,
+        "sizes_bytes": sizes_bytes,
+        "left_out": left_out,
+    }
     (place / _ABOUT).write_text(json.dumps({**about, "dates_ns": dates_ns}))
     return listed_ns, max(dates_ns.values())
 

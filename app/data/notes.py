@@ -1,0 +1,42 @@
+"""What a person would want to read of the data before a run: it is no mistake, and may not be what was meant."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from app.data.decoded import reader_of
+from app.data.folders import FileReader
+from app.data.listing import counted
+from app.data.open import Data
+
+_NAMED = 5
+"""Classes that are named."""
+
+
+def notes_on(data: Data) -> list[str]:
+    """Return a sentence for each thing that was seen: classes without a training sample, files that are no pictures."""
+    notes = []
+    reader, classes = reader_of(data.train), data.train.classes
+    if reader.labels is not None:
+        empty = np.flatnonzero(np.bincount(reader.labels, minlength=len(classes)) == 0)
+        if empty.size:
+            named = ", ".join(repr(classes[index]) for index in empty[:_NAMED])
+            notes.append(
+                f"{empty.size} of the {len(classes)} classes have no training sample ({named}"
+                f"{' and others' if empty.size > _NAMED else ''}), and the model has an output for each"
+                + (_NUMBERED if classes == tuple(map(str, range(len(classes)))) else "")
+            )
+    for source in data:
+        reader = reader_of(source)
+        if isinstance(reader, FileReader) and reader.files.left_out:
+            notes.append(
+                f"{reader.folder}: {counted(reader.files.left_out)} are left out, by their names no pictures of a kind that is "
+                "read here: convert them, to .png for instance, if they are to be used"
+            )
+    return notes
+
+
+_NUMBERED = (
+    ": numbers as labels are the classes from 0 up to the largest. Number them from 0 on without gaps, "
+    "or give the classes names"
+)
