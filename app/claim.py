@@ -206,6 +206,11 @@ class Claim:
             with self.telling(self.path / name):
                 os.fsync(handle)
 
+    def close(self) -> None:
+        """Close the files of lines; nothing is appended after this."""
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
 
 def claim(path: Path) -> Claim:
     """Make a run folder belong to this start, and to none before it. Raises RunFolderError."""

@@ -41,6 +41,7 @@ def finish(training: Training, data: Data, opened: Opened, ended: Evaluation | S
     training.display.close()
     training.display.say(words)
     training.metrics.trackers.finish()
+    claim.close()
     training.runtime.close(training.model, training.optimizer, training.batches)
 
 
