@@ -141,8 +141,8 @@ class TrainRecipe:
     max_skipped_steps: int = 10
     """Most steps in a row that may be skipped, for a gradient that is not finite or a spike; one more ends the run."""
     max_gradient_spike: float | None = 1000.0
-    """Most times the median gradient norm of the last 128 steps that a norm may be; a step on a larger one is skipped, from the
-    65th on. None: no bound."""
+    """Most times the median gradient norm of the last 128 steps, or of the first 64 if that is greater, that a norm may be; a
+    step on a larger one is skipped, from the 65th on. None: no bound."""
     ema_decay: float | None = None
     """Decay per step of the moving average of the weights that is then evaluated and exported. None: off."""
 

@@ -40,6 +40,9 @@ def test_a_key_that_a_checkpoint_does_not_have_has_to_mean_what_was_done_without
     assert "data.color is 'gray', and the version of Samerun that wrote the checkpoint did not have that key" in said
     assert "data.color=auto is what it did" in said
     assert "jpeg_decoder" not in said
+    said = refusal(lambda: taken_up(tmp_path, without=("train.max_gradient_spike",)))
+    assert "train.max_gradient_spike=null is what it did" in said
+    assert taken_up(tmp_path, "train.max_gradient_spike=null", without=("train.max_gradient_spike",)).step == STEP
     # One of which nobody has said what the program did without it.
     said = refusal(lambda: taken_up(tmp_path, without=("model.norm",)))
     assert "model.norm is 'group', and the version of Samerun" in said

@@ -30,14 +30,16 @@ RECIPE = (
 def plain_verdicts(norms: list[float]) -> list[bool]:
     """Which norms are spikes, in other words than the guard's."""
     accepted: list[float] = []
-    spikes, limit = [], math.inf
+    spikes, limit, first = [], math.inf, None
     for step, norm in enumerate(norms, start=1):
         spikes.append(not (math.isfinite(norm) and norm < limit))
         if not spikes[-1]:
             accepted.append(norm)
         if step % 16 == 0 and len(accepted) >= 64:
             last = sorted(accepted[-128:])
-            limit = FACTOR * last[(len(last) - 1) // 2]
+            median = last[(len(last) - 1) // 2]
+            first = median if first is None else first
+            limit = FACTOR * max(median, first)
     return spikes
 
 
@@ -69,6 +71,17 @@ def test_spikes_are_told_by_the_median_of_accepted_norms(norms: list[float]) -> 
     for on_device in (False, True):
         assert verdicts(SpikeGuard(FACTOR), norms, on_device=on_device) == expected
     assert [step for step, is_spike in enumerate(verdicts(SpikeGuard(None), norms, on_device=False)) if is_spike] == [91, 92]
+
+
+def test_norms_that_shrink_may_grow_back_to_what_they_were() -> None:
+    shrinking = [1.0] * 70 + [1e-6] * 200
+    found = verdicts(SpikeGuard(FACTOR), [*shrinking, 50.0, 1e3, 1e-6], on_device=False)
+    assert found == [False] * 271 + [True, False]
+
+
+def test_after_gradients_of_zero_nothing_is_a_spike() -> None:
+    for on_device in (False, True):
+        assert not any(verdicts(SpikeGuard(FACTOR), [0.0] * 100 + [1.0] * 60, on_device=on_device))
 
 
 @pytest.mark.parametrize("saved", [5, 64, 70, 91, 96, 333, 400])
