@@ -123,7 +123,8 @@ def _check_devices(devices: list[str], kind: str) -> None:
 
 
 def check_prepared(accelerator: Accelerator, launched: Launched, model: torch.nn.Module, clip_norm: float | None) -> None:
-    """Check that `model`, as `prepare` returned it, is distributed as the preset says. Raises PresetError."""
+    """Check that `model`, as `prepare` returned it, is distributed and computes as the preset says. Raises PresetError."""
+    _check_precision(accelerator, launched, model)
     if launched.strategy == "deepspeed":
         config: Any = model
         found = (config.gradient_clipping(), config.gradient_accumulation_steps())
@@ -140,6 +141,20 @@ def check_prepared(accelerator: Accelerator, launched: Launched, model: torch.nn
         raise PresetError(
             f"{launched.world_size} processes train, but the model is a {type(model).__name__}, not DistributedDataParallel: "
             "the copies would drift apart. Use accelerate_configs/multi_gpu.yaml."
+        )
+
+
+def _check_precision(accelerator: Accelerator, launched: Launched, model: torch.nn.Module) -> None:
+    engine: Any = model
+    if launched.strategy == "deepspeed":  # whose config file may have an opinion of its own
+        half = engine.bfloat16_enabled() or engine.torch_autocast_enabled()
+        found = "fp16" if engine.fp16_enabled() else "bf16" if half else "no"
+    else:
+        found = accelerator.mixed_precision if accelerator.native_amp else "no"
+    if found != launched.mixed_precision:
+        raise PresetError(
+            f"the preset's mixed_precision is {launched.mixed_precision}, and what was prepared computes in {found}: set "
+            "mixed_precision in the preset or on the command line, and nothing else that decides it."
         )
 
 

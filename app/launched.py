@@ -21,6 +21,10 @@ from app.errors import PresetError, TopologyError
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
 
+PRECISIONS = ("no", "bf16", "fp16")
+"""Accelerate's words for those of the forward and backward pass that runs may have; `no` is float32."""
+NO_FP16_ON_CPU = "fp16 is for GPUs, and on a CPU Accelerate would train in float32 without a word; use no, or bf16"
+
 _END_TIME = "SAMERUN_END_TIME"
 _LONGEST_ALLOCATION_S = 10 * 365 * 24 * 3600.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -43,7 +47,7 @@ class Launched:
     strategy: Strategy = "ddp"
     """How the processes cooperate (with one process and `ddp` there is nothing to do)."""
     mixed_precision: str = "no"
-    """Accelerate's word for the precision of the forward and backward pass: no, bf16, fp16 or fp8."""
+    """The precision of the forward and backward pass, of PRECISIONS."""
     use_cpu: bool = False
     """Whether the preset asks for the CPU on a machine that may have something faster."""
     gradient_clipping: float | None = None
@@ -206,7 +210,7 @@ def _preset_claims(environ: Mapping[str, str]) -> dict[str, Any]:
     clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     return {
         "strategy": _strategy(environ),
-        "mixed_precision": environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        "mixed_precision": _precision(environ),
         "use_cpu": _is_true(environ, "ACCELERATE_USE_CPU"),
         "gradient_clipping": None if clipping in ("auto", "none") else float(clipping),
     }
@@ -225,6 +229,16 @@ def _strategy(environ: Mapping[str, str]) -> Strategy:
             )
         return "fsdp2"
     return "ddp"
+
+
+def _precision(environ: Mapping[str, str]) -> str:
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in PRECISIONS:
+        raise PresetError(
+            f"mixed_precision is {precision}, from the preset, the command line or ACCELERATE_MIXED_PRECISION: use one of "
+            f"{', '.join(PRECISIONS)}. 8-bit numbers are not supported."
+        )
+    return precision
 
 
 def _is_true(environ: Mapping[str, str], name: str) -> bool:

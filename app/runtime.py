@@ -37,7 +37,7 @@ from torch.distributed import DistNetworkError
 from app import compiled_ops, compiling, deepspeed_settings
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
-from app.launched import Launched
+from app.launched import NO_FP16_ON_CPU, Launched
 from app.ranks import agreed
 
 _MEETING_S = 45.0
@@ -198,6 +198,9 @@ def _cannot_meet(launched: Launched, why: str) -> str:
 
 def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) -> Accelerator:
     on_cpu = launched.use_cpu or not torch.accelerator.is_available()
+    if on_cpu and launched.mixed_precision == "fp16":
+        found = "the preset asks for the CPU" if launched.use_cpu else f"torch {torch.__version__} finds no GPU here"
+        raise PresetError(f"mixed_precision is fp16, and {found}: {NO_FP16_ON_CPU}.")
     settings: dict[str, Any] = {
         # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),

@@ -191,9 +191,15 @@ def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str
 
 def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Data, length: schedule.Length, run_dir: Path) -> str:
     count = runtime.plan.world_size
-    where = f"{count} process{'es' if count > 1 else ''} ({runtime.launched.strategy}, {runtime.device.type})"
+    where = f"{count} process{'es' if count > 1 else ''} ({runtime.launched.strategy}, {_device(runtime)})"
     return (
         f"recipe {loaded.name} on {where}, run folder {run_dir}\n"
         f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
         f"{length.total_steps} steps"
     )
+
+
+def _device(runtime: Runtime) -> str:
+    """The kind of device, and why it is the CPU where nobody has asked for that."""
+    kind: str = runtime.device.type
+    return kind if kind != "cpu" or runtime.launched.use_cpu else f"cpu: torch {torch.__version__} finds no GPU"

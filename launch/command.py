@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.errors import PresetError
+from app.launched import NO_FP16_ON_CPU
 from app.topology import Topology
 from launch.preset import Preset
 from launch.run_module import ACCELERATE, program
@@ -36,7 +37,7 @@ def accelerate_argv(
     known, each line of a process begins with its rank and host. With one process, the presets for
     several work as they are: their process is a group of one, with a RANK and a WORLD_SIZE like any other (only the option
     --multi_gpu refuses it, which a file does not set). Raises PresetError for a preset that starts one process where the
-    topology has more: Accelerate would start it without a word.
+    topology has more: Accelerate would start it without a word. And for fp16 under one that asks for the CPU.
     """
     if preset.is_single_process and topology.world_size > 1:
         raise PresetError(
@@ -44,6 +45,8 @@ def accelerate_argv(
             f"{topology.described('processes_per_node')}, {topology.described('num_nodes')}. Use a preset for several "
             "processes, such as multi_gpu, or 1 process"
         )
+    if preset.use_cpu and mixed_precision == "fp16":
+        raise PresetError(f"--mixed-precision is fp16, and preset {preset.name} asks for the CPU: {NO_FP16_ON_CPU}")
     argv = [*program(ACCELERATE), "--config_file", str(preset.path)]
     node_rank = topology.node_rank if node_rank is None else node_rank
     label_lines = bool(topology.hosts) and not preset.is_single_process

@@ -17,17 +17,17 @@ from typing import Any
 import yaml
 
 from app.errors import PresetError
+from app.launched import NO_FP16_ON_CPU, PRECISIONS
 
 _SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
 _SECTION_OF = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
 
 # Keys that a preset may hold. A key of a section that Accelerate does not know is ignored by it without a word.
 _KEYS = {
     "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes",
-    "main_training_function", "dynamo_backend", "dynamo_config", "fp8_config", "deepspeed_config", "fsdp_config",
+    "main_training_function", "dynamo_backend", "dynamo_config", "deepspeed_config", "fsdp_config",
 }  # fmt: skip
 _SECTION_KEYS = {
     "deepspeed_config": {
@@ -55,6 +55,7 @@ _REFUSED = {
     "same_network": _IGNORED.format("same_network"),
     "enable_cpu_affinity": _IGNORED.format("enable_cpu_affinity"),
     "downcast_bf16": _IGNORED.format("downcast_bf16"),
+    "fp8_config": "8-bit numbers are not supported: leave it out, and set mixed_precision to bf16",
     "gradient_accumulation_steps": "it is derived from the recipe: leave it out; train.max_micro_batch=N bounds memory",
     "gradient_clipping": "clipping is learnt behaviour: leave it out and set optim.clip_norm in the recipe",
     "deepspeed_hostfile": _MACHINE.format("--num_machines"),
@@ -80,6 +81,8 @@ class Preset:
     """NO, MULTI_GPU, DEEPSPEED or FSDP."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What of it `accelerate launch` drops, as the environment variables that it would be."""
+    use_cpu: bool = False
+    """Whether it asks for the CPU, also where there is a GPU."""
 
     @property
     def is_single_process(self) -> bool:
@@ -99,7 +102,8 @@ def load(name_or_path: str) -> Preset:
     problems = list(_problems(settings))
     if problems:
         raise PresetError("\n".join(f"preset {path}: {problem}" for problem in problems))
-    return Preset(path.stem, path.absolute(), settings["distributed_type"], _dropped(settings))
+    on_cpu = settings.get("use_cpu") is True
+    return Preset(path.stem, path.absolute(), settings["distributed_type"], _dropped(settings), on_cpu)
 
 
 def _dropped(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -139,7 +143,7 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """Everything that is wrong, in the order of the file but for the types that decide the rest."""
     kind = settings.get("distributed_type")
     yield from _type_problems(kind)
-    yield from _precision_problems(settings.get("mixed_precision"))
+    yield from _precision_problems(settings.get("mixed_precision"), on_cpu=settings.get("use_cpu") is True)
     for key, value in settings.items():
         yield from _key_problems(key, value, _KEYS)
         if key in _SECTION_KEYS and kind in _TYPES and key != _SECTION_OF.get(kind):
@@ -171,11 +175,13 @@ def _type_problems(kind: Any) -> Iterator[str]:
         yield f"distributed_type is {kind!r}: {_suggest(str(kind), _TYPES)}"
 
 
-def _precision_problems(precision: Any) -> Iterator[str]:
+def _precision_problems(precision: Any, *, on_cpu: bool) -> Iterator[str]:
     if precision is False:
         yield "mixed_precision is no without quotes, which YAML reads as false: write 'no'"
     elif precision is not None and precision not in PRECISIONS:
         yield f"mixed_precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}"
+    elif precision == "fp16" and on_cpu:
+        yield f"mixed_precision is fp16, and use_cpu is true: {NO_FP16_ON_CPU}"
 
 
 def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from processes import REPOSITORY, SCRIPTS, Finished, Started, accelerate, free_port, launch, read, read_lines, run, train
+
+from app.errors import PresetError
 
 pytestmark = pytest.mark.multiproc
 
@@ -99,6 +102,37 @@ def test_deepspeed_does_not_clip_at_its_own_default(tmp_path: Path) -> None:
     }
     assert losses["zero2"] == pytest.approx(losses["cpu"], rel=1e-5), reference.output
     assert losses["clipped"][-1] != pytest.approx(losses["cpu"][-1], rel=1e-2), clipped.output
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: fp16 is for machines with one")
+@pytest.mark.parametrize(
+    ("config", "processes"), [("cpu", None), ("single_gpu", None), ("multi_gpu", 2), ("deepspeed_zero2", 2), ("fsdp2", 2)]
+)
+def test_fp16_on_a_cpu_is_refused(config: str, processes: int | None, tmp_path: Path) -> None:
+    """Accelerate would train in float32 under most of these, and the run folder would say fp16."""
+    half = {"ACCELERATE_MIXED_PRECISION": "fp16"}
+    finished = train(config, tmp_path / "run", *SHORT, processes=processes, env=half)
+    assert finished.returncode == PresetError.exit_code
+    why = "the preset asks for the CPU" if config == "cpu" else "finds no GPU here"
+    assert f"{why}: fp16 is for GPUs" in finished.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_precision_of_deepspeeds_config_file_is_none_that_nobody_wrote_down(tmp_path: Path) -> None:
+    automatic = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps({**automatic, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    named = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json"), "ACCELERATE_CONFIG_DS_FIELDS": ""}
+    finished = train("deepspeed_zero2", tmp_path / "run", *SHORT, processes=2, env=named)
+    assert finished.returncode == PresetError.exit_code
+    assert "mixed_precision is no, and what was prepared computes in bf16" in finished.output
+
+
+@pytest.mark.parametrize("config", ["single_gpu", "cpu"])
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: nothing to be said")
+def test_that_there_is_no_gpu_is_said_where_one_was_asked_for(config: str, tmp_path: Path) -> None:
+    said = train(config, tmp_path / "run", *SHORT).check().output
+    assert ("finds no GPU), run folder" in said) == (config == "single_gpu")
+    assert read(tmp_path / "run" / "run.json")["mixed_precision"] == "no"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,12 @@ def test_torchrun_says_it_all() -> None:
     assert launched.strategy == "deepspeed"
 
 
+def test_a_precision_that_no_run_has_is_refused() -> None:
+    assert read({"ACCELERATE_MIXED_PRECISION": "BF16"}).mixed_precision == "bf16"
+    with pytest.raises(PresetError, match=r"mixed_precision is fp8, .*one of no, bf16, fp16\. 8-bit numbers are not supported"):
+        read({"ACCELERATE_MIXED_PRECISION": "fp8"})
+
+
 @pytest.mark.parametrize("missing", TORCHRUN)
 def test_half_an_environment_is_refused(missing: str) -> None:
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}

@@ -110,6 +110,11 @@ def test_the_command_line_changes_the_precision(name):
     assert accelerates_environment(name, mixed_precision="bf16")[1]["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
+def test_fp16_on_the_command_line_is_refused_where_the_preset_asks_for_the_cpu():
+    with pytest.raises(PresetError, match=r"--mixed-precision is fp16, and preset cpu asks for the CPU: .* use no, or bf16"):
+        accelerate_argv(Topology(), preset.load("cpu"), [], mixed_precision="fp16")
+
+
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "DEEPSPEED", "FSDP"])
 @pytest.mark.parametrize(
     "text", ["dynamo_config:\n  {prefix}backend: inductor\n  {prefix}mode: default\n", "dynamo_backend: inductor\n", ""]
@@ -187,6 +192,9 @@ REFUSED = {
     "a list as type": ("distributed_type: [FSDP]", ["distributed_type is ['FSDP']"]),
     "unquoted no": ("distributed_type: MULTI_GPU\nmixed_precision: no", ["YAML", "'no'"]),
     "unknown precision": ("distributed_type: MULTI_GPU\nmixed_precision: bf8", ["'bf8'", "bf16"]),
+    "8 bits": ("distributed_type: MULTI_GPU\nmixed_precision: fp8", ["'fp8'", "one of no, bf16, fp16"]),
+    "settings of 8 bits": ("distributed_type: MULTI_GPU\nfp8_config: {backend: TE}", ["8-bit numbers are not supported"]),
+    "fp16 on the CPU": ("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16", ["use_cpu is true: fp16 is for GPUs"]),
     "processes": ("distributed_type: MULTI_GPU\nnum_processes: 4", ["num_processes is 4", "--processes"]),
     "two of NO": ("distributed_type: 'NO'\nnum_processes: 2", ["num_processes is 2", "MULTI_GPU"]),
     "machines": ("distributed_type: MULTI_GPU\nnum_machines: 2", ["num_machines is 2", "--num_machines"]),
