@@ -86,3 +86,57 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
 
 def test_what_is_not_known_stays_unknown() -> None:
     assert flops.peak_per_s(torch.device("cpu"), mixed_precision="bf16") is None
+
+
+# (fp16, bf16, TF32, float32) in 1e12 FLOP/s, dense, as the makers' data sheets have them.
+KNOWN = {
+    "NVIDIA A100-SXM4-40GB": (312, 312, 156, 19.5),
+    "A100-SXM4-40GB": (312, 312, 156, 19.5),  # drivers of before 2021
+    "NVIDIA A100-SXM4-80GB": (312, 312, 156, 19.5),
+    "NVIDIA A100-PCIE-40GB": (312, 312, 156, 19.5),
+    "NVIDIA A100 80GB PCIe": (312, 312, 156, 19.5),
+    "NVIDIA A10": (125, 125, 62.5, 31.2),
+    "NVIDIA A2": (18, 18, 9, 4.5),
+    "NVIDIA A30": (165, 165, 82, 10.3),
+    "NVIDIA A40": (149.7, 149.7, 74.8, 37.4),
+    "NVIDIA H100 PCIe": (756, 756, 378, 51),
+    "NVIDIA H100 80GB HBM3": (989.4, 989.4, 494.7, 66.9),
+    "NVIDIA H100 NVL": (835.5, 835.5, 417.5, 60),
+    "NVIDIA H200": (989.4, 989.4, 494.7, 66.9),
+    "NVIDIA H200 NVL": (835.5, 835.5, 417.5, 60),
+    "NVIDIA GH200 120GB": (989.4, 989.4, 494.7, 66.9),
+    "NVIDIA GH200 480GB": (989.4, 989.4, 494.7, 66.9),
+    "NVIDIA B200": (2250, 2250, 1125, 75),
+    "NVIDIA GB200": (2500, 2500, 1250, 80),
+    "NVIDIA L4": (121, 121, 60, 30.3),
+    "NVIDIA L40": (181, 181, 90.5, 90.5),
+    "NVIDIA L40S": (362, 362, 183, 91.6),
+    "Tesla V100-SXM2-16GB": (125, None, 15.7, 15.7),  # no TF32, and bf16 is emulated
+    "Tesla V100-PCIE-32GB": (112, None, 14, 14),
+    "Tesla T4": (65, None, 8.1, 8.1),
+    "NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6),
+    "AMD Instinct MI250X": (191.5, 191.5, 47.85, 47.85),  # one of its two devices
+    "AMD Instinct MI300X": (1307.4, 1307.4, 163.4, 163.4),
+}
+UNKNOWN = [
+    "NVIDIA RTX A1000", "NVIDIA RTX A2000 12GB", "NVIDIA RTX A4000", "NVIDIA RTX A6000", "NVIDIA RTX 4000 Ada Generation",
+    "NVIDIA RTX 6000 Ada Generation", "NVIDIA A10G", "NVIDIA A16", "NVIDIA A100X", "NVIDIA A800-SXM4-80GB",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100-40C", "NVIDIA A40-48Q",
+    "NVIDIA A100-SXM-64GB", "NVIDIA H100 64GB HBM2e", "NVIDIA H800", "NVIDIA H20", "NVIDIA B300 SXM6 AC", "NVIDIA GB10",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce MX450",
+    "NVIDIA GeForce GTX 1080 Ti", "NVIDIA TITAN V", "Quadro RTX 6000", "Tesla P100-SXM2-16GB", "Tesla K80", "Tesla M40",
+    "Orin", "AMD Instinct MI210", "AMD Instinct MI250X / MI250", "AMD Instinct MI250X/MI250", "AMD Instinct MI308X",
+    "AMD Instinct MI325X", "AMD Radeon RX 7900 XTX", "NVIDIA", "", "A", "H100", "NVIDIA H100", "nvidia a100",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "peaks"), KNOWN.items())
+def test_the_peak_of_a_device_is_that_of_its_whole_name(name: str, peaks: tuple[float | None, ...]) -> None:
+    asked = (("fp16", True), ("bf16", True), ("no", True), ("no", False))
+    found = [flops.peak_of(name, mixed_precision=precision, tf32=tf32) for precision, tf32 in asked]
+    assert found == [None if peak is None else pytest.approx(peak * 1e12) for peak in peaks]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_device_that_is_only_called_alike_is_not_known(name: str) -> None:
+    assert {flops.peak_of(name, mixed_precision=precision, tf32=True) for precision in ("no", "bf16", "fp16")} == {None}
