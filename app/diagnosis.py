@@ -144,8 +144,12 @@ def diagnose(examination: Examination) -> list[Problem]:
 
 def exclude_line(examination: Examination, problems: Sequence[Problem]) -> str | None:
     """Return the option of Slurm that leaves out the nodes with problems; None if there are none, or no others."""
+    return exclude_option(list(dict.fromkeys(rank.host for rank in examination.ranks)), problems)
+
+
+def exclude_option(hosts: Sequence[str], problems: Sequence[Problem]) -> str | None:
+    """Return the same for these hosts, each named once."""
     blamed = {problem.host for problem in problems}
-    hosts = list(dict.fromkeys(rank.host for rank in examination.ranks))
     left_out = [host for host in hosts if host in blamed]
     return f"--exclude={','.join(left_out)}" if 0 < len(left_out) < len(hosts) else None
 

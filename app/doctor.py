@@ -2,7 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.doctor [--run-dir DIR] [--json]
 
-Every rank looks at itself and its device, all of them sum and send, the first of each node looks at its clock, its link and
+Across nodes, every pair first tries to connect: what no process group could be joined over is named and ends it. Then every
+rank looks at itself and its device, all of them sum and send, the first of each node looks at its clock, its link and
 the run folder. Rank 0 prints what was found and what is wrong with it (`app/diagnosis.py`); the exit code is 0 only if
 nothing is. Nothing is left behind. A measurement that does not end is given up, and each rank says in which it was.
 """
@@ -16,14 +17,15 @@ import socket
 import statistics
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.batching import BatchPlan
-from app.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_line
+from app.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_line, exclude_option
 from app.errors import SamerunError, TopologyError
 from app.inherited import own_environment
 from app.launched import Launched, read
@@ -39,22 +41,19 @@ def main(argv: list[str] | None = None) -> None:
     """Examine, print, and end the process: with exit code 1 if something is wrong, with an error's if it could not be done."""
     options = _parse(sys.argv[1:] if argv is None else argv)
     launched = Launched()
+    head = os.environ.get("MASTER_ADDR", "localhost")
     try:
         launched = read(own_environment())
-        examination = _examine(
-            launched, Path(options.run_dir), head=os.environ.get("MASTER_ADDR", "localhost"), seconds=options.patience
-        )
+        waiting = partial(patience, launched=launched, seconds=options.patience, exit_code_file=options.exit_code_file)
+        hosts, problems = _unreachable(launched, head, waiting, seconds=options.patience)
+        examination = None if problems else _examine(launched, Path(options.run_dir), head=head, waiting=waiting)
     except SamerunError as error:
         from app.errors import leave_with
 
         leave_with(error, launched.rank)
-    problems = diagnose(examination)
+    problems = problems if examination is None else diagnose(examination)
     if launched.rank == 0:
-        if options.json:
-            sys.stdout.write(json.dumps(as_json(examination, problems)) + "\n")
-        else:
-            _show(examination, problems)
-        sys.stdout.flush()
+        _tell(examination, problems, hosts, as_one_object=options.json)
     code = 1 if problems else 0
     if options.exit_code_file is None:
         sys.exit(code)
@@ -68,32 +67,69 @@ def as_json(examination: Examination, problems: Sequence[Problem]) -> dict[str, 
         "ok": not problems,
         **asdict(examination),
         "pi": examination.pi,
-        "problems": [{**asdict(problem), "sentence": str(problem)} for problem in problems],
+        "problems": _as_objects(problems),
         "exclude": exclude_line(examination, problems),
     }
 
 
-def _examine(launched: Launched, run_dir: Path, *, head: str, seconds: float) -> Examination:
-    """Measure everything, each thing in at most so many seconds, and return it on all ranks."""
+def _as_objects(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    return [{**asdict(problem), "sentence": str(problem)} for problem in problems]
+
+
+def _tell(examination: Examination | None, problems: Sequence[Problem], hosts: Sequence[str], *, as_one_object: bool) -> None:
+    """`examination` is None where the processes could not be joined."""
+    if as_one_object:
+        found = (
+            {"ok": False, "ranks": [], "problems": _as_objects(problems), "exclude": exclude_option(hosts, problems)}
+            if examination is None
+            else as_json(examination, problems)
+        )
+        sys.stdout.write(json.dumps(found) + "\n")
+    elif examination is None:
+        _show_problems(problems, exclude_option(hosts, problems), say=lambda text: sys.stdout.write(f"{text}\n"))
+    else:
+        _show(examination, problems)
+    sys.stdout.flush()
+
+
+def _unreachable(
+    launched: Launched, head: str, waiting: Callable[[str], AbstractContextManager[None]], *, seconds: float
+) -> tuple[list[str], list[Problem]]:
+    """The hosts, and what is wrong between them. Only launchers have the store in which nodes find each other."""
+    if launched.world_size == launched.local_world_size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return [], []
+    from app import reach
+
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    port = int(os.environ["MASTER_PORT"])
+    with waiting("which nodes reach each other"):
+        hosts, broken = reach.examine(launched, (head, port), interface=interface, timeout_s=2 * seconds)
+    return hosts, reach.unreachable(broken, hosts)
+
+
+def _examine(
+    launched: Launched, run_dir: Path, *, head: str, waiting: Callable[[str], AbstractContextManager[None]]
+) -> Examination:
+    """Measure everything, each thing no longer than `waiting` lets it, and return it on all ranks."""
     from app import handshake, probe
     from app.runtime import Runtime
 
     plan = BatchPlan(global_batch_size=launched.world_size, world_size=launched.world_size, accumulation=1)
-    with patience("joining the process group", launched, seconds=seconds):
+    with waiting("joining the process group"):
         runtime = Runtime(launched, plan)
         handshake.check_group(runtime.accelerator, launched, plan)
         first_ranks = [rank for rank, index in enumerate(runtime.gather(launched.local_rank)) if index == 0]
     device = runtime.device
-    with patience("the devices, each alone", launched, seconds=seconds):
+    with waiting("the devices, each alone"):
         runtime.accelerator.wait_for_everyone()
         points, hits, elapsed_s = probe.draw_points(device, seed=_SEED + launched.rank)
-    with patience("the sums of all ranks", launched, seconds=seconds):
+    with waiting("the sums of all ranks"):
         summed_points, summed_hits = probe.all_reduce_sum([points, hits], device)
         all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
-    with patience("clocks and links", launched, seconds=seconds):
+    with waiting("clocks and links"):
         clock_ms, clock_error_ms = probe.compare_clock(first_ranks, device)
         link_gb_per_s = probe.time_link(first_ranks, device)
-    with patience("writing to the run folder", launched, seconds=seconds):
+    with waiting("writing to the run folder"):
         node = probe.write_files(run_dir) if launched.local_rank == 0 else None
         if node is not None:
             node = replace(node, clock_ms=clock_ms, clock_error_ms=clock_error_ms, link_gb_per_s=link_gb_per_s)
@@ -142,10 +178,8 @@ def _with_neighbours(ranks: Sequence[Rank], first_ranks: Sequence[int]) -> tuple
 
 
 @contextmanager
-def patience(what: str, launched: Launched, *, seconds: float) -> Iterator[None]:
+def patience(what: str, launched: Launched, *, seconds: float, exit_code_file: str | None = None) -> Iterator[None]:
     """Say what is measured, and end this process if it takes too long: a collective that lacks a rank waits for ever."""
-    from app.errors import leave_with
-
     if launched.rank == 0:
         sys.stderr.write(f"samerun doctor: {what}\n")
         sys.stderr.flush()
@@ -153,13 +187,23 @@ def patience(what: str, launched: Launched, *, seconds: float) -> Iterator[None]
         f"{what}: not over after {seconds:g} s (--patience). Ranks that say so wait for each other, or for one that does not: "
         "leave its node out, or see whether NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME must name the network"
     )
-    timer = threading.Timer(seconds, leave_with, (stuck, launched.rank))
+    timer = threading.Timer(seconds, _give_up, (stuck, launched, exit_code_file))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def _give_up(error: TopologyError, launched: Launched, exit_code_file: str | None) -> None:
+    """End this process, whatever the others do. With a file for its exit code it ends with 0, as main does."""
+    from app.errors import leave_with
+
+    if exit_code_file is not None:
+        Path(exit_code_file).write_text("1")
+        error.exit_code = 0
+    leave_with(error, launched.rank)
 
 
 def _show(examination: Examination, problems: Sequence[Problem]) -> None:
@@ -185,9 +229,12 @@ def _show(examination: Examination, problems: Sequence[Problem]) -> None:
         console.print(_all_reduce_table(examination.all_reduces))
     say(f"pi is {examination.pi:.6f} by {examination.summed_points:,} random points of all processes")
     say("rank 0 has " + ", ".join(f"{name} {version}" for name, version in examination.ranks[0].versions.items()))
+    _show_problems(problems, exclude_line(examination, problems), say=say)
+
+
+def _show_problems(problems: Sequence[Problem], exclude: str | None, *, say: Callable[[str], object]) -> None:
     for problem in problems:
         say(f"WRONG {problem}")
-    exclude = exclude_line(examination, problems)
     if exclude:
         say(f"To do without, under Slurm: sbatch {exclude} ...")
     say("nothing is wrong" if not problems else f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")

@@ -7,18 +7,22 @@ so that one that cannot get there is named in half a minute instead of being wai
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
-import subprocess
+import signal
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from app.command_line import Parser
+from app.errors import TopologyError
 from app.options import above_zero
 from app.topology import Topology
-from launch import find, local, meeting_key
+from launch import find, local, meeting_key, signals, supervise
 from launch.command import accelerate_argv
 from launch.meeting import PATIENCE_S, meet
 from launch.run_module import program
@@ -40,11 +44,35 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         say(shlex.join(command))
         os.execvpe(command[0], command, {**environment, **meeting_key.new()})  # noqa: S606 - a shell would stand between
     if topology.num_nodes > 1:
+        signal.signal(signal.SIGTERM, _end_with_the_first)
         job = find.job(environment)
         key = meeting_key.find(environment, options.run_dir, job.name if job else "")
-        port = meet(topology, key, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)
+        try:
+            port = meet(topology, key, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)
+        except TopologyError as error:
+            return _cannot_meet(topology, error, as_one_object=options.json)
         topology = replace(topology, port=port)
     return _run(topology, options, environment)
+
+
+def _end_with_the_first(*_: object) -> None:
+    """The first node that has found something wrong ends, and srun ends the others for it: for them it is the same."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
+def _cannot_meet(topology: Topology, error: TopologyError, *, as_one_object: bool) -> int:
+    """Say that a node does not reach the head, on both, and return the exit code of what is wrong."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `_run`
+    if as_one_object and topology.node_rank == 0:
+        problem = {"text": str(error), "host": None, "rank": None, "sentence": str(error)}
+        sys.stdout.write(json.dumps({"ok": False, "ranks": [], "problems": [problem], "exclude": None}) + "\n")
+    else:
+        sys.stderr.write(f"WRONG {error}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(1.0)  # srun ends the others at once, and what it has not read by then is lost
+    return 1
 
 
 def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -55,8 +83,12 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         chosen = default_preset(topology, environment)
         # Without names of hosts no line begins with one: labels would spoil tables and JSON.
         command = accelerate_argv(replace(topology, hosts=()), chosen, arguments, module="app.doctor")
-        ended = subprocess.run(command, env=meeting_key.without(environment), check=False).returncode
-        return ended or int(exit_code_file.read_text())
+        # What torchrun puts into TMPDIR it leaves there when it is ended, as for another node that failed.
+        told = {**meeting_key.without(environment), "TMPDIR": folder}
+        ended = supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code
+        # From here to its end Python would die of it: another node may be a moment sooner, and srun end this one.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return 1 if ended else int(exit_code_file.read_text())
 
 
 def _parser() -> Parser:

@@ -19,13 +19,16 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_lab
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import REPOSITORY, TIMEOUT_S, clean_environment
 
-from app import probe
-from app.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_line, far_below, is_pi
+from app import probe, reach
+from app.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_line, exclude_option, far_below, is_pi
 from app.errors import TopologyError
+from app.launched import Launched
+from app.reach import BrokenLink
 
 HOSTS = ("a", "b", "c")
 POINTS = 2**24
@@ -279,6 +282,70 @@ def test_a_measurement_that_does_not_end_is_given_up():
     assert "TopologyError: clocks: not over after 0.5 s (--patience)" in ended.stderr
 
 
+# Which nodes reach which ---------------------------------------------------------------------------------------------------
+
+
+def both_ways(*pairs: str) -> list[BrokenLink]:
+    return [BrokenLink(*ends, "10.0.0.1, port 5: timed out") for pair in pairs for ends in (pair, pair[::-1])]
+
+
+@pytest.mark.parametrize(
+    ("broken", "blamed"),
+    [
+        ([], {}),
+        (both_ways("ab"), {"b": ["a (either way)"]}),
+        (both_ways("bc"), {"c": ["b (either way)"]}),
+        (both_ways("ab", "bc", "bd"), {"b": ["a (either way), c (either way), d (either way)"]}),
+        (both_ways("ab", "cd"), {"d": ["c (either way)"], "b": ["a (either way)"]}),
+        (
+            [BrokenLink("b", "c", "10.0.0.3, port 7: No route to host")],
+            {"c": ["b (to it), as at 10.0.0.3, port 7: No route to"]},
+        ),
+        ([BrokenLink("c", "b", "10.0.0.2, port 7: timed out")], {"c": ["b (from it)"]}),
+    ],
+)
+def test_the_fewest_nodes_without_which_all_reach_each_other(broken, blamed):
+    problems = reach.unreachable(broken, list("abcd"))
+    assert [problem.host for problem in problems] == list(blamed)
+    for problem, words in zip(problems, blamed.values(), strict=True):
+        assert [word for word in words if word not in str(problem)] == []
+    option = f"--exclude={','.join(sorted(blamed))}"
+    assert exclude_option(list("abcd"), problems) == (option if blamed else None)
+
+
+def test_a_node_cut_off_from_many_is_one_problem():
+    hosts = [f"n{index}" for index in range(100)]
+    broken = [BrokenLink("n7", host, "x") for host in hosts if host != "n7"]
+    (problem,) = reach.unreachable(broken, hosts)
+    assert str(problem).startswith("n7: no connection with n0 (from it), n1 (from it)")
+    assert "n8 (from it) and 91 more, as at x" in str(problem)
+
+
+def test_nodes_tell_each_other_in_the_store_where_they_listen_and_are_reached():
+    """Three nodes with two ranks each, all of them threads here, at real ports."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told: dict[int, object] = {}
+
+    def one(rank: int) -> None:
+        launched = Launched(rank=rank, world_size=6, local_rank=rank % 2, local_world_size=2)
+        told[rank] = reach.examine(launched, ("127.0.0.1", server.port), interface=None, timeout_s=20)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert told == dict.fromkeys(range(6), ([socket.gethostname()] * 3, []))
+
+
+def test_a_port_at_which_nobody_answers_is_said_with_its_address():
+    with socket.create_server(("127.0.0.1", 0)) as here, socket.create_server(("127.0.0.1", 0)) as gone:
+        open_port, closed_port = here.getsockname()[1], gone.getsockname()[1]
+        gone.close()
+        places = {0: ("a", "127.0.0.1", 1), 2: ("b", "127.0.0.1", open_port), 4: ("c", "127.0.0.1", closed_port)}
+        assert reach._broken_links(0, places) == [["a", "c", f"127.0.0.1, port {closed_port}: Connection refused"]]
+
+
 # Across nodes ------------------------------------------------------------------------------------------------------------
 
 _WHY_NOT = slurm_lab.why_not()
@@ -307,3 +374,32 @@ def test_across_two_nodes_of_slurm(tmp_path):
     for node in ("node1", "node2"):
         assert any(f" {node} " in line for line in table), ended.output
     assert "nothing is wrong" in ended.output
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
+@pytest.mark.slow
+def test_nodes_that_do_not_reach_each_other_are_named(tmp_path):
+    """As behind a firewall that drops what it does not like: what node2 sends to another goes to nobody's address."""
+    (tmp_path / "outputs").mkdir()
+
+    def examined(lab, cut_off):
+        folder = tmp_path / f"cut-off-from-{cut_off}"
+        folder.mkdir()
+        address = f"10.77.0.{cut_off[-1]}"
+        at_node2 = ("ip", "neigh", "replace", address, "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0")
+        lab.run(*at_node2, node="node2").check()
+        command = f"samerun doctor --patience 15 --run-dir {tmp_path}/runs"
+        ended = lab.run("salloc", "--nodes=3", "--ntasks-per-node=1", "sh", "-c", command, env={"TMPDIR": str(folder)})
+        lab.run("ip", "neigh", "del", address, "dev", "eth0", node="node2").check()
+        assert ended.returncode == 1, ended.output
+        assert list(folder.iterdir()) == []
+        assert "app/doctor.py" not in ended.output, "a traceback of ours"
+        return ended.output
+
+    with slurm_lab.lab(tmp_path / "lab", tmp_path / "outputs", nodes=3, gpus_per_node=0) as lab:
+        output = examined(lab, "node3")
+        assert "WRONG node3: no connection with node2 (either way), as at 10.77.0.3, port " in output
+        assert "sbatch --exclude=node3" in output
+        assert "joining the process group" not in output
+        assert "WRONG node2 did not reach node 0 in 15 s (head_address is 'node1'" in examined(lab, "node1")

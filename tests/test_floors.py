@@ -69,7 +69,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.data_tools",),
         ("app.verify",),
         ("app.parity", "app.reports"),
-        ("app.doctor", "app.probe", "app.diagnosis"),
+        ("app.doctor", "app.probe", "app.reach", "app.diagnosis"),
     ],
 ]
 LAUNCHER_FLOOR = 2  # launch/ sees the floors up to this one
@@ -164,6 +164,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.steps",
             "app.shards",
             "app.probe",
+            "app.reach",
             "app.benchmarks.programs",
         },
         "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
