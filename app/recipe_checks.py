@@ -20,6 +20,10 @@ def problems_of(recipe: Recipe) -> list[str]:
     return [*_out_of_range(recipe), *_contradictions(recipe), *_no_window(recipe), *_no_model(recipe)]
 
 
+MOST_STEPS = 10**9
+"""Of a run. More are a slip of the hand: at a thousand steps a second, which hardly any run reaches, these take twelve days."""
+
+
 @dataclass(frozen=True)
 class _Range:
     low: float
@@ -31,12 +35,12 @@ class _Range:
 
     def __str__(self) -> str:
         at_least = f"greater than {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        return at_least if math.isinf(self.high) else f"{at_least} and at most {self.high:g}"
+        return at_least if math.isinf(self.high) else f"{at_least} and at most {self.high:{',' if self.high > 1e6 else 'g'}}"
 
 
 _POSITIVE, _NOT_NEGATIVE, _SHARE = _Range(0, open_low=True), _Range(0), _Range(0, 1)
 _RANGES = {
-    "seed": _Range(0, 2**63 - 1),
+    "seed": _Range(0, 2**63 - 1), "train.steps": _Range(0, MOST_STEPS, open_low=True),
     "data.image_size": _POSITIVE, "data.resize_size": _POSITIVE, "data.std": _POSITIVE,
     "data.fake_train_samples": _POSITIVE, "data.fake_test_samples": _POSITIVE,
     "data.fake_classes": _Range(2), "data.fake_channels": _POSITIVE,
@@ -45,7 +49,7 @@ _RANGES = {
     "augment.mixup": _NOT_NEGATIVE, "augment.cutmix": _NOT_NEGATIVE,
     "model.channels": _POSITIVE, "model.hidden": _POSITIVE,
     "train.global_batch_size": _POSITIVE, "train.max_micro_batch": _POSITIVE,
-    "train.epochs": _POSITIVE, "train.steps": _POSITIVE, "train.evaluate_every_epochs": _NOT_NEGATIVE,
+    "train.epochs": _POSITIVE, "train.evaluate_every_epochs": _NOT_NEGATIVE,
     "train.label_smoothing": _SHARE, "train.max_skipped_steps": _NOT_NEGATIVE,
     "train.max_gradient_spike": _Range(1, open_low=True), "train.ema_decay": _Range(0, 1, open_low=True),
     "optim.lr": _NOT_NEGATIVE, "optim.lr_reference_batch": _POSITIVE, "optim.momentum": _SHARE, "optim.betas": _SHARE,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from app.errors import DataError
+from app.errors import DataError, RecipeError
 from app.recipe import OptimRecipe, TrainRecipe
+from app.recipe_checks import MOST_STEPS
 
 _DEFAULT_EPOCHS = 10
+_YEAR_S = 365 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Length:
 def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size: int) -> Length:
     """Return the length of a run over `dataset_size` training samples in global batches of `global_batch_size` samples.
 
-    Raises DataError if there are fewer samples than one global batch holds.
+    Raises DataError if there are fewer samples than one global batch holds, and RecipeError for epochs of too many steps.
     """
     steps_per_epoch = dataset_size // global_batch_size
     if steps_per_epoch == 0:
@@ -36,7 +38,27 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
             f"the training data has {dataset_size} samples and one global batch takes {global_batch_size}: there is not one "
             f"step to make. Lower train.global_batch_size to {dataset_size} or less, or check data.path and data.train_split."
         )
-    return Length(steps_per_epoch, total_steps(train, steps_per_epoch=steps_per_epoch))
+    length = Length(steps_per_epoch, total_steps(train, steps_per_epoch=steps_per_epoch))
+    if length.total_steps > MOST_STEPS:
+        raise RecipeError(
+            f"train.epochs is {train.epochs}, which are {length.total_steps:,} steps of this data: at a thousand a second they "
+            f"take {length.total_steps / 1000 / _YEAR_S:,.1f} years. Give epochs of at most {MOST_STEPS:,} steps together."
+        )
+    return length
+
+
+def notes_on(optim: OptimRecipe, length: Length) -> list[str]:
+    """Return what a person would want to know of the learning rates before the run, a sentence each."""
+    notes = []
+    if optim.lr == 0:
+        notes.append("optim.lr is 0: no step will change a weight")
+    warmup_steps = _warmup_steps(optim, steps_per_epoch=length.steps_per_epoch)
+    if warmup_steps > length.total_steps:
+        notes.append(
+            f"the warm-up takes {warmup_steps:,} steps and the run has {length.total_steps:,}: the learning rate does not "
+            "reach its peak (optim.warmup_steps, optim.warmup_epochs)"
+        )
+    return notes
 
 
 def total_steps(train: TrainRecipe, *, steps_per_epoch: int) -> int:

@@ -128,7 +128,11 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, r
     remedy = loader.remedy(data.train, local_world_size=runtime.launched.local_world_size, device=runtime.device)
     display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy)
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
-    notes = [*notes_on(data), *models.topology_dependence(parts.model)]
+    notes = [
+        *notes_on(data),
+        *schedule.notes_on(loaded.recipe.optim, parts.length),
+        *models.topology_dependence(parts.model),
+    ]
     if (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
         notes.append(
             "this processor has no instructions for bf16, and a step can take ten times as long as with mixed_precision 'no'"

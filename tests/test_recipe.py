@@ -223,7 +223,7 @@ def test_all_problems_at_once_with_their_origins(write):
     assert sorted(found) == sorted(
         [
             "'seed' (command line): expected key=value, as in optim.lr=0.1",
-            "seed is -1: it must be at least 0 and at most 9.22337e+18 (my.yaml:1)",
+            "seed is -1: it must be at least 0 and at most 9,223,372,036,854,775,807 (my.yaml:1)",
             "optim.lr is fast (my.yaml:3): expected a number",
             next(problem for problem in found if problem.startswith("optim.foo (my.yaml:4): there is no such key")),
             "augment.flip is x (command line): expected a number",

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
-from app.errors import DataError
-from app.recipe import OptimRecipe, TrainRecipe
-from app.schedule import Length, length_in_steps, lr_at
+from app.errors import DataError, RecipeError
+from app.recipe import OptimRecipe, Recipe, TrainRecipe
+from app.schedule import Length, length_in_steps, lr_at, notes_on
 
 
 def rates(optim: OptimRecipe, *, total_steps: int, steps_per_epoch: int = 10, global_batch_size: int = 64) -> list[float]:
@@ -140,3 +140,20 @@ def test_data_smaller_than_one_global_batch():
     assert length_in_steps(TrainRecipe(epochs=1), dataset_size=64, global_batch_size=64) == Length(1, 1)
     with pytest.raises(DataError, match=r"63 samples.*takes 64.*train\.global_batch_size to 63"):
         length_in_steps(TrainRecipe(epochs=1), dataset_size=63, global_batch_size=64)
+
+
+def test_a_run_that_nobody_lives_to_see_is_refused():
+    assert length_in_steps(TrainRecipe(steps=10**9), dataset_size=64, global_batch_size=64).total_steps == 10**9
+    with pytest.raises(RecipeError, match=r"train\.steps is 1000000000000: it must be .* at most 1,000,000,000"):
+        Recipe(train=TrainRecipe(steps=10**12))
+    sentence = r"train\.epochs is 1000000000, which are 22,000,000,000 steps of this data: .* they take 0\.7 years"
+    with pytest.raises(RecipeError, match=sentence):
+        length_in_steps(TrainRecipe(epochs=10**9), dataset_size=1438, global_batch_size=64)
+
+
+def test_rates_that_are_hardly_meant_are_told():
+    length = Length(steps_per_epoch=10, total_steps=20)
+    assert notes_on(OptimRecipe(lr=0.1, warmup_epochs=2), length) == []
+    assert notes_on(OptimRecipe(lr=0.0), length) == ["optim.lr is 0: no step will change a weight"]
+    (note,) = notes_on(OptimRecipe(warmup_steps=3000), length)
+    assert note.startswith("the warm-up takes 3,000 steps and the run has 20: the learning rate does not reach its peak")
