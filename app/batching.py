@@ -75,6 +75,11 @@ def _refusal(global_batch_size: int, world_size: int, max_micro_batch: int | Non
     def works(size: int) -> bool:
         return _fewest_passes(global_batch_size, size, max_micro_batch, even) is not None
 
+    if even and max_micro_batch == 1:
+        return (
+            "train.max_micro_batch is 1, and mixup and cutmix mix pairs of a micro-batch: set train.max_micro_batch to 2 or "
+            "more, or augment.mixup=0 and augment.cutmix=0"
+        )
     legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and works(size)]
     below = [size for size in legal if size < world_size][-4:]
     above = [size for size in legal if size > world_size][:4]

@@ -21,12 +21,13 @@ from typing import Any
 import yaml
 
 from app import recipe_keys as keys
+from app import yaml_text
 from app.errors import RecipeError
 from app.recipe import ALTERNATIVES, Recipe
 from app.recipe_keys import flat
 
 _SHIPPED = Path(__file__).parent / "recipes"
-_DEFAULT, _COMMAND_LINE = "default", "command line"
+DEFAULT, _COMMAND_LINE = "default", "command line"
 
 # What decides nothing of what is learnt: what is written down, how often is evaluated, how data gets here, what bounds memory.
 NOT_LEARNT = (
@@ -58,7 +59,7 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe: defaults < the recipe file < `key=value` overrides, of which the last one for a key counts.
+    """Read a recipe: defaults < the recipe file < `key=value` overrides. A key may stand once in the file and once in those.
 
     Two keys of `recipe.ALTERNATIVES` say one thing in different units: one on the command line replaces the other in the file.
 
@@ -73,6 +74,12 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
             in_file.pop(other, None)
     recipe, origins = _check(in_file | on_command_line, problems)
     return LoadedRecipe(recipe, path.stem, origins)
+
+
+def replaced(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Return both lists of `key=value` as one, in which those of `later` take the place of the others for their keys."""
+    keys_of_later = {word.partition("=")[0].strip() for word in later}
+    return [*(word for word in overrides if word.partition("=")[0].strip() not in keys_of_later), *later]
 
 
 def as_dict(recipe: Recipe) -> dict[str, Any]:
@@ -137,7 +144,7 @@ class _Given:
 def _check(given: Mapping[str, _Given], problems: list[str]) -> tuple[Recipe, dict[str, str]]:
     """Read every value as its type and build the recipe. Raises RecipeError with `problems` and all that it finds itself."""
     problems, values, broken = list(problems), {}, set()
-    origins = {key: given[key].origin if key in given else _DEFAULT for key in keys.kinds()}
+    origins = {key: given[key].origin if key in given else DEFAULT for key in keys.kinds()}
     for key, item in given.items():
         kind = keys.kinds()[key]
         try:
@@ -161,7 +168,7 @@ def _keys_in(text: str) -> list[str]:
 
 def _with_origins(problem: str, origins: Mapping[str, str]) -> str:
     """The problem, with where the values it speaks of came from."""
-    found = {key: origins[key] for key in _keys_in(problem) if origins[key] != _DEFAULT}
+    found = {key: origins[key] for key in _keys_in(problem) if origins[key] != DEFAULT}
     if len(set(found.values())) > 1:
         return f"{problem} ({', '.join(f'{key}: {origin}' for key, origin in found.items())})"
     return f"{problem} ({next(iter(found.values()))})" if found else problem
@@ -185,14 +192,9 @@ def _find(name_or_path: str) -> Path:
 def _read_file(path: Path, problems: list[str]) -> dict[str, _Given]:
     """Every value of a recipe file by its key; what is wrong with the keys is added to `problems`."""
     file = path.name if path.parent == _SHIPPED else str(path)
-    try:
-        root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise RecipeError(f"recipe {file}: it cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or str(error)
-        raise RecipeError(f"{file}:{mark.line + 1}: {reason}" if mark else f"recipe {file}: {reason}") from error
+    _, root = yaml_text.compose(path, name=file, error=RecipeError)
+    if keys.is_null(root) or (isinstance(root, yaml.MappingNode) and not root.value):
+        raise RecipeError(f"{file}: the file is empty: a recipe holds lines of `key: value`, such as `seed: 0`")
     given: dict[str, _Given] = {}
     seen: dict[str, str] = {}
     for key, item in _entries(root, "", file, problems):
@@ -215,16 +217,23 @@ def _entries(node: yaml.Node | None, section: str, file: str, problems: list[str
         problems.append(f"{file}:{node.start_mark.line + 1}: {holder} is {keys.shown(node)}: expected lines of `key: value`")
         return
     for key_node, value in node.value:
-        key = f"{section}.{keys.shown(key_node)}" if section else keys.shown(key_node)
-        yield key, _Given(value, f"{file}:{key_node.start_mark.line + 1}")
+        name, line = yaml_text.key_text(key_node), key_node.start_mark.line + 1
+        if name is None:
+            problems.append(f"{file}:{line}: a key is {keys.shown(key_node)}: expected one word before the colon")
+            continue
+        if name == "<<":
+            problems.append(f"{file}:{line}: << merges another mapping, which a recipe does not take: write its keys out here")
+            continue
+        key = f"{section}.{name}" if section else name
+        yield key, _Given(value, f"{file}:{line}")
         if key in keys.sections():
             yield from _entries(value, key, file, problems)
 
 
 def _read_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, _Given]:
     """Every value of the command line by its key; what is wrong with the keys is added to `problems`."""
-    given = {}
-    for override in overrides:
+    given: dict[str, _Given] = {}
+    for override in _joined(overrides, problems):
         key, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
             problems.append(f"{override!r} ({_COMMAND_LINE}): expected key=value, as in optim.lr=0.1")
@@ -233,9 +242,28 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, 
             problems.append(f"{override!r} ({_COMMAND_LINE}): {key} is a section; give its keys one by one, as in {one}=...")
         elif key not in keys.kinds():
             problems.append(f"{key} ({_COMMAND_LINE}): there is no such key; {keys.suggest(key)}")
+        elif key in given:
+            both = f"{keys.shown(given[key].node)} and {text}"
+            problems.append(f"{key} is given twice ({_COMMAND_LINE}: {both}): keep one of them")
         else:
             given[key] = _Given(_override_node(text), _COMMAND_LINE)
     return given
+
+
+def _joined(overrides: Sequence[str], problems: list[str]) -> Iterator[str]:
+    """The words, but for those of a `key = value` with spaces, which is added to `problems` as one."""
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        apart = [word]
+        if words and (words[0].startswith("=") or ("=" not in word[:-1] and word.endswith("=") and "=" not in words[0])):
+            apart.append(words.pop(0))
+            if apart[-1] == "=" and words and "=" not in words[0]:
+                apart.append(words.pop(0))
+        if len(apart) == 1:
+            yield word
+        else:
+            problems.append(f"{' '.join(apart)!r} ({_COMMAND_LINE}): it has spaces in it: write {''.join(apart)}")
 
 
 def _override_node(text: str) -> yaml.Node:

@@ -19,7 +19,7 @@ import numpy as np
 
 from app import ledger, recipe_file, run_folder
 from app.data.order import TrainBatches
-from app.errors import RunFolderError
+from app.errors import RecipeError, RunFolderError
 from app.goodput import Goodput, account
 from app.ledger import Evaluated, Event, Start, Steps
 from app.recipe import Recipe
@@ -112,8 +112,19 @@ def verify(run_dir: Path) -> tuple[Verdict, Goodput]:
     if not events or not isinstance(events[0], Start):
         lost = f"{run_dir / run_folder.LEDGER} does not begin with a start of the run: its beginning is lost."
         raise RunFolderError(" ".join([lost, *([left_out] if left_out else [])]))
-    verdict = examine(events, recipe_file.load(str(run_dir / run_folder.RECIPE)).recipe)
+    verdict = examine(events, _recipe(run_dir / run_folder.RECIPE))
     return replace(verdict, left_out=left_out), account(events)
+
+
+def _recipe(path: Path) -> Recipe:
+    """The recipe that a run wrote down, which says all that the samples of a step follow from. Raises RecipeError."""
+    loaded = recipe_file.load(str(path))
+    unsaid = [key for key in ("seed", "train.global_batch_size") if loaded.origins[key] == recipe_file.DEFAULT]
+    if unsaid:
+        raise RecipeError(
+            f"{path} does not say {' and '.join(unsaid)}, so it was cut or is not the run's: nothing can be verified"
+        )
+    return loaded.recipe
 
 
 def examine(events: Sequence[Event], recipe: Recipe) -> Verdict:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from app.errors import PresetError
 from app.launched import NO_FP16_ON_CPU
 from app.topology import Topology
-from launch.preset import Preset
+from launch.preset import Preset, contradiction
 from launch.run_module import ACCELERATE, program
 
 _BOTH_STREAMS = "3"
@@ -47,6 +47,9 @@ def accelerate_argv(
         )
     if preset.use_cpu and mixed_precision == "fp16":
         raise PresetError(f"--mixed-precision is fp16, and preset {preset.name} asks for the CPU: {NO_FP16_ON_CPU}")
+    contradicting = contradiction(preset, num_nodes=topology.num_nodes, processes_per_node=topology.processes_per_node)
+    if contradicting:
+        raise PresetError(f"preset {preset.path}: {contradicting}")
     argv = [*program(ACCELERATE), "--config_file", str(preset.path)]
     node_rank = topology.node_rank if node_rank is None else node_rank
     label_lines = bool(topology.hosts) and not preset.is_single_process

@@ -13,6 +13,11 @@ from launch.found import Found
 def introduce(found: Found, say: Callable[[str], None]) -> None:
     """Say what is run, and where."""
     say(f"preset {found.preset.name} ({found.preset_origin}), {found.topology.described('processes_per_node')}")
+    if found.preset.passed_over:
+        keys = ", ".join(found.preset.passed_over)
+        say(
+            f"preset {found.preset.name} can be used as it is: of the machine it says what the launch says, or nothing ({keys})"
+        )
     say(str(found.plan))
     if found.allocation and found.allocation.start:
         where = f"{found.allocation.scheduler} on {_listed(found.topology.hosts)}"

@@ -16,17 +16,24 @@ from typing import Any
 
 import yaml
 
+from app import yaml_text
 from app.errors import PresetError
 from app.launched import NO_FP16_ON_CPU, PRECISIONS
 
 _SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 
+# What people call what a preset of another name does.
+_OTHER_NAMES = {
+    "ddp": "multi_gpu", "distributed": "multi_gpu", "gpu": "single_gpu", "cuda": "single_gpu", "ddp_multi_node": "multi_node",
+    "zero1": "deepspeed_zero1", "zero2": "deepspeed_zero2", "zero3": "deepspeed_zero3", "zero": "deepspeed_zero2",
+    "deepspeed": "deepspeed_zero2", "fsdp": "fsdp2", "offload": "deepspeed_zero3_offload",
+}  # fmt: skip
 _TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
 _SECTION_OF = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
 
 # Keys that a preset may hold. A key of a section that Accelerate does not know is ignored by it without a word.
 _KEYS = {
-    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes",
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "num_machines",
     "main_training_function", "dynamo_backend", "dynamo_config", "deepspeed_config", "fsdp_config",
 }  # fmt: skip
 _SECTION_KEYS = {
@@ -44,9 +51,9 @@ _SECTION_KEYS = {
 
 # Keys that Accelerate knows and a preset must not hold, with what to do instead.
 _MACHINE = "it belongs to the machine: leave it out, {} says it"
+_NO_TPU = "no preset is for TPUs: leave it out"
 _IGNORED = "accelerate launch ignores it in a file: leave it out, and give --{} on its command line if it is needed"
 _REFUSED = {
-    "num_machines": _MACHINE.format("--num_machines"),
     "machine_rank": _MACHINE.format("--machine_rank"),
     "main_process_ip": _MACHINE.format("--main_process_ip"),
     "main_process_port": _MACHINE.format("--main_process_port"),
@@ -66,7 +73,20 @@ _REFUSED = {
     "fsdp_forward_prefetch": "FSDP2 has no such setting: leave it out",
     "fsdp_use_orig_params": "FSDP2 has no such setting: leave it out",
     "fsdp_sync_module_states": "FSDP2 has no such setting: leave it out",
+    "tpu_env": _NO_TPU,
+    "tpu_name": _NO_TPU,
+    "tpu_zone": _NO_TPU,
+    "tpu_use_cluster": _NO_TPU,
+    "tpu_use_sudo": _NO_TPU,
 }
+
+# The values of those that say nothing, as `accelerate config` writes them into every file.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "machine_rank": (0,), "gpu_ids": ("all",), "rdzv_backend": ("static",), "same_network": (True, False),
+    "enable_cpu_affinity": (False,), "downcast_bf16": (False, "no"), "gradient_accumulation_steps": (1, "auto"),
+    "tpu_env": ([],), "tpu_use_cluster": (False,), "tpu_use_sudo": (False,),
+}  # fmt: skip
+_COUNTS = ("num_processes", "num_machines")
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,14 @@ class Preset:
     """What of it `accelerate launch` drops, as the environment variables that it would be."""
     use_cpu: bool = False
     """Whether it asks for the CPU, also where there is a GPU."""
+    num_processes: int | None = None
+    """Processes of all nodes, where the file says how many: a launch of another number is refused."""
+    num_machines: int | None = None
+    """Nodes, likewise."""
+    for_one_node: str = ""
+    """Why it cannot be used on several nodes; empty: it can."""
+    passed_over: tuple[str, ...] = ()
+    """Keys that belong to the machine, with values that say nothing or are those of the launch."""
 
     @property
     def is_single_process(self) -> bool:
@@ -98,12 +126,31 @@ def names() -> list[str]:
 def load(name_or_path: str) -> Preset:
     """Find, read and check a preset. Raises PresetError with everything that is wrong with it, one problem a line."""
     path = _find(name_or_path)
-    settings = _read(path)
-    problems = list(_problems(settings))
+    settings, problems = _read(path)
+    problems += [f"preset {path}: {problem}" for problem in _problems(settings)]
     if problems:
-        raise PresetError("\n".join(f"preset {path}: {problem}" for problem in problems))
-    on_cpu = settings.get("use_cpu") is True
-    return Preset(path.stem, path.absolute(), settings["distributed_type"], _dropped(settings), on_cpu)
+        raise PresetError("\n".join(problems))
+    return Preset(
+        name=path.stem,
+        path=path.absolute(),
+        distributed_type=settings["distributed_type"],
+        variables=_dropped(settings),
+        use_cpu=settings.get("use_cpu") is True,
+        num_processes=settings.get("num_processes"),
+        num_machines=settings.get("num_machines"),
+        for_one_node=_for_one_node(settings),
+        passed_over=tuple(key for key in settings if key in _COUNTS or _says_nothing(key, settings[key])),
+    )
+
+
+def contradiction(preset: Preset, *, num_nodes: int, processes_per_node: int) -> str | None:
+    """Return what the file says otherwise than the launch does, or None."""
+    world_size = num_nodes * processes_per_node
+    if preset.num_machines not in (None, num_nodes):
+        return f"num_machines is {preset.num_machines}, and this launch has {num_nodes}: leave it out of the file"
+    if preset.num_processes not in (None, world_size):
+        return f"num_processes is {preset.num_processes}, and this launch has {world_size}: leave it out of the file"
+    return preset.for_one_node if num_nodes > 1 and preset.for_one_node else None
 
 
 def _dropped(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -124,19 +171,44 @@ def _find(name_or_path: str) -> Path:
     if path.is_file():
         return path
     what = "there is no such file" if path.suffix or len(path.parts) > 1 else "there is no preset and no file of that name"
-    raise PresetError(f"preset {name_or_path}: {what}; {_suggest(path.stem, names())}")
+    other = _OTHER_NAMES.get(path.stem.lower())
+    near = f"did you mean {other}? There is {', '.join(names())}" if other else _suggest(path.stem, names())
+    raise PresetError(f"preset {name_or_path}: {what}; {near}")
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """The settings of a file, and what is wrong with their places in it."""
+    text, root = yaml_text.compose(path, name=f"preset {path}", error=PresetError)
     try:
-        settings = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise PresetError(f"preset {path}: it cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise PresetError(f"preset {path}: it is not YAML: {' '.join(str(error).split())}") from error
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:  # values that no plain type has
+        raise PresetError(f"preset {path}: it is not YAML of plain values: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise PresetError(f"preset {path}: it must hold `key: value` lines, such as `distributed_type: MULTI_GPU`")
-    return settings
+    twice = [
+        f"preset {path}:{line}: {key} is given twice, in line {first} as well: keep one of them"
+        for key, first, line in yaml_text.repeated(root)
+    ]
+    return settings, twice
+
+
+def _for_one_node(settings: Mapping[str, Any]) -> str:
+    section = settings.get("deepspeed_config")
+    own = section if isinstance(section, dict) else {}
+    if settings["distributed_type"] != "DEEPSPEED" or own.get("deepspeed_multinode_launcher") == "standard":
+        return ""
+    launcher = own.get("deepspeed_multinode_launcher", "missing, which means pdsh")
+    return (
+        f"deepspeed_multinode_launcher is {launcher}: it must be standard, as the command is run on every machine; "
+        "the others log in to the machines from one of them"
+    )
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    """Whether a key that is not for presets has a value that changes nothing."""
+    if key not in _REFUSED:
+        return False
+    return value is None or any(value == known and type(value) is type(known) for known in _NOTHING.get(key, ()))
 
 
 def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -152,8 +224,9 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {value!r}: it must hold `key: value` lines"
     if kind == "NO" and settings.get("num_processes", 1) != 1:
         yield f"num_processes is {settings['num_processes']}: distributed_type NO starts 1 process; use MULTI_GPU for more"
-    if kind != "NO" and "num_processes" in settings:
-        yield f"num_processes is {settings['num_processes']}: {_MACHINE.format('--num_processes (samerun: --processes)')}"
+    for name in _COUNTS:
+        if name in settings and (type(settings[name]) is not int or settings[name] < 1):
+            yield f"{name} is {settings[name]!r}: it must be a whole number, at least 1; {_MACHINE.format(f'--{name}')}"
     if kind != "NO" and settings.get("use_cpu"):
         yield f"use_cpu is true: accelerate launch ignores it with distributed_type {kind}; leave it out"
     if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
@@ -185,6 +258,8 @@ def _precision_problems(precision: Any, *, on_cpu: bool) -> Iterator[str]:
 
 
 def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]:
+    if _says_nothing(key, value):
+        return
     if key in _REFUSED:
         yield f"{key} is {value!r}: {_REFUSED[key]}"
     elif key not in known:
@@ -192,20 +267,22 @@ def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]
 
 
 def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    version = settings.get("fsdp_version", settings.get("version", 1))
+    if section == "fsdp_config" and str(version) != "2":
+        yield f"fsdp_version is {version}: it must be 2; version 1 is another program, which this one does not support"
+        return  # most of its keys are of that program
+    wrap, layer = (
+        settings.get(f"fsdp_{key}", settings.get(key)) for key in ("auto_wrap_policy", "transformer_layer_cls_to_wrap")
+    )
+    if wrap == "TRANSFORMER_BASED_WRAP" and not layer:
+        yield (
+            "fsdp_auto_wrap_policy is TRANSFORMER_BASED_WRAP, and fsdp_transformer_layer_cls_to_wrap names no layer: "
+            "Accelerate would find none to shard; name one, or use SIZE_BASED_WRAP with fsdp_min_num_params, as fsdp2.yaml does"
+        )
     for key, value in settings.items():
         # Accelerate takes fsdp's keys with their prefix and without.
         full = f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp_") else key
         yield from _key_problems(full, value, _SECTION_KEYS[section])
-    if section == "fsdp_config":
-        version = settings.get("fsdp_version", settings.get("version", 1))
-        if str(version) != "2":
-            yield f"fsdp_version is {version}: it must be 2; version 1 is another program, which this one does not support"
-    elif settings.get("deepspeed_multinode_launcher") != "standard":
-        launcher = settings.get("deepspeed_multinode_launcher", "missing, which means pdsh")
-        yield (
-            f"deepspeed_multinode_launcher is {launcher}: it must be standard, as the command is run on every machine; "
-            "the others log in to the machines from one of them"
-        )
 
 
 def _suggest(word: str, known: Collection[str]) -> str:

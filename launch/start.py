@@ -177,8 +177,8 @@ def _refuse_restarts_by_a_task(
 
 
 def _this_machine(chosen: Preset | None, processes: int | None, environment: Mapping[str, str]) -> Topology:
-    if chosen and chosen.is_single_process and processes is None:
-        return local.find(environment, processes=1, origin=f"preset {chosen.name}")
+    if chosen and processes is None and (chosen.is_single_process or chosen.num_processes):
+        return local.find(environment, processes=chosen.num_processes or 1, origin=f"preset {chosen.name}")
     return local.find(environment, processes=processes)
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -121,7 +121,18 @@ def accelerate(preset: str | Path, *options: str, target: tuple[str, ...], proce
     count = ("--num_processes", str(processes)) if processes is not None else ()
     port = ("--main_process_port", str(free_port())) if "--main_process_port" not in options else ()
     launch = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(_path_of(preset)))
-    return [*launch, *count, *port, *options, *target]
+    return [*launch, *count, *port, *options, *last_of_each(target)]
+
+
+def last_of_each(words: Iterable[str]) -> tuple[str, ...]:
+    """The words, of which the last `key=value` counts: the application refuses a key that is given twice."""
+    given = list(words)
+    last = {word.partition("=")[0]: index for index, word in enumerate(given) if "=" in word}
+    return tuple(
+        word
+        for index, word in enumerate(given)
+        if last.get(word.partition("=")[0], index) == index or word.startswith(("-", "/"))
+    )
 
 
 def _path_of(preset: str | Path) -> Path:
@@ -233,7 +244,7 @@ def start(preset: str, processes: int | None, *command: str, env: Mapping[str, s
     # The meeting point of the launcher went with it.
     meeting = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"} if processes and processes > 1 else {}
     given = launched_environments(preset, processes or 1)
-    return warm().start(command, [{**variables, **meeting, **(env or {})} for variables in given])
+    return warm().start(last_of_each(command), [{**variables, **meeting, **(env or {})} for variables in given])
 
 
 def run(preset: str, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Finished:

@@ -26,7 +26,9 @@ def test_a_plan_divides_the_global_batch_or_says_why_not(
         assert plan.micro_batch == max(fitting)
         assert plan.micro_batch * plan.accumulation * plan.world_size == global_batch_size
     else:
-        with pytest.raises(RecipeError, match=f"which {world_size} processes cannot divide"):
+        hopeless = even and max_micro_batch == 1
+        why = "set train.max_micro_batch to 2 or more" if hopeless else f"which {world_size} processes cannot divide"
+        with pytest.raises(RecipeError, match=why):
             BatchPlan.fit(world_size=world_size, **asked)
 
 

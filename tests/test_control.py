@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import REPOSITORY, Finished, Started, accelerate, read, read_lines
+from processes import REPOSITORY, Finished, Started, accelerate, last_of_each, read, read_lines
 
 from app.checkpoints import step_folders
 
@@ -82,7 +82,17 @@ RECIPE = (
 
 
 def arguments(run_dir: Path, *more: str) -> tuple[str, ...]:
-    return ("-m", "app.train", "--run-dir", str(run_dir), "--trackers", "none", "--resume", "auto", *RECIPE, *more)
+    return (
+        "-m",
+        "app.train",
+        "--run-dir",
+        str(run_dir),
+        "--trackers",
+        "none",
+        "--resume",
+        "auto",
+        *last_of_each((*RECIPE, *more)),
+    )
 
 
 def alone(run_dir: Path, *more: str) -> Started:

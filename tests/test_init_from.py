@@ -143,7 +143,11 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
 def test_what_holds_no_weights_is_refused(runtime: Runtime, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"PK" + bytes(100))
     (tmp_path / "run").mkdir()
-    assert "is damaged, or no safetensors file" in refused(runtime, build(), tmp_path / "model.pt")
+    assert "model.pt, a pickle of torch.save, and a safetensors file is wanted: " in refused(
+        runtime, build(), tmp_path / "model.pt"
+    )
+    (tmp_path / "noise").write_bytes(bytes(range(200)))
+    assert "is damaged, or no safetensors file" in refused(runtime, build(), tmp_path / "noise")
     for place in (tmp_path / "run", tmp_path / "nothing"):
         assert f"--init-from is {place}: give a safetensors file" in refused(runtime, build(), place)
 

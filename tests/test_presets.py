@@ -195,10 +195,10 @@ REFUSED = {
     "8 bits": ("distributed_type: MULTI_GPU\nmixed_precision: fp8", ["'fp8'", "one of no, bf16, fp16"]),
     "settings of 8 bits": ("distributed_type: MULTI_GPU\nfp8_config: {backend: TE}", ["8-bit numbers are not supported"]),
     "fp16 on the CPU": ("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16", ["use_cpu is true: fp16 is for GPUs"]),
-    "processes": ("distributed_type: MULTI_GPU\nnum_processes: 4", ["num_processes is 4", "--processes"]),
+    "processes": ("distributed_type: MULTI_GPU\nnum_processes: many", ["num_processes is 'many'", "--num_processes"]),
     "two of NO": ("distributed_type: 'NO'\nnum_processes: 2", ["num_processes is 2", "MULTI_GPU"]),
-    "machines": ("distributed_type: MULTI_GPU\nnum_machines: 2", ["num_machines is 2", "--num_machines"]),
-    "rank": ("distributed_type: MULTI_GPU\nmachine_rank: 0", ["machine_rank is 0", "--machine_rank"]),
+    "machines": ("distributed_type: MULTI_GPU\nnum_machines: 0", ["num_machines is 0", "--num_machines"]),
+    "rank": ("distributed_type: MULTI_GPU\nmachine_rank: 1", ["machine_rank is 1", "--machine_rank"]),
     "address": ("distributed_type: MULTI_GPU\nmain_process_ip: 10.0.0.1", ["10.0.0.1", "--main_process_ip"]),
     "port": ("distributed_type: MULTI_GPU\nmain_process_port: 29500", ["29500", "--main_process_port"]),
     "ignored": ("distributed_type: MULTI_GPU\nrdzv_backend: c10d", ["rdzv_backend is 'c10d'", "ignores"]),
@@ -210,7 +210,7 @@ REFUSED = {
     "fsdp 1": ("distributed_type: FSDP", ["fsdp_version is 1", "must be 2"]),
     "fsdp 1's key": ("distributed_type: FSDP\nfsdp_config: {version: 2, sharding_strategy: FULL_SHARD}", ["reshard"]),
     "fsdp typing error": ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, min_num_param: 1}", ["fsdp_min_num_params"]),
-    "pdsh": ("distributed_type: DEEPSPEED", ["deepspeed_multinode_launcher", "pdsh", "standard"]),
+    "twice": ("distributed_type: DEEPSPEED\ndebug: true\ndebug: false", [":3: debug is given twice", "line 2"]),
     "accumulation": (
         "distributed_type: DEEPSPEED\n"
         "deepspeed_config: {deepspeed_multinode_launcher: standard, gradient_accumulation_steps: 4}",
@@ -242,7 +242,7 @@ def test_refused(tmp_path, text, words):
 
 def test_everything_wrong_is_said_at_once(tmp_path):
     path = tmp_path / "bad.yaml"
-    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmachine_rank: 0\nuse_cpu: true\n")
+    path.write_text("distributed_type: MULTI_GPU\nmain_process_port: 2\nmachine_rank: 1\nuse_cpu: true\n")
     with pytest.raises(PresetError) as caught:
         preset.load(str(path))
     assert len(str(caught.value).splitlines()) == 3

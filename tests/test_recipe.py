@@ -31,17 +31,41 @@ def problems(path: str, *overrides: str) -> list[str]:
 # Precedence ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_file_is_all_defaults(write):
-    for text in ("", "# nothing\n", "train:\n  # all of it a comment\n", "---\n"):
-        loaded = load(write(text))
-        assert loaded.recipe == Recipe()
-        assert set(loaded.origins.values()) == {"default"}
-        assert loaded.name == "my"
+def test_an_empty_section_is_all_defaults(write):
+    loaded = load(write("train:\n  # all of it a comment\n"))
+    assert loaded.recipe == Recipe()
+    assert set(loaded.origins.values()) == {"default"}
+    assert loaded.name == "my"
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "{}", "null"])
+def test_an_empty_file_is_no_recipe(write, text):
+    (problem,) = problems(write(text))
+    assert problem.startswith("my.yaml")
+    assert "empty" in problem
+
+
+def test_a_key_twice_on_the_command_line(write):
+    assert problems(write("seed: 1\n"), "optim.lr=0.25", "train.steps=3", "optim.lr=0.5") == [
+        "optim.lr is given twice (command line: 0.25 and 0.5): keep one of them"
+    ]
+
+
+@pytest.mark.parametrize("words", [["optim.lr", "=", "0.1"], ["optim.lr=", "0.1"], ["optim.lr", "=0.1"]])
+def test_spaces_around_the_sign(write, words):
+    (problem,) = problems(write("seed: 1\n"), "seed=3", *words, "train.steps=3")
+    assert problem == f"{' '.join(words)!r} (command line): it has spaces in it: write optim.lr=0.1"
+
+
+def test_keys_in_quotes_and_in_braces_are_keys(write):
+    recipe = Recipe(seed=3, optim=OptimRecipe(lr=0.5))
+    assert load(write('"seed": 3\n\'optim\':\n  "lr": 0.5\n')).recipe == recipe
+    assert load(write('{"seed": 3, "optim": {"lr": 0.5}}')).recipe == recipe
 
 
 def test_defaults_then_file_then_command_line(write):
     path = write("seed: 1\noptim:\n  lr: 0.5\n  momentum: 0.8\n")
-    loaded = load(path, ["optim.lr=0.25", "train.steps=3", "optim.lr=0.125"])
+    loaded = load(path, ["train.steps=3", "optim.lr=0.125"])
     assert loaded.recipe == Recipe(seed=1, optim=OptimRecipe(lr=0.125, momentum=0.8), train=TrainRecipe(steps=3))
     assert loaded.origins["seed"] == f"{path}:1"
     assert loaded.origins["optim.momentum"] == f"{path}:4"
@@ -69,7 +93,7 @@ def test_both_durations_in_one_layer(write):
     assert problems(path) == [
         "train.epochs is 5 and train.steps is 7: give one of them (train.epochs: my.yaml:2, train.steps: my.yaml:3)"
     ]
-    assert problems(write(""), "train.epochs=5", "train.steps=7") == [
+    assert problems(write("train:\n"), "train.epochs=5", "train.steps=7") == [
         "train.epochs is 5 and train.steps is 7: give one of them (command line)"
     ]
 
@@ -111,7 +135,7 @@ def test_values_are_read_as_the_type_of_their_key(write, key, text, expected, pl
     if place == "file":
         loaded = load(write(f"{section}:\n  {name}: {text}\n" if section else f"{name}: {text}\n"))
     else:
-        loaded = load(write(""), [f"{key}={text}"])
+        loaded = load(write("train:\n"), [f"{key}={text}"])
     found = getattr(getattr(loaded.recipe, section) if section else loaded.recipe, name)
     assert found == expected
     assert type(found) is type(expected)
@@ -121,7 +145,7 @@ def test_values_are_read_as_the_type_of_their_key(write, key, text, expected, pl
 
 def test_a_path_on_the_command_line_is_taken_as_it_stands(write):
     for path in ("/a: b", "/a #1", "*.zip", "@x", "a=b", "{x}"):
-        assert load(write(""), [f"data.path={path}"]).recipe.data.path == path
+        assert load(write("train:\n"), [f"data.path={path}"]).recipe.data.path == path
 
 
 def test_dotted_keys_are_keys_in_a_file_too(write):
@@ -164,7 +188,7 @@ def test_wrong_types(write, key, text, expected, place):
         found = problems(write(f"{section}:\n  {name}: {text}\n" if section else f"\n{name}: {text}\n"))
         origin = "my.yaml:2"
     else:
-        found, origin = problems(write(""), f"{key}={text}"), "command line"
+        found, origin = problems(write("train:\n"), f"{key}={text}"), "command line"
     (problem,) = found
     assert problem.startswith(f"{key} is {text or 'empty'}".replace("[[1]]", "[...]"))
     assert problem.endswith(f"({origin}): expected {expected}")
@@ -193,7 +217,7 @@ def test_wrong_type_of_a_mapping_and_of_an_endless_list(write):
     ],
 )
 def test_overrides_that_name_no_key(write, override, expected):
-    (problem,) = problems(write(""), override)
+    (problem,) = problems(write("train:\n"), override)
     assert expected in problem
 
 
@@ -239,11 +263,11 @@ def test_nothing_is_said_about_the_default_of_a_key_that_could_not_be_read(write
 
 
 @pytest.mark.parametrize(
-    ("text", "line"), [("seed: [1\n", 2), ("seed: 1\n\tlr: 2\n", 2), ("a: b: c\n", 1), ("--- 1\n--- 2\n", 2), ("x: \0", None)]
+    ("text", "line"), [("seed: [1\n", 2), ("seed: 1\n\tlr: 2\n", 2), ("a: b: c\n", 1), ("--- 1\n--- 2\n", 2), ("x: \0", 1)]
 )
 def test_text_that_is_not_yaml(write, text, line):
     (problem,) = problems(write(text))
-    assert re.match(f"my.yaml:{line}: ." if line else "recipe my.yaml: .", problem)
+    assert re.match(f"my.yaml:{line}: .", problem)
 
 
 def test_a_file_that_holds_no_mapping(write):
@@ -252,8 +276,8 @@ def test_a_file_that_holds_no_mapping(write):
 
 
 def test_bytes_that_are_not_text(tmp_path):
-    (tmp_path / "my.yaml").write_bytes(b"seed: \xff\xfe\n")
-    assert problems(str(tmp_path / "my.yaml"))[0].startswith("recipe my.yaml: ")
+    (tmp_path / "my.yaml").write_bytes(b"seed: 1\nmodel: {name: caf\xe9}\n")
+    assert problems(str(tmp_path / "my.yaml"))[0].startswith("my.yaml:2: it is not UTF-8 (byte 0xe9): save it as UTF-8")
 
 
 def test_recipes_that_are_not_there(tmp_path):

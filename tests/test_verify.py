@@ -23,7 +23,7 @@ from app.errors import RecipeError, RunFolderError
 from app.goodput import Goodput, account
 from app.ledger import End, Evaluated, Event, Saved, Start, Steps
 from app.recipe import Recipe, TrainRecipe
-from app.verify import Verdict, examine
+from app.verify import Verdict, examine, verify
 from launch import cli
 
 SIZE, RECIPE = 26, Recipe(seed=3, train=TrainRecipe(global_batch_size=8))  # 3 steps an epoch, and 2 samples left out
@@ -329,3 +329,23 @@ def test_a_broken_line_is_said_and_its_steps_are_missing(tmp_path: Path, capsys:
     printed = capsys.readouterr().out.splitlines()
     assert printed[1] == "4 steps were missing: 3-6"
     assert printed[2].startswith(f"{path}: a line is broken or cut (line 3: it is no JSON")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "empty"),
+        ("data:\n  source: digits\n", "does not say seed and train.global_batch_size"),
+        (recipe_file.to_yaml(RECIPE).replace("seed: 3\n", ""), "does not say seed"),
+        ("seed: [3\n", "recipe.yaml:2: it is not YAML"),
+    ],
+)
+def test_a_recipe_that_was_cut_proves_nothing(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "ledger.jsonl").write_text(
+        '{"event": "start", "time": 1, "from_step": 0, "total_steps": 1, "training_samples": 9, '
+        '"world_size": 1, "preset": null, "resumed_from": null, "job": null, "submitted": null, "allocated": null, '
+        '"launched": 1}\n'
+    )
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=words):
+        verify(tmp_path)

@@ -28,6 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
+from app import recipe_file
 from app.benchmarks import plots, turns, whole
 from app.benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Row, results, table, write
 from app.cores import machine
@@ -199,7 +200,7 @@ def _is_ready(entry: Entry, contestant: turns.Contestant, console: Console) -> b
 
 
 def _task(entry: Entry, work: dict[str, Any], model: str, *, epochs: int | None = None) -> dict[str, Any]:
-    overrides = [*work["overrides"], *entry.overrides]
+    overrides = recipe_file.replaced(work["overrides"], entry.overrides)
     own = {"program": entry.program, "augmented": entry.augmented, "model": model, "epochs": epochs, "overrides": overrides}
     return {**work, **own}
 

@@ -160,7 +160,7 @@ def load(name: str, overrides: Sequence[str], *, model: str, augmented: bool, ep
     common += [length, *({LINEAR: (), "convnet": _CONVNET}.get(model, (f"model.name={model}",)))]
     if not augmented:
         common += ["augment.crop_padding=0", "augment.flip=0"]
-    return recipe_file.load(name, [*common, *overrides])
+    return recipe_file.load(name, recipe_file.replaced(common, overrides))
 
 
 def shape_of(data: Data) -> tuple[int, int, int, int]:

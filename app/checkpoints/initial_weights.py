@@ -15,6 +15,7 @@ import torch
 from app import handshake, run_folder
 from app.checkpoints import checkpoint
 from app.checkpoints import step_folders as files
+from app.checkpoints.durable import telling
 from app.checkpoints.piece import Piece
 from app.checkpoints.tensor_file import TensorFile
 from app.errors import CheckpointError
@@ -82,6 +83,13 @@ def _find(runtime: Runtime, place: Path) -> Path:
 
 
 def _of_file(path: Path) -> _Stored:
+    with telling(path, "read"), path.open("rb") as opened:
+        begin = opened.read(4)
+    if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
+        convert = "save_file(torch.load(PATH, weights_only=True), NEW), with save_file of safetensors.torch"
+        raise CheckpointError(
+            f"--init-from is {path}, a pickle of torch.save, and a safetensors file is wanted: {convert}, makes one"
+        )
     file = TensorFile(path)
     return _Stored(file.shapes, file.read_into)
 

@@ -46,7 +46,7 @@ def recipe_of(what: str, overrides: Sequence[str]) -> Recipe:
     found = [] if said else [f"data.source={_kind(path)}"]
     if path.is_dir() and not (path / "test").exists():
         found += [f"data.test_split={name}" for name in _TEST_NAMES if (path / name).is_dir()][:1]
-    return recipe_file.load("imagefolder", [f"data.path={path}", *found, *overrides]).recipe
+    return recipe_file.load("imagefolder", recipe_file.replaced([f"data.path={path}", *found], overrides)).recipe
 
 
 def _kind(path: Path) -> str:

@@ -192,9 +192,16 @@ def read_times(path: Path) -> list[Row]:
     Lines of the same number of devices are its repeats. Raises DataError with every line that is wrong.
     """
     try:
-        lines = list(csv.DictReader(path.read_text().splitlines()))
+        table = csv.DictReader(path.read_text().splitlines())
+        heading, lines = list(table.fieldnames or ()), list(table)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} (--from) cannot be read: {error}.") from error
+    lacking = [name for name in ("devices", "seconds") if name not in heading]
+    if lacking:
+        raise DataError(
+            f"{path}:1: its heading is {','.join(heading) or 'empty'}, without {' and '.join(lacking)}: the first line has to "
+            "be devices,seconds, or method,devices,seconds"
+        )
     found: dict[tuple[str, int], list[Measured]] = {}
     problems = []
     for number, line in enumerate(lines, start=2):
