@@ -88,7 +88,7 @@ def _resubmit(
     ends_s = _times(job_id, describe_job).ends_s
     if signal.SIGTERM in signals and (ends_s is None or time.time() < ends_s):
         raise NotDoneError(f"PBS was ending job {job_id}, as after qdel")
-    if "PBS_ARRAY_INDEX" in environment:
+    if "[" in job_id:  # PBS_ARRAY_INDEX tells less: a job that `qsub -V` submits in an array inherits it
         raise NotDoneError(f"job {job_id} is of an array, which cannot submit one of its tasks again")
     try:
         attributes = pbs.attributes_of(describe_job(job_id) or "", job_id=job_id)

@@ -175,12 +175,13 @@ def test_a_deleted_pbs_job_has_no_successor_and_one_at_its_limit_has():
     with pytest.raises(NotDoneError, match="as after qdel"):
         pbs_found(job=JOB | {"stime": time.strftime("%a %b %d %H:%M:%S %Y")}).requeue([signal.SIGTERM])
     assert pbs_found(lambda *_: "8.head").requeue([signal.SIGTERM]).exit_code == 0
+    assert pbs_found(lambda *_: "8.head", PBS_ARRAY_INDEX="1", PBS_ARRAY_ID="2[].head").requeue([]).exit_code == 0
 
 
 @pytest.mark.parametrize(
     ("said", "job", "words"),
     [
-        ({"PBS_JOBID": "14[1].head", "PBS_ARRAY_INDEX": "1"}, JOB, "is of an array"),
+        ({"PBS_JOBID": "14[1].head"}, JOB, "is of an array"),
         ({}, JOB | {"Submit_arguments": "-l select=1"}, "ends with no script's file"),
         ({}, {}, "does not describe the job"),
     ],
