@@ -6,10 +6,10 @@ pseudo terminal's SLURM_PTY_PORT though it is no step, the shell of salloc a SLU
 job, and a task SLURM_PTY_PORT though it has no terminal. No variable tells: those that are always set anew (SLURM_JOB_ID,
 SLURM_TASK_PID, SLURM_PROCID, ...) are set for scripts and tasks alike, and the others are as they were in a real step.
 
-What cannot be inherited is where Slurm started the process: its cgroup, `.../job_12/step_0/...` or `.../step_batch`, and
-above it a process `slurmstepd: [12.0]` or `[12.batch]`. The first is there with ProctrackType=proctrack/cgroup, also in
-containers that have no cgroup namespace; the second unless /proc hides it (a PID namespace, hidepid). Where neither can be
-seen, the variables are believed.
+What cannot be inherited is where Slurm started the process: above it is a process `slurmstepd: [12.0]` or `[12.batch]`, and
+its cgroup is `.../job_12/step_0/...` or `.../step_batch`. The first is seen unless /proc hides it (a PID namespace, hidepid)
+or its child has ended; the second is there with ProctrackType=proctrack/cgroup, also in containers that have no cgroup
+namespace. Where neither can be seen, the variables are believed.
 
 Seen on Slurm 22.05 (tests/environments/slurm-nested), and in the source up to 26.11: sbatch.c and salloc.c take nothing out of
 the environment but SLURM_STEPMGR, and slurmstepd.c, cgroup_v1 and cgroup_v2 write these names. Standard library only.
@@ -97,13 +97,16 @@ def find_origin(proc: Path = Path("/proc")) -> Origin | None:
             break
         terminals[pid] = terminal != "0"
         pid = parent
+    if named:
+        return Origin(named[1].decode(), named[2].decode(), terminals)
     try:
-        grouped = _GROUP.search((proc / "self" / "cgroup").read_text())
+        grouped = _GROUP.findall((proc / "self" / "cgroup").read_text())
     except OSError:
-        grouped = None
-    if grouped:
-        return Origin(grouped[1], grouped[2], terminals)
-    return Origin(named[1].decode(), named[2].decode(), terminals) if named else None
+        return None
+    if not grouped:
+        return None
+    job, step = grouped[-1]  # the innermost, where a cluster runs in another's job
+    return Origin(job, step, terminals)
 
 
 def _tasks_asked(environment: Mapping[str, str]) -> list[re.Pattern[str]]:

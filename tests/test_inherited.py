@@ -72,7 +72,11 @@ def test_cgroup_and_slurmstepd_each_tell_where_slurm_started_a_process(name: str
 
 @pytest.mark.parametrize(
     "group",
-    ["0::/system.slice/slurmstepd.scope/job_22/step_batch/user/task_0", "6:freezer:/slurm/uid_0/job_22/step_batch"],
+    [
+        "0::/system.slice/slurmstepd.scope/job_22/step_batch/user/task_0",
+        "6:freezer:/slurm/uid_0/job_22/step_batch",
+        "6:freezer:/slurm/uid_0/job_9/step_0/lab/slurm_node1/uid_0/job_22/step_batch",
+    ],
 )
 def test_both_versions_of_cgroups_are_read(group: str, tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
