@@ -59,7 +59,14 @@ class Parser(argparse.ArgumentParser):
         arguments, unknown = self.parse_known_intermixed_args(words)
         for word in unknown:
             self.error(f"{word.partition('=')[0]}: there is no such option; {self._meant(word, words, also)}")
+        self.refuse_empty(arguments)
         return arguments
+
+    def refuse_empty(self, arguments: argparse.Namespace) -> None:
+        """Raise UsageError for an option whose value is the empty text, as an unset variable of a shell makes it."""
+        for name, value in vars(arguments).items():
+            if value == "":
+                self.error(f"--{name.replace('_', '-')} is empty: give it a value, or leave it out")
 
     def take_accelerates_words(self) -> None:
         """Take options by the names that `accelerate launch` has for them, and `num_processes`, which is that of all nodes."""

@@ -151,7 +151,9 @@ def _check(given: Mapping[str, _Given], problems: list[str]) -> tuple[Recipe, di
             values[key] = kind.read(item.node)
         except ValueError:
             broken.add(key)
-            problems.append(f"{key} is {keys.shown(item.node)} ({item.origin}): expected {kind.describe()}")
+            quoted = isinstance(item.node, yaml.ScalarNode) and not keys.is_plain(item.node) and kind.scalar is not str
+            expected = f"{kind.describe()}{', without quotes' if quoted else ''}"
+            problems.append(f"{key} is {keys.shown(item.node)} ({item.origin}): expected {expected}")
     try:
         recipe = keys.build(values)
     except RecipeError as error:

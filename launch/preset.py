@@ -139,7 +139,7 @@ def load(name_or_path: str) -> Preset:
         num_processes=settings.get("num_processes"),
         num_machines=settings.get("num_machines"),
         for_one_node=_for_one_node(settings),
-        passed_over=tuple(key for key in settings if key in _COUNTS or _says_nothing(key, settings[key])),
+        passed_over=tuple(key for key in settings if key == "num_machines" or _says_nothing(key, settings[key])),
     )
 
 

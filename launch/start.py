@@ -59,6 +59,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.N
     """
     parser = _parser()
     options, passed_on = parser.parse_known_args(argv)
+    parser.refuse_empty(options)
     return options, passed_on, run_checks.of_training(passed_on, command="launch", its_options=parser.options())
 
 

@@ -1,0 +1,53 @@
+"""What every table of bad input asks: the exit code, the sentence, and nothing that only a programmer could read."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+
+_OF_PYTHON = re.compile(
+    r"Traceback|\b(Value|Key|Type|OS|Index|Attribute|Runtime|FileNotFound|UnicodeDecode|Recursion|Assertion|Overflow|JSONDecode|"
+    r"NotADirectory|IsADirectory|Permission|ZeroDivision)Error\b|<class |object at 0x"
+)
+
+
+def assert_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str], sentence: str, code: int
+) -> None:
+    """Call `samerun ...` or `app.train ...` within this process, and look at what it says."""
+    program, *arguments = command
+    ended: int | str | None
+    try:
+        if program == "samerun":
+            ended = cli.main(arguments)
+        else:
+            monkeypatch.setattr(os, "_exit", _leave)  # the tests would end with it
+            ended = importlib.import_module(program).main(arguments)
+    except SystemExit as left:
+        ended = left.code
+    captured = capsys.readouterr()
+    text = captured.err + captured.out
+    assert ended == code, text
+    assert " ".join(sentence.split()) in " ".join(text.split()), text
+    assert not _OF_PYTHON.search(text), text
+
+
+def _leave(code: int) -> None:
+    raise SystemExit(code)
+
+
+def put(folder: Path, name: str, content: str | bytes | None) -> Path:
+    """Write a file, or with None make a folder, and return its path."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
