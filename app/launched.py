@@ -100,7 +100,7 @@ def read(environ: Mapping[str, str], *, started_by: Callable[[], Sequence[Sequen
     the end of the allocation cannot be right, and PresetError where the preset sets what the recipe decides.
     """
     launched = _read(environ, started_by)
-    return replace(launched, end_time_s=_end_time_s(environ))
+    return replace(launched, end_time_s=end_time_s(environ))
 
 
 def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence[str]]]) -> Launched:
@@ -129,7 +129,8 @@ def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence
     )
 
 
-def _end_time_s(environ: Mapping[str, str]) -> float | None:
+def end_time_s(environ: Mapping[str, str]) -> float | None:
+    """Return when the allocation ends, in Unix seconds, if it is known. Raises TopologyError for a time that is none."""
     text = environ.get(_END_TIME)
     if text is None:
         return None

@@ -6,6 +6,7 @@ a host that PBS or Grid Engine start something on is told little of the job, and
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +51,7 @@ def find(
     if HOSTS not in environment:
         return None
     names = [name.strip() for name in environment[HOSTS].split(",")]
-    if not all(names) or len(set(names)) < len(names):
+    if not all(re.fullmatch(r"[\w.:%-]+", name) for name in names) or len(set(names)) < len(names):
         raise TopologyError(f"{HOSTS} is {environment[HOSTS]!r}: it must be the names of different hosts, as node1,node2")
     here, origin = count_accelerators(environment)
     job = topology(

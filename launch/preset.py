@@ -87,6 +87,10 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "tpu_env": ([],), "tpu_use_cluster": (False,), "tpu_use_sudo": (False,),
 }  # fmt: skip
 _COUNTS = ("num_processes", "num_machines")
+_OFFLOAD = ("none", "cpu", "nvme")
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero_stage": (0, 1, 2, 3), "offload_optimizer_device": _OFFLOAD, "offload_param_device": _OFFLOAD
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,8 @@ def _find(name_or_path: str) -> Path:
     if path.is_file():
         return path
     what = "there is no such file" if path.suffix or len(path.parts) > 1 else "there is no preset and no file of that name"
+    if path.exists():
+        raise PresetError(f"preset {name_or_path}: that is no file of text; give an Accelerate config file, or a name")
     other = _OTHER_NAMES.get(path.stem.lower())
     near = f"did you mean {other}? There is {', '.join(names())}" if other else _suggest(path.stem, names())
     raise PresetError(f"preset {name_or_path}: {what}; {near}")
@@ -267,6 +273,9 @@ def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]
 
 
 def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    for key, values in _VALUES.items():
+        if settings.get(key) not in (None, *values):
+            yield f"{key} is {settings[key]!r}: it must be one of {', '.join(map(str, values))}"
     version = settings.get("fsdp_version", settings.get("version", 1))
     if section == "fsdp_config" and str(version) != "2":
         yield f"fsdp_version is {version}: it must be 2; version 1 is another program, which this one does not support"

@@ -18,6 +18,7 @@ from pathlib import Path
 from app.batching import BatchPlan
 from app.command_line import Parser
 from app.errors import TopologyError
+from app.launched import end_time_s
 from app.recipe_file import load as load_recipe
 from app.topology import Topology
 from launch import attempts, explain, find, local, meeting, meeting_key, preset, run_checks, signals, supervise
@@ -32,6 +33,8 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     options, passed_on, training = read(argv)
     found = _find_out(options, passed_on, argv, environment, overrides=training.overrides)
     if not found.is_task:  # or each node would look again
+        if not found.job:  # or the time is that of the job
+            end_time_s(environment)
         for problem in run_checks.problems(training, run_dir=found.run_dir, resume=found.resume()):
             raise problem
     command = found.accelerate_argv()  # what cannot be is refused here, not on every node

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from processes import end_warm, train
+from refusals import refused  # noqa: F401 - a fixture
 from slurm_lab import RECIPE, STEPS, losses
 
 # By the time that they take.

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -17,25 +18,33 @@ _OF_PYTHON = re.compile(
 )
 
 
-def assert_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str], sentence: str, code: int
-) -> None:
-    """Call `samerun ...` or `app.train ...` within this process, and look at what it says."""
-    program, *arguments = command
-    ended: int | str | None
-    try:
-        if program == "samerun":
-            ended = cli.main(arguments)
-        else:
-            monkeypatch.setattr(os, "_exit", _leave)  # the tests would end with it
-            ended = importlib.import_module(program).main(arguments)
-    except SystemExit as left:
-        ended = left.code
-    captured = capsys.readouterr()
-    text = captured.err + captured.out
-    assert ended == code, text
-    assert " ".join(sentence.split()) in " ".join(text.split()), text
-    assert not _OF_PYTHON.search(text), text
+class Refused(Protocol):
+    """What the fixture `refused` gives."""
+
+    def __call__(self, command: list[str], sentence: str, code: int) -> None:
+        """Call `samerun ...` or `app.train ...` within this process, in a new folder, and look at what it says."""
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Refused:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "_exit", _leave)  # the tests would end with it
+
+    def look(command: list[str], sentence: str, code: int) -> None:
+        capsys.readouterr()
+        program, *arguments = command
+        ended: int | str | None
+        try:
+            ended = cli.main(arguments) if program == "samerun" else importlib.import_module(program).main(arguments)
+        except SystemExit as left:
+            ended = left.code
+        captured = capsys.readouterr()
+        text = captured.err + captured.out
+        assert ended == code, text
+        assert " ".join(sentence.split()) in " ".join(text.split()), text
+        assert not _OF_PYTHON.search(text), text
+
+    return look
 
 
 def _leave(code: int) -> None:
