@@ -32,6 +32,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from app import regular
 from app.errors import RunFolderError
 from app.lines import Lines, is_count, parsed
 from app.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, refusal
@@ -56,7 +57,7 @@ class Claim:
         To end soon, not to be safe: whatever this start writes from then on goes nowhere.
         """
         try:
-            (self.place / _ABOUT).read_bytes()  # opening asks NFS's server, where a stat may be answered from memory
+            regular.content(self.place / _ABOUT)  # opening asks NFS's server, where a stat may be answered from memory
         except OSError as error:
             if error.errno not in _GONE:
                 raise RunFolderError(refusal(self.place / _ABOUT, "read", error)) from error
@@ -70,7 +71,7 @@ class Claim:
             return f"{self.path}, the run folder, is gone, or {self.place} in it: this start ends and writes nothing more."
         host = "another machine"
         with suppress(OSError, ValueError, KeyError, TypeError):  # then it is just not known which
-            host = parsed((starts / str(max(later)) / _ABOUT).read_bytes())["host"]
+            host = parsed(regular.content(starts / str(max(later)) / _ABOUT))["host"]
         return (
             f"another start of this run, on {host}, has taken {self.path} over: this one ends and writes nothing more. "
             "If you started both, give one another --run-dir."

@@ -5,6 +5,8 @@ loads, leaves it behind, and every later one on this home folder would wait for 
 are loaded before DeepSpeed asks for them, by one process at a time under a lock of the kernel's, which ends with its holder:
 whoever has that finds a `lock` only if it is a dead process's.
 
+Compiling may take minutes, in which nothing else is heard of a run: that it goes on is said, and how long it took before.
+
 torch compiles with whatever `ninja` is on the PATH, where a virtual environment's need not be, and one version compiles
 again what another one has: so it is always the one that DeepSpeed brought along.
 """
@@ -13,17 +15,26 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from app.errors import PresetError
 from app.own_folder import refuse_prepared
 
 _GUARD = "samerun.flock"
+_SECONDS = "samerun.seconds"
+"""File beside an operator: how long it took to compile it, in seconds."""
+_PATIENCE_S, _SAY_EVERY_S = 3.0, 20.0
 
 
 def load() -> None:
     """Load, and compile where nobody has yet, what DeepSpeed needs here: on a CPU, what ranks of one machine meet through.
+
+    Raises PresetError where the folder of compiled operators cannot be used.
 
     Not its CPUAdam: torch's own optimizers step (runtime.py).
     """
@@ -42,7 +53,44 @@ def _load(*names: str) -> None:
             if builder is not None and builder.is_compatible(verbose=False):
                 for leftover in root.glob(f"**/{builder.name}/lock"):
                     leftover.unlink()
-                builder.load(verbose=False)
+                with _told(builder.name, root):
+                    builder.load(verbose=False)
+
+
+@contextmanager
+def _told(name: str, root: Path) -> Iterator[None]:
+    """Say on stderr that an operator is compiled in the block, unless it is over in moments, and again as this goes on."""
+    known = max(root.glob(f"**/{name}/{_SECONDS}"), default=root / name / _SECONDS)
+    before = "it may take some minutes"
+    with suppress(OSError, ValueError):  # nobody has compiled it here
+        before = f"it took {float(known.read_text()):.0f} s the last time here"
+    began_s, is_over, is_said = time.monotonic(), threading.Event(), threading.Event()
+
+    def go_on() -> None:
+        if is_over.wait(_PATIENCE_S):
+            return
+        is_said.set()
+        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version: {before}")
+        while not is_over.wait(_SAY_EVERY_S):
+            _say(f"compiling DeepSpeed's {name} goes on, for {time.monotonic() - began_s:.0f} s now")
+
+    teller = threading.Thread(target=go_on, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+    if is_said.is_set():
+        took_s = time.monotonic() - began_s
+        _say(f"compiled DeepSpeed's {name} in {took_s:.0f} s")
+        with suppress(OSError):  # then the next start has no time to tell
+            known.write_text(f"{took_s:.1f}\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 @contextmanager
@@ -64,9 +112,16 @@ def _alone() -> Iterator[Path]:
     from torch.utils.cpp_extension import get_default_build_root  # on a machine without CUDA its import warns
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    root.mkdir(parents=True, exist_ok=True)
-    refuse_prepared(root)  # what is compiled there is run here
-    with (root / _GUARD).open("w") as guard:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        refuse_prepared(root)  # what is compiled there is run here
+        guard = (root / _GUARD).open("w")
+    except OSError as error:
+        raise PresetError(
+            f"DeepSpeed compiles operators, and their folder {root} cannot be used ({error.strerror}): set "
+            "TORCH_EXTENSIONS_DIR to a folder of yours that can be written"
+        ) from error
+    with guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         yield root
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from app import tasks
-from app.environment import number, said
+from app.environment import check_threads, number, said
 from app.errors import PresetError, TopologyError
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
@@ -99,6 +99,7 @@ def read(environ: Mapping[str, str], *, started_by: Callable[[], Sequence[Sequen
     Raises TopologyError where several processes were started, or asked for, without the environment that joins them, or where
     the end of the allocation cannot be right, and PresetError where the preset sets what the recipe decides.
     """
+    check_threads(environ)
     launched = _read(environ, started_by)
     return replace(launched, end_time_s=end_time_s(environ))
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from app import regular
 from app.errors import RunFolderError
 
 MOST = 2**63 - 1
@@ -55,7 +56,7 @@ class Lines:
         Raises RunFolderError if the file is missing or cannot be read.
         """
         try:
-            with self._path.open("rb") as file:
+            with regular.opened(self._path) as file:
                 for number, line in enumerate(file, start=1):
                     if line.isspace():
                         continue

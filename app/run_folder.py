@@ -33,6 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from app import regular
 from app.errors import RunFolderError
 from app.lines import Lines, is_count, parsed
 
@@ -71,9 +72,11 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
             f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, go on with it by --resume auto, or "
             "delete the folder."
         )
+    check_name(path)
     try:
         if run_dir:
             path.mkdir(parents=True, exist_ok=True)
+            _refuse_folders(path)
             return path
         path.parent.mkdir(exist_ok=True)
         return _new(path)
@@ -81,6 +84,26 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
         raise RunFolderError(
             f"the run folder {path} cannot be written: {error.strerror or error}. Choose another --run-dir."
         ) from error
+
+
+def check_name(path: Path) -> None:
+    """Raise RunFolderError for a path that is no text: pages, plots and safetensors files are written in UTF-8."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise RunFolderError(
+            f"the run folder's path, {os.fsencode(path.absolute())!r}, is not UTF-8: rename it, or choose another --run-dir."
+        ) from None
+
+
+def _refuse_folders(path: Path) -> None:
+    """Raise RunFolderError for a folder where a file is to be written at the end, when all the work is done."""
+    files = (RECIPE, PRESET, RUN, RESULT, METRICS, EVALUATIONS, SAMPLES, LEDGER, MODEL, MODEL_CONFIG, OUTCOME, TRACKERS)
+    for name in files:
+        if (path / name).is_dir():
+            raise RunFolderError(
+                f"{path / name} is a folder, and the run writes a file of that name: remove it, or choose another --run-dir."
+            )
 
 
 def check_may_begin_again(path: Path) -> None:
@@ -145,7 +168,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON file's object. Raises RunFolderError if it is missing or broken."""
     try:
-        values = parsed(path.read_bytes())
+        values = parsed(regular.content(path))
     except FileNotFoundError:
         raise RunFolderError(f"{path} is missing: {path.parent} is not the folder of a finished run.") from None
     except OSError as error:

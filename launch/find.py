@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from app.environment import check_threads
 from app.errors import TopologyError
 from launch import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
 from launch.allocation import Allocation
@@ -48,6 +49,7 @@ def find(
     Raises TopologyError where the one that was given has no meaning here, and for an environment in which something else
     starts the processes already.
     """
+    check_threads(environment)
     _refuse_torchrun(environment)
     _refuse_mpi(environment)
     for finder in FINDERS:

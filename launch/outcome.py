@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from app import regular
+
 _FILE = "outcome.json"
 
 
@@ -45,6 +47,6 @@ class Folder:
 
     def _content(self) -> bytes | None:
         try:
-            return self._file.read_bytes() if self._file else None
+            return regular.content(self._file) if self._file else None
         except OSError:  # a file that cannot be read tells as little as none; who writes into the folder says why
             return None

@@ -51,9 +51,19 @@ def unwritable(folders: Sequence[Path]) -> Iterator[str]:
         next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK)): folder for folder in folders
     }
     for nearest, folder in above.items():
-        if nearest == folder and not folder.is_dir():
+        if not _is_text(folder):
+            yield f"--run-dir is {os.fsencode(folder)!r}, in {os.fsencode(Path.cwd())!r}, which is not UTF-8: choose another"
+        elif nearest == folder and not folder.is_dir():
             yield f"{folder} is a file: choose another --run-dir"
         elif not nearest.is_dir():
             yield f"{folder} cannot be made, because {nearest} is a file: choose another --run-dir"
         elif not os.access(nearest, os.W_OK | os.X_OK):
             yield f"{folder} cannot be written, because you may not write to {nearest}: choose another --run-dir"
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

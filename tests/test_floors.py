@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 # From the ground up; each entry is a room: modules that belong together and may use each other.
 FLOORS: list[list[tuple[str, ...]]] = [
-    [("app.errors",), ("app.inherited",), ("app.yaml_text",)],
+    [("app.errors",), ("app.inherited",), ("app.yaml_text",), ("app.regular",)],
     [
         ("app.recipe", "app.recipe_checks", "app.recipe_keys", "app.recipe_file", "app.batching", "app.model_names"),
         ("app.tracker_names",),

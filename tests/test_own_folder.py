@@ -13,7 +13,7 @@ from app.data import kept
 from app.data.listing import listed
 from app.data.split import Unstored
 from app.data.stage import staged
-from app.errors import DataError
+from app.errors import DataError, PresetError
 from app.own_folder import own, refuse_prepared
 from app.recipe import DataRecipe, Recipe
 
@@ -122,5 +122,5 @@ def test_the_cache_refuses_it(everybodys: Path, tmp_path: Path, monkeypatch: pyt
 @as_root
 def test_compiled_operators_are_not_loaded_from_a_strangers_folder(everybodys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(prepared(everybodys / "extensions", "open")))
-    with pytest.raises(PermissionError, match="who may have prepared it"), compiled_ops._alone():
+    with pytest.raises(PresetError, match=r"who may have prepared it\): set TORCH_EXTENSIONS_DIR"), compiled_ops._alone():
         pass

@@ -59,9 +59,10 @@ def golden_lines():
         yield f"{job.scheduler}: {topology.num_nodes} x {topology.processes_per_node} at {meeting_point}"
         yield placed(shlex.join(job.start)) or "(nothing to start)"
     yield "\n# on a host, by each starter"
-    variables = {"PATH": "/home/user/venv/bin:/usr/bin", "SAMERUN_NODE_RANK": "0"}
     for starter in hosts.STARTERS:
-        yield shlex.join(spread.host_command(starter, "node1", argv, folder="/home/user", variables=variables))
+        file = None if starter in hosts.WITH_INPUT else Path("/home/user/.samerun-start-0/0")
+        marks = {"SAMERUN_NODE_RANK": "0"}
+        yield shlex.join(spread.host_command(starter, "node1", argv, folder="/home/user", marks=marks, file=file))
     yield "\n# what ends it on a host"
     yield spread.stop_script({"SAMERUN_PORT": "20003", "SAMERUN_NODE_RANK": "1"}, kill_after_s=5)
 

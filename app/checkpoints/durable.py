@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from app import regular
 from app.errors import CheckpointError
 from app.run_folder import refusal
 
@@ -58,7 +59,7 @@ def check(path: Path, stamp: Stamp) -> None:
     """Raise CheckpointError, naming the file, if it is missing, of another size or of other content than it was written."""
     check_size(path, stamp)
     digest = hashlib.sha256()
-    with telling(path, "read"), path.open("rb") as file:
+    with telling(path, "read"), regular.opened(path) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     if digest.hexdigest() != stamp.sha256:

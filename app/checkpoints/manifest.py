@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from app import regular
 from app.checkpoints.durable import Stamp, telling
 from app.errors import CheckpointError
 
@@ -137,7 +138,7 @@ def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
     path = folder / MANIFEST
     with telling(path, "read"):
         try:
-            raw = path.read_bytes()
+            raw = regular.content(path)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{path} is missing: {folder} is not a checkpoint that can be used.") from None
     if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):

@@ -27,6 +27,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app import regular
 from app.checkpoints import manifest
 from app.checkpoints.durable import Stamp, check, check_size, telling, write_bytes
 from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
@@ -199,7 +200,7 @@ class Reader:
         self._files: dict[str, TensorFile] = {}
         check(folder / STATE, self._stamps[STATE])
         with telling(folder / STATE, "read"):
-            self.state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+            self.state: dict[str, Any] = json.loads(regular.content(folder / STATE))
 
     def keys(self) -> list[str]:
         """Return which tensors there are of parameters: "weight", "exp_avg", ..."""

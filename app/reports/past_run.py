@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from app import ledger, run_folder
+from app import ledger, regular, run_folder
 from app.errors import RunFolderError
 from app.lines import Lines, is_count
 
@@ -70,11 +70,12 @@ def is_run(folder: Path) -> bool:
 
 
 def read(folder: Path) -> PastRun:
-    """Return what is in `folder`. Raises RunFolderError if it is not a folder, or holds nothing that a run writes."""
+    """Return what is in `folder`. Raises RunFolderError if it is not a folder, or not a run's, or its name is no text."""
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder: give that of a run (--run-dir, by default runs/<recipe>-<time>).")
     if not is_run(folder):
         raise RunFolderError(f"{folder} is not the folder of a run: it has none of the files that a run writes at its start.")
+    run_folder.check_name(folder)
     complaints: list[str] = []
 
     def attempt(load: Callable[[], T], otherwise: T) -> T:
@@ -105,7 +106,7 @@ def read(folder: Path) -> PastRun:
 
 def _yaml(path: Path) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(regular.content(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):

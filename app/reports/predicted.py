@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from app import run_folder
+from app import regular, run_folder
 from app.errors import RunFolderError
 
 TABLE_CLASSES = 12
@@ -85,7 +85,7 @@ def _picture(place: Path, classes: Sequence[str], row: Mapping[str, Any]) -> Pic
 
 def _bytes(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return regular.content(path)
     except OSError:  # the caller counts them, and says so
         return None
 
