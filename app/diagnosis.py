@@ -75,6 +75,10 @@ class Rank:
     """Seconds for them, without any other rank: how fast its device works."""
     node: Node | None = None
     """What was measured once on its node, in the node's first rank."""
+    known_answers_s: float = 0.0
+    """Seconds for the operations with known answers, in all precisions."""
+    wrong_answers: Sequence[str] = ()
+    """What it computed of them, with what is right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,8 @@ class Examination:
     """The sum of all points, as an all-reduce has it."""
     all_reduces: Sequence[AllReduce] = ()
     """Empty for one process."""
+    notes: Sequence[str] = ()
+    """What few runs meet, and what could not be tried."""
 
     @property
     def pi(self) -> float:
@@ -132,6 +138,7 @@ class Problem:
 def diagnose(examination: Examination) -> list[Problem]:
     """Return everything that is wrong with `examination`, the gravest first: results, then what differs, then what is slow."""
     return [
+        *(Problem(text=text, host=rank.host, rank=rank.rank) for rank in examination.ranks for text in rank.wrong_answers),
         *_wrong_sums(examination),
         *_shared_devices(examination.ranks),
         *_differences(examination.ranks),

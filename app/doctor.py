@@ -123,6 +123,8 @@ def _examine(
     with waiting("the devices, each alone"):
         runtime.accelerator.wait_for_everyone()
         points, hits, elapsed_s = probe.draw_points(device, seed=_SEED + launched.rank)
+    with waiting("known answers"):
+        wrong_answers, known_answers_s, notes = _known_answers(runtime)
     with waiting("the sums of all ranks"):
         summed_points, summed_hits = probe.all_reduce_sum([points, hits], device)
         all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
@@ -147,10 +149,35 @@ def _examine(
             hits=hits,
             elapsed_s=elapsed_s,
             node=node,
+            known_answers_s=known_answers_s,
+            wrong_answers=wrong_answers,
         )
         ranks = _with_neighbours(runtime.gather(own), first_ranks)
     runtime.close()
-    return Examination(ranks=ranks, summed_hits=summed_hits, summed_points=summed_points, all_reduces=all_reduces)
+    return Examination(ranks=ranks, summed_hits=summed_hits, summed_points=summed_points, all_reduces=all_reduces, notes=notes)
+
+
+def _known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
+    """Return what this rank computed wrongly, the seconds it took, and notes for all.
+
+    What few models compute, and a version of torch computes wrongly on a kind of device, is a note: a run that meets it is
+    refused at its start.
+    """
+    import torch
+
+    from app import arithmetic, known_answers
+
+    half = [torch.bfloat16] if runtime.device.type == "cpu" else [torch.bfloat16, torch.float16]
+    ranks, faults = arithmetic.examine(runtime, [torch.float32, *half], known_answers.GENERAL)
+    narrow, met = arithmetic.examine(runtime, half, known_answers.NARROW)
+    notes = [
+        f"{fault.text} (rank {fault.rank} on {fault.host}). Runs whose models compute this are refused" for fault in met[:1]
+    ]
+    notes += [
+        f"rank {each.rank} on {each.host} could not compute all known answers: {each.failed}" for each in ranks if each.failed
+    ]
+    own = runtime.launched.rank
+    return [fault.text for fault in faults if fault.rank == own], ranks[own].elapsed_s + narrow[own].elapsed_s, notes
 
 
 def _all_reduces(runtime: Runtime) -> list[AllReduce]:
@@ -229,6 +256,8 @@ def _show(examination: Examination, problems: Sequence[Problem]) -> None:
         console.print(_all_reduce_table(examination.all_reduces))
     say(f"pi is {examination.pi:.6f} by {examination.summed_points:,} random points of all processes")
     say("rank 0 has " + ", ".join(f"{name} {version}" for name, version in examination.ranks[0].versions.items()))
+    for note in examination.notes:
+        say(f"note: {note}")
     _show_problems(problems, exclude_line(examination, problems), say=say)
 
 
@@ -251,6 +280,7 @@ def _cells(rank: Rank) -> dict[str, str]:
         "device": rank.device if rank.device == rank.device_name else f"{rank.device} {rank.device_name}",
         "driver": rank.versions.get("driver", "-"),
         "memory GiB\nfree/total": memory,
+        "known\nanswers s": f"{rank.known_answers_s:.2f}",
         "million\npoints/s": f"{rank.points / rank.elapsed_s / 1e6:,.0f}",
     }
 

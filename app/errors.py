@@ -12,6 +12,7 @@
     +-- SubmitError     10  a job cannot be submitted as it was asked for
     +-- CheckpointError 11  a checkpoint cannot be written, is damaged, or is not of this run
     +-- HangError       12  the training stands still
+    +-- DeviceError     13  a device computes wrongly
 
 The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
 see, because `leave_with` prints it without a traceback.
@@ -101,6 +102,12 @@ class HangError(SamerunError):
     """The training stands still: a process, or what it waits for, gives no sign of life."""
 
     exit_code = 12
+
+
+class DeviceError(SamerunError):
+    """A device computes something wrongly."""
+
+    exit_code = 13
 
 
 def leave_with(error: SamerunError, rank: int) -> NoReturn:

@@ -11,7 +11,20 @@ from pathlib import Path
 
 import torch
 
-from app import building, console, cores, exported, flops, handshake, models, optim, recipe_file, schedule
+from app import (
+    arithmetic,
+    building,
+    console,
+    cores,
+    exported,
+    flops,
+    handshake,
+    known_answers,
+    models,
+    optim,
+    recipe_file,
+    schedule,
+)
 from app.average import WeightAverage
 from app.checkpoints import checkpoint
 from app.claim import Claim
@@ -57,6 +70,9 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
         check_window(recipe.profile, total_steps=length.total_steps)
         model = building.build_model(runtime, recipe, data.train)
         preparation = building.build_preparation(runtime, recipe, data.train)
+    narrow = known_answers.narrow_convolutions(model, channels=data.train.channels, image_size=data.train.image_size)
+    if narrow:
+        arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.model.dtype), narrow)
     counted = 0.0
     if runtime.is_main:  # before it is divided among the ranks
         counted = flops.of_training_sample(model, channels=data.train.channels, image_size=data.train.image_size)

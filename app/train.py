@@ -42,7 +42,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     plan = BatchPlan.of(recipe, launched.world_size)
     trackers = tracker_names.chosen(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
-    from app import building, ending, handshake, opening, session
+    from app import arithmetic, building, ending, handshake, known_answers, opening, session
     from app.checkpoints import initial_weights
     from app.loop import train
     from app.runtime import Runtime
@@ -50,6 +50,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
 
     runtime = Runtime(launched, plan, clip_norm=recipe.optim.clip_norm)
     handshake.check_group(runtime.accelerator, launched, plan)
+    arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.model.dtype), known_answers.GENERAL)
     data = building.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, data)
     find = functools.partial(opening.find_checkpoint, runtime, loaded, data, parts.length, arguments.run_dir, arguments.resume)

@@ -27,6 +27,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [
         ("app.schedule",),
         ("app.models", "app.flops"),
+        ("app.known_answers",),
         ("app.optim",),
         ("app.data",),
         ("app.run_folder", "app.claim", "app.lines"),
@@ -44,6 +45,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.checkpoints.step_folders", "app.checkpoints.manifest", "app.checkpoints.tensor_file", "app.checkpoints.durable"),
     ],
     [
+        ("app.arithmetic",),
         ("app.shards", "app.average"),
         ("app.scores", "app.predictions"),
         ("app.exported",),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from processes import ALONE, REPOSITORY, Finished, Started, read, read_lines
 
+from app import known_answers
 from app.checkpoints import step_folders
 
 PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -52,3 +55,15 @@ def test_precision_and_compiling_on_the_gpu(switch: str, tmp_path: Path) -> None
     finished = Started([*command, "--run-dir", str(tmp_path), *RUN]).wait().check()
     assert "runs uncompiled" not in finished.output
     assert read(tmp_path / "result.json")["test_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_gpu_gives_known_answers_in_a_fraction_of_a_second(precision: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    first = list(known_answers.compute(device, precision, known_answers.GENERAL))
+    start_s = time.perf_counter()
+    second = list(known_answers.compute(device, precision, known_answers.GENERAL))
+    elapsed_s = time.perf_counter() - start_s
+    assert [each.answer for each in (*first, *second) if each.answer.wrong or each.answer.unsteady] == []
+    assert [each.answer.digest for each in first] == [each.answer.digest for each in second]
+    assert elapsed_s < 1.0
