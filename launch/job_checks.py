@@ -16,6 +16,7 @@ from app.batching import BatchPlan
 from app.errors import PresetError, RecipeError
 from app.recipe import Recipe
 from app.recipe_file import load as load_recipe
+from app.recipe_file import replaced
 from app.topology import Topology
 from launch import job_script, preset, run_checks
 from launch.command import accelerate_argv
@@ -125,7 +126,7 @@ def divide(
     for index, changed in enumerate(changes):
         problems: Sequence[str] = ()
         try:
-            recipe = load_recipe(options.recipe, [*overrides, *changed]).recipe
+            recipe = load_recipe(options.recipe, replaced(overrides, changed)).recipe
             problems = () if options.data_on_nodes else list(_data_problems(recipe))
             if world_size:
                 batches[str(BatchPlan.of(recipe, world_size))] = None

@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import pytest
 
@@ -28,7 +28,15 @@ class Refused(Protocol):
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Refused:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "_exit", _leave)  # the tests would end with it
+    here, end = os.getpid(), os._exit
+
+    def leave(code: int) -> NoReturn:
+        """End a fork as before; here the tests would end with it."""
+        if os.getpid() != here:
+            end(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
 
     def look(command: list[str], sentence: str, code: int) -> None:
         capsys.readouterr()
@@ -45,10 +53,6 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         assert not _OF_PYTHON.search(text), text
 
     return look
-
-
-def _leave(code: int) -> None:
-    raise SystemExit(code)
 
 
 def put(folder: Path, name: str, content: str | bytes | None) -> Path:

@@ -31,6 +31,7 @@ from app.reports.scaling.figures import Row
 from app.reports.scaling.report import Report
 from app.reports.scaling.running import Attempt
 from app.reports.scaling.sweep import Case, Folder, Size, Sweep
+from launch import preset as presets
 
 _INTERRUPTED = 128 + signal.SIGINT
 """Exit code, as shells have it."""
@@ -93,6 +94,8 @@ def _refuse_another_machine(folder: Folder) -> None:
 
 
 def _asked(options: argparse.Namespace) -> Sweep:
+    for name in options.presets:
+        presets.load(name)
     return Sweep(
         recipe=options.recipe,
         overrides=tuple(options.overrides),

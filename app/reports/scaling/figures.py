@@ -194,8 +194,12 @@ def read_times(path: Path) -> list[Row]:
     try:
         table = csv.DictReader(path.read_text().splitlines())
         heading, lines = list(table.fieldnames or ()), list(table)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} (--from) cannot be read: {error}.") from error
+    except OSError as error:
+        raise DataError(f"{path} (--from) cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} (--from) cannot be read: it is not UTF-8 (byte {error.start}): save it as UTF-8.") from error
+    except (csv.Error, ValueError) as error:
+        raise DataError(f"{path} (--from) is no table of comma-separated values: {error}.") from error
     lacking = [name for name in ("devices", "seconds") if name not in heading]
     if lacking:
         raise DataError(

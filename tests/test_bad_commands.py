@@ -1,0 +1,155 @@
+"""What every other command is given and cannot use: folders, files, numbers and names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from refusals import Refused, put
+
+NO_FOLDER = "{} is not a folder: give that of a run"
+NO_RUN = "{} is not the folder of a run"
+LEDGER = "{}/ledger.jsonl is missing: {} is not the folder of a run that took a step"
+# For each command: what it says of a path that is not there or a file, and of an empty folder.
+OF_RUNS: dict[str, tuple[str, str, int]] = {
+    "report {}": (NO_FOLDER, NO_RUN, 7),
+    "curves {}": (NO_FOLDER, NO_RUN, 7),
+    "compare {0} {0}": (NO_FOLDER, NO_RUN, 7),
+    "watch --once {}": (NO_FOLDER, NO_RUN, 7),
+    "timeline {}": ("{} has no profile", "{} has no profile", 7),
+    "verify {}": (LEDGER, LEDGER, 7),
+    "export {}": ("{} is no checkpoint and has none that is whole", "{} is no checkpoint and has none that is whole", 11),
+}
+
+
+@pytest.mark.parametrize("place", ["nowhere", "file", "folder"])
+@pytest.mark.parametrize(("command", "expected"), OF_RUNS.items(), ids=OF_RUNS)
+def test_what_is_no_run(command: str, expected: tuple[str, str, int], place: str, refused: Refused, tmp_path: Path) -> None:
+    put(tmp_path, "file", "text")
+    put(tmp_path, "folder", None)
+    of_file, of_folder, code = expected
+    sentence = (of_folder if place == "folder" else of_file).replace("{}", place)
+    refused(["samerun", *command.format(place).split()], sentence, code)
+
+
+@pytest.mark.parametrize("command", ["report", "curves", "compare a", "timeline", "verify", "export", "watch", "data inspect"])
+def test_what_is_asked_for_and_missing(command: str, refused: Refused) -> None:
+    refused(["samerun", *command.split()], "the following arguments are required", 2)
+
+
+@pytest.mark.parametrize(
+    "command", ["report x", "curves x", "compare x x", "timeline x", "verify x", "export x", "parity", "scale", "bench"]
+)
+def test_options_that_there_are_not(command: str, refused: Refused) -> None:
+    refused(["samerun", *command.split(), "--nonsense"], "unrecognized arguments: --nonsense", 2)
+
+
+WORDS: dict[str, tuple[str, int]] = {
+    "lauch": ("invalid choice: 'lauch' (choose from 'launch', 'submit'", 2),
+    "data look": ("invalid choice: 'look' (choose from 'inspect', 'pack', 'bench')", 2),
+    "doctor --processes 0": ("--processes is 0: a run needs at least 1 process", 5),
+    "doctor --processes x": ("--processes: invalid int value: 'x'", 2),
+    "doctor --patience 0": ("--patience: '0': expected a number, more than 0", 2),
+    "doctor --port 99999": ("port is 99999 (--port): it must be a TCP port", 5),
+    "doctor --gpus 2": ("--gpus: there is no such option; give --processes 2", 2),
+    "doctor --num_processes 0": ("'0': expected a whole number, 1 or more", 2),
+    "parity --presets ddp": ("did you mean multi_gpu?", 4),
+    "parity --processes 0": ("--processes: '0': expected numbers from 1", 2),
+    "parity --steps 0": ("--steps: '0': expected a whole number, 1 or more", 2),
+    "parity --tolerance -1": ("'-1': expected a number, 0 or more", 2),
+    "parity --recipe digts": ("did you mean digits?", 3),
+    "parity train.steps=3": ("train.steps (command line): the comparison sets it; use --steps", 3),
+    "parity seed=1 seed=2": ("seed is given twice (command line: 1 and 2)", 3),
+    "parity --processes 7": ("no case is left to compare with the reference", 3),
+    "scale --presets ddp": ("did you mean multi_gpu?", 4),
+    "scale --processes 0": ("--processes: '0': expected numbers from 1", 2),
+    "scale --efficiency 2": ("'2': expected a share, more than 0 and at most 1", 2),
+    "scale --recipe digts": ("did you mean digits?", 3),
+    "scale train.steps=3": ("train.steps (command line): the comparison sets it; use --steps", 3),
+    "scale --out file": ("file (--out) is no folder of a sweep (it has no scale.json)", 7),
+    "scale --from nowhere": ("nowhere (--from) cannot be read: No such file or directory", 6),
+    "scale --from folder": ("folder/scale.json is missing", 7),
+    "scale --from file": (
+        "file:1: its heading is text, without devices and seconds: the first line has to be devices,seconds",
+        6,
+    ),
+    "scale --from gpus.csv": ("gpus.csv:1: its heading is gpus,time, without devices and seconds", 6),
+    "scale --from words.csv": ("words.csv:2: expected devices and seconds, as 16,1488.2", 6),
+    "scale --from latin.csv": ("latin.csv (--from) cannot be read: it is not UTF-8", 6),
+    "scale --from empty.csv": ("empty.csv:1: its heading is empty", 6),
+    "bench --peers nobody": ("--peers has 'nobody': choose from", 3),
+    "bench --models resnet-18": ("model.name is 'resnet-18': there is no such model", 3),
+    "bench --recipe digts": ("did you mean digits?", 3),
+    "bench --out file/here": ("the folder file/here (--out) cannot be made", 7),
+}
+
+
+@pytest.mark.parametrize(("words", "expected"), WORDS.items(), ids=WORDS)
+def test_words(words: str, expected: tuple[str, int], refused: Refused, tmp_path: Path) -> None:
+    put(tmp_path, "file", "text")
+    put(tmp_path, "folder", None)
+    put(tmp_path, "gpus.csv", "gpus,time\n1,2\n")
+    put(tmp_path, "words.csv", "devices,seconds\n1,long\n")
+    put(tmp_path, "latin.csv", b"devices,seconds\n1,\xe9\n")
+    put(tmp_path, "empty.csv", "")
+    refused(["samerun", *words.split()], *expected)
+
+
+PROGRAMS: dict[str, tuple[str, int]] = {
+    "app.train --lr 0.1": ("--lr: there is no such option; values of the recipe are given as key=value: optim.lr=0.1", 2),
+    "app.train --trackers wandbb": ("--trackers has 'wandbb': there is no such tracker; did you mean wandb?", 9),
+    "app.train --hang-timeout -1": ("'-1': expected a whole number, 0 or more", 2),
+    "app.evaluate nowhere": ("nowhere", 7),
+    "app.evaluate folder": ("folder", 7),
+    "app.evaluate folder --split validation": ("invalid choice: 'validation'", 2),
+    "app.predict nowhere picture.png": ("nowhere", 7),
+    "app.predict folder picture.png --top 0": ("--top: '0': expected a whole number, 1 or more", 2),
+    "app.predict folder": ("the following arguments are required: file", 2),
+}
+
+
+@pytest.mark.parametrize(("words", "expected"), PROGRAMS.items(), ids=PROGRAMS)
+def test_programs(words: str, expected: tuple[str, int], refused: Refused, tmp_path: Path) -> None:
+    put(tmp_path, "folder", None)
+    refused(words.split(), *expected)
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "2"), ("SAMERUN_END_TIME", "soon")])
+def test_environments_of_a_process(name: str, value: str, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    refused(["app.train"], name, 5)
+
+
+DATA: dict[str, tuple[str, int]] = {
+    "inspect nowhere": ("nowhere is neither a recipe", 3),
+    "inspect file": ("data.path=file is a file of no known kind", 6),
+    "inspect folder": ("folder holds no data of a known kind; say data.source=KIND", 6),
+    "inspect pictures": ("pictures/test cannot be read (No such file or directory)", 6),
+    "inspect pictures data.test_split=train": ("a/1.png", 6),
+    "inspect tar": ("tar/train.tar cannot be read as a tar file", 6),
+    "inspect hdf5": ("hdf5/train.h5 cannot be read", 6),
+    "inspect arrays": ("arrays/train is no whole split of arrays", 6),
+    "inspect idx data.source=mnist": ("idx", 6),
+    "inspect digits data.sourc=1": ("data.sourc (command line): there is no such key; did you mean data.source?", 3),
+    "inspect digits seed=1 seed=2": ("seed is given twice", 3),
+    "pack nowhere --to arrays --out out": ("nowhere is neither a recipe", 3),
+    "pack digits --to zip --out out": ("--to: invalid choice: 'zip'", 2),
+    "pack digits --to arrays --out file": ("file is there already, and packing replaces nothing", 6),
+    "pack digits": ("the following arguments are required: --to, --out", 2),
+    "bench nowhere": ("nowhere is neither a recipe", 3),
+    "bench digits --seconds 0": ("--seconds: '0': expected a number, more than 0", 2),
+    "bench pictures": ("pictures/test cannot be read (No such file or directory)", 6),
+}
+
+
+@pytest.mark.parametrize(("words", "expected"), DATA.items(), ids=DATA)
+def test_data(words: str, expected: tuple[str, int], refused: Refused, tmp_path: Path) -> None:
+    put(tmp_path, "file", "text")
+    put(tmp_path, "folder", None)
+    put(tmp_path, "pictures/train/a/1.png", b"\x89PNG\r\n\x1a\nbroken")
+    put(tmp_path, "pictures/train/b/1.png", b"\x89PNG\r\n\x1a\nbroken")
+    put(tmp_path, "tar/train.tar", b"junk" * 200)
+    put(tmp_path, "hdf5/train.h5", b"junk" * 200)
+    put(tmp_path, "arrays/train/images.npy", b"junk")
+    put(tmp_path, "idx/train-images-idx3-ubyte", b"\0\0\x08\x03\0\0\0\5")
+    refused(["samerun", "data", *words.split()], *expected)

@@ -1,0 +1,78 @@
+"""Jobs and sweeps that cannot be submitted: all that is wrong is said before the queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from refusals import Refused, put
+
+OPTIONS: dict[str, str] = {
+    "": "--nodes is not given: say how many machines the job gets",
+    "--nodes 1": "--time is not given: say how long the job may run",
+    "--nodes 0 --time 1:00:00": "--nodes is '0': it must be a whole number, at least 1",
+    "--nodes two --time 1:00:00": "--nodes is 'two': it must be a whole number, at least 1",
+    "--nodes 1 --time 1h": "--time is '1h': it must be hours:minutes:seconds",
+    "--nodes 1 --time 0:00:00": "--time is '0:00:00': it must be hours:minutes:seconds, and not nothing",
+    "JOB --gpus-per-node a100:": "--gpus-per-node is 'a100:': it must be a whole number, at least 1",
+    "JOB --gpus-per-node 3": "train.global_batch_size is 64, which 3 processes cannot divide",
+    "JOB --processes-per-node 0": "--processes-per-node is '0': it must be a whole number, at least 1",
+    "JOB --num_processes 3 --gpus-per-node 2": "--num_processes is 3, the number of processes in all",
+    "JOB --cpus-per-node all": "--cpus-per-node is 'all': it must be a whole number, at least 1",
+    "JOB --max-requeues -1": "--max-requeues is '-1': it must be a whole number, at least 0",
+    "JOB --job-name a;b": "--job-name is 'a;b': it must be a word of letters",
+    "JOB --account a;b": "--account is 'a;b': it must be a word of letters",
+    "JOB --preset ddp": "did you mean multi_gpu?",
+    "JOB --preset cpu --processes-per-node 2": "preset cpu starts 1 process, and this run has 2",
+    "JOB --recipe digts": "there is no recipe and no file of that name; did you mean digits?",
+    "JOB optim.lrr=1": "optim.lrr (command line): there is no such key; did you mean optim.lr?",
+    "JOB seed=1 seed=2": "seed is given twice (command line: 1 and 2): keep one of them",
+    "JOB model.name=resnet-18": "model.name is 'resnet-18': there is no such model; did you mean resnet18",
+    "JOB data.path=nowhere": "data.path is 'nowhere': there is no such file or folder",
+    "JOB --run-dir file": "file is a file: choose another --run-dir",
+    "JOB --run-dir file/run": "file/run cannot be made, because",
+    "JOB --run-dir done": "done holds a finished run (it has a result.json)",
+    "JOB --array x": "--array has 'x': expected key=value,value",
+    "JOB --array seed=1": "--array is 'seed=1', which is one run",
+    "JOB --array seed=1,1": "--array has 'seed=1,1': a value stands there twice",
+    "JOB --array seed=1,2;seed=3,4": "--array has seed twice: give all its values in one list",
+    "JOB --array seed=1,,2": "--array has 'seed=1,,2': expected key=value,value",
+    "JOB --array optim.lrr=1,2": "optim.lrr (command line): there is no such key",
+    "JOB --array optim.lr=0.1,fast": "optim.lr is fast (command line): expected a number (task 1 of --array)",
+    "JOB --array seed=1,2 seed=3": "seed is given by --array and by seed=...: leave out one of them",
+    "JOB --sbatch-option=--nodes=3": "--sbatch-option is '--nodes=3': --nodes says that; leave it out",
+    "JOB --sbatch-option=x": "--sbatch-option is 'x': it must begin with - and be one line",
+    "JOB --qsub-option=-x": "'-x' is an option of another scheduler, and the job goes to sbatch",
+    "JOB --scheduler pbs --gpus-per-node a100:2": "--gpus-per-node is 'a100:2': for PBS a number",
+    "JOB -- --lr 0.1": "--lr: there is no such option; values of the recipe are given as key=value: optim.lr=0.1",
+    "JOB -- --trackers wandbb": "--trackers has 'wandbb': there is no such tracker; did you mean wandb?",
+    "JOB -- --resume nowhere": "--resume is nowhere: there is no such folder",
+    "JOB -- --init-from nowhere": "--init-from is nowhere: there is no such file or folder",
+    "JOB -- --recipe mnist": "--recipe stands after --: give it before, where it is checked",
+    "JOB -- --hang-timeout soon": "--hang-timeout: 'soon': expected a whole number, 0 or more",
+    "JOB -- optim.lrr=1": "optim.lrr (command line): there is no such key",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "sentence"), OPTIONS.items(), ids=OPTIONS)
+def test_options(words: str, sentence: str, refused: Refused, tmp_path: Path) -> None:
+    put(tmp_path, "file", "")
+    put(tmp_path, "done/result.json", "{}")
+    job = words.replace("JOB", "--nodes 1 --time 1:00:00").split()
+    refused(["samerun", "submit", "--dry-run", "--scheduler", "slurm", *job], sentence, 10)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--lr 0.1", "--lr: there is no such option; values of the recipe are given as key=value: optim.lr=0.1"),
+        ("--gpus 4", "--gpus: there is no such option; give --gpus-per-node 4"),
+        ("--scheduler lsf", "--scheduler: invalid choice: 'lsf'"),
+        ("--partition=", "--partition is empty: give it a value, or leave it out"),
+        ("--nodes", "--nodes: expected one argument"),
+        ("--gpus-per-node 2 --processes-per-node 2", "--processes-per-node: not allowed with argument --gpus-per-node"),
+    ],
+)
+def test_words(words: str, sentence: str, refused: Refused) -> None:
+    refused(["samerun", "submit", "--dry-run", *words.split()], sentence, 2)
