@@ -85,7 +85,7 @@ def render(run: PastRun, now: float) -> tuple[str, list[str]]:
         except SamerunError as error:
             complaints.append(str(error))
         except _BROKEN as error:
-            found = f"{type(error).__name__}: {error}"
+            found = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             complaints.append(f"{what} cannot be shown, since a value is not what a run writes there: {found}.")
         return None
 

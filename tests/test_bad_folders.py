@@ -1,0 +1,67 @@
+"""Folders of runs with files that a crash or a hand has broken: each command says which, and goes on where it can."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from refusals import Refused
+
+DEEP = b"[" * 3000 + b"\n"
+# File, what it holds (None: it is a folder), command, what is said, exit code.
+Row = tuple[str, bytes | None, str, str, int]
+DAMAGE: list[Row] = [
+    ("metrics.jsonl", b"{\n", "report run", "run/metrics.jsonl: a line is broken or cut (line 1: it is no JSON", 0),
+    ("metrics.jsonl", b"\xff\xfe\n", "report run", "(line 1: it is not UTF-8) and left out", 0),
+    ("metrics.jsonl", b"[1]\n", "report run", "(line 1: it is no object but list) and left out", 0),
+    ("metrics.jsonl", b'{"step": 1e400}\n', "report run", "(line 1: it does not tell its step) and left out", 0),
+    ("metrics.jsonl", b'{"step": 1}\n', "report run", "cannot be shown, since a value is not what a run writes there", 0),
+    ("metrics.jsonl", DEEP, "report run", "(line 1: it is nested too deeply) and left out", 0),
+    ("metrics.jsonl", None, "report run", "run/metrics.jsonl cannot be read: Is a directory", 0),
+    ("metrics.jsonl", b"", "curves run", "run: no training loss is recorded", 0),
+    ("metrics.jsonl", b"\0\0\0\n", "compare run other", "a line is broken or cut", 1),
+    ("metrics.jsonl", None, "compare run other", "run/metrics.jsonl cannot be read: Is a directory", 1),
+    ("metrics.jsonl", DEEP, "watch --once run", "(line 1: it is nested too deeply) and left out", 0),
+    ("ledger.jsonl", b"{}\n", "verify run", "does not begin with a start of the run", 7),
+    ("ledger.jsonl", b"", "verify run", "does not begin with a start of the run: its beginning is lost", 7),
+    ("ledger.jsonl", bytes(50), "verify run", "does not begin with a start of the run", 7),
+    ("ledger.jsonl", DEEP, "verify run", "does not begin with a start of the run", 7),
+    ("ledger.jsonl", b'{"event": "start"}\n', "verify run", "does not begin with a start of the run", 7),
+    ("ledger.jsonl", None, "verify run", "run/ledger.jsonl cannot be read: Is a directory", 7),
+    ("recipe.yaml", b"", "verify run", "recipe.yaml: the file is empty", 3),
+    ("recipe.yaml", b"seed: 1\n", "verify run", "does not say train.global_batch_size, so it was cut", 3),
+    ("recipe.yaml", b"seed: 1\xff\n", "verify run", "recipe.yaml:1: it is not UTF-8", 3),
+    ("recipe.yaml", None, "verify run", "that is a folder", 3),
+    ("recipe.yaml", b"", "compare run other", "a recipe cannot be read", 1),
+    ("run.json", b"[]", "report run", "run/run.json is broken: it holds list, not an object", 0),
+    ("run.json", b"", "report run", "run/run.json cannot be read", 0),
+    ("result.json", b"{", "report run", "run/result.json cannot be read", 0),
+    ("result.json", None, "report run", "run/result.json cannot be read", 0),
+    ("model.json", b"{}", "app.evaluate run", "run/model.json", 7),
+    ("model.json", b"", "app.predict run x.png", "run/model.json cannot be read", 7),
+    ("model.safetensors", b"junk", "app.evaluate run", "run/model.safetensors", 7),
+    ("model.safetensors", b"PK\3\4" + bytes(99), "app.predict run x.png", "run/model.safetensors", 7),
+    ("recipe.yaml", b"", "app.evaluate run", "recipe.yaml: the file is empty", 3),
+    ("x.png", b"\x89PNG\r\n\x1a\nbroken", "app.predict run run/x.png", "run/x.png", 6),
+    ("x.png", b"", "app.predict run run/x.png", "run/x.png", 6),
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    DAMAGE,
+    ids=[f"{command}: {name} {str(content)[:12]}" for name, content, command, _, _ in DAMAGE],
+)
+def test_a_broken_file(row: Row, digits_run: Path, refused: Refused, tmp_path: Path) -> None:
+    name, content, command, sentence, code = row
+    shutil.copytree(digits_run, tmp_path / "run")
+    (tmp_path / "other").symlink_to(digits_run)
+    file = tmp_path / "run" / name
+    file.unlink(missing_ok=True)
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    program, *words = command.split() if command.startswith("app.") else ("samerun", *command.split())
+    refused([program, *words], sentence, code)
