@@ -1,6 +1,7 @@
 """What a running run is asked to do from outside, agreed upon by all its ranks: save, or save and stop, after the same step.
 
     SIGTERM, SIGUSR1, SIGUSR2   stop and be started again by the scheduler; to any of the ranks, any number of times
+    SIGHUP                      the same: the terminal or the ssh connection is lost. Not after nohup, which has it ignored
     SIGINT                      stop; the second one ends its process at once
     the files STOP and SAVE     in the run folder; removed when obeyed
     checkpoint.every_minutes    save
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from app import run_folder
+from app import run_folder, terminal
 from app.claim import Claim
 from app.errors import RunFolderError, is_of_a_lost_peer
 from app.runtime import Runtime
@@ -61,6 +62,7 @@ _SAVE_FILE = Request(f"the file {run_folder.SAVE} was there")
 _SIGNALS = {
     signal.SIGUSR1: Request("SIGUSR1 came", stop=True, go_on=True),
     signal.SIGUSR2: Request("SIGUSR2 came", stop=True, go_on=True),
+    signal.SIGHUP: Request("SIGHUP came, the terminal is lost", stop=True, go_on=True),
     signal.SIGTERM: Request("SIGTERM came", stop=True, go_on=True),
     signal.SIGINT: Request("SIGINT came", stop=True),
 }
@@ -80,6 +82,7 @@ class Control:
         self._runtime, self._claim, self._total_steps, self._save_every_s = runtime, claim, total_steps, save_every_s
         self._received: set[signal.Signals] = set()
         self._previous: dict[signal.Signals, Any] = {}
+        self._terminals: list[int] = []
         self._found: set[str] = set()
         self._lost_claim: RunFolderError | None = None
         self._saved_at_s = time.monotonic()
@@ -89,7 +92,9 @@ class Control:
         self._step_s, self._slowest_s, self._save_s = 0.0, 0.0, state_bytes / _FIRST_SAVE_BYTES_PER_S
 
     def __enter__(self) -> Control:
-        self._previous = {number: signal.signal(number, self._take_note) for number in _SIGNALS}
+        self._terminals = terminal.those_on_a_terminal()
+        taken = [number for number in _SIGNALS if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)]
+        self._previous = {number: signal.signal(number, self._take_note) for number in taken}
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -101,7 +106,14 @@ class Control:
     def _take_note(self, number: int, _frame: FrameType | None) -> None:
         self._received.add(signal.Signals(number))
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, and wherever it is just then
+        elif number == signal.SIGHUP:
+            terminal.let_go(self._terminals)
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether a signal has come to this process."""
+        return bool(self._received)
 
     def agreed(self, step: int) -> Request:
         """Return what is done now that so many steps are: the same on all ranks, all of which call it after each step.

@@ -29,6 +29,7 @@ from app.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose,
 from app.errors import SamerunError, TopologyError
 from app.inherited import own_environment
 from app.launched import Launched, read
+from app.lifeline import Lifeline
 from app.options import above_zero
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     """Examine, print, and end the process: with exit code 1 if something is wrong, with an error's if it could not be done."""
     options = _parse(sys.argv[1:] if argv is None else argv)
     launched = Launched()
+    Lifeline(os.environ).start()
     head = os.environ.get("MASTER_ADDR", "localhost")
     try:
         launched = read(own_environment())

@@ -9,6 +9,9 @@ from app.errors import TopologyError
 HOST_SUFFIX = "SAMERUN_HOST_SUFFIX"
 """Variable: what turns a host's name into its name in the fast network, where a site has names for that (JUWELS: `i`)."""
 
+LAUNCHER = "SAMERUN_LAUNCHER"
+"""Variable: the `samerun launch` that sees to a process on its machine, as the id of its process, a dash and a random word."""
+
 
 def number(environment: Mapping[str, str], name: str, *, default: int = 0) -> int:
     """Return the whole number that a variable holds. Raises TopologyError for anything else."""

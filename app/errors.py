@@ -14,6 +14,8 @@
     +-- HangError       12  the training stands still
     +-- DeviceError     13  a device computes wrongly
 
+A run that was stopped before its end, with a checkpoint to go on from, is no error and has an exit code of its own: 75.
+
 The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
 see, because `leave_with` prints it without a traceback.
 """
@@ -26,6 +28,10 @@ import sys
 import time
 from contextlib import suppress
 from typing import NoReturn
+
+STOPPED = 75
+"""Exit code of a run that was stopped before its last step, and that nothing starts again by itself: sysexits.h calls it
+EX_TEMPFAIL, the same command will do. Nobody may take it for a finished run (`&&`, Slurm's `afterok`)."""
 
 
 class SamerunError(Exception):

@@ -8,19 +8,27 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import signal
 import sys
+import time
 
 from app import recipe_file, tracker_names, train_options
 from app.batching import BatchPlan
-from app.errors import SamerunError, leave_with, let_the_first_be_seen
+from app.environment import LAUNCHER
+from app.errors import STOPPED, SamerunError, leave_with, let_the_first_be_seen
 from app.inherited import own_environment
 from app.launched import Launched, read, read_job
+from app.lifeline import Lifeline
 from app.recipe_file import LoadedRecipe
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one training from the command line; ends the process with the error's exit code if it fails."""
+    """Run one training from the command line; ends the process with the error's exit code if it fails, with STOPPED if it was
+    stopped before its end.
+    """
     words = sys.argv[1:] if argv is None else argv
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost yet: it ends without a traceback
+    lifeline = Lifeline(os.environ).start()
     launched = Launched()
     try:
         arguments = train_options.parser(with_keys=not {"-h", "--help"}.isdisjoint(words)).parse_all(words)
@@ -28,23 +36,28 @@ def main(argv: list[str] | None = None) -> None:
             sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
             return
         launched = read(own_environment())
-        _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments)
+        stopped = _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments, lifeline)
     except SamerunError as error:
         leave_with(error, launched.rank)
     except Exception as error:
         port = os.environ.get("MASTER_PORT")
         let_the_first_be_seen(error, store_port=int(port) if port else None)
         raise
+    if stopped and LAUNCHER not in os.environ:  # `samerun launch` learns of it from the run folder
+        if launched.rank != 0:
+            time.sleep(1.0)  # a launcher ends the others when the first has ended so
+        sys.exit(STOPPED)
 
 
-def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespace) -> None:
+def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespace, lifeline: Lifeline) -> bool:
+    """Train, and return whether the run was stopped before its end."""
     recipe = loaded.recipe
     plan = BatchPlan.of(recipe, launched.world_size)
     trackers = tracker_names.chosen(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
     from app import arithmetic, building, ending, handshake, known_answers, opening, session
     from app.checkpoints import initial_weights
-    from app.loop import train
+    from app.loop import Stopped, train
     from app.runtime import Runtime
     from app.watchdog import Watchdog
 
@@ -73,9 +86,11 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     )
     training = session.prepare(runtime, loaded, data, parts, opened)
     with training.control:
+        lifeline.spare_if(lambda: training.control.is_asked_to_stop)
         with training.metrics.timed(), Watchdog(runtime, opened.claim, timeout_s=arguments.hang_timeout):
             ended = train(training)
         ending.finish(training, data, opened, ended)
+    return isinstance(ended, Stopped)
 
 
 if __name__ == "__main__":

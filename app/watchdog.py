@@ -16,13 +16,11 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
-
-import psutil
 
 from app import run_folder
 from app.claim import Claim
 from app.errors import HangError, RunFolderError, leave_with
+from app.lifeline import end_children
 from app.runtime import Runtime
 
 _LOOK_EVERY_S = 1.0
@@ -73,9 +71,7 @@ class Watchdog:
             where = f"nothing says where it stood, since {error}"
         if self._over.wait(_GRACE_S):
             return
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        end_children()
         cause = "The rank that is in no collective operation, or has no file there, keeps the others waiting"
         leave_with(HangError(f"{silence}: {where}. {cause}. Where steps or saves take longer, raise --hang-timeout."), rank)
 

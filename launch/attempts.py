@@ -5,18 +5,16 @@ Each start goes on from the newest checkpoint of the run folder (`--resume auto`
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.errors import STOPPED, HangError
 from launch import signals, supervise
 from launch.job import ATTEMPT, Job, NotDoneError
 from launch.outcome import Folder, Outcome
 from launch.supervise import Ending
-
-_HANG = 12
-"""Exit code of a run that found itself stuck: it is no mistake that the next start would repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +25,7 @@ class Plan:
     """The command of the first start (False) and of every further one, which goes on with the run."""
     environment: Mapping[str, str]
     pass_on: signals.PassOn
-    run_dir: Path | None
-    """None: the run chooses one, so nothing is known of its outcome."""
+    run_dir: Path
     job: Job | None
     max_restarts: int
     """Further starts after a crash."""
@@ -41,7 +38,7 @@ class Plan:
 def run(plan: Plan, say: Callable[[str], None]) -> int:
     """Run it to its end and return the exit code for this process."""
     for restart in range(plan.max_restarts + 1):
-        mark = f"{os.getpid()}-{restart}"
+        mark = f"{secrets.token_hex(8)}-{restart}"
         folder = Folder(plan.run_dir)
         ending = supervise.run(
             plan.command(restart > 0),
@@ -49,12 +46,13 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
             pass_on=plan.pass_on,
             watched=True,
         )
+        if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
+            signals.kill_all_with(f"{ATTEMPT}={mark}")
         outcome = folder.outcome()
         if outcome is not None and outcome.outcome == "stopped":
             return _after_stop(plan, outcome, ending, say)
         if outcome is not None or restart == plan.max_restarts or not _may_restart(ending, say):
             break
-        signals.kill_all_with(f"{ATTEMPT}={mark}")
         say(f"the run crashed, and goes on from its newest checkpoint: restart {restart + 1} of {plan.max_restarts}")
     return ending.exit_code
 
@@ -64,7 +62,8 @@ def _may_restart(ending: Ending, say: Callable[[str], None]) -> bool:
     if ending.lost_node:
         say(f"{ending.lost_node} is gone and this job over: Slurm runs it again, unless it was submitted with --no-requeue")
         return False
-    repeats = ending.error_code not in (None, _HANG)
+    # A run that found itself stuck made no mistake that the next start would repeat.
+    repeats = ending.is_error and ending.exit_code != HangError.exit_code
     return not (ending.exit_code == 0 or ending.signals or repeats)
 
 
@@ -87,4 +86,4 @@ def _after_stop(plan: Plan, outcome: Outcome, ending: Ending, say: Callable[[str
             say(f"the run {outcome}; {requeued.sentence}, {times}")
             return requeued.exit_code
     say(f"the run {outcome}. {why_not}To go on with it: {plan.by_hand}")
-    return 0
+    return STOPPED

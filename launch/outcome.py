@@ -33,8 +33,8 @@ class Outcome:
 class Folder:
     """A run folder, looked at before a run and after it. Only what has changed is its outcome, whatever the clocks say."""
 
-    def __init__(self, run_dir: Path | None) -> None:
-        self._file = run_dir / _FILE if run_dir else None
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / _FILE
         self._before = self._content()
 
     def outcome(self) -> Outcome | None:
@@ -47,6 +47,6 @@ class Folder:
 
     def _content(self) -> bytes | None:
         try:
-            return regular.content(self._file) if self._file else None
+            return regular.content(self._file)
         except OSError:  # a file that cannot be read tells as little as none; who writes into the folder says why
             return None

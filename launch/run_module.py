@@ -5,8 +5,8 @@
 is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it imports in the working folder first: a user may have
 an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
 
-What `accelerate launch` says of its end is put right: of one process it hands on the exit code, which it turns into 1 and a
-traceback by itself; of several the summary stays and the traceback of torchrun goes.
+What `accelerate launch` says of its end is put right: the exit code is that of the process that failed first, which it turns
+into 1 by itself; torchrun's summary stays, and the tracebacks of the launchers go.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ACCELERATE = "accelerate.commands.launch"
 _FILE = Path(__file__).absolute()
-# What torchrun raises when a process has failed, or a signal has come: their text says it all.
-_OF_TORCHRUN = ("ChildFailedError", "SignalException")
 
 
 def program(module: str) -> list[str]:
@@ -53,12 +52,18 @@ def _launch_processes() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended while it starts, it would say where, in its imports
     try:
         _run(ACCELERATE)
-    except subprocess.CalledProcessError as error:
-        sys.exit(128 - error.returncode if error.returncode < 0 else error.returncode)  # as shells say it
+    except subprocess.CalledProcessError as error:  # one process
+        sys.exit(_as_shells_say(error.returncode))
     except Exception as error:
-        if type(error).__name__ not in _OF_TORCHRUN:
+        if (kind := type(error).__name__) not in ("ChildFailedError", "SignalException"):
             raise
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.stderr.write(f"{kind}: {error}\n")
+        torchruns: Any = error
+        sys.exit(_as_shells_say(torchruns.get_first_failure()[1].exitcode if kind == "ChildFailedError" else -torchruns.sigval))
+
+
+def _as_shells_say(code: int) -> int:
+    return 128 - code if code < 0 else code
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Slurm 22.05.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ PassOn = Callable[[int, int], None]
 """Passes a signal on: takes the id of the process that was started, and the signal."""
 
 _PROCESSES = Path("/proc")
+_PR_SET_PDEATHSIG = 1
 
 
 def to_itself(pid: int, number: int) -> None:
@@ -51,9 +53,27 @@ def _ranks(launcher: int) -> Iterator[int]:
                 yield int(folder.name)
 
 
-def kill_all_with(mark: str) -> None:
-    """End every process whose environment holds `mark`, as `NAME=VALUE`, at once."""
+def kill_all_with(mark: str) -> int:
+    """End every process whose environment holds `mark`, as `NAME=VALUE`, at once; return how many there were.
+
+    Until none is left: one may have started another meanwhile. Without /proc (macOS) none is found.
+    """
+    killed: set[int] = set()
+    while left := set(_with(mark)) - killed:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= left
+    return len(killed)
+
+
+def _with(mark: str) -> Iterator[int]:
     for folder in _PROCESSES.glob("[0-9]*"):
         with suppress(OSError):  # it has just ended, or is somebody else's
             if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
+                yield int(folder.name)
+
+
+def end_with_parent() -> None:
+    """Have this process told SIGTERM when its parent ends: for srun, which then ends its step. Linux only; prctl(2)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

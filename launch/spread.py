@@ -8,10 +8,11 @@ can read them; the environment is handed over unseen (`handover.py`), to ssh by 
 
 The exit code is that of the host that failed first. The others have some seconds then to end by themselves, which they do
 when their processes lose a peer; what is left is stopped on its host, since a remote shell may die and leave its command
-running, or wait for ever for a host that is gone.
+running, or wait for ever for a host that is gone. So it is when what started this process is gone, killed for instance.
 
-SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on to the command on every host, which then has all the time that it needs, to
-save for instance: the job lives as long as this process. PBS says SIGTERM to every process itself, so it is not said again.
+SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the command on every host, which then has all the time it
+needs, to save for instance: the job lives as long as this process. PBS says SIGTERM to every process itself, so it is not
+said again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from app.errors import TopologyError
@@ -43,6 +44,10 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
     names = told[hosts.HOSTS].split(",")
     own = {host: {**told, hosts.NODE_RANK: str(rank)} for rank, host in enumerate(names)}
     asked_to_end: list[int] = []
+    parent = os.getppid()
+
+    def is_lost() -> bool:
+        return os.getppid() != parent
 
     def pass_on(number: int, _frame: object) -> None:
         asked_to_end.append(number)
@@ -50,7 +55,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
             for host in names:
                 _start(host_starter(starter, host, signal_script(own[host], number)))
 
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)
     # Ignored in what is started from here on: a starter that dies of a signal to the whole job cannot tell how its host ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -65,12 +70,18 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
             command = host_command(starter, host, argv, folder=folder, marks=own[host], file=files.get(host))
             started[host] = _start(command, text=None if files else text)
         signal.signal(signal.SIGTERM, pass_on)
-        failed = _first_failure(started)
-    if failed is None:
+        failed = _first_failure(started, until=is_lost)
+    if failed is None and not is_lost():
         return 0
-    code = started[failed].returncode
-    sys.stderr.write(f"samerun: {failed} ended with exit code {code}; ending the other hosts\n")
-    left = _still_running(started, seconds=math.inf if asked_to_end else grace_s)
+    code = started[failed].returncode if failed else 1
+    what = (
+        f"{failed} ended with exit code {code}; ending the other hosts"
+        if failed
+        else "what started this is gone; ending all hosts"
+    )
+    with suppress(OSError):  # nobody may be left to hear it
+        os.write(2, f"samerun: {what}\n".encode())
+    left = _still_running(started, seconds=0 if is_lost() else math.inf if asked_to_end else grace_s)
     scripts = {host: stop_script(own[host], kill_after_s=grace_s) for host in left}
     _stop([host_starter(starter, host, script) for host, script in scripts.items()], seconds=grace_s + 5)
     for host in left:
@@ -137,12 +148,12 @@ def _start(command: Sequence[str], *, text: bytes | None = None) -> subprocess.P
         return subprocess.Popen(command, stdin=stdin, start_new_session=True)
 
 
-def _first_failure(started: Mapping[str, subprocess.Popen[bytes]]) -> str | None:
-    """Wait until one host fails, and return it, or until all have ended well."""
+def _first_failure(started: Mapping[str, subprocess.Popen[bytes]], *, until: Callable[[], bool]) -> str | None:
+    """Wait until one host fails, and return it, or until all have ended well, or that."""
     while True:
         codes = {host: process.poll() for host, process in started.items()}
         failed = next((host for host, code in codes.items() if code), None)
-        if failed is not None or None not in codes.values():
+        if failed is not None or None not in codes.values() or until():
             return failed
         time.sleep(_LOOK_EVERY_S)
 

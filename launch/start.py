@@ -8,16 +8,19 @@ is watched (`supervise.py`) and started again where that is wanted (`attempts.py
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from app.batching import BatchPlan
 from app.command_line import Parser
-from app.errors import TopologyError
+from app.errors import STOPPED, RunFolderError, TopologyError
 from app.launched import end_time_s
 from app.recipe_file import load as load_recipe
 from app.topology import Topology
@@ -25,6 +28,7 @@ from launch import attempts, explain, find, local, meeting, meeting_key, preset,
 from launch.allocation import Allocation
 from launch.found import Found
 from launch.job import ATTEMPT, Job
+from launch.outcome import Folder
 from launch.preset import PRECISIONS, Preset
 
 
@@ -37,7 +41,7 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
             end_time_s(environment)
         for problem in run_checks.problems(training, run_dir=found.run_dir, resume=found.resume()):
             raise problem
-    command = found.accelerate_argv()  # what cannot be is refused here, not on every node
+    found.accelerate_argv()  # what cannot be is refused here, not on every node
     if found.topology.node_rank == 0:  # or each node would say the same
         explain.introduce(found, say)
     if options.explain:
@@ -47,12 +51,55 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     if options.explain or options.dry_run:
         return 0
     if found.is_task:
-        command = replace(found, topology=_met(found, environment, say)).accelerate_argv()
-        say(shlex.join(command))
-        told = meeting_key.without(found.times(environment).told(environment))
-        return supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code
-    say(shlex.join(found.start() if found.is_started_elsewhere else command))
+        return _run_task(replace(found, topology=_met(found, environment, say)), environment, say)
+    if found.run_dir is not None:
+        return _run(found, environment, say)
+    run_dir = _new_run_dir(found.recipe)
+    try:
+        return _run(replace(found, run_dir=str(run_dir)), environment, say)
+    finally:
+        with suppress(OSError):
+            run_dir.rmdir()  # if it is empty: what was wrong was found before anything was written
+
+
+def _run_task(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
+    """Run the processes of this node."""
+    command = found.accelerate_argv()
+    say(shlex.join(command))
+    told = meeting_key.without(found.times(environment).told(environment))
+    # Where `samerun launch` started this, it is the one that looks.
+    folder = Folder(Path(found.run_dir)) if found.run_dir and ATTEMPT not in environment else None
+    is_lost = _is_lost(environment)
+    ending = supervise.run(command, told, pass_on=signals.to_ranks, watched=False, is_lost=is_lost)
+    outcome = folder.outcome() if folder and ending.exit_code == 0 else None
+    return STOPPED if outcome and outcome.outcome == "stopped" else ending.exit_code
+
+
+def _is_lost(environment: Mapping[str, str]) -> Callable[[], bool]:
+    """Return what tells whether the ssh that started this is gone. Daemons of batch systems may be restarted meanwhile."""
+    parent = os.getppid()
+    return lambda: "SSH_CONNECTION" in environment and os.getppid() != parent
+
+
+def _run(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
+    """Run it from where it was typed."""
+    say(shlex.join(found.start() if found.is_started_elsewhere else found.accelerate_argv()))
     return attempts.run(_attempts(found, environment, say), say)
+
+
+def _new_run_dir(recipe: str) -> Path:
+    """Make a run folder `runs/<recipe>-<time>` that is no other start's. Raises RunFolderError."""
+    stem = Path("runs", f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    for number in itertools.count(1):
+        run_dir = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunFolderError(f"the run folder {run_dir} cannot be made: {error.strerror}. Choose a --run-dir.") from error
+        return run_dir
+    raise AssertionError
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.Namespace]:
@@ -79,12 +126,13 @@ def _attempts(found: Found, environment: Mapping[str, str], say: Callable[[str],
     pass_on = signals.to_ranks
     if found.is_started_elsewhere:
         pass_on = signals.to_srun if found.start()[0] == "srun" else signals.to_itself
-    by_hand = ["--run-dir", found.run_dir] if found.run_dir and not found.options.run_dir else []
+    assert found.run_dir is not None
+    by_hand = [] if found.options.run_dir else ["--run-dir", found.run_dir]
     return attempts.Plan(
         command=lambda again: found.start(again=again) if found.is_started_elsewhere else found.accelerate_argv(again=again),
         environment={**times.told(environment), **(meeting_key.new() if found.is_started_elsewhere else {})},
         pass_on=pass_on,
-        run_dir=Path(found.run_dir) if found.run_dir else None,
+        run_dir=Path(found.run_dir),
         job=found.job,
         max_restarts=found.options.max_restarts,
         max_requeues=found.options.max_requeues,
@@ -160,13 +208,11 @@ def divide_total(options: argparse.Namespace, environment: Mapping[str, str], *,
 
 
 def _run_dir(options: argparse.Namespace, job: Job | None, recipe_name: str) -> tuple[str | None, str]:
-    """The run folder, the same for every start that is to go on, and where its name comes from; None: app.train chooses."""
+    """The run folder, the same for every start that is to go on, and where its name comes from; None: a new one."""
     if options.run_dir:
         return options.run_dir, "--run-dir"
     if job is not None:
         return f"runs/{recipe_name}-{job.name}", "recipe and job"
-    if options.max_restarts:
-        return f"runs/{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}", "recipe and time"
     return None, "a new one of recipe and time"
 
 

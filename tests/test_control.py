@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from processes import REPOSITORY, Finished, Started, accelerate, last_of_each, read, read_lines
 
 from app.checkpoints import step_folders
+from app.errors import STOPPED
 
 pytestmark = pytest.mark.multiproc
 
@@ -26,7 +28,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, dict[str, 
     target = (str(REPOSITORY / "tests" / "scripts" / "asked.py"), str(run_dir))
     finished = Started(accelerate("multi_gpu", target=target, processes=2)).wait()
     cases = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
-    assert len(cases) == 11, finished.output
+    assert len(cases) == 12, finished.output
     return finished, {case["case"]: case["ranks"] for case in cases}
 
 
@@ -36,6 +38,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, dict[str, 
         ("SIGTERM twice", "SIGTERM came", True, True),
         ("SIGUSR1", "SIGUSR1 came", True, True),
         ("SIGUSR2", "SIGUSR2 came", True, True),
+        ("SIGHUP", "SIGHUP came, the terminal is lost", True, True),
         ("SIGINT", "SIGINT came", True, False),
         ("SIGTERM and SIGINT", "SIGINT came", True, False),
         ("SAVE", "the file SAVE was there", False, False),
@@ -64,10 +67,6 @@ def test_an_older_start_ends_on_all_ranks_when_its_folder_was_taken_over(told: A
     assert first == second
     assert first["error"] == "RunFolderError"
     assert "another start of this run" in first["text"]
-
-
-def test_a_second_sigint_stops_at_once(told: Any) -> None:
-    assert "rank 1 was interrupted, as by the usual handler: <built-in function default_int_handler>" in told[0].output
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
@@ -131,7 +130,9 @@ def test_a_run_that_is_stopped_twice_goes_on_and_is_the_undisturbed_one(tmp_path
     started = together(run_dir)
     wait_until(lambda: lines(run_dir) > 2, started)
     process_of_rank(1, started).send_signal(signal.SIGTERM)
-    finished = started.wait().check()
+    finished = started.wait()
+    assert finished.returncode == 1  # Accelerate's own, of several processes
+    assert re.search(rf"exitcode +: {STOPPED} ", finished.output)
     outcome = read(run_dir / "outcome.json")
     assert (outcome["outcome"], outcome["reason"], outcome["go_on"]) == ("stopped", "SIGTERM came", True)
     assert outcome["total_steps"] == STEPS
@@ -151,7 +152,7 @@ def test_a_run_that_is_stopped_twice_goes_on_and_is_the_undisturbed_one(tmp_path
     for process in reversed(processes):
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGTERM)
-    started.wait().check()
+    assert started.wait().returncode == STOPPED
     again = read(run_dir / "outcome.json")
     assert (again["reason"], again["go_on"]) == ("SIGTERM came", True)
     assert outcome["step"] + 2 < again["step"] < STEPS
@@ -175,7 +176,7 @@ def test_a_second_start_ends_the_first_and_a_file_stops_it(tmp_path: Path) -> No
     assert "RunFolderError: another start of this run" in ended.output
     assert not (tmp_path / "outcome.json").exists()
     (tmp_path / "STOP").touch()
-    second.wait().check()
+    assert second.wait().returncode == STOPPED
     outcome = read(tmp_path / "outcome.json")
     assert (outcome["outcome"], outcome["reason"], outcome["go_on"]) == ("stopped", "the file STOP was there", False)
     assert not (tmp_path / "STOP").exists()

@@ -22,6 +22,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.own_folder",),
         ("app.options",),
         ("app.environment", "app.tasks", "app.launched"),
+        ("app.terminal",),
     ],
     [("app.command_line", "app.train_options")],
     [
@@ -34,6 +35,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.origin",),
         ("app.checkpoints.piece",),
         ("app.ranks",),
+        ("app.lifeline",),
         ("app.steps", "app.spikes"),
         ("app.compiling",),
     ],

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import placed
 
-from app.errors import PresetError, TopologyError
+from app.errors import PresetError, RunFolderError, TopologyError
 from app.topology import Topology
-from launch import cli, local, preset
+from launch import cli, local, preset, start
 from launch.command import accelerate_argv
 
 ROOT = Path(cli.__file__).parent.parent
@@ -187,11 +187,22 @@ def test_without_dry_run_samerun_runs_that_command(capsys, monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    arguments = ["--preset", "multi_gpu", "--processes", "2", "optim.lr=0.1"]
+    arguments = ["--preset", "multi_gpu", "--processes", "2", "--run-dir", "a", "optim.lr=0.1"]
     with pytest.raises(InterruptedError):
         cli.main(["launch", *arguments])
     printed = shlex.split(dry_run(capsys, *arguments)[1].splitlines()[-1])
     assert run == [printed]
+
+
+def test_a_run_folder_of_no_name_is_no_other_starts(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    folders = [start._new_run_dir("my/digits.yaml") for _ in range(3)]
+    assert len(set(folders)) == 3
+    assert all(folder.is_dir() and folder.name.startswith("digits-") for folder in folders)
+    monkeypatch.chdir(folders[0])
+    Path("runs").touch()
+    with pytest.raises(RunFolderError, match=r"runs/digits-.* cannot be made: Not a directory. Choose a --run-dir"):
+        start._new_run_dir("digits")
 
 
 @pytest.mark.parametrize(

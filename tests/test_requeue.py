@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY, clean_environment
 
+from app.errors import STOPPED
 from launch import find, grid_engine, pbs_job, slurm_job
 from launch.job import NotDoneError, Times
 from launch.outcome import Folder
@@ -255,13 +256,14 @@ def test_a_crash_is_followed_by_a_restart_and_the_second_is_the_end(tmp_path):
     assert (code, [line.partition(",")[0] for line in out]) == (0, ["from step 0", "from step 30"])
     assert "samerun: the run crashed, and goes on from its newest checkpoint: restart 1 of 2" in err
     code, out, err = ended(launch(tmp_path / "b", "always 1", "--max-restarts", "1"))
-    assert (code, len(out)) == (1, 2)
+    assert (code, len(out)) == (137, 2)
+    assert err[-1] == "samerun: the process that trains was ended by SIGKILL, as by a lack of memory, and the run with it"
 
 
 def test_a_restart_goes_on_with_the_run_whatever_the_first_start_was_told(tmp_path):
-    (tmp_path / "recipe.yaml").touch()
-    code, out, _ = ended(launch(tmp_path, "killed 3", "--max-restarts", "1", "--resume", "old"))
-    assert (code, [line.rpartition(", ")[2] for line in out]) == (0, ["--resume old", "--resume auto"])
+    (tmp_path / "old").mkdir()
+    code, out, _ = ended(launch(tmp_path / "new", "killed 3", "--max-restarts", "1", "--resume", str(tmp_path / "old")))
+    assert (code, [line.rpartition(", ")[2] for line in out]) == (0, [f"--resume {tmp_path}/old", "--resume auto"])
 
 
 def test_a_mistake_is_not_repeated(tmp_path):
@@ -270,15 +272,15 @@ def test_a_mistake_is_not_repeated(tmp_path):
     assert "DataError: not there" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_the_rank_which_ends_in_its_own_time(tmp_path, number):
     """The launcher of one process would die of it and leave its process behind."""
     process = launch(tmp_path, "slow 0")
     assert process.stdout.readline().startswith("from step 0")
     process.send_signal(number)
     code, _, err = ended(process)
-    assert code == 0
-    assert json.loads((tmp_path / "outcome.json").read_text())["go_on"] == (number == signal.SIGTERM)
+    assert code == STOPPED
+    assert json.loads((tmp_path / "outcome.json").read_text())["go_on"] == (number != signal.SIGINT)
     (last,) = [line for line in err if "the run stopped" in line]
     assert last.endswith(f"To go on with it: samerun launch --preset cpu --run-dir {tmp_path}")
 

@@ -98,7 +98,8 @@ def test_jobs_that_stop_are_run_again_and_only_they(lab: Lab, tmp_path: Path) ->
     over = lab.wait(failed)
     assert (over.state, starts(over)) == ("FAILED", ["0"]), over.output
     over = lab.wait(forbidden)
-    assert (over.state, over.exit_code, starts(over)) == ("COMPLETED", "0:0", ["0"]), over.output
+    # Stopped and in no queue: what has `afterok` on it must not begin.
+    assert (over.state, over.exit_code, starts(over)) == ("FAILED", "75:0", ["0"]), over.output
     assert f"To go on with it: samerun launch --run-dir {tmp_path}/forbidden" in over.output
     over = lab.wait(signalled)
     assert over.state == "COMPLETED", over.output

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,9 +150,9 @@ host=$1; shift; bare "$@" < /dev/null
     call = "sys.exit(main(sys.argv[1:], os.environ, os.getcwd(), grace_s=2))"
     program = f"import os, sys; from launch.spread import main; {call}"
 
-    def run(script, *arguments, starter="pbs_tmrsh"):
+    def run(script, *arguments, starter="pbs_tmrsh", parent=()):
         told = ["SAMERUN_HOSTS=n1,n2,n3", f"SAMERUN_PORT={os.getpid()}"]
-        argv = [sys.executable, "-c", program, starter, *told, "/bin/bash", "-c", script, "bash", *arguments]
+        argv = [*parent, sys.executable, "-c", program, starter, *told, "/bin/bash", "-c", script, "bash", *arguments]
         pipe = subprocess.PIPE
         begun.append(subprocess.Popen(argv, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
         return begun[-1]
@@ -277,6 +278,42 @@ def test_pbs_says_sigterm_to_everything_and_this_waits(begin, tmp_path):
         os.kill(number, signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
     assert (sorted(out.splitlines()), process.returncode) == (["n1 saved", "n2 saved", "n3 saved"], 1)
+
+
+def killed_with(pids, victim):
+    """Kill the victim, and return how many of the processes that wrote their ids are left after a while."""
+    os.kill(victim, signal.SIGKILL)
+    numbers = [int(line) for line in pids.read_text().split()]
+    deadline_s = time.monotonic() + 20
+    while (left := [number for number in numbers if is_running(number)]) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return len(numbers), left
+
+
+def test_nothing_is_left_on_the_hosts_when_what_started_this_is_killed(begin, tmp_path):
+    pids = tmp_path / "pids"
+    process = begin(
+        'echo $$ >> "$1"; echo up; sleep 300 & wait', str(pids), parent=("bash", "-c", '"$@" & echo $!; wait', "bash")
+    )
+    spreading = psutil.Process(int(process.stdout.readline()))
+    assert [process.stdout.readline() for _ in range(3)] == ["up\n"] * 3
+    assert killed_with(pids, process.pid) == (3, [])
+    assert "what started this is gone; ending all hosts" in process.stderr.read()
+    assert psutil.wait_procs([spreading], timeout=10)[1] == []
+
+
+def test_nothing_is_left_on_the_hosts_when_this_is_killed(begin, tmp_path):
+    """What watches it ends what it started, here on the same machine; on others the processes lose their peers."""
+    watched = "import os, sys; from launch import signals, supervise"
+    call = "sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_itself, watched=True).exit_code)"
+    pids = tmp_path / "pids"
+    process = begin(
+        'echo $$ >> "$1"; echo up; sleep 300 & wait', str(pids), parent=(sys.executable, "-c", f"{watched}; {call}")
+    )
+    assert [process.stdout.readline() for _ in range(3)] == ["up\n"] * 3
+    (spreading,) = (child.pid for child in psutil.Process(process.pid).children())
+    assert killed_with(pids, spreading) == (3, [])
+    assert process.wait(timeout=20) == 137
 
 
 def is_running(number):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY, TIMEOUT_S, clean_environment, read_lines, start
 
-from app.errors import RunFolderError
+from app.errors import STOPPED, RunFolderError
 from app.reports.view import sparkline
 from launch.cli import main as samerun
 
@@ -52,7 +52,7 @@ def test_a_run_that_is_not_there_yet_is_followed_until_it_stops(tmp_path: Path) 
     watching.await_text("evaluated after step", lambda: not running.is_over())
     assert not running.is_over()
     (run_dir / "STOP").touch()
-    running.wait().check()
+    assert running.wait().returncode == STOPPED
     assert watching.process.wait(TIMEOUT_S) == 0
     told = [line[9:] for line in watching.log.read_text().splitlines()]
     assert told[1] == "started on 1 process, from the beginning"

@@ -150,7 +150,7 @@ def batches_of(loader: Iterable[Batch | Failure]) -> Iterator[Batch]:
 
 def _leave_signals_to_the_run(_worker: int) -> None:
     """Schedulers and launchers signal all processes of a run at once, and it still needs its batches until it has stopped."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 

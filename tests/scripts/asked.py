@@ -85,6 +85,7 @@ CASES: dict[str, tuple[Callable[[], None], float | None, float | None]] = {
     "SIGTERM twice": (send((), (signal.SIGTERM, signal.SIGTERM)), None, None),
     "SIGUSR1": (send((), (signal.SIGUSR1,)), None, None),
     "SIGUSR2": (send((signal.SIGUSR2,), ()), None, None),
+    "SIGHUP": (send((), (signal.SIGHUP,)), None, None),
     "SIGINT": (send((), (signal.SIGINT,)), None, None),
     "SIGTERM and SIGINT": (send((signal.SIGTERM,), (signal.SIGINT,)), None, None),
     "SAVE": (touch(run_folder.SAVE), None, None),
@@ -93,7 +94,6 @@ CASES: dict[str, tuple[Callable[[], None], float | None, float | None]] = {
     "end": (ask_nothing, None, 33.0),
     "end at once": (ask_nothing, None, 10.0),
     "taken over": (take_over, None, None),
-    "SIGINT twice": (send((), (signal.SIGINT, signal.SIGINT)), None, None),
 }
 
 for case, (ask, save_every_s, left_s) in CASES.items():
@@ -104,9 +104,8 @@ for case, (ask, save_every_s, left_s) in CASES.items():
         answer = told(ask, save_every_s, left_s)
     except SamerunError as error:
         answer = {"error": type(error).__name__, "text": str(error)}
-    except KeyboardInterrupt:
-        print(f"rank {rank} was interrupted, as by the usual handler: {signal.getsignal(signal.SIGINT)}", flush=True)
-        os._exit(0)
     answers = runtime.gather(answer)
     if rank == 0:
         print(json.dumps({"case": case, "ranks": answers}), flush=True)
+
+runtime.close()

@@ -58,12 +58,18 @@ def run(command: tuple[str, ...], environment: Mapping[str, str], log: str) -> N
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = list(command)
-    if command[0].endswith(".py"):
-        runpy.run_path(command[0], run_name="__main__")
-    else:
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    code: object = 0
+    try:
+        if command[0].endswith(".py"):
+            runpy.run_path(command[0], run_name="__main__")
+        else:
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code or 0
     sys.stdout.flush()
-    os._exit(0)  # how whole processes end is shown by tests that start them
+    if isinstance(code, str):
+        print(code, file=sys.stderr, flush=True)
+    os._exit(code if isinstance(code, int) else 1)  # how whole processes end is shown by tests that start them
 
 
 if __name__ == "__main__":

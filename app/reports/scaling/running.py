@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app import cores, run_folder
-from app.errors import RunFolderError, TopologyError
+from app.errors import STOPPED, RunFolderError, TopologyError
 from app.reports.scaling.sweep import Case, Folder, Sweep
 from launch import find, local, submit
 from launch.run_module import program
@@ -86,9 +86,9 @@ def run_here(folder: Folder, case: Case, place: Place) -> Attempt | None:
         code = _run(command, place.environment, output.fileno())
     if code == 0 and (run_dir / run_folder.RESULT).exists():
         return None
-    why = (
-        f"exit code {code}: {last_sentence(log.read_text(errors='replace'))}" if code else "it was asked to stop before its end"
-    )
+    why = "it was asked to stop before its end"
+    if code not in (0, STOPPED):
+        why = f"exit code {code}: {last_sentence(log.read_text(errors='replace'))}"
     return _record(folder, case, Attempt(log=str(log), why=why))
 
 

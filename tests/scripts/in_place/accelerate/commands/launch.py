@@ -18,14 +18,16 @@ STEPS = 100
 def train(run_dir: Path, happens: str, at: int) -> int:
     (run_dir / "outcome.json").unlink(missing_ok=True)
     asked: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: asked.append(number))
+    (run_dir / "recipe.yaml").touch()
     done = run_dir / "steps"
     first = int(done.read_text()) if done.exists() else 0
     until, resume = os.environ.get("SAMERUN_END_TIME"), sys.argv[sys.argv.index("--resume") + 1]
     print(f"from step {first}, until {until}, process {os.getpid()}, --resume {resume}", flush=True)
     for step in range(first, STEPS):
-        done.write_text(str(step))
+        done.with_name("steps.new").write_text(str(step))
+        done.with_name("steps.new").replace(done)  # it may be killed at any moment
         if happens == "always" or (step == at and first < at):
             happen(happens, asked)
         if asked:
@@ -60,4 +62,4 @@ if __name__ == "__main__":
         sys.exit(train(folder, what, int(step)))
     folder.mkdir(parents=True, exist_ok=True)
     rank = subprocess.run([sys.executable, *sys.argv], env=os.environ | {"IN_PLACE_RANK": "1"}, check=False)
-    sys.exit(1 if rank.returncode else 0)  # as accelerate launch does
+    rank.check_returncode()  # as accelerate launch does

@@ -1,0 +1,138 @@
+"""Whatever of a run ends first, nothing of it is left: real launchers, killed as a lack of memory kills."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import ALONE, ONE_THREAD, REPOSITORY, accelerate, clean_environment
+
+from app.topology import Topology
+from launch.command import accelerate_argv
+from launch.preset import load
+
+pytestmark = pytest.mark.multiproc
+
+SOON_S = 15.0
+"""Looking takes up to a second and a half; the rest is for machines that are busy."""
+
+SAMERUN = """
+import os, sys
+from launch import signals, supervise
+sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_ranks, watched=True).exit_code)
+"""
+# A rank without torch, which takes seconds, and with a process that would outlive it.
+IDLE = """
+import os, subprocess, sys, time
+from app.lifeline import Lifeline
+Lifeline(os.environ).start()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+print("up", flush=True)
+time.sleep(300)
+"""
+
+
+class Run:
+    """A command, all that it starts, and its output."""
+
+    def __init__(self, command: list[str], log: Path, folder: Path) -> None:
+        self.mark, self._log = uuid.uuid4().hex, log
+        path = f"{folder}:{REPOSITORY}"
+        environment = clean_environment() | ONE_THREAD | {"PYTHONPATH": path, "OF_THIS_TEST": self.mark}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 120
+        while not is_so():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline_s, self.output
+            time.sleep(0.05)
+
+    def all(self) -> list[psutil.Process]:
+        """Its processes, but for those that have ended and were not asked about."""
+        self.process.poll()
+        return [process for process in psutil.process_iter() if self._is_of_it(process)]
+
+    def _is_of_it(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return process.environ().get("OF_THIS_TEST") == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def kill(self, victim: str) -> None:
+        """Kill `samerun`, the `launcher` of Accelerate or a `rank`, and see that all else ends."""
+        everything = self.all()
+        ranks = [process for process in everything if "idle" in process.cmdline()[-1] or "app.train" in process.cmdline()]
+        ranks = [process for process in ranks if "accelerate.commands.launch" not in process.cmdline()]
+        (launcher,) = {process.ppid() for process in ranks if process.ppid() not in {rank.pid for rank in ranks}}
+        pid = {"samerun": self.process.pid, "launcher": launcher, "rank": ranks[-1].pid}[victim]
+        psutil.Process(pid).send_signal(signal.SIGKILL)
+        deadline_s = time.monotonic() + SOON_S
+        while left := self.all():
+            assert time.monotonic() < deadline_s, (left, self.output)
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
+    runs: list[Run] = []
+
+    def begin(command: list[str]) -> Run:
+        runs.append(Run(command, tmp_path / "log", tmp_path))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        for process in run.all():
+            process.kill()
+        run.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("preset", "victim", "code", "said"),
+    [
+        ("multi_gpu", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
+        (
+            "multi_gpu",
+            "launcher",
+            137,
+            "samerun: `accelerate launch` was ended by SIGKILL, as by a lack of memory, and the run",
+        ),
+        ("multi_gpu", "rank", 137, "samerun: rank 1 on localhost was ended by SIGKILL, as by a lack of memory, and the run"),
+        ("cpu", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
+        ("cpu", "launcher", 137, "samerun: `accelerate launch` was ended by SIGKILL, as by a lack of memory, and the run"),
+    ],
+)
+def test_nothing_is_left_of_a_run_of_ours(
+    start: Callable[[list[str]], Run], tmp_path: Path, preset: str, victim: str, code: int, said: str
+) -> None:
+    (tmp_path / "idle.py").write_text(IDLE)
+    processes = 1 if preset in ALONE else 2
+    command = accelerate_argv(Topology(processes_per_node=processes, threads_per_process=1), load(preset), [], module="idle")
+    run = start([sys.executable, "-c", SAMERUN, *command])
+    run.wait_until(lambda: run.output.count("up\n") == processes)
+    run.kill(victim)
+    assert run.process.wait() == code
+    assert run.output.count(said) == 1
+
+
+@pytest.mark.parametrize("preset", ["cpu", "multi_gpu"])
+def test_nothing_is_left_of_a_plain_accelerate_launch(start: Callable[[list[str]], Run], tmp_path: Path, preset: str) -> None:
+    (tmp_path / "idle.py").write_text(IDLE)
+    processes = 1 if preset in ALONE else 2
+    run = start(accelerate(preset, target=("-m", "idle"), processes=None if preset in ALONE else 2))
+    run.wait_until(lambda: run.output.count("up\n") == processes)
+    run.kill("launcher")
+    assert run.output.count("samerun: `accelerate launch`, which started this run, is gone: the run ends.") == 1

@@ -1,0 +1,188 @@
+"""A run at a terminal: Ctrl-C once and twice, and a terminal that is lost, as with an ssh connection."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+from processes import ONE_THREAD, REPOSITORY, clean_environment, read
+
+from app.claim import Claim
+from app.control import Control
+from app.errors import STOPPED
+from launch.run_module import program
+
+IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"
+ENDLESS = ("train.steps=1000000", "log.every_steps=1", "--trackers", "none", "--resume", "auto")
+
+
+class Terminal:
+    """A terminal of its own, in which a command runs."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._ours, theirs = os.openpty()
+        self.process = subprocess.Popen(
+            command,
+            env=clean_environment() | ONE_THREAD | environment,
+            cwd=REPOSITORY,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - there is no other thread
+        )
+        os.close(theirs)
+        self.shown = ""
+        self.started: list[psutil.Process] = []
+
+    def wait_for(self, words: str) -> None:
+        """Until these words are shown."""
+        self._read(lambda: words in self.shown)
+        self.started = psutil.Process(self.process.pid).children(recursive=True)
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._ours, b"\x03")
+
+    def hang_up(self) -> None:
+        os.close(self._ours)
+        self._ours = -1
+
+    def ended(self) -> int:
+        """Wait for the end of the command, see that nothing is left of it, and return its exit code."""
+        self._read(lambda: self.process.poll() is not None)
+        _, left = psutil.wait_procs(self.started, timeout=10)
+        assert left == []
+        return self.process.wait()
+
+    def close(self) -> None:
+        for process in (self.process, *self.started):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+        if self._ours >= 0:
+            self.hang_up()
+
+    def _read(self, until: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 120
+        while not until():
+            assert time.monotonic() < deadline_s, self.shown
+            if self._ours < 0:
+                time.sleep(0.05)
+            elif select.select([self._ours], [], [], 0.1)[0]:
+                try:
+                    self.shown += os.read(self._ours, 2**16).decode(errors="replace")
+                except OSError:  # nobody has it open any more
+                    self.hang_up()
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def run(*command: str, **environment: str) -> Terminal:
+        opened.append(Terminal(list(command), environment))
+        return opened[-1]
+
+    yield run
+    for each in opened:
+        each.close()
+
+
+def in_place(run_dir: Path) -> list[str]:
+    """`samerun launch` with a stand-in for the training, which takes a second to stop."""
+    return [*program("launch.cli"), "launch", "--preset", "cpu", "--run-dir", str(run_dir)]
+
+
+STAND_IN = {"PYTHONPATH": f"{IN_PLACE}:{REPOSITORY}", "IN_PLACE": "slow 0"}
+
+
+def test_ctrl_c_stops_a_run_which_may_take_its_time(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    shell = terminal(*in_place(tmp_path), **STAND_IN)
+    shell.wait_for("from step 0")
+    shell.press_ctrl_c()
+    assert shell.ended() == STOPPED
+    assert "the run saves and stops; Ctrl-C once more ends it at once" in shell.shown
+    assert read(tmp_path / "outcome.json")["outcome"] == "stopped"
+
+
+def test_a_second_ctrl_c_ends_it_at_once(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    shell = terminal(*in_place(tmp_path), **STAND_IN)
+    shell.wait_for("from step 0")
+    shell.press_ctrl_c()
+    shell.wait_for("Ctrl-C once more")
+    shell.press_ctrl_c()
+    assert shell.ended() == 130
+    assert shell.shown.endswith("samerun: ended at once, without saving\r\n")
+    assert not (tmp_path / "outcome.json").exists()
+
+
+@pytest.mark.multiproc
+def test_two_ranks_and_their_launcher_leave_no_tracebacks(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    command = ["launch", "--preset", "multi_gpu", "--processes", "2", "--run-dir", str(tmp_path), *ENDLESS]
+    shell = terminal(*program("launch.cli"), *command)
+    shell.wait_for("epoch 0: test accuracy")
+    shell.press_ctrl_c()
+    shell.wait_for("Ctrl-C once more")
+    shell.press_ctrl_c()
+    assert shell.ended() == 130
+    assert "Traceback" not in shell.shown
+    assert "Error" not in shell.shown
+
+
+@pytest.mark.multiproc
+def test_one_process_without_a_launcher_leaves_no_traceback(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    shell = terminal(*program("app.train"), "--run-dir", str(tmp_path), *ENDLESS)
+    shell.wait_for("epoch 0: test accuracy")
+    shell.press_ctrl_c()
+    shell.press_ctrl_c()
+    assert shell.ended() == -signal.SIGINT
+    assert "Traceback" not in shell.shown
+
+
+@pytest.mark.multiproc
+def test_a_lost_terminal_makes_a_run_save_and_stop(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    """And neither what it would have shown there, nor what `samerun` would have said, keeps it from that."""
+    shell = terminal(*program("launch.cli"), "launch", "--preset", "cpu", "--run-dir", str(tmp_path), *ENDLESS)
+    shell.wait_for("epoch 0: test accuracy")
+    shell.hang_up()
+    assert shell.ended() == STOPPED
+    outcome = read(tmp_path / "outcome.json")
+    assert (outcome["outcome"], outcome["reason"]) == ("stopped", "SIGHUP came, the terminal is lost")
+    assert list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_after_nohup_a_run_goes_on(tmp_path: Path) -> None:
+    environment = clean_environment() | STAND_IN
+    process = subprocess.Popen(
+        ["nohup", *in_place(tmp_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("from step 0")
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert read(tmp_path / "outcome.json")["outcome"] == "finished"
+
+
+def test_after_nohup_a_process_goes_on(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Control(cast(Any, None), Claim(tmp_path, Path()), total_steps=1, state_bytes=0) as control:
+            signal.raise_signal(signal.SIGHUP)
+            assert not control.is_asked_to_stop
+            signal.raise_signal(signal.SIGUSR1)
+            assert control.is_asked_to_stop
+    finally:
+        signal.signal(signal.SIGHUP, before)
