@@ -29,12 +29,13 @@ class Lifeline:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """`environ` is this process's environment, which names the `samerun launch` above it, if there is one."""
-        self._speaks = environ.get("LOCAL_RANK", "0") == "0"  # one for all on a machine
+        self._mark = environ.get(LAUNCHER)
+        self._is_first = environ.get("LOCAL_RANK", "0") == "0"  # it speaks for all on a machine
         self._is_asked_to_stop: Callable[[], bool] = lambda: False
         me = psutil.Process()
         above = [me, *me.parents()]
         pids = [process.pid for process in above]
-        self._launcher = int(environ[LAUNCHER].partition("-")[0]) if LAUNCHER in environ else None
+        self._launcher = int(self._mark.partition("-")[0]) if self._mark else None
         watched = 0
         if self._launcher in pids:
             watched = pids.index(self._launcher)
@@ -58,13 +59,15 @@ class Lifeline:
         wait = threading.Event().wait
         while (lost := self._lost()) is None:
             wait(_LOOK_EVERY_S)
-        wait(_NOTICE_S)
+        wait(_NOTICE_S if self._is_first else 2 * _NOTICE_S)
         while self._is_asked_to_stop():
             wait(_LOOK_EVERY_S)
-        if self._speaks:
+        if self._is_first or self._mark:
             _say(
                 f"samerun: {lost}, which started this run, is gone: the run ends. Its newest checkpoint is kept, and can go on"
             )
+        if self._mark:  # all of this machine: a launcher that sees this one end would end the others, but not their children
+            _end_all_with(self._mark)
         end_children()
         os._exit(1)
 
@@ -87,6 +90,13 @@ def end_children() -> None:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
+
+
+def _end_all_with(mark: str) -> None:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has just ended, or is somebody else's
+            if process.pid != os.getpid() and process.environ().get(LAUNCHER) == mark:
+                process.kill()
 
 
 def _command_line(process: psutil.Process) -> str:

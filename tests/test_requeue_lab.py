@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import slurm_lab
 from processes import REPOSITORY, read, train
@@ -123,6 +124,25 @@ def test_a_job_that_an_array_task_submits_from_a_step_is_itself_run_again(lab: L
     assert (over.state, starts(over)) == ("COMPLETED", ["0", "30"]), over.output
     assert f"Slurm runs job {job} again, 1 of at most 20 times" in over.output
     assert read(tmp_path / f"runs/digits-{job}/outcome.json")["outcome"] == "finished"
+
+
+def test_nothing_is_left_of_a_step_whose_samerun_is_killed(lab: Lab, tmp_path: Path) -> None:
+    """In the shell of salloc, which is on no node of the job: nobody but Slurm reaches the processes of the step from there."""
+    said = {"PYTHONPATH": f"{REPOSITORY}/tests/scripts/in_place:{REPOSITORY}", "IN_PLACE": "nothing 1"}
+    options = (*SHARED, "--nodes=1", "--time=5")
+    started = lab.start("salloc", *options, "samerun", "launch", "--run-dir", str(tmp_path / "run"), env=said)
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "run" / "steps").exists():
+        assert time.monotonic() < deadline_s, started.kill().output
+        time.sleep(0.05)
+    (samerun,) = [process for process in started.processes() if process.parent().name() == "salloc"]
+    ranks = [
+        process for process in psutil.process_iter(["cmdline"]) if str(tmp_path / "run") in (process.info["cmdline"] or ())
+    ]
+    assert len(ranks) >= 4  # samerun and srun here, samerun, its launcher and the rank there
+    samerun.kill()
+    assert psutil.wait_procs(ranks, timeout=15)[1] == []
+    started.wait()
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------------

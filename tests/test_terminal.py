@@ -143,9 +143,11 @@ def test_two_ranks_and_their_launcher_leave_no_tracebacks(terminal: Callable[...
 
 @pytest.mark.multiproc
 def test_one_process_without_a_launcher_leaves_no_traceback(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    shell = terminal(*program("app.train"), "--run-dir", str(tmp_path), *ENDLESS)
+    long_steps = ("train.global_batch_size=1024", "train.max_micro_batch=1")  # so it is asked twice within one
+    shell = terminal(*program("app.train"), "--run-dir", str(tmp_path), *ENDLESS, *long_steps)
     shell.wait_for("epoch 0: test accuracy")
     shell.press_ctrl_c()
+    time.sleep(0.2)  # two that come at once are one
     shell.press_ctrl_c()
     assert shell.ended() == -signal.SIGINT
     assert "Traceback" not in shell.shown
