@@ -58,7 +58,7 @@ def assert_a_killed_rank_ends_it(lab: Lab, started: Started, run_dir: Path) -> s
         if started.is_over() or time.monotonic() > deadline_s:
             pytest.fail(started.wait(timeout_s=1).output)
         time.sleep(0.2)
-    lab.run("pkill", "--signal", "KILL", "--full", "--oldest", "^[^ ]+ (-u )?-m app.train", node="node2").check()
+    lab.run("pkill", "--signal", "KILL", "--full", "--oldest", "^[^ ]+ (-u )?[^ ]+ app.train", node="node2").check()
     finished = started.wait(timeout_s=20)
     assert finished.returncode != 0, finished.output
     for node in ("node1", "node2"):

@@ -131,7 +131,7 @@ def strike(lab: Lab, job: str, name: str) -> Job:
     """Send a signal to the ranks on node2 when they train, and see the job over on all nodes."""
     lab.wait_for_output(job, " step 1/")
     struck_s = time.monotonic()
-    lab.run("pkill", "--signal", name, "--full", "^[^ ]+ -u -m app.train", node="node2").check()
+    lab.run("pkill", "--signal", name, "--full", "^[^ ]+ -u [^ ]+ app.train", node="node2").check()
     over = lab.wait(job, timeout_s=30)
     assert time.monotonic() - struck_s < 20
     assert over.state == "FAILED", over
