@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from processes import Started
 from refusals import Refused, put
 
 DRY = ["samerun", "launch", "--dry-run"]
@@ -136,3 +138,19 @@ def test_environments(variables: str, sentence: str, refused: Refused, monkeypat
 def test_options_across_hosts(words: str, sentence: str, code: int, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMERUN_HOSTS", "a,b")
     refused([*DRY, *words.split()], sentence, code)
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "sentence", "code"),
+    [
+        ("launch.cli", "launch --lr 0.1", "samerun: UsageError: --lr: there is no such option", 2),
+        ("launch.cli", "launch --trackers wandbb", "samerun: TrackerError: --trackers has 'wandbb'", 9),
+        ("launch.cli", "launch model.name=resnet-18", "samerun: RecipeError: model.name is 'resnet-18'", 3),
+        ("app.train", "seed=1 seed=2", "RecipeError: seed is given twice (command line: 1 and 2)", 3),
+        ("app.train", "--epochs 3", "UsageError: --epochs: there is no such option", 2),
+    ],
+)
+def test_a_process_of_its_own(module: str, words: str, sentence: str, code: int) -> None:
+    finished = Started([sys.executable, "-m", module, *words.split()]).wait()
+    assert (finished.returncode, len(finished.output.splitlines())) == (code, 1), finished.output
+    assert sentence in finished.output

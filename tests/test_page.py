@@ -136,12 +136,12 @@ def test_what_is_no_run_and_what_cannot_be_written_is_said(
 ) -> None:
     assert samerun(["report", str(tmp_path)]) == RunFolderError.exit_code
     assert samerun(["report", str(digits_run), "--out", str(tmp_path / "no" / "page.html")]) == RunFolderError.exit_code
-    assert "Choose another place by --out" in capsys.readouterr().err
+    assert "By --out FILE it is written elsewhere" in capsys.readouterr().err
 
 
 def test_every_start_is_told_with_how_it_ended_and_the_time_since(digits_run: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(digits_run, tmp_path / "copied"))
-    events = ledger.read(folder)
+    events = ledger.read(folder)[0]
     first = events[0]
     assert isinstance(first, ledger.Start)
     (folder / "result.json").unlink()
