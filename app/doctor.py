@@ -126,7 +126,7 @@ def _examine(
         runtime.accelerator.wait_for_everyone()
         points, hits, elapsed_s = probe.draw_points(device, seed=_SEED + launched.rank)
     with waiting("known answers"):
-        wrong_answers, known_answers_s, notes = _known_answers(runtime)
+        wrong_answers, known_answers_s, notes = probe.known_answers(runtime)
     with waiting("the sums of all ranks"):
         summed_points, summed_hits = probe.all_reduce_sum([points, hits], device)
         all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
@@ -157,29 +157,6 @@ def _examine(
         ranks = _with_neighbours(runtime.gather(own), first_ranks)
     runtime.close()
     return Examination(ranks=ranks, summed_hits=summed_hits, summed_points=summed_points, all_reduces=all_reduces, notes=notes)
-
-
-def _known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
-    """Return what this rank computed wrongly, the seconds it took, and notes for all.
-
-    What few models compute, and a version of torch computes wrongly on a kind of device, is a note: a run that meets it is
-    refused at its start.
-    """
-    import torch
-
-    from app import arithmetic, known_answers
-
-    half = [torch.bfloat16] if runtime.device.type == "cpu" else [torch.bfloat16, torch.float16]
-    ranks, faults = arithmetic.examine(runtime, [torch.float32, *half], known_answers.GENERAL)
-    narrow, met = arithmetic.examine(runtime, half, known_answers.NARROW)
-    notes = [
-        f"{fault.text} (rank {fault.rank} on {fault.host}). Runs whose models compute this are refused" for fault in met[:1]
-    ]
-    notes += [
-        f"rank {each.rank} on {each.host} could not compute all known answers: {each.failed}" for each in ranks if each.failed
-    ]
-    own = runtime.launched.rank
-    return [fault.text for fault in faults if fault.rank == own], ranks[own].elapsed_s + narrow[own].elapsed_s, notes
 
 
 def _all_reduces(runtime: Runtime) -> list[AllReduce]:

@@ -21,8 +21,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from app import arithmetic
 from app.diagnosis import Node
 from app.handshake import versions
+from app.known_answers import GENERAL, NARROW
+from app.runtime import Runtime
 
 # A second or less for each, on a CPU through gloo as on GPUs through NCCL.
 _POINTS = {"cpu": (2**20, 16)}
@@ -52,6 +55,25 @@ def draw_points(device: torch.device, *, seed: int) -> tuple[int, int, float]:
     start_s = time.perf_counter()
     total = int(sum(hits() for _ in range(times)))
     return at_a_time * times, total, time.perf_counter() - start_s
+
+
+def known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
+    """Return what this rank computed wrongly, the seconds it took, and notes for all.
+
+    What few models compute, and a version of torch computes wrongly on a kind of device, is a note: a run that meets it is
+    refused at its start.
+    """
+    half = [torch.bfloat16] if runtime.device.type == "cpu" else [torch.bfloat16, torch.float16]
+    ranks, faults = arithmetic.examine(runtime, [torch.float32, *half], GENERAL)
+    narrow, met = arithmetic.examine(runtime, half, NARROW)
+    notes = [
+        f"{fault.text} (rank {fault.rank} on {fault.host}). Runs whose models compute this are refused" for fault in met[:1]
+    ]
+    notes += [
+        f"rank {each.rank} on {each.host} could not compute all known answers: {each.failed}" for each in ranks if each.failed
+    ]
+    own = runtime.launched.rank
+    return [fault.text for fault in faults if fault.rank == own], ranks[own].elapsed_s + narrow[own].elapsed_s, notes
 
 
 def all_reduce_sum(values: Sequence[int], device: torch.device) -> list[int]:
