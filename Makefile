@@ -21,13 +21,13 @@ demo: $(VENV)/.installed
 PYTEST := $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.compiled | lab-packages
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.compiled | lab-packages
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not long" $(PYTEST_ARGS)
 
 test-full: $(VENV)/.compiled | lab-packages
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 gpu: $(VENV)/.installed-dev
 	$(RUN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from slurm_lab import RECIPE, STEPS, losses
 # By the time that they take.
 LONG_FILES = ["test_slurm_lab", "test_same_run", "test_resume", "test_requeue_lab", "test_hosts_lab", "test_handshake",
               "test_doctor", "test_submit_lab", "test_training", "test_watchdog", "test_scale", "test_bench", "test_control",
-              "test_shards", "test_requeue"]  # fmt: skip
+              "test_shards", "test_requeue", "test_kills"]  # fmt: skip
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says more of the machine than of the code
 settings.load_profile("untimed")
@@ -34,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail if a test was skipped for anything but a missing GPU: for machines that have all the tests need",
     )
+    parser.addoption("--seed", type=int, help="of the moments at which runs are killed: a test that failed has printed its own")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,6 +50,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _warm_processes_end(_own_cache: None) -> Iterator[None]:
     yield
     end_warm()
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """What chooses the moments; `--seed` repeats a choice."""
+    given = request.config.getoption("--seed")
+    seed = random.SystemRandom().randrange(10**6) if given is None else given
+    print(f"--seed {seed}")
+    return random.Random(seed)
 
 
 @pytest.fixture(scope="session")

@@ -150,7 +150,9 @@ class Running:
 
     def __init__(self, warm: Connection, log: Path) -> None:
         self._warm, self._log = warm, log
-        self._ranks: set[int] = set(warm.recv())  # process ids of those that run
+        self.ranks: tuple[int, ...] = tuple(warm.recv())
+        """Process ids, in the order of the ranks."""
+        self._ranks = set(self.ranks)  # of those that run
         self._codes: list[int] = []  # in the order in which they ended
 
     def is_over(self) -> bool:

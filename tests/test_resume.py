@@ -8,16 +8,14 @@ import json
 import math
 import random
 import shutil
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import Running, Started, accelerate, read, read_lines, start, train
+from moments import await_moment, await_step, last_step, saves
+from processes import Started, accelerate, read, read_lines, start, train
 
 from app.checkpoints import manifest, step_folders
 from app.checkpoints.piece import Piece
@@ -206,35 +204,6 @@ def test_bf16_goes_on_too(undisturbed: Undisturbed, tmp_path: Path, source: Topo
 # In one folder ---------------------------------------------------------------------------------------------------------------
 
 
-def await_step(running: Started | Running, run_dir: Path, step: int) -> None:
-    await_that(running, lambda: last_step(run_dir) >= step)
-
-
-def last_step(run_dir: Path) -> int:
-    """The last step that is logged, 0 before the first."""
-    metrics = run_dir / "metrics.jsonl"
-    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")] if metrics.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
-def saves(run_dir: Path) -> set[tuple[str, int]]:
-    """The saves that are going on, or were cut."""
-    found = set()
-    for path in (run_dir / "starts").glob("*/step-????????"):
-        with suppress(FileNotFoundError):
-            found.add((str(path.relative_to(run_dir)), path.stat().st_ctime_ns))
-    return found
-
-
-def await_that(running: Started | Running, happened: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 120
-    while not happened():
-        over = running.is_over()
-        assert not over, running.wait().output
-        assert time.monotonic() < end_s, running.kill().output
-        time.sleep(0.005)
-
-
 def test_a_killed_run_goes_on_in_its_folder(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """SIGKILL to all of it, launcher and all, and again under another preset: the log is that of one run."""
     arguments = ("--run-dir", str(tmp_path), "--trackers", "none", "--resume", "auto", *RECIPE, *OPTIMIZERS["adamw"],
@@ -283,37 +252,22 @@ KILLED = tuple(topology for topology in TOPOLOGIES if topology[1] < 4)
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(
-    undisturbed: Undisturbed, tmp_path: Path, kills: int
+    undisturbed: Undisturbed, tmp_path: Path, kills: int, chance: random.Random
 ) -> None:
-    seed = random.SystemRandom().randrange(10**6)
-    chance = random.Random(seed)
     arguments = (*RECIPE, *OPTIMIZERS["adamw"], f"train.steps={LONG}", "--resume", "auto")
     for number in range(kills):
         topology = chance.choice(KILLED)
         said = ("--run-dir", str(tmp_path), "--trackers", "none", "checkpoint.every_steps=2", *arguments)
-        place = killed_at(chance, start(*topology, "app.train", *said), tmp_path)
-        print(f"seed {seed}, kill {number + 1}: {topology} {place}")
+        running, before = start(*topology, "app.train", *said), saves(tmp_path)
+        moment = await_moment(chance, running, tmp_path, start_s=1.0)
+        running.kill()
+        cut = len(saves(tmp_path) - before)
+        print(f"kill {number + 1}: {topology} at a {moment}, after step {last_step(tmp_path)}, {cut} save cut")
     train("cpu", tmp_path, *arguments, f"checkpoint.every_steps={LONG}").check()
     reference = undisturbed.reference("adamw", LONG)
     assert_equals(tmp_path, reference, after=0, tolerance=1e-4)
     assert tensor_difference(tmp_path, reference) <= 1e-4
     assert str(verify(tmp_path)[0]).startswith(f"every one of the {LONG} global batches was applied exactly once")
-
-
-def killed_at(chance: random.Random, running: Running, run_dir: Path) -> str:
-    """Kill the run as it starts, a little after one of its next steps, or in a save; return where it was."""
-    before = saves(run_dir)
-    moment = chance.choice(("start", "step", "save"))
-    if moment == "start":
-        time.sleep(chance.uniform(0.0, 1.0))
-    elif moment == "step":
-        await_step(running, run_dir, last_step(run_dir) + chance.randint(1, 4))
-        time.sleep(chance.uniform(0.0, 0.03))
-    else:
-        await_that(running, lambda: bool(saves(run_dir) - before))
-        time.sleep(chance.uniform(0.0, 0.03))
-    running.kill()
-    return f"at a {moment}, after step {last_step(run_dir)}, {len(saves(run_dir) - before)} save cut"
 
 
 @pytest.fixture(scope="module")
