@@ -142,7 +142,8 @@ class Checkpoints:
 
     def restore(self, folder: Path) -> None:
         """Take up the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""
-        with self._runtime.together():
+        # A later start may have taken the folder over, and removed this checkpoint: then that is the reason.
+        with self._runtime.together(), self._claim.telling(folder, "read"):
             reader = files.Reader(folder)
             self._shards.allocate_state(reader.keys(), reader.state["optimizer"])
             for piece in self._shards.pieces():
