@@ -158,7 +158,7 @@ WRONG = [
     ("seed", "true", "a whole number"),
     ("seed", "1.5", "a whole number"),
     ("seed", "1e3", "a whole number"),
-    ("seed", "'5'", "a whole number"),
+    ("seed", "'5'", "a whole number, without quotes"),
     ("seed", "", "a whole number"),
     ("seed", "null", "a whole number"),
     ("seed", "[1]", "a whole number"),
