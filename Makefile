@@ -1,7 +1,8 @@
 # make demo       install into .venv and train the embedded default on 2 processes of this machine's CPU
 # make test       install into .venv and run every test but the slow ones; as root on Debian or Ubuntu also install Slurm and
 #                 mpirun, which some of them run on a lab of namespaces, and a browser (elsewhere they are skipped, and say so)
-# make test-slow  the slow ones: resuming from every topology to every other, more kills, more kinds of jobs; test-full: all
+# make test-slow  the slow ones: resuming from every topology to every other, more kills, more kinds of jobs
+# make test-long  by hand: what takes many minutes, such as sixty random kills
 # make gpu        on a machine with a GPU: the tests that need one, each preset among them, and the table of docs/performance.md
 #                 (without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER_OF_WHEELS make gpu)
 # make lint       linter, formatter and type checker
@@ -12,7 +13,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-slow test-full gpu lab-packages lint format
+.PHONY: demo test test-slow test-long gpu lab-packages lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
@@ -26,8 +27,8 @@ test: $(VENV)/.compiled | lab-packages
 test-slow: $(VENV)/.compiled | lab-packages
 	$(PYTEST) -m "slow and not long" $(PYTEST_ARGS)
 
-test-full: $(VENV)/.compiled | lab-packages
-	$(PYTEST) -m "not long" $(PYTEST_ARGS)
+test-long: $(VENV)/.compiled | lab-packages
+	$(RUN)/python -m pytest -m long $(PYTEST_ARGS)
 
 gpu: $(VENV)/.installed-dev
 	$(RUN)/python -m pytest -m gpu $(PYTEST_ARGS)
