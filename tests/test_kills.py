@@ -22,7 +22,7 @@ from moments import await_moment, await_step, await_that, last_step
 from processes import Running, Started, Warm, free_port, launched_environments, read, read_lines
 
 from app.checkpoints import step_folders
-from app.errors import RunFolderError
+from app.errors import STOPPED, RunFolderError
 from app.verify import verify
 
 pytestmark = pytest.mark.multiproc
@@ -192,7 +192,7 @@ def test_a_run_that_is_killed_and_taken_over_in_every_way_is_one_run(starts: Sta
     takes_over(last, older, starts, chance)
     await_step(last, starts.run_dir, last_step(starts.run_dir) + 8)
     (starts.run_dir / "STOP").touch()
-    last.wait().check()
+    assert last.wait().returncode == STOPPED
     assert_is_one_run(starts.run_dir)
     end_s = time.monotonic() + GONE_WITHIN_S
     while starts.left():
