@@ -221,10 +221,11 @@ def test_a_run_folder_that_is_in_use_or_cannot_be_is_refused(tmp_path):
     assert f"because {used}/file is a file" in said
 
 
-@pytest.mark.parametrize("arguments", [["--data-on-nodes"], ["data.download=true", "data.source=mnist"],
+@pytest.mark.parametrize("arguments", [["--data-on-nodes", "data.path=no/such"],
+                                       ["data.path=no/such", "data.download=true", "data.source=mnist"],
                                        ["data.source=huggingface", "data.path=org/name"]])  # fmt: skip
 def test_data_that_is_not_here_may_be_right(tmp_path, arguments):
-    assert samerun(tmp_path, *SLURM, "data.path=no/such", *arguments).returncode == 0
+    assert samerun(tmp_path, *SLURM, *arguments).returncode == 0
 
 
 # Sweeps --------------------------------------------------------------------------------------------------------------------
