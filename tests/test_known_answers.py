@@ -113,6 +113,21 @@ def test_a_kernel_of_accelerators_that_adds_up_in_any_order_is_no_fault() -> Non
     assert {fault.rank for fault in arithmetic.judge(on_gpu)} == {0}
 
 
+def test_on_a_kind_of_device_that_was_never_tried_only_a_rank_that_is_off_alone_is_refused() -> None:
+    right = as_rank(0, computed(torch.float32, GENERAL[:1]))
+    with Broken("high", "mm"):
+        broken = as_rank(1, computed(torch.float32, GENERAL[:1]))
+
+    def certain(device: str, *ranks: Answers) -> set[bool]:
+        faults = arithmetic.judge([replace(each, device=device) for each in ranks])
+        return {arithmetic.is_certain(fault) for fault in faults}
+
+    assert certain("cpu", broken) == {True}
+    assert certain("cuda:0", broken) == {False}
+    assert certain("cuda:0", replace(broken, rank=0), broken) == {False}
+    assert certain("cuda:0", right, broken) == {True}
+
+
 @pytest.mark.parametrize(("size", "layers"), [(8, ["layer3.0.conv1", "layer4.0.conv1"]), (16, ["layer4.0.conv1"]), (32, [])])
 def test_convolutions_on_maps_smaller_than_their_stride_are_found(size: int, layers: list[str]) -> None:
     model = torchvision.models.resnet18(num_classes=10)
