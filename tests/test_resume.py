@@ -286,7 +286,7 @@ def test_old_ones_are_pruned_and_a_finished_run_is_scored_again(finished_run: Pa
 
 
 def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
-    rising = ("optim.name=sgd", "optim.lr=8", "optim.schedule=constant", "optim.warmup_steps=110", "train.steps=110")
+    rising = ("optim.name=sgd", "optim.lr=1.5", "optim.schedule=constant", "optim.warmup_steps=110", "train.steps=110")
     wanted = ("checkpoint.every_minutes=null", "checkpoint.keep_best=true", "checkpoint.keep_last=1")
     train("cpu", tmp_path, "--recipe", "digits", *rising, *wanted).check()
     scores = {line["step"]: line["test_accuracy"] for line in read_lines(tmp_path / "evaluations.jsonl")}
