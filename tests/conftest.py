@@ -24,9 +24,10 @@ settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
-    """Whatever the tests start hears Ctrl-C: a shell has what it starts with `&` ignore it, and that is inherited."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Whatever the tests start hears Ctrl-C and SIGHUP: a shell's `&` and `nohup` have them ignored, and that is inherited."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import read_lines, train
+from processes import last_of_each, read_lines, train
 from saved import piece, refusal, save
 
 from app import recipe_file
@@ -29,7 +29,7 @@ def taken_up(
     values = recipe_file.flat(recipe_file.load("digits", OF_RUN).recipe) | (and_with or {})
     kept = {key: value for key, value in values.items() if key not in without}
     folder = save(run_dir, step, [piece(torch.arange(12.0))], state={"step": step, "recipe": kept, "data": DATA})
-    recipe = recipe_file.load("digits", [*OF_RUN, *overrides]).recipe
+    recipe = recipe_file.load("digits", last_of_each([*OF_RUN, *overrides])).recipe
     return check_same_run(folder, recipe, DATA, length_in_steps(recipe.train, dataset_size=1438, global_batch_size=64))
 
 
