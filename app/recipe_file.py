@@ -237,6 +237,7 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, 
     given: dict[str, _Given] = {}
     for override in _joined(overrides, problems):
         key, equals, text = (part.strip() for part in override.partition("="))
+        key = key.strip("'\"")  # a key in quotes is a key, as in a file
         if not equals:
             problems.append(f"{override!r} ({_COMMAND_LINE}): expected key=value, as in optim.lr=0.1")
         elif key in keys.sections():

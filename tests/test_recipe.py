@@ -61,6 +61,7 @@ def test_keys_in_quotes_and_in_braces_are_keys(write):
     recipe = Recipe(seed=3, optim=OptimRecipe(lr=0.5))
     assert load(write('"seed": 3\n\'optim\':\n  "lr": 0.5\n')).recipe == recipe
     assert load(write('{"seed": 3, "optim": {"lr": 0.5}}')).recipe == recipe
+    assert load(write("seed: 1\n"), ["'seed'=3", '"optim.lr"=0.5']).recipe == recipe
 
 
 def test_defaults_then_file_then_command_line(write):
