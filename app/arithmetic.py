@@ -28,6 +28,8 @@ _MOST_FAULTS = 4
 """How many a sentence names."""
 _TRIED = ("cpu",)
 """Kinds of device on which these checks were seen to pass what is right and to refuse what is wrong."""
+IN_DOUBT = "These checks were never tried on such a device"
+"""Said of faults that are not certain (`is_certain`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +108,7 @@ def check(runtime: Runtime, types: Sequence[torch.dtype], operations: Sequence[O
         raise DeviceError(sentence(certain))
     if runtime.is_main:
         if faults:
-            doubt = "These checks were never tried on such a device, so the run goes on: look at its loss."
-            sys.stderr.write(f"note: {sentence(faults)} {doubt}\n")
+            sys.stderr.write(f"note: {sentence(faults)} {IN_DOUBT}: the run goes on. Look at its loss.\n")
         for failed in sorted({f"{each.device.partition(':')[0]}, {each.failed}" for each in ranks if each.failed}):
             sys.stderr.write(f"note: not all known answers could be computed on {failed}\n")
 

@@ -70,10 +70,16 @@ def known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
         f"{fault.text} (rank {fault.rank} on {fault.host}). Runs whose models compute this are refused" for fault in met[:1]
     ]
     notes += [
+        f"{fault.text} (rank {fault.rank} on {fault.host}). {arithmetic.IN_DOUBT}"
+        for fault in faults
+        if not arithmetic.is_certain(fault)
+    ]
+    notes += [
         f"rank {each.rank} on {each.host} could not compute all known answers: {each.failed}" for each in ranks if each.failed
     ]
     own = runtime.launched.rank
-    return [fault.text for fault in faults if fault.rank == own], ranks[own].elapsed_s + narrow[own].elapsed_s, notes
+    wrong = [fault.text for fault in faults if fault.rank == own and arithmetic.is_certain(fault)]
+    return wrong, ranks[own].elapsed_s + narrow[own].elapsed_s, notes
 
 
 def all_reduce_sum(values: Sequence[int], device: torch.device) -> list[int]:
