@@ -24,13 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from app import malloc
+
 _TF32_EPSILON = 2.0**-9
 """Of 10 bits, and for two factors, that a device may cut off."""
 _COPIES = {"cpu": 1}
 _COPIES_ON_ACCELERATOR = 64
 """How often the samples of an operation are repeated: a GPU spreads them over its multiprocessors."""
-_OLD_MEMORY = (math.nan, 3e4)
-"""What memory that an operation takes for its results holds before each of its two computations."""
+_OLD_MEMORY = ((math.nan, 0x7F), (3e4, 0x46))
+"""What memory that an operation takes holds before each of its two computations: numbers, and on CPUs bytes.
+
+As bfloat16 and float32 the bytes are 3e38 and 1e4, so that what reads them is far off, and off by another number each time.
+"""
 _OLD_SIZES = tuple(2**power for power in range(6, 19))  # numbers
 
 
@@ -178,9 +183,10 @@ def _compute(device: torch.device, precision: torch.dtype, operation: Operation)
     ]
     sent = _repeated(upstream, copies).to(device, precision)
     twice = []
-    for left in _OLD_MEMORY:
-        _leave_in_memory(left, device, precision)
-        twice.append([tensor.cpu() for tensor in _run(operation.apply, given, sent)])
+    for number, byte in _OLD_MEMORY:
+        _leave_in_memory(number, device, precision)
+        with malloc.filled_with(byte):
+            twice.append([tensor.cpu() for tensor in _run(operation.apply, given, sent)])
     parts = ("result", *(f"gradient of the {part}" for part in operation.parts))
     for place, (part, first, second) in enumerate(zip(parts, *twice, strict=True)):
         of_samples = place <= operation.samples

@@ -7,10 +7,8 @@ error of one rank into the same error of all; `close` leaves no process hanging.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import platform
 import socket
 import time
 import warnings
@@ -34,7 +32,7 @@ from accelerate.utils import (
 )
 from torch.distributed import DistNetworkError
 
-from app import compiled_ops, compiling, deepspeed_settings
+from app import compiled_ops, compiling, deepspeed_settings, malloc
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
 from app.launched import NO_FP16_ON_CPU, Launched
@@ -217,30 +215,13 @@ def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) ->
     return Accelerator(**settings)
 
 
-# Of mallopt(3) and malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
 # ---- Only for machines without an accelerator ------------------------------------------------------------------------
 # Presets are for GPUs. So that each of them can be tried and tested anywhere, this section makes the same sharding run on
 # CPU through gloo; nothing outside it knows. The facts were measured with accelerate 1.15, deepspeed 0.19 and torch 2.15.
 
 
-def _keep_freed_memory() -> None:
-    """Have the C library keep what is freed for the next allocation, instead of giving it back to the system.
-
-    Tensors of some MB are mapped anew otherwise, and their pages cleared, in each operation of each step: a tenth to a quarter
-    of a convolutional network's step (docs/performance.md).
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that there may be (mallopt(3))
-    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
 def _accelerator_on_cpu(launched: Launched, settings: dict[str, Any]) -> Accelerator:
-    _keep_freed_memory()
+    malloc.keep_freed()
     # Accelerate imports DeepSpeed under any preset when it unwraps a model, and that warns of what is known here.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     if launched.strategy == "deepspeed":

@@ -20,6 +20,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.topology",),
         ("app.cores",),
         ("app.own_folder",),
+        ("app.malloc",),
         ("app.options",),
         ("app.environment", "app.tasks", "app.launched"),
         ("app.terminal",),
