@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from app import models, schedule
-from app.data import loader, nvjpeg
+from app.data import loader
 from app.data.augment import Preparation
 from app.data.hash64 import derive_key
 from app.data.loader import Batch, Failure
@@ -34,7 +34,6 @@ def open_data(runtime: Runtime, recipe: Recipe) -> Data:
     """
     host, is_first, path = socket.gethostname(), runtime.launched.local_rank == 0, None
     with runtime.together():
-        nvjpeg.check(recipe, runtime.device)
         if is_first:
             download_data(recipe)
             path = staged(recipe).data.path

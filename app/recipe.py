@@ -42,10 +42,9 @@ class DataRecipe:
     """Column, dataset or feature that holds the labels (huggingface, hdf5, tfrecord)."""
     color: Literal["auto", "rgb", "gray"] = "auto"
     """What picture files are decoded to. auto: RGB, but gray for huggingface if all pictures that are sampled are gray."""
-    jpeg_decoder: Literal["libjpeg", "reduced", "nvjpeg"] = "libjpeg"
+    jpeg_decoder: Literal["libjpeg", "reduced"] = "libjpeg"
     """Whose pixels JPEG files have. reduced: libjpeg's at 1/2 to 1/8 of the size, where the image asked for is no larger, so
-    that large photographs take less time. nvjpeg: those of the NVIDIA GPU that trains; machines without one refuse the recipe.
-    Both need data.image_size."""
+    that large photographs take less time; needs data.image_size."""
     image_size: int | None = None
     """Side in pixels of the square image the model sees. None: as stored, for data whose images all have one size."""
     resize_size: int | None = None

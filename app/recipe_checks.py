@@ -88,9 +88,8 @@ def _contradictions(recipe: Recipe) -> list[str]:
         problems.append("data.resize_size needs data.image_size: the size in pixels of the centre crop")
     if data.resize_size is not None and data.image_size is not None and data.resize_size < data.image_size:
         problems.append(f"data.resize_size is {data.resize_size}: it must be at least data.image_size, {data.image_size}")
-    if data.jpeg_decoder != "libjpeg" and data.image_size is None:
-        needed = "data.image_size: the size in pixels that pictures are brought to"
-        problems.append(f"data.jpeg_decoder={data.jpeg_decoder} needs {needed}")
+    if data.jpeg_decoder == "reduced" and data.image_size is None:
+        problems.append("data.jpeg_decoder=reduced needs data.image_size: the size in pixels that pictures are brought to")
     if augment.mixes_pairs and train.global_batch_size % 2:
         problems.append(
             f"train.global_batch_size is {train.global_batch_size}: it must be even, because mixup and cutmix mix pairs"

@@ -133,6 +133,11 @@ def test_a_damaged_picture_is_named_by_who_decodes_it_whole(folder: Path, tmp_pa
             assert index == 2
 
 
+def test_a_size_is_needed() -> None:
+    with pytest.raises(RecipeError, match=r"data\.jpeg_decoder=reduced needs data\.image_size"):
+        Recipe(data=DataRecipe(source="webdataset", jpeg_decoder="reduced"))
+
+
 def test_pixels_are_not_decoded() -> None:
     with pytest.raises(RecipeError, match=r"data\.jpeg_decoder is reduced, and data\.source=fakedata holds pixels"):
         open_data(Recipe(data=DataRecipe(source="fakedata", image_size=8, jpeg_decoder="reduced")))

@@ -1,10 +1,9 @@
 """ResNet-50 on one GPU, beside a hand-written loop: `python -m app.benchmarks.gpu [--out FILE]`, one call for the whole table.
 
 Both train in bf16 with channels_last and the fused AdamW, compiled and not, on synthetic images, on photographs (JPEG, random
-crops and flips, decoded by worker processes), on these photographs packed, as `samerun data pack --max-side` shrinks them once,
-and (`nvjpeg`) with Samerun decoding them on the GPU; each in a process of its own, in rounds in which both take turns. On
-synthetic images the hand-written loop has one batch on the device and needs no feed at all, while Samerun looks its batches
-up in memory, copies and normalises them.
+crops and flips, decoded by worker processes), and on these photographs packed, as `samerun data pack --max-side` shrinks them
+once; each in a process of its own, in rounds in which both take turns. On synthetic images the hand-written loop has one batch
+on the device and needs no feed at all, while Samerun looks its batches up in memory, copies and normalises them.
 
 MFU, model FLOP/s utilization, is the arithmetic of the model's products over what the maker claims that the device can do
 (`app/flops.py`); where that is not known the column says so. Times are wall-clock, when the device has done all it was given.
@@ -14,7 +13,6 @@ MFU, model FLOP/s utilization, is the arithmetic of the model's products over wh
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import shlex
 import subprocess
@@ -33,7 +31,7 @@ from launch.run_module import program
 
 _HAND, _OURS = "hand-written", "samerun"
 _PROGRAMS = {_HAND: "hand-written on a device", _OURS: "samerun"}
-_IMAGES = ("synthetic", "photographs", "packed", "nvjpeg")
+_IMAGES = ("synthetic", "photographs", "packed")
 _CLASSES = 10
 _PHOTOGRAPH = (500, 375)  # pixels: about the mean of ImageNet's
 _DRY_RUN = {"model": "resnet18", "image_size": 32, "batch": 8, "steps": 2, "rounds": 2, "photographs": 32, "compile": ["off"]}
@@ -58,8 +56,6 @@ def main(argv: list[str]) -> int:
         photographs = folder / "photographs"
         if set(options.images) != {"synthetic"}:
             _write_photographs(photographs, options.photographs)
-        if "nvjpeg" in options.images:
-            (folder / "nvjpeg").symlink_to(photographs)
         if "packed" in options.images:
             _pack(photographs, folder / "packed", shorter_side=options.image_size * 8 // 7)
         (folder / "synthetic").mkdir()
@@ -112,7 +108,6 @@ def _task(images: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         f"data.image_size={options.image_size}",
         f"data.resize_size={options.image_size}",
         f"data.path={folder}",
-        f"data.jpeg_decoder={'nvjpeg' if images == 'nvjpeg' else 'libjpeg'}",
         "model.channels_last=true",
     ]
     return {
@@ -175,10 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=50, help="in a window (default: 50)")
     parser.add_argument("--rounds", type=positive, default=7, help="windows of each program (default: 7)")
     parser.add_argument("--threads", type=positive, default=1, help="of each process beside its workers (default: 1)")
-    kinds = [kind for kind in _IMAGES if kind != "nvjpeg" or importlib.util.find_spec("torchcodec")]
-    parser.add_argument(
-        "--images", nargs="+", choices=_IMAGES, default=kinds, help="default: all, nvjpeg if torchcodec is there"
-    )
+    parser.add_argument("--images", nargs="+", choices=_IMAGES, default=list(_IMAGES), help="default: all")
     parser.add_argument("--photographs", type=positive, default=4096, help="JPEG files to make (default: 4096)")
     parser.add_argument("--compile", nargs="+", choices=("off", "on"), default=["off", "on"], help="default: off on")
     parser.add_argument("--out", type=Path, help="file for the table")

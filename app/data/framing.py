@@ -105,12 +105,9 @@ def crop_box(height: int, width: int, draws: SampleDraws, *, min_area: float) ->
 
 
 def resize(pictures: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return `pictures` (uint8 [..., C, H, W]) at `size` (height, width), bilinear with antialiasing."""
+    """Return `pictures` (uint8 [..., C, H, W], on the CPU) at `size` (height, width), bilinear with antialiasing."""
     if tuple(pictures.shape[-2:]) == size:
         return pictures
     flat = pictures.reshape(-1, *pictures.shape[-3:])
-    numbers = flat if flat.device.type == "cpu" else flat.float()  # no other device resizes whole numbers (torch 2.15)
-    resized = F.interpolate(numbers, size=size, mode="bilinear", antialias=True)
-    if resized.dtype != pictures.dtype:
-        resized = resized.round_().clamp_(0, 255).to(pictures.dtype)
+    resized = F.interpolate(flat, size=size, mode="bilinear", antialias=True)
     return resized.reshape(*pictures.shape[:-2], *size)

@@ -35,7 +35,7 @@ def decoded(picture: Image.Image, content: bytes, *, channels: int) -> Tensor | 
     if not (is_plain(picture, content, channels=channels) and is_installed()):
         return None
     try:
-        pixels: Tensor = decoder()(content, mode=mode_of(channels))
+        pixels: Tensor = decoder()(content, mode="GRAY" if channels == 1 else "RGB")
     except RuntimeError:  # damaged inside: Pillow says how, or decodes what can be
         return None
     return pixels
@@ -55,11 +55,6 @@ def header_of(content: bytes, *, channels: int) -> Image.Image | None:
     except Exception:  # each of Pillow's formats has its own; whoever decodes it then says what is wrong
         return None
     return picture if is_plain(picture, content, channels=channels) else None
-
-
-def mode_of(channels: int) -> str:
-    """Return torchcodec's name for pixels of so many channels."""
-    return "GRAY" if channels == 1 else "RGB"
 
 
 @functools.cache

@@ -16,18 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app import cores
-from app.data.nvjpeg import Stored, StoredSource
 from app.data.source import Source
 from app.errors import DataError
 
 Batch = dict[str, torch.Tensor]
 _TOGETHER_BYTES = 2 << 20
 """Pictures that are looked up in one go: enough to forget what one look-up costs, few enough that nobody waits for it."""
-_GPU_DECODES = "; a GPU decodes JPEG files too, to other pixels (data.jpeg_decoder=nvjpeg)"
 
 
 @dataclass(frozen=True)
@@ -46,16 +43,12 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, numbers: Any) -> dict[str, Any] | Failure:
-        """Return the batch of the given sample numbers (list or array of int64 [B]); its `images` may be `Stored`."""
+    def __getitems__(self, numbers: Any) -> Batch | Failure:
+        """Return the batch of the given sample numbers (list or array of int64 [B])."""
         samples = np.asarray(numbers, dtype=np.int64)
         indices = samples % len(self.source)  # of padding, the last one
-        images: Tensor | Stored
         try:
-            if isinstance(self.source, StoredSource):
-                images, labels = self.source.fetch_stored(indices.tolist(), samples.tolist())
-            else:
-                images, labels = self.source.fetch(indices, samples)
+            images, labels = self.source.fetch(indices, samples)
         except DataError as error:
             return Failure(str(error))
         return {"images": images, "labels": labels, "samples": torch.from_numpy(samples)}
@@ -132,11 +125,10 @@ def remedy(source: Source, *, local_world_size: int, device: torch.device) -> st
         )
     workers = num_workers(cores.of_this_process(local_world_size), device)
     count = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
-    is_stored = isinstance(source, StoredSource)
     return (
-        f"pictures are {'read' if is_stored else 'read and decoded'} by {count}, as many as this job's cores allow; give it "
-        "more cores (--cpus-per-task), make the pictures smaller once (samerun data pack --max-side), or have them copied to "
-        f"a disk of this machine (data.stage_to){_GPU_DECODES if device.type == 'cuda' and not is_stored else ''}"
+        f"pictures are read and decoded by {count}, as many as this job's cores allow; give it more cores (--cpus-per-task), "
+        "make the pictures smaller once (samerun data pack --max-side), or have them copied to a disk of this machine "
+        "(data.stage_to)"
     )
 
 

@@ -15,7 +15,6 @@ from app.data.hdf5 import open_hdf5
 from app.data.hub import download_hub, open_hub
 from app.data.idx import download_idx, open_idx
 from app.data.lmdb_file import open_lmdb
-from app.data.nvjpeg import StoredSource
 from app.data.pictures import PictureSource
 from app.data.reduced import ReducedSource
 from app.data.source import DOWNLOADS, Source, first_line
@@ -41,7 +40,6 @@ OPEN = {
     "lmdb": open_lmdb,
     "tfrecord": open_tfrecords,
 }
-_DECODED_BY: dict[str, type[PictureSource]] = {"reduced": ReducedSource, "nvjpeg": StoredSource}
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 
 
@@ -74,20 +72,20 @@ def open_data(recipe: Recipe) -> Data:
 
 def open_staged(recipe: Recipe) -> Data:
     """Return both splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
-    opened, decoder = OPEN[recipe.data.source](recipe), recipe.data.jpeg_decoder
-    if decoder in _DECODED_BY:
-        return Data(*(_decoded_otherwise(source, recipe.data) for source in opened))
+    opened = OPEN[recipe.data.source](recipe)
+    if recipe.data.jpeg_decoder == "reduced":
+        return Data(*(_reduced(source, recipe.data) for source in opened))
     return Data(*map(decoded_once, opened))
 
 
-def _decoded_otherwise(source: Source, data: DataRecipe) -> Source:
-    """Return a source of picture files as one that decodes JPEG as the recipe says. Raises RecipeError if it holds pixels."""
+def _reduced(source: Source, data: DataRecipe) -> Source:
+    """Return the source, decoding no more of a JPEG file than its image needs. Raises RecipeError if it holds pixels."""
     if not isinstance(source, PictureSource) or source.read.file(0) is None:
         raise RecipeError(
-            f"data.jpeg_decoder is {data.jpeg_decoder}, and data.source={data.source} holds pixels, not files: leave it out, "
+            f"data.jpeg_decoder is reduced, and data.source={data.source} holds pixels, not files: leave it out, "
             "since there is nothing to decode"
         )
-    return _DECODED_BY[data.jpeg_decoder](**{field.name: getattr(source, field.name) for field in fields(source)})
+    return ReducedSource(**{field.name: getattr(source, field.name) for field in fields(source)})
 
 
 def open_stored(recipe: Recipe) -> Data:

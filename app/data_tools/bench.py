@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,13 +55,9 @@ class Costs:
 def measure(recipe: Recipe, *, seconds: float) -> Costs:
     """Return the costs of a recipe's training pictures, each part measured for about `seconds` with one thread.
 
-    With nvJPEG the cores only read: those of decoding are libjpeg's then.
-
     Raises:
         DataError, RecipeError: The data cannot be opened or read.
     """
-    if recipe.data.jpeg_decoder == "nvjpeg":
-        recipe = replace(recipe, data=replace(recipe.data, jpeg_decoder="libjpeg"))
     source, _ = open_data(recipe)
     if len(source) < BATCH:
         raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")
