@@ -6,12 +6,10 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
 from PIL import Image
 from sources import everything
-from tfrecord.writer import TFRecordWriter
 from torchvision.datasets import ImageFolder
 
 from app.data import containers
@@ -66,6 +64,8 @@ def opened(source: str, path: Path | None, *, crop: float | None = None, **keys)
 
 
 def write_examples(path: Path, samples: list[Record], *, image: str, label: str) -> None:
+    from tfrecord.writer import TFRecordWriter  # here, as other tests do not need it
+
     writer = TFRecordWriter(str(path))
     for record in samples:
         writer.write({image: (record.encoded, "byte"), label: (record.label, "int"), "height": (3.5, "float")})
@@ -73,6 +73,8 @@ def write_examples(path: Path, samples: list[Record], *, image: str, label: str)
 
 
 def write_database(path: Path, samples: list[Record], *, subdir: bool = True, **also: bytes) -> None:
+    import lmdb  # here, as other tests do not need it
+
     containers.let_go()  # within a process LMDB opens nothing twice
     with lmdb.open(str(path), map_size=1 << 24, subdir=subdir) as environment, environment.begin(write=True) as transaction:
         labels = np.array([record.label for record in samples], "<i8")

@@ -106,7 +106,14 @@ def clean_environment() -> dict[str, str]:
     # Processes of several nodes, and of several tests, share the cores here: one whose threads spin while they wait for one
     # another takes the time in which the others would come. A run of the labs took 194 CPU seconds with that, and 34 without.
     sharing = {"OMP_WAIT_POLICY": "passive"}
-    return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | sharing | {"PYTHONPATH": str(REPOSITORY), "PATH": path}
+    found = {"PYTHONPATH": python_path(), "PATH": path}
+    return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | sharing | found
+
+
+def python_path(*first: Path) -> str:
+    """PYTHONPATH for a child: these folders, this repository, and what this process was given (libraries may lie there)."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys((*map(str, first), str(REPOSITORY), *given)))
 
 
 def free_port() -> int:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
-import webdataset
 from packed import CLASSES, FORMATS, opened, pack, records, write_database, write_examples, write_folder
 from processes import read_lines, train
 from sources import check_contract, check_workers_and_pickling, everything
-from tfrecord.reader import tfrecord_loader
 
 # The same samples
 
@@ -68,6 +65,8 @@ def test_training_is_the_same_over_every_container(pictures: Path, packed: dict[
 
 
 def test_shards_of_webdataset_are_read(pictures: Path, tmp_path: Path) -> None:
+    import webdataset  # libraries are imported where they are used: a Python without them collects these tests, too
+
     for split, pattern in (("train", "pets-train-%06d.tar"), ("test", "%05d.tar")):
         (tmp_path / "test").mkdir(exist_ok=True)
         target = tmp_path / ("test" if split == "test" else "") / pattern
@@ -88,6 +87,8 @@ def test_shards_of_webdataset_are_read(pictures: Path, tmp_path: Path) -> None:
 
 
 def test_webdataset_reads_our_shards(pictures: Path, packed: dict[str, Path]) -> None:
+    import webdataset
+
     with (packed["webdataset"] / "train-000000.tar").open("rb") as shard:
         members = webdataset.tariterators.tar_file_expander([{"url": shard.name, "stream": shard}])
         samples = list(webdataset.tariterators.group_by_keys(members))
@@ -114,6 +115,8 @@ def test_tfrecords_of_others_are_read(pictures: Path, tmp_path: Path, names: tup
 
 
 def test_others_read_our_tfrecords(pictures: Path, packed: dict[str, Path]) -> None:
+    from tfrecord.reader import tfrecord_loader
+
     path = str(packed["tfrecord"] / "train-00000-of-00001.tfrecord")
     kinds = {"image/encoded": "byte", "image/class/label": "int", "image/class/text": "byte", "image/filename": "byte"}
     for example, record in zip(tfrecord_loader(path, None, kinds), records(pictures / "train"), strict=True):
@@ -125,6 +128,8 @@ def test_others_read_our_tfrecords(pictures: Path, packed: dict[str, Path]) -> N
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NHW", "compressed"])
 def test_hdf5_of_pixels_is_read(tmp_path: Path, layout: str) -> None:
+    import h5py
+
     pixels = np.random.default_rng(0).integers(0, 256, (5, 3, 8, 6), dtype=np.uint8)
     stored = {"NHWC": pixels.transpose(0, 2, 3, 1), "NHW": pixels[:, 0]}.get(layout, pixels)
     for split in ("train", "test"):

@@ -11,8 +11,6 @@ import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import h5py
-import lmdb
 import numpy as np
 import pytest
 from packed import CLASSES, FORMATS, PICTURE, opened, records, refused, write_database, write_examples
@@ -196,6 +194,8 @@ def test_tfrecords_that_cannot_be_read(copied: Callable[[str], Path], pictures: 
     ],
 )
 def test_hdf5_that_cannot_be_read(tmp_path: Path, images: dict, labels: dict, sentence: str) -> None:
+    import h5py  # libraries are imported where they are used: a Python without them collects these tests, too
+
     for split in ("train", "test"):
         with h5py.File(tmp_path / f"{split}.h5", "w") as file:
             file.create_dataset(**{"name": "images", "data": np.zeros((1, 8, 8), np.uint8), **images})
@@ -204,6 +204,8 @@ def test_hdf5_that_cannot_be_read(tmp_path: Path, images: dict, labels: dict, se
 
 
 def test_databases_that_cannot_be_read(tmp_path: Path) -> None:
+    import lmdb
+
     path, samples = tmp_path / "train.lmdb", [Record("x", PICTURE, "jpg", 0)] * 2
     write_database(path, samples)
     write_database(path, [], **{"00000000": PICTURE})

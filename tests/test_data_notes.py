@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from PIL import Image
 
 from app.data.notes import notes_on
@@ -30,6 +29,8 @@ def test_of_the_shipped_data_there_is_nothing_to_say(pictures: Path) -> None:
     ("first", "words"), [(0, None), (100, "100 of the 103 classes have no training sample ('0', '1', '2'")]
 )
 def test_labels_that_are_numbers_with_a_gap_are_told(tmp_path: Path, first: int, words: str | None) -> None:
+    from datasets import Dataset  # here, so that a Python without it collects the other tests
+
     image = np.zeros((8, 8), np.uint8)
     rows = Dataset.from_dict({"image": [image] * 6, "label": [first, first + 1, first + 2] * 2})
     rows.to_parquet(tmp_path / "rows.parquet")

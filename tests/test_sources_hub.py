@@ -8,11 +8,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from datasets import Array2D, Array3D, ClassLabel, Dataset, DatasetDict, Features, List, Value
 from PIL import Image
 from sources import check_contract, check_workers_and_pickling, everything
 from torchvision.transforms.v2 import functional as F
@@ -21,6 +19,9 @@ from app.data import decoded
 from app.data.open import download_data, open_data
 from app.errors import DataError, RecipeError
 from app.recipe import AugmentRecipe, DataRecipe, Recipe
+
+datasets = pytest.importorskip("datasets", reason="reads what the datasets library opens")
+from datasets import Array2D, Array3D, ClassLabel, Dataset, DatasetDict, Features, List, Value  # noqa: E402
 
 NAMES = ["ant", "bee", "cat"]
 PICTURES = Features({"image": datasets.Image(), "label": ClassLabel(names=NAMES)})
