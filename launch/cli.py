@@ -33,19 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(argv: list[str]) -> int:
-    from launch import start
+    from launch.start import launch
 
-    return start.launch(argv, own_environment(), say=_say)
+    return launch.launch(argv, own_environment(), say=_say)
 
 
 def _submit(argv: list[str]) -> int:
-    from launch import submit
+    from launch.submit import submit
 
     return submit.submit(argv, own_environment(), say=_say)
 
 
 def _doctor(argv: list[str]) -> int:
-    from launch import doctor
+    from launch.start import doctor
 
     return doctor.doctor(argv, own_environment(), say=_say)
 

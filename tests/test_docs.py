@@ -64,9 +64,8 @@ def test_the_tree_names_every_file_and_only_files_that_are_there() -> None:
     assert len(named) > 25
     for path in named:
         assert (REPOSITORY / path).exists(), path
-    for package in ("app", "launch"):
-        for file in (REPOSITORY / package).glob("*.py"):
-            assert file.name == "__init__.py" or Path(package) / file.name in named, f"{file} is not in the README's tree"
+    for file in (*(REPOSITORY / "app").glob("*.py"), *(REPOSITORY / "launch").rglob("*.py")):
+        assert file.name == "__init__.py" or file.relative_to(REPOSITORY) in named, f"{file} is not in the README's tree"
 
 
 def commands() -> list[str]:
@@ -157,8 +156,8 @@ def test_commands_for_clusters_are_accepted(tmp_path: Path) -> None:
 
 
 def test_variables_for_clusters_are_read_somewhere() -> None:
-    files = [file for folder in ("app", "launch") for file in (REPOSITORY / folder).iterdir() if file.is_file()]
-    source = "\n".join(file.read_text() for file in files)
+    files = [*(REPOSITORY / "app").iterdir(), *(REPOSITORY / "launch").rglob("*")]
+    source = "\n".join(file.read_text() for file in files if file.is_file() and file.suffix != ".pyc")
     # The view of a job or a step puts these names together.
     built = {f"SLURM_{view}_NODELIST" for view in ("JOB", "STEP")}
     named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]\b", "\n".join(CLUSTERS_CODE)))

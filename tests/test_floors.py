@@ -78,6 +78,14 @@ FLOORS: list[list[tuple[str, ...]]] = [
     ],
 ]
 LAUNCHER_FLOOR = 2  # launch/ sees the floors up to this one
+# The rooms of launch/, each of which sees those before it.
+LAUNCH_ROOMS: list[tuple[str, ...]] = [
+    ("launch.preset", "launch.run_module", "launch.command"),
+    ("launch.schedulers",),
+    ("launch.start",),
+    ("launch.submit",),
+    ("launch.cli",),
+]
 
 
 def modules() -> dict[str, Path]:
@@ -133,6 +141,16 @@ def test_the_launcher_sees_only_the_lower_floors(module: str) -> None:
         assert imported.startswith("launch.") or (there is not None and there[0] <= LAUNCHER_FLOOR), imported
 
 
+@pytest.mark.parametrize("module", [name for name in modules() if name.startswith("launch.")])
+def test_a_room_of_the_launcher_sees_only_those_before_it(module: str) -> None:
+    def number(name: str) -> int:
+        inside = [any(name == part or name.startswith(f"{part}.") for part in room) for room in LAUNCH_ROOMS]
+        return inside.index(True)
+
+    for imported in imports(modules()[module]):
+        assert not imported.startswith("launch.") or number(imported) <= number(module), imported
+
+
 def test_the_launcher_runs_without_torch() -> None:
     names = [name for name in modules() if name.startswith("launch.")]
     heavy = "{'torch', 'numpy', 'accelerate', 'deepspeed', 'datasets', 'rich'}"
@@ -158,8 +176,8 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.console",
             "app.data.turns",
             "app.profiling.profile",
-            "launch.local",
-            "launch.spread",
+            "launch.schedulers.local",
+            "launch.start.spread",
         },
         "torch.distributed": {
             "app.runtime",

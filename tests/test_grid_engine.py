@@ -13,7 +13,7 @@ import pytest
 from processes import placed
 
 from app.errors import TopologyError
-from launch import grid_engine, hosts
+from launch.schedulers import grid_engine, hosts
 
 CAPTURED = Path(__file__).parent / "environments" / "sge"
 GOLDEN = Path(__file__).parent / "golden" / "grid_engine.txt"

@@ -14,7 +14,7 @@ import pytest
 
 from app import inherited, tasks
 from app.inherited import Origin, find_origin, for_a_new_job, own
-from launch import find, slurm, slurm_job
+from launch.schedulers import detect, slurm, slurm_job
 
 CAPTURED = Path(__file__).parent / "environments"
 
@@ -135,7 +135,7 @@ def test_a_job_inside_another_is_itself(name, num_nodes, is_task, expected, tmp_
     assert (found.name, found.times().ends_s, found.requeue is not None) == expected
     assert allocation.topology.processes_per_node == 1
     if not is_task:
-        find._refuse_mpi(kept)
+        detect._refuse_mpi(kept)
         assert tasks.translate(kept) is None
 
 

@@ -26,7 +26,7 @@ SOON_S = 15.0
 
 SAMERUN = """
 import os, sys
-from launch import signals, supervise
+from launch.start import signals, supervise
 sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_ranks, watched=True).exit_code)
 """
 # A rank without torch, which takes seconds, and with a process that would outlive it.

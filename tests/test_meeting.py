@@ -16,9 +16,9 @@ from processes import free_port
 
 from app.errors import RunFolderError, TopologyError
 from app.topology import Topology
-from launch import meeting_key
-from launch.meeting import meet
-from launch.meeting_key import Key
+from launch.start import meeting_key
+from launch.start.meeting import meet
+from launch.start.meeting_key import Key
 
 KEY = Key(b"0" * 32, "the test")
 
@@ -309,7 +309,7 @@ def test_a_port_in_use_that_the_user_chose_is_said(taken):
 
 
 def test_a_port_in_use_that_was_made_from_the_job_is_left_for_the_next(taken, monkeypatch):
-    monkeypatch.setattr("launch.meeting._CONNECT_S", 0.2)  # how long the silent one is listened to
+    monkeypatch.setattr("launch.start.meeting._CONNECT_S", 0.2)  # how long the silent one is listened to
     said = Meeting(2, timeout_s=20, port=taken).hold(1, 0)
     assert said[0] == said[1]
     assert said[0] != "met at 0"

@@ -17,7 +17,9 @@ from app.errors import CheckpointError, PresetError, RecipeError, RunFolderError
 from app.lines import Lines
 from app.regular import content
 from app.reports import past_run
-from launch import find, preset, run_checks
+from launch import preset
+from launch.schedulers import detect
+from launch.start import run_checks
 
 READERS: dict[str, tuple[Callable[[Path], object], type[SamerunError]]] = {
     "recipe.yaml": (lambda path: recipe_file.load(str(path)), RecipeError),
@@ -85,6 +87,6 @@ def test_a_name_that_is_no_text_is_refused_by_all(tmp_path: Path, digits_run: Pa
 
 @pytest.mark.parametrize("threads", ["abc", "", "0", "-1", "4,2", "1.5"])
 def test_a_number_of_threads_that_is_none_is_refused_by_launcher_and_training(threads: str) -> None:
-    for refuse in (find.find, launched.read):
+    for refuse in (detect.find, launched.read):
         with pytest.raises(TopologyError, match=rf"OMP_NUM_THREADS is '{threads}': it must be a whole number from 1 on"):
             refuse({"OMP_NUM_THREADS": threads})

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from processes import placed
 
 from app.errors import TopologyError
-from launch import hosts, pbs, spread
+from launch.schedulers import hosts, pbs
+from launch.start import spread
 
 CAPTURED = Path(__file__).parent / "environments" / "pbs"
 GOLDEN = Path(__file__).parent / "golden" / "pbs.txt"
@@ -379,7 +380,7 @@ def test_the_batch_script_hands_the_arguments_on_and_starts_in_the_project(tmp_p
     fake.chmod(0o755)
     said = {"SAMERUN_ARGS": "--preset multi_node --run-dir 'a b' 'data.path=$HOME/*'", "PATH": "/bin:/usr/bin"}
     batch = environment("select-2x2-batch") | said | {"PBS_O_WORKDIR": str(project), "PBS_O_PATH": str(fake.parent)}
-    script = Path(pbs.__file__).parent / "multinode.pbs"
+    script = Path(pbs.__file__).parents[1] / "multinode.pbs"
     result = subprocess.run(["/bin/bash", str(script)], env=batch, cwd="/", capture_output=True, text=True, check=False)
     assert result.stdout == f"<{project}><launch><--preset><multi_node><--run-dir><a b><data.path=$HOME/*>"
     assert result.returncode == 42

@@ -16,9 +16,9 @@ import pytest
 from processes import REPOSITORY, clean_environment
 
 from app.errors import STOPPED
-from launch import find, grid_engine, pbs_job, slurm_job
-from launch.job import NotDoneError, Times
-from launch.outcome import Folder
+from launch.schedulers import detect, grid_engine, pbs_job, slurm_job
+from launch.schedulers.job import NotDoneError, Times
+from launch.start.outcome import Folder
 
 CAPTURED = Path(__file__).parent / "environments"
 IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"
@@ -216,7 +216,7 @@ def test_a_grid_engine_job_is_run_again_by_its_exit_code():
 
 
 def test_outside_of_schedulers_there_is_no_job():
-    assert find.job({"PATH": "/bin"}) is None
+    assert detect.job({"PATH": "/bin"}) is None
 
 
 # How a run ended -----------------------------------------------------------------------------------------------------------

@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from processes import placed
 
 from app.errors import TopologyError
-from launch import find, preset, slurm
+from launch import preset
 from launch.command import accelerate_argv
-from launch.start import launch
+from launch.schedulers import detect, slurm
+from launch.start.launch import launch
 
-ROOT = Path(find.__file__).parent.parent
+ROOT = Path(detect.__file__).parents[2]
 ENVIRONMENTS = Path(__file__).parent / "environments" / "slurm"
 GOLDEN = Path(__file__).parent / "golden" / "slurm.txt"
 
@@ -269,14 +270,14 @@ def test_a_container_without_srun_is_no_stale_environment():
 def test_options_and_environments_that_contradict_are_refused(monkeypatch, environment, options, words):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     with pytest.raises(TopologyError) as caught:
-        find.find(environment, **options)
+        detect.find(environment, **options)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_on_one_node_processes_are_processes_of_that_node(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     environment = {name: value for name, value in captured("array-task3-batch").items() if name != "OMP_NUM_THREADS"}
-    assert find.find(environment, processes=3).topology.processes_per_node == 3
+    assert detect.find(environment, processes=3).topology.processes_per_node == 3
 
 
 # samerun -------------------------------------------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ def test_the_document_speaks_of_commands_and_variables_that_are_there(tmp_path):
         _, *words = shlex.split(command.replace("$SLURM_ARRAY_TASK_ID", "3"))
         result = samerun(BATCH, *words, "--dry-run", path=tmp_path)
         assert result.returncode == 0, result.stderr
-    source = "".join(path.read_text() for path in (*(ROOT / "launch").glob("*.py"), ROOT / "app" / "environment.py"))
+    source = "".join(path.read_text() for path in (*(ROOT / "launch").rglob("*.py"), ROOT / "app" / "environment.py"))
     variables = set(re.findall(r"`((?:SLURM|SAMERUN)_\w+)", slurm_part))
     assert len(variables) >= 8
     for variable in variables:

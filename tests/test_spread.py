@@ -19,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import TopologyError
-from launch import find, handover, hosts, spread
 from launch.run_module import program
+from launch.schedulers import detect, hosts
+from launch.start import handover, spread
 
-ROOT = Path(hosts.__file__).parent.parent
+ROOT = Path(hosts.__file__).parents[2]
 
 
 # The list ------------------------------------------------------------------------------------------------------------------
@@ -33,7 +34,7 @@ def test_a_list_of_the_users_is_started_by_ssh():
     topology = found.topology
     assert (topology.hosts, topology.head_address, topology.port) == (("a", "b", "c"), "a", 29500)
     assert (topology.processes_per_node, topology.origins["processes_per_node"]) == (2, "CUDA_VISIBLE_DEVICES=0,1")
-    assert found.start == (*program("launch.spread"), "ssh", "SAMERUN_HOSTS=a,b,c", "SAMERUN_PORT=29500")
+    assert found.start == (*program("launch.start.spread"), "ssh", "SAMERUN_HOSTS=a,b,c", "SAMERUN_PORT=29500")
 
 
 def test_the_head_has_its_name_in_the_fast_network():
@@ -148,7 +149,7 @@ host=$1; shift; bare "$@" < /dev/null
         stand_in.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "MINE": "a b", **SECRETS}
     call = "sys.exit(main(sys.argv[1:], os.environ, os.getcwd(), grace_s=2))"
-    program = f"import os, sys; from launch.spread import main; {call}"
+    program = f"import os, sys; from launch.start.spread import main; {call}"
 
     def run(script, *arguments, starter="pbs_tmrsh", parent=()):
         told = ["SAMERUN_HOSTS=n1,n2,n3", f"SAMERUN_PORT={os.getpid()}"]
@@ -304,7 +305,7 @@ def test_nothing_is_left_on_the_hosts_when_what_started_this_is_killed(begin, tm
 
 def test_nothing_is_left_on_the_hosts_when_this_is_killed(begin, tmp_path):
     """What watches it ends what it started, here on the same machine; on others the processes lose their peers."""
-    watched = "import os, sys; from launch import signals, supervise"
+    watched = "import os, sys; from launch.start import signals, supervise"
     call = "sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_itself, watched=True).exit_code)"
     pids = tmp_path / "pids"
     process = begin(
@@ -332,12 +333,12 @@ def test_the_command_line_can_be_pasted(start):
 
 def test_the_first_of_the_hosts_can_be_asked_for():
     three = {"SAMERUN_HOSTS": "node1,node2,node3", "CUDA_VISIBLE_DEVICES": ""}
-    found = find.find(three, nodes=2)
+    found = detect.find(three, nodes=2)
     assert (found.topology.num_nodes, found.topology.hosts) == (2, ("node1", "node2"))
     assert found.topology.origins["num_nodes"] == "--nodes"
     assert "SAMERUN_HOSTS=node1,node2" in found.start
-    assert find.find(three, nodes=1).start == ()  # this is the first of them
-    assert find.find(three, nodes=3) == find.find(three)
+    assert detect.find(three, nodes=1).start == ()  # this is the first of them
+    assert detect.find(three, nodes=3) == detect.find(three)
     for environment, nodes, words in ((three, 4, "say 1 to 3"), (three, 0, "say 1 to 3"), ({}, 2, "no scheduler's allocation")):
         with pytest.raises(TopologyError, match=words):
-            find.find(environment, nodes=nodes)
+            detect.find(environment, nodes=nodes)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from processes import REPOSITORY, clean_environment, placed
 
 from app.errors import SubmitError, TopologyError
-from launch import sweep
+from launch.submit import sweep
 
 GOLDEN = Path(__file__).parent / "golden" / "submit.txt"
 SLURM = ("--scheduler", "slurm", "--dry-run", "--nodes", "2", "--time", "01:30:00")

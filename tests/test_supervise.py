@@ -19,7 +19,7 @@ from launch.preset import load
 
 WATCHED = """
 import os, sys
-from launch import signals, supervise
+from launch.start import signals, supervise
 sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_itself, watched=True).exit_code)
 """
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from app import cores, run_folder
 from app.errors import STOPPED, RunFolderError, TopologyError
 from app.reports.scaling.sweep import Case, Folder, Sweep
-from launch import find, local, submit
 from launch.run_module import program
+from launch.schedulers import detect, local
+from launch.submit import submit
 
 _THREADS = "OMP_NUM_THREADS"
 _STOP_S = 60.0
@@ -58,9 +59,9 @@ def find_place(sweep: Sweep, environment: Mapping[str, str]) -> Place:
     fewer cores each, and the sizes could not be compared.
     """
     most = max(sweep.processes)
-    allocation = find.find(environment)
+    allocation = detect.find(environment)
     if allocation:
-        allocation = find.find(environment, processes_per_node=most)
+        allocation = detect.find(environment, processes_per_node=most)
     nodes = allocation.topology.num_nodes if allocation else 0
     if max(sweep.nodes) > max(nodes, 1):
         there = f"this allocation has {nodes}" if allocation else "there is no allocation here"

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from app.errors import TopologyError
 from app.topology import Topology
-from launch.meeting_key import GREETING, Key, is_proof, signer
+from launch.start.meeting_key import GREETING, Key, is_proof, signer
 
 if TYPE_CHECKING:
-    from launch import visitors
+    from launch.start import visitors
 
 PATIENCE_S = 30.0
 """Longest time that a node waits for the first sign of node 0, and node 0 for the last of the others."""
@@ -52,7 +52,7 @@ def _next(port: int, offset: int) -> int:
 
 
 def _await_others(topology: Topology, ports: Sequence[int], key: Key, timeout_s: float) -> int:
-    from launch import visitors  # its libraries take a while, and most runs have one node
+    from launch.start import visitors  # its libraries take a while, and most runs have one node
 
     def verdict(guests: visitors.Guests) -> str:
         return _missing_sentence(topology, guests, key, timeout_s) if guests.missing else ALL_HERE

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from app.environment import number
 from app.errors import TopologyError
-from launch import hosts
-from launch.allocation import Allocation
-from launch.job import END_TIME, Job, Requeued, Times
-from launch.local import count_accelerators
+from launch.schedulers import hosts
+from launch.schedulers.allocation import Allocation
+from launch.schedulers.job import END_TIME, Job, Requeued, Times
+from launch.schedulers.local import count_accelerators
 
 
 def find(
@@ -34,7 +34,7 @@ def find(
     """Return the job that `environment` belongs to, seen from its batch script on the first host, or None outside of such jobs.
 
     Processes on a host are `processes_per_node` where given; else as many as GPUs visible here; else its slots. What
-    `launch/spread.py` started on a host is not looked at here: it has been told (`hosts.find`). Raises TopologyError.
+    `launch/start/spread.py` started on a host is not looked at here: it has been told (`hosts.find`). Raises TopologyError.
     """
     if hosts.NODE_RANK in environment or "SGE_ROOT" not in environment or "PE" not in environment:
         return None

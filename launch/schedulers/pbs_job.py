@@ -20,9 +20,9 @@ from typing import Any
 
 from app.environment import number
 from app.errors import TopologyError
-from launch import pbs
-from launch.hosts import NODE_RANK
-from launch.job import Job, NotDoneError, Requeued, Times
+from launch.schedulers import pbs
+from launch.schedulers.hosts import NODE_RANK
+from launch.schedulers.job import Job, NotDoneError, Requeued, Times
 
 FIRST_JOB = "SAMERUN_FIRST_JOB"
 """Variable: number of the job whose run this job goes on with."""

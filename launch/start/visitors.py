@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from launch.meeting_key import GREETING, Sign, is_proof, signer
+from launch.start.meeting_key import GREETING, Sign, is_proof, signer
 
 VISIT_S = 5.0
 """How long a visitor may take to prove itself."""

@@ -1,6 +1,6 @@
 """What a scheduler runs a training in, as far as its time and its way back into the queue go.
 
-`slurm_job.py`, `pbs_job.py` and `grid_engine.py` each turn an environment (a mapping) into a `Job`; `find.py` asks them in
+`slurm_job.py`, `pbs_job.py` and `grid_engine.py` each turn an environment (a mapping) into a `Job`; `detect.py` asks them in
 turn. Standard library only.
 """
 

@@ -24,12 +24,14 @@ from app.errors import STOPPED, RunFolderError, TopologyError
 from app.launched import end_time_s
 from app.recipe_file import load as load_recipe
 from app.topology import Topology
-from launch import attempts, explain, find, local, meeting, meeting_key, preset, run_checks, signals, supervise
-from launch.allocation import Allocation
-from launch.found import Found
-from launch.job import ATTEMPT, Job
-from launch.outcome import Folder
+from launch import preset
 from launch.preset import PRECISIONS, Preset
+from launch.schedulers import detect, local
+from launch.schedulers.allocation import Allocation
+from launch.schedulers.job import ATTEMPT, Job
+from launch.start import attempts, explain, meeting, meeting_key, run_checks, signals, supervise
+from launch.start.outcome import Folder
+from launch.start.resolved import Found
 
 
 def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
@@ -162,8 +164,8 @@ def _find_out(
 ) -> Found:
     divide_total(options, environment, nodes=options.nodes)
     asked = {"processes": options.processes, "processes_per_node": options.processes_per_node, "nodes": options.nodes}
-    allocation = find.find(environment, **asked)
-    job = find.job(environment) if allocation else None
+    allocation = detect.find(environment, **asked)
+    job = detect.job(environment) if allocation else None
     _refuse_restarts_by_a_task(allocation, options, environment)
     chosen = preset.load(options.preset) if options.preset else None
     topology = allocation.topology if allocation else _this_machine(chosen, options.processes, environment)
@@ -197,13 +199,13 @@ def divide_total(options: argparse.Namespace, environment: Mapping[str, str], *,
     if options.num_processes is None:
         return
     by_hand = options.processes if options.processes_per_node is None else options.processes_per_node
-    each = find.share(options.num_processes, environment, nodes=nodes)
+    each = detect.share(options.num_processes, environment, nodes=nodes)
     if by_hand not in (None, each):
         raise TopologyError(
             f"--num_processes is {options.num_processes}, {each} on each node, and the options say {by_hand} as well"
         )
     if by_hand is None:
-        is_here = find.find(environment, nodes=nodes) is None
+        is_here = detect.find(environment, nodes=nodes) is None
         options.processes, options.processes_per_node = (each, None) if is_here else (None, each)
 
 

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from app.environment import HOST_SUFFIX, said, with_suffix
 from app.errors import TopologyError
 from app.topology import Topology
-from launch.allocation import Allocation
-from launch.local import count_accelerators
+from launch.schedulers.allocation import Allocation
+from launch.schedulers.local import count_accelerators
 
 # Below the ports that Linux hands out by itself (32768 and up); two jobs meet only if their ids differ by a multiple of 20000.
 _FIRST_PORT, _PORTS = 12000, 20000

@@ -1,6 +1,6 @@
 """Where this process is: in which scheduler's allocation, or in none.
 
-The first that recognises its variables answers. What a user or `launch/spread.py` says of the hosts goes before what a
+The first that recognises its variables answers. What a user or `launch/start/spread.py` says of the hosts goes before what a
 scheduler's variables say.
 """
 
@@ -11,9 +11,9 @@ from typing import Protocol
 
 from app.environment import check_threads
 from app.errors import TopologyError
-from launch import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
-from launch.allocation import Allocation
-from launch.job import Job
+from launch.schedulers import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
+from launch.schedulers.allocation import Allocation
+from launch.schedulers.job import Job
 
 
 class Finder(Protocol):

@@ -16,8 +16,8 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from app.environment import number
-from launch import slurm
-from launch.job import Job, NotDoneError, Requeued, Times
+from launch.schedulers import slurm
+from launch.schedulers.job import Job, NotDoneError, Requeued, Times
 
 _HOLD_S = 15
 """Seconds in the queue before the next start: time enough for the job's last processes and its epilog. If they take

@@ -1,7 +1,7 @@
 """What a scheduler gave this job, as seen from where `samerun launch` was typed.
 
 `slurm.py`, `pbs.py`, `grid_engine.py` and `hosts.py` each turn an environment (a mapping) into an `Allocation`, or None where
-they see nothing of theirs; `find.py` asks them in turn. Standard library only.
+they see nothing of theirs; `detect.py` asks them in turn. Standard library only.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from launch.found import Found
+from launch.start.resolved import Found
 
 
 def introduce(found: Found, say: Callable[[str], None]) -> None:

@@ -22,18 +22,19 @@ from app.command_line import Parser
 from app.errors import TopologyError
 from app.options import above_zero
 from app.topology import Topology
-from launch import find, local, meeting_key, signals, supervise
 from launch.command import accelerate_argv
-from launch.meeting import PATIENCE_S, meet
 from launch.run_module import program
-from launch.start import default_preset, divide_total
+from launch.schedulers import detect, local
+from launch.start import meeting_key, signals, supervise
+from launch.start.launch import default_preset, divide_total
+from launch.start.meeting import PATIENCE_S, meet
 
 
 def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun doctor` with these arguments and return its exit code. Raises SamerunError."""
     options = _parser().parse_all(argv)
     divide_total(options, environment)
-    allocation = find.find(environment, processes=options.processes, processes_per_node=options.processes_per_node)
+    allocation = detect.find(environment, processes=options.processes, processes_per_node=options.processes_per_node)
     topology = allocation.topology if allocation else local.find(environment, processes=options.processes)
     if options.port is not None:
         topology = replace(topology, port=options.port, origins={**topology.origins, "port": "--port"})
@@ -45,7 +46,7 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         os.execvpe(command[0], command, {**environment, **meeting_key.new()})  # noqa: S606 - a shell would stand between
     if topology.num_nodes > 1:
         signal.signal(signal.SIGTERM, _end_with_the_first)
-        job = find.job(environment)
+        job = detect.job(environment)
         key = meeting_key.find(environment, options.run_dir, job.name if job else "")
         try:
             port = meet(topology, key, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)

@@ -1,7 +1,7 @@
 """A job that is a list of hosts: its `Topology`, whoever gives the list (PBS, Grid Engine, or the user by a variable).
 
-`launch/spread.py` starts a command on each host of such a list and tells it by the variables below which one it is, because
-a host that PBS or Grid Engine start something on is told little of the job, and a plain host nothing.
+`launch/start/spread.py` starts a command on each host of such a list and tells it by the variables below which one it is,
+because a host that PBS or Grid Engine start something on is told little of the job, and a plain host nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import replace
 from app.environment import number, with_suffix
 from app.errors import TopologyError
 from app.topology import Topology
-from launch.allocation import Allocation
-from launch.local import count_accelerators
 from launch.run_module import program
+from launch.schedulers.allocation import Allocation
+from launch.schedulers.local import count_accelerators
 
 HOSTS = "SAMERUN_HOSTS"
 """Variable: names of the hosts, `node1,node2`, the head first. Given by the user, the others are reached by ssh."""
 NODE_RANK = "SAMERUN_NODE_RANK"
-"""Variable: index of this host in it. Set on every host by `launch/spread.py`, not by the user."""
+"""Variable: index of this host in it. Set on every host by `launch/start/spread.py`, not by the user."""
 PORT = "SAMERUN_PORT"
 """Variable: TCP port on the head where the processes meet."""
 THREADS = "SAMERUN_THREADS"
@@ -80,7 +80,7 @@ def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *,
     told: dict[str, str | int] = {HOSTS: ",".join(job.hosts), PORT: job.port}
     if job.threads_per_process is not None:
         told[THREADS] = job.threads_per_process
-    start = (*program("launch.spread"), starter, *(f"{name}={value}" for name, value in told.items()))
+    start = (*program("launch.start.spread"), starter, *(f"{name}={value}" for name, value in told.items()))
     return Allocation(scheduler=scheduler, topology=job, start=start, start_origin="this host is one of several")
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import STOPPED, HangError
-from launch import signals, supervise
-from launch.job import ATTEMPT, Job, NotDoneError
-from launch.outcome import Folder, Outcome
-from launch.supervise import Ending
+from launch.schedulers.job import ATTEMPT, Job, NotDoneError
+from launch.start import signals, supervise
+from launch.start.outcome import Folder, Outcome
+from launch.start.supervise import Ending
 
 
 @dataclass(frozen=True, kw_only=True)

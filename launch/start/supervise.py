@@ -26,11 +26,11 @@ from typing import IO
 from app import terminal
 from app.environment import LAUNCHER
 from app.errors import SamerunError
-from launch import signals
-from launch.last_words import Culprit, Watch
 from launch.run_module import ACCELERATE
+from launch.start import signals
+from launch.start.last_words import Culprit, Watch
 
-_NAMES = {ACCELERATE: "`accelerate launch`", "launch.spread": "what starts it on the hosts"}
+_NAMES = {ACCELERATE: "`accelerate launch`", "launch.start.spread": "what starts it on the hosts"}
 _LOOK_EVERY_S = 0.2
 _STOP_AND_GO_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ECHO_S = 5.0

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from app.batching import BatchPlan
 from app.topology import Topology
-from launch.allocation import Allocation
 from launch.command import accelerate_argv
-from launch.job import ATTEMPT, Job, Times
 from launch.preset import Preset
 from launch.run_module import program
+from launch.schedulers.allocation import Allocation
+from launch.schedulers.job import ATTEMPT, Job, Times
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What can be wrong with a job before it is in a queue: each check returns its problems, a sentence each, and raises nothing.
 
-The options are those of `launch/submit.py`, as the user wrote them. Standard library and PyYAML only.
+The options are those of `launch/submit/submit.py`, as the user wrote them. Standard library and PyYAML only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from app.recipe import Recipe
 from app.recipe_file import load as load_recipe
 from app.recipe_file import replaced
 from app.topology import Topology
-from launch import job_script, preset, run_checks
+from launch import preset
 from launch.command import accelerate_argv
-from launch.job_script import SUBMITTERS, Scheduler
-from launch.sweep import Combination
+from launch.start import run_checks
+from launch.submit import script
+from launch.submit.script import SUBMITTERS, Scheduler
+from launch.submit.sweep import Combination
 
 # What a scheduler's option must not say, because one of ours does and is checked, or because it is told to the user.
 _LOG = "the log lies beside the script: nothing"
@@ -91,7 +93,7 @@ def scheduler_problems(options: argparse.Namespace, scheduler: Scheduler, enviro
     for option in options.qsub_option if scheduler == "slurm" else options.sbatch_option:
         yield f"{option!r} is an option of another scheduler, and the job goes to {command}: leave it out"
     for option in options.sbatch_option if scheduler == "slurm" else options.qsub_option:
-        ours = _OURS[scheduler].get(job_script.key(option))
+        ours = _OURS[scheduler].get(script.key(option))
         if ours:
             yield f"--{command}-option is {option!r}: {ours} says that; leave it out"
         elif not option.startswith("-") or not option.isprintable():

@@ -24,9 +24,9 @@ from typing import Any
 
 from app.environment import number
 from app.errors import TopologyError
-from launch import hosts
-from launch.allocation import Allocation
-from launch.local import count_accelerators
+from launch.schedulers import hosts
+from launch.schedulers.allocation import Allocation
+from launch.schedulers.local import count_accelerators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ def find(
 
     Processes on a host are `processes_per_node` where given; else as many as GPUs; else the lines of $PBS_NODEFILE. GPUs are
     those visible here and, where no variable says which of the node's are the job's, no more than `describe_job` tells (by
-    default `qstat -f -F json`, where there is one). What `launch/spread.py` started on a host is not looked at here: it has
-    been told (`hosts.find`). Raises TopologyError.
+    default `qstat -f -F json`, where there is one). What `launch/start/spread.py` started on a host is not looked at here: it
+    has been told (`hosts.find`). Raises TopologyError.
     """
     if "PBS_JOBID" not in environment or hosts.NODE_RANK in environment:
         return None

@@ -21,10 +21,11 @@ from app.command_line import Parser
 from app.errors import SubmitError, UsageError
 from app.inherited import for_a_new_job
 from app.topology import Topology
-from launch import job_checks, job_script, run_checks, start, sweep
-from launch.job_script import SUBMITTERS, Job, Scheduler
 from launch.run_module import program
-from launch.sweep import Combination
+from launch.start import launch, run_checks
+from launch.submit import checks, script, sweep
+from launch.submit.script import SUBMITTERS, Job, Scheduler
+from launch.submit.sweep import Combination
 
 _RUNS = Path("runs")
 _SCRIPTS = _RUNS / "submitted"
@@ -39,7 +40,7 @@ def submit(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         return _run_task(argv[1:], environment, say=say)
     options, plan = _read(argv, environment, say)
     if options.dry_run:
-        sys.stdout.write(job_script.render(plan.job, plan.scheduler))
+        sys.stdout.write(script.render(plan.job, plan.scheduler))
         return 0
     sys.stdout.write(f"{_hand_over(plan, environment, say).job_id}\n")
     return 0
@@ -63,7 +64,7 @@ def hand_in(argv: list[str], environment: Mapping[str, str], *, say: Callable[[s
 
 def _read(argv: list[str], environment: Mapping[str, str], say: Callable[[str], None]) -> tuple[argparse.Namespace, _Plan]:
     ours, passed_on = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = _parser().parse_all(ours, also=start.options())
+    options = _parser().parse_all(ours, also=launch.options())
     _divide_total(options)
     plan = _check(options, passed_on, environment)
     _introduce(plan, say)
@@ -73,7 +74,7 @@ def _read(argv: list[str], environment: Mapping[str, str], say: Callable[[str], 
 def _divide_total(options: argparse.Namespace) -> None:
     """Take --num_processes, Accelerate's number of all processes, as the number on each node."""
     total, by_hand = options.num_processes, options.processes_per_node or (options.gpus_per_node or "").rpartition(":")[2]
-    if total is None or not job_checks.is_count(options.nodes):
+    if total is None or not checks.is_count(options.nodes):
         return
     each, left = divmod(total, int(options.nodes))
     if left or by_hand not in ("", str(each)):
@@ -99,13 +100,13 @@ def _run_task(argv: Sequence[str], environment: Mapping[str, str], *, say: Calla
     index, combination = sweep.chosen(text, environment)
     say(f"task {index} of the array: {' '.join(combination.overrides)}")
     run_dir = str(Path(runs) / combination.folder)
-    return start.launch(["--run-dir", run_dir, *launch_argv, *combination.overrides], environment, say=say)
+    return launch.launch(["--run-dir", run_dir, *launch_argv, *combination.overrides], environment, say=say)
 
 
 def _hand_over(plan: _Plan, environment: Mapping[str, str], say: Callable[[str], None]) -> Submitted:
     """Write the script and give it to the scheduler."""
     plan.script.parent.mkdir(parents=True, exist_ok=True)
-    plan.script.write_text(job_script.render(plan.job, plan.scheduler))
+    plan.script.write_text(script.render(plan.job, plan.scheduler))
     command = [*SUBMITTERS[plan.scheduler], str(plan.script)]
     finished = subprocess.run(command, env=for_a_new_job(environment), capture_output=True, text=True, check=False)
     if finished.returncode != 0:
@@ -133,19 +134,19 @@ class _Plan:
 
 def _check(options: argparse.Namespace, passed_on: Sequence[str], environment: Mapping[str, str]) -> _Plan:
     """Raises SubmitError with everything that is wrong, one problem a line."""
-    scheduler = job_checks.choose_scheduler(options, environment)
-    problems = [*job_checks.form_problems(options), *job_checks.scheduler_problems(options, scheduler, environment)]
+    scheduler = checks.choose_scheduler(options, environment)
+    problems = [*checks.form_problems(options), *checks.scheduler_problems(options, scheduler, environment)]
     combinations = _sweep(options, problems)
     overrides = [*options.overrides, *_check_passed_on(passed_on, problems)]
     topology = _topology(options)
-    problems += job_checks.preset_problems(options, topology)
+    problems += checks.preset_problems(options, topology)
     world_size = topology.world_size if topology else None
-    batches, found = job_checks.divide(options, overrides, world_size=world_size, combinations=combinations)
+    batches, found = checks.divide(options, overrides, world_size=world_size, combinations=combinations)
     name = options.job_name or _job_name(options.recipe)
     stem = _unused(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(options.run_dir or _RUNS / stem)
     run_folders = [run_dir / combination.folder for combination in combinations] or [run_dir]
-    problems += [*found, *job_checks.folder_problems([_SCRIPTS, *run_folders])]
+    problems += [*found, *checks.folder_problems([_SCRIPTS, *run_folders])]
     if problems:
         raise SubmitError("\n".join(problems))
     return _Plan(
@@ -161,11 +162,11 @@ def _check(options: argparse.Namespace, passed_on: Sequence[str], environment: M
 def _check_passed_on(passed_on: Sequence[str], problems: list[str]) -> list[str]:
     """Return the recipe values among the words after `--`; what the launch would refuse of the rest is added to `problems`."""
     try:
-        launching, _, training = start.read(passed_on)
+        launching, _, training = launch.read(passed_on)
     except UsageError as error:
         problems.append(str(error))
         return []
-    unsaid = vars(start.read([])[0])
+    unsaid = vars(launch.read([])[0])
     ours = [name for name in _OF_LAUNCH if vars(launching)[name] != unsaid[name]]
     problems += [f"--{name.replace('_', '-')} stands after --: give it before, where it is checked" for name in ours]
     problems += map(str, run_checks.problems(training, run_dir=None, resume=launching.resume))
@@ -188,7 +189,7 @@ def _sweep(options: argparse.Namespace, problems: list[str]) -> list[Combination
 def _topology(options: argparse.Namespace) -> Topology | None:
     """The job as it will be, but for where its processes meet, which is not known yet; None if its size cannot be read."""
     processes_per_node = _processes_per_node(options)
-    if not job_checks.is_count(options.nodes) or not job_checks.is_count(processes_per_node):
+    if not checks.is_count(options.nodes) or not checks.is_count(processes_per_node):
         return None
     by = "--processes-per-node" if options.processes_per_node else "--gpus-per-node" if options.gpus_per_node else "default"
     return Topology(

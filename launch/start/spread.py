@@ -1,6 +1,6 @@
 """Start one command on every host of a job, and end them all when one fails.
 
-    python -m launch.spread STARTER SAMERUN_HOSTS=HOST,HOST,... SAMERUN_PORT=PORT [NAME=VALUE ...] COMMAND...
+    python -m launch.start.spread STARTER SAMERUN_HOSTS=HOST,HOST,... SAMERUN_PORT=PORT [NAME=VALUE ...] COMMAND...
 
 STARTER is what reaches a host, one of `hosts.STARTERS`. Something started so has neither the environment nor the folder of
 this process. Folder, command, these variables and its SAMERUN_NODE_RANK are on the command line of every host, where everybody
@@ -30,7 +30,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from app.errors import TopologyError
-from launch import handover, hosts
+from launch.schedulers import hosts
+from launch.start import handover
 
 _LOOK_EVERY_S = 0.2
 
