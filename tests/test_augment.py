@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import waits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandAugment, RandomErasing, v2
@@ -51,6 +52,14 @@ def batch_of(count, channels=3, height=32, width=32, first_sample=10**7):
         "labels": torch.randint(0, 10, (count,), generator=generator),
         "samples": torch.arange(count) + first_sample,
     }
+
+
+def numbered(batch):
+    return batch | {"numbers": batch["samples"].numpy()}
+
+
+def on(device, batch):
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def part(batch, places):
@@ -172,11 +181,68 @@ def test_another_epoch_or_seed_changes_the_pictures(augment):
 def test_a_gpu_makes_the_same_pictures(augment):
     batch = batch_of(64)
     expected_inputs, expected_targets = prepare(augment).train(batch)
-    inputs, targets = prepare(augment).train({key: value.cuda() for key, value in batch.items()})
+    inputs, targets = prepare(augment).train(on("cuda", numbered(batch)))
     torch.testing.assert_close(targets.cpu(), expected_targets)
     # A rotation may take the other of two pixels, and a blend the next grey level, where rounding decides.
     off = (inputs.cpu() - expected_inputs).abs() > 1e-5
     assert off.double().mean() < (0.01 if augment.randaugment_ops else 1e-9)
+
+
+# --- waiting for the device
+
+
+WAITS = {
+    "item": lambda tensor: tensor[0].item(),
+    "tolist": lambda tensor: tensor.tolist(),
+    "if": lambda tensor: 1 if (tensor > 0).any() else 2,
+    "nonzero": lambda tensor: tensor.nonzero(),
+    "bools": lambda tensor: tensor[tensor > 0],
+    "bincount": lambda tensor: tensor.bincount(minlength=14),
+    "unique": lambda tensor: tensor.unique(),
+    "repeats": lambda tensor: tensor.repeat_interleave(tensor),
+    "to the host": lambda tensor: tensor.cpu(),
+    "from the host": lambda tensor: torch.tensor([1, 2], device=tensor.device),
+    "a number from the host": lambda tensor: torch.tensor(1.0, device=tensor.device),
+    "copied": lambda tensor: tensor.copy_(torch.ones(8, dtype=torch.int64)),
+    "indices": lambda tensor: tensor[torch.tensor([0, 1])],
+}
+
+
+@pytest.mark.parametrize("waiting", WAITS)
+def test_each_way_to_wait_is_found(waiting):
+    with waits.without_any() as device:
+        tensor = torch.zeros(8, dtype=torch.int64, device=device)
+        with pytest.raises(waits.FOUND):
+            WAITS[waiting](tensor)
+
+
+@pytest.mark.parametrize("augment", [*CHANGES.values(), *MIXES.values()])
+@pytest.mark.parametrize(("channels", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
+def test_nothing_waits_for_the_device(augment, channels, dtype):
+    preparation = Preparation(DataRecipe(), augment, seed=5, num_classes=10, channels=channels, dtype=dtype, channels_last=True)
+    batch = numbered(batch_of(64, channels))
+    with waits.without_any(but_copies=True) as device:
+        batch = on(device, batch)
+        inputs, _ = preparation.train(batch)  # the first takes two constants to the device
+    with waits.without_any():
+        inputs, targets = preparation.train(batch, inputs)
+        preparation.evaluate(batch)
+    assert {inputs.device.type, targets.device.type} == {"cuda"}
+    assert inputs.shape == batch["images"].shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("augment", [*CHANGES.values(), *MIXES.values()])
+def test_nothing_waits_for_a_gpu(augment):
+    preparation, batch = prepare(augment), on("cuda", numbered(batch_of(64)))
+    inputs, _ = preparation.train(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        preparation.train(batch, inputs)
+        preparation.evaluate(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- crop and flip
@@ -221,6 +287,11 @@ def torchvision_operation(image, name, negative, magnitude_bin):
     return _apply_op(image, name, -magnitude if negative and is_signed else magnitude, InterpolationMode.NEAREST, None)
 
 
+def changed_by(images, operations, negative, *, magnitude):
+    counts = operations.bincount(minlength=len(OPERATIONS)).tolist()
+    return randaugment(images, operations, negative, counts=counts, magnitude=magnitude)
+
+
 def test_the_operations_are_torchvisions():
     assert len(TORCHVISION_NAMES) == 14
     assert [name.replace("_", "") for name in OPERATIONS] == [name.lower() for name in TORCHVISION_NAMES]
@@ -233,7 +304,7 @@ def test_an_operation_does_what_torchvisions_does(operation, magnitude_bin, chan
     images = torch.cat([smooth_images(10, channels, height, width), torch.full((2, channels, height, width), 77).byte()])
     place = list(OPERATIONS).index(operation)
     negative = torch.arange(12) % 2 == 1
-    changed = randaugment(images, torch.full((12,), place), negative, magnitude=magnitude_bin / 3)
+    changed = changed_by(images, torch.full((12,), place), negative, magnitude=magnitude_bin / 3)
     expected = torch.stack(
         [
             torchvision_operation(image, TORCHVISION_NAMES[place], bool(sign), magnitude_bin)
@@ -253,7 +324,7 @@ def test_every_image_gets_its_own_operation():
     images = smooth_images(56)
     operations, negative = torch.arange(56) * 5 % 14, torch.arange(56) % 3 == 0
     kept = images.clone()
-    changed = randaugment(images, operations, negative, magnitude=6.0)
+    changed = changed_by(images, operations, negative, magnitude=6.0)
     for place in range(56):
         row = slice(place, place + 1)
         single = list(OPERATIONS.values())[operations[place]](images[row], negative[row], 0.6)
@@ -265,7 +336,7 @@ def test_every_image_gets_its_own_operation():
 def test_an_image_without_grey_levels_is_left_as_it_is():
     """More channels than three have no grey: saturation leaves them, the others work on every channel."""
     images = smooth_images(14, channels=4)
-    changed = randaugment(images, torch.arange(14), torch.zeros(14, dtype=torch.bool), magnitude=9.0)
+    changed = changed_by(images, torch.arange(14), torch.zeros(14, dtype=torch.bool), magnitude=9.0)
     color = list(OPERATIONS).index("color")
     assert torch.equal(changed[color], images[color])
     assert changed.shape == images.shape

@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.data.draws import Draws, SampleDraws, mix64_tensor
+from app.data.draws import Draws, SampleDraws, integers_on_host, mix64_tensor
 from app.data.hash64 import GOLDEN64, derive_key, mix64
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -56,11 +57,13 @@ def test_draws_stay_what_they_are(device):
 
 @settings(deadline=None)
 @given(seeds, st.lists(samples, min_size=1, max_size=8), st.text(max_size=12), st.integers(1, 2**40))
-def test_one_sample_in_plain_python_draws_the_same(seed, numbers, purpose, high):
+def test_plain_python_and_the_host_draw_the_same(seed, numbers, purpose, high):
     draws = Draws(seed, torch.tensor(numbers))
     single = [SampleDraws(seed, number) for number in numbers]
     assert draws.uniform(purpose).tolist() == [one.uniform(purpose) for one in single]
     assert draws.integers(purpose, high).tolist() == [one.integers(purpose, high) for one in single]
+    on_host = integers_on_host(seed, np.array(numbers, np.int64), purpose, high)
+    assert (on_host.dtype, on_host.tolist()) == (np.int64, draws.integers(purpose, high).tolist())
 
 
 @settings(deadline=None)

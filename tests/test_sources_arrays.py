@@ -14,6 +14,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from hypothesis import given
 from hypothesis import strategies as st
 from sources import check_contract, check_workers_and_pickling, damage, everything, recipe, write_mnist
@@ -77,8 +78,21 @@ def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: py
         real = numbers >= 0
         images, labels = source.fetch(numbers[real], numbers[real])
         assert torch.cat([share["samples"] for share in shares]).tolist() == numbers.tolist()
+        assert np.concatenate([share["numbers"] for share in shares]).tolist() == numbers.tolist()
         assert torch.equal(torch.cat([share["images"] for share in shares])[torch.from_numpy(real)], images)
         assert torch.equal(torch.cat([share["labels"] for share in shares])[torch.from_numpy(real)], labels)
+
+
+def test_the_host_keeps_the_numbers_of_what_accelerate_sends_to_a_device() -> None:
+    source = open_data(recipe_file.load("digits").recipe).train
+    batches = list(EvalBatches(size=len(source), batch_size=500))
+    fed = list(loader.build(source, batches, local_world_size=1, device=torch.device("cpu")))
+    assert len(fed) == len(batches)
+    for numbers, batch in zip(batches, fed, strict=True):
+        sent = send_to_device(batch, "meta")
+        assert [name for name, value in sent.items() if isinstance(value, torch.Tensor)] == ["images", "labels", "samples"]
+        assert sent["samples"].is_meta
+        assert sent["numbers"].tolist() == numbers.tolist()
 
 
 def test_arrays_are_resized_once_as_torchvision_would() -> None:

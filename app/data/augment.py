@@ -5,8 +5,10 @@ sample's number (`draws.py`), so a sample becomes the same picture on any topolo
 other sample of the batch, except that mixup and cutmix mix the pairs at positions 2k and 2k+1. Pairs are the same on any
 topology as long as micro-batches are even and cut at even positions.
 
+Nothing here waits for the device: what the host has to know of a draw, it computes itself.
+
     preparation = Preparation(recipe.data, recipe.augment, seed=recipe.seed, num_classes=10, channels=3)
-    inputs, targets = preparation.train(batch)      # batch: images uint8 [B, C, H, W], labels and samples int64 [B]
+    inputs, targets = preparation.train(batch)      # batch: that of `loader.py`
     inputs = preparation.evaluate(batch)
 
 Random resized crops are not made here but where a picture is decoded: they need the whole picture.
@@ -16,12 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from app.data.draws import Draws
+from app.data.draws import Draws, integers_on_host
 from app.data.randaugment import OPERATIONS, pixels_at, randaugment
 from app.errors import RecipeError
 from app.recipe import AugmentRecipe, DataRecipe
@@ -65,8 +69,10 @@ class Preparation:
         # `_normalised` says why a single channel's order is right by then.
         self._is_normalised_finished = dtype == computing and (channels == 1 or not channels_last)
 
-    def train(self, batch: Mapping[str, Tensor], memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def train(self, batch: Mapping[str, Any], memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return inputs [B, C, H, W] in the model's type, and targets.
+
+        A batch is one of `loader.py`. Its `numbers` are needed for RandAugment on another device than the CPU, and only there.
 
         `memory` are inputs that nobody needs any more, such as those of the last step: these may be written over them, since
         what was just used is still in a processor's cache.
@@ -78,7 +84,7 @@ class Preparation:
         if not (changes_images or augment.erase > 0 or augment.mixes_pairs):
             return self._finished(self._normalised(images, memory)), labels
         draws = Draws(self._seed, batch["samples"])
-        inputs = self._normalised(self._changed(images, draws), memory)
+        inputs = self._normalised(self._changed(batch, draws), memory)
         if augment.erase > 0:
             inputs = inputs.masked_fill_(erased_mask(draws, augment.erase, images.shape[-2], images.shape[-1]), 0)
         if augment.mixes_pairs:
@@ -87,7 +93,7 @@ class Preparation:
             return inputs.to(self._dtype, memory_format=self._memory_format), targets
         return self._finished(inputs), labels
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def evaluate(self, batch: Mapping[str, Any]) -> Tensor:
         """Return inputs [B, C, H, W] in the model's type: normalised and nothing else."""
         return self._finished(self._normalised(batch["images"]))
 
@@ -110,19 +116,29 @@ class Preparation:
     def _finished(self, inputs: Tensor) -> Tensor:
         return inputs if self._is_normalised_finished else inputs.to(self._dtype, memory_format=self._memory_format)
 
-    def _changed(self, images: Tensor, draws: Draws) -> Tensor:
+    def _changed(self, batch: Mapping[str, Any], draws: Draws) -> Tensor:
         """Return the images uint8 [B, C, H, W] cropped, flipped and through RandAugment."""
         augment = self._augment
+        images: Tensor = batch["images"]
         if augment.crop_padding > 0:
             images = _crop(images, draws, augment.crop_padding)
         if augment.flip > 0:
             flipped = draws.uniform("flip") < augment.flip
             images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
         for turn in range(augment.randaugment_ops):
-            operations = draws.integers(f"randaugment.operation.{turn}", len(OPERATIONS))
+            purpose = f"randaugment.operation.{turn}"
+            operations = draws.integers(purpose, len(OPERATIONS))
+            counts = self._counts(operations, batch, purpose)
             negative = draws.uniform(f"randaugment.sign.{turn}") < 0.5
-            images = randaugment(images, operations, negative, magnitude=augment.randaugment_magnitude)
+            images = randaugment(images, operations, negative, counts=counts, magnitude=augment.randaugment_magnitude)
         return images
+
+    def _counts(self, operations: Tensor, batch: Mapping[str, Any], purpose: str) -> list[int]:
+        """Return how many of the `operations`, int64 [B], are which. Those of a GPU the host draws once more by itself."""
+        num = len(OPERATIONS)
+        on_host = operations.numpy() if operations.is_cpu else integers_on_host(self._seed, batch["numbers"], purpose, num)
+        counts: list[int] = np.bincount(on_host, minlength=num).tolist()
+        return counts
 
     def _mixed(self, inputs: Tensor, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets [B, num_classes], each mixed with its neighbour's: itself by its share, 0..1."""

@@ -2,8 +2,9 @@
 
 A sample number is epoch * dataset size + index (see `order.py`). So a sample gets the same numbers in any batch, on any
 rank, in any worker, after any resume. `Draws` computes them for a batch, on the device of its sample numbers, with bits
-that are equal on every device; `SampleDraws` gives the same bits for one sample in plain Python, for workers that decode
-one image at a time. What `Draws` derives from the bits is exact as well, except `beta` (float32 rounding).
+that are equal on every device; `integers_on_host` gives those of a batch to a host that does not want to wait for its
+device, and `SampleDraws` those of one sample in plain Python, for workers that decode one image at a time. What `Draws`
+derives from the bits is exact as well, except `beta` (float32 rounding).
 
     draws = Draws(seed, batch["samples"])
     flip = draws.uniform("flip") < 0.5
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from app.data.hash64 import MIX_FIRST, MIX_SECOND, derive_key, mix64
+from app.data.hash64 import MIX_FIRST, MIX_SECOND, derive_key, mix64, mix64_array
 
 _MAX_INT64 = 2**63 - 1
 _BITS24 = 2**24 - 1
@@ -80,6 +83,14 @@ class SampleDraws:
 
     def _bits(self, purpose: str) -> int:
         return mix64(self._base ^ _purpose_key(purpose))
+
+
+def integers_on_host(seed: int, samples: NDArray[np.int64], purpose: str, high: int) -> NDArray[np.int64]:
+    """Return int64 [B] in [0, high) for sample numbers int64 [B]: the values of `Draws.integers`."""
+    base = mix64_array(samples.astype(np.uint64) + np.uint64(_seed_key(seed)))
+    bits = mix64_array(base ^ np.uint64(_purpose_key(purpose)))
+    integers: NDArray[np.int64] = (bits & np.uint64(_MAX_INT64)).astype(np.int64) % high
+    return integers
 
 
 def mix64_tensor(values: Tensor) -> Tensor:

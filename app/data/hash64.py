@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from typing import Any
 
 MASK64 = 2**64 - 1
 GOLDEN64 = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: splitmix64's increment, which keeps mix64 off its fixed point 0
@@ -25,6 +26,16 @@ def mix64(value: int) -> int:
     value = ((value ^ (value >> 30)) * MIX_FIRST) & MASK64
     value = ((value ^ (value >> 27)) * MIX_SECOND) & MASK64
     return value ^ (value >> 31)
+
+
+def mix64_array(values: Any) -> Any:
+    """Return `mix64` of each number of a NumPy array uint64 [n], in its memory."""
+    values ^= values >> 30
+    values *= MIX_FIRST
+    values ^= values >> 27
+    values *= MIX_SECOND
+    values ^= values >> 31
+    return values
 
 
 @lru_cache(maxsize=1024)

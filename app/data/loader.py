@@ -2,7 +2,7 @@
 
 A sample number is `epoch * size + index`; it is all that a worker needs to make the sample, and all that the augmentation
 needs to be the same anywhere. -1 is padding. A batch is a dict of tensors: `images` uint8 [B, C, H, W], `labels` int64 [B]
-and `samples` int64 [B], the sample numbers.
+and `samples` int64 [B], the sample numbers. An array, `numbers`, has these on the host as well: only tensors go to the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from app import cores
 from app.data.source import Source
 from app.errors import DataError
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 _TOGETHER_BYTES = 2 << 20
 """Pictures that are looked up in one go: enough to forget what one look-up costs, few enough that nobody waits for it."""
 
@@ -51,7 +51,7 @@ class Samples(Dataset):
             images, labels = self.source.fetch(indices, samples)
         except DataError as error:
             return Failure(str(error))
-        return {"images": images, "labels": labels, "samples": torch.from_numpy(samples)}
+        return {"images": images, "labels": labels, "samples": torch.from_numpy(samples), "numbers": samples}
 
 
 class InProcess:
@@ -77,11 +77,12 @@ class InProcess:
             if isinstance(together, Failure):
                 yield together
                 return
+            numbers = together.pop("numbers").reshape(-1, len(first))
             # One device works on what it was given before, so the host is ahead of it by itself.
             tensors = map(self._on_device, together.values())
             pieces = [tensor.view(-1, len(first), *tensor.shape[1:]).unbind() for tensor in tensors]
-            for batch in zip(*pieces, strict=True):
-                yield dict(zip(together, batch, strict=True))
+            for share, *batch in zip(numbers, *pieces, strict=True):
+                yield {**dict(zip(together, batch, strict=True)), "numbers": share}
 
     def _bytes_of(self, share: np.ndarray) -> int:
         source = self._samples.source

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.hash64 import MIX_FIRST, MIX_SECOND, derive_key
+from app.data.hash64 import derive_key, mix64_array
 from app.errors import RecipeError
 
 # Four rounds make a Feistel network pseudorandom if the round function is (Luby and Rackoff 1988); ours is only a good
@@ -56,12 +56,7 @@ def _feistel(numbers: NDArray[np.uint64], high_radix: int, low_radix: int, keys:
 
 def _hash_below(values: NDArray[np.uint64], bound: int, key: int) -> NDArray[np.uint64]:
     """Return hashes in 0..bound-1 (bound <= 2**31): the upper half of mix64(values + key), scaled down."""
-    mixed: NDArray[np.uint64] = values + np.uint64(key)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(MIX_FIRST)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(MIX_SECOND)
-    mixed ^= mixed >> np.uint64(31)
+    mixed: NDArray[np.uint64] = mix64_array(values + np.uint64(key))
     mixed >>= np.uint64(32)
     mixed *= np.uint64(bound)
     mixed >>= np.uint64(32)

@@ -10,7 +10,7 @@ nothing goes through a library kernel whose rounding may vary with the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,17 +22,16 @@ _MAX_BLEND = 0.9  # a blend's factor is 1 plus or minus this
 _MAX_POSTERIZED_BITS = 4
 
 
-def randaugment(images: Tensor, operations: Tensor, negative: Tensor, *, magnitude: float) -> Tensor:
+def randaugment(images: Tensor, operations: Tensor, negative: Tensor, *, counts: Sequence[int], magnitude: float) -> Tensor:
     """Return the images with one operation applied to each.
 
     `images`: uint8 [B, C, H, W]; `operations`: int64 [B], places in OPERATIONS; `negative`: bool [B], whether a signed
-    operation goes the other way; `magnitude`: strength on the scale 0..10.
+    operation goes the other way; `counts`: how many images each of OPERATIONS has, which the host has to know beforehand: to
+    ask a GPU is to wait until it has done all that it was given; `magnitude`: strength on the scale 0..10.
     """
     changed = images.clone()
     order = operations.argsort(stable=True)
-    # Where a batch falls apart into groups has to be known on the host: the only wait for the device in here.
-    group_sizes = operations.bincount(minlength=len(OPERATIONS)).tolist()
-    for operation, rows in zip(OPERATIONS.values(), order.split(group_sizes), strict=True):
+    for operation, rows in zip(OPERATIONS.values(), order.split(list(counts)), strict=True):
         if len(rows) > 0:
             changed[rows] = operation(images[rows], negative[rows], magnitude / 10)
     return changed
