@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from app.errors import PresetError
-from app.own_folder import refuse_prepared
+from app.place.own_folder import refuse_prepared
 
 _GUARD = "samerun.flock"
 _SECONDS = "samerun.seconds"

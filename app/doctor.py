@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 from app.batching import BatchPlan
 from app.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_line, exclude_option
 from app.errors import SamerunError, TopologyError
-from app.inherited import own_environment
-from app.launched import Launched, read
 from app.lifeline import Lifeline
 from app.options import above_zero
+from app.place.inherited import own_environment
+from app.place.launched import Launched, read
 
 if TYPE_CHECKING:
     from app.runtime import Runtime

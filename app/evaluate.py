@@ -16,8 +16,8 @@ from app.batching import BatchPlan
 from app.data.source import Source
 from app.errors import DataError, SamerunError, leave_with
 from app.exported import ModelConfig
-from app.inherited import own_environment
-from app.launched import Launched, read
+from app.place.inherited import own_environment
+from app.place.launched import Launched, read
 from app.recipe import Recipe
 from app.scores import Evaluation
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from app import compiling
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
-from app.launched import Launched
+from app.place.launched import Launched
 
 _EXPECTED_TYPE = {
     "ddp": (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import psutil
 
-from app.environment import LAUNCHER
+from app.place.environment import LAUNCHER
 
 _LOOK_EVERY_S = 0.5
 _NOTICE_S = 1.0

@@ -22,8 +22,8 @@ from app.checkpoints.resumable import Resumed, check_same_run
 from app.claim import Claim, claim
 from app.data.open import Data
 from app.errors import CheckpointError, RunFolderError
-from app.launched import Job
-from app.origin import Preset, launched_preset, source_commit
+from app.place.launched import Job
+from app.place.origin import Preset, launched_preset, source_commit
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.schedule import Length

@@ -27,9 +27,9 @@ from app.batching import BatchPlan
 from app.curves import Case, Curve, compare, read_curve, relative_differences
 from app.errors import RecipeError, RunFolderError
 from app.options import names, numbers, positive, tolerance
+from app.place.topology import Topology
 from app.recipe import Recipe
 from app.reports.state import duration
-from app.topology import Topology
 from launch import preset
 from launch.command import accelerate_argv
 

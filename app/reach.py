@@ -19,7 +19,7 @@ import psutil
 import torch.distributed as dist
 
 from app.diagnosis import Problem
-from app.launched import Launched
+from app.place.launched import Launched
 from app.probe import address_towards
 
 _CONNECT_S = 5.0

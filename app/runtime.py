@@ -35,7 +35,7 @@ from torch.distributed import DistNetworkError
 from app import compiled_ops, compiling, deepspeed_settings, malloc
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
-from app.launched import NO_FP16_ON_CPU, Launched
+from app.place.launched import NO_FP16_ON_CPU, Launched
 from app.ranks import agreed
 
 _MEETING_S = 45.0

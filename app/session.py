@@ -11,20 +11,7 @@ from pathlib import Path
 
 import torch
 
-from app import (
-    arithmetic,
-    building,
-    console,
-    cores,
-    exported,
-    flops,
-    handshake,
-    known_answers,
-    models,
-    optim,
-    recipe_file,
-    schedule,
-)
+from app import arithmetic, building, console, exported, flops, handshake, known_answers, models, optim, recipe_file, schedule
 from app.average import WeightAverage
 from app.checkpoints import checkpoint
 from app.claim import Claim
@@ -39,6 +26,7 @@ from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
 from app.opening import Opened
 from app.optimizer_check import check_optimizer
+from app.place import cores
 from app.profiling.profile import Profile, check_window
 from app.recipe import Recipe
 from app.recipe_file import LoadedRecipe

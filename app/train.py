@@ -14,11 +14,11 @@ import time
 
 from app import recipe_file, tracker_names, train_options
 from app.batching import BatchPlan
-from app.environment import LAUNCHER
 from app.errors import STOPPED, SamerunError, leave_with, let_the_first_be_seen
-from app.inherited import own_environment
-from app.launched import Launched, read, read_job
 from app.lifeline import Lifeline
+from app.place.environment import LAUNCHER
+from app.place.inherited import own_environment
+from app.place.launched import Launched, read, read_job
 from app.recipe_file import LoadedRecipe
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from app.errors import SamerunError
-from app.inherited import own_environment
+from app.place.inherited import own_environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:

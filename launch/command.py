@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.errors import PresetError
-from app.launched import NO_FP16_ON_CPU
-from app.topology import Topology
+from app.place.launched import NO_FP16_ON_CPU
+from app.place.topology import Topology
 from launch.preset import Preset, contradiction
 from launch.run_module import ACCELERATE, program
 

@@ -18,7 +18,7 @@ import yaml
 
 from app import yaml_text
 from app.errors import PresetError
-from app.launched import NO_FP16_ON_CPU, PRECISIONS
+from app.place.launched import NO_FP16_ON_CPU, PRECISIONS
 
 _SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 

@@ -13,7 +13,7 @@ from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.menu import BulletMenu
 
 from app.errors import PresetError
-from app.topology import Topology
+from app.place.topology import Topology
 from launch import cli, preset
 from launch.command import accelerate_argv
 

@@ -64,7 +64,8 @@ def test_the_tree_names_every_file_and_only_files_that_are_there() -> None:
     assert len(named) > 25
     for path in named:
         assert (REPOSITORY / path).exists(), path
-    for file in (*(REPOSITORY / "app").glob("*.py"), *(REPOSITORY / "launch").rglob("*.py")):
+    app, launch = REPOSITORY / "app", REPOSITORY / "launch"
+    for file in (*app.glob("*.py"), *(app / "place").glob("*.py"), *launch.rglob("*.py")):
         assert file.name == "__init__.py" or file.relative_to(REPOSITORY) in named, f"{file} is not in the README's tree"
 
 
@@ -156,7 +157,7 @@ def test_commands_for_clusters_are_accepted(tmp_path: Path) -> None:
 
 
 def test_variables_for_clusters_are_read_somewhere() -> None:
-    files = [*(REPOSITORY / "app").iterdir(), *(REPOSITORY / "launch").rglob("*")]
+    files = [*(REPOSITORY / "app").iterdir(), *(REPOSITORY / "app/place").iterdir(), *(REPOSITORY / "launch").rglob("*")]
     source = "\n".join(file.read_text() for file in files if file.is_file() and file.suffix != ".pyc")
     # The view of a job or a step puts these names together.
     built = {f"SLURM_{view}_NODELIST" for view in ("JOB", "STEP")}

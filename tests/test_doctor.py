@@ -27,7 +27,7 @@ from processes import REPOSITORY, TIMEOUT_S, clean_environment
 from app import probe, reach
 from app.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_line, exclude_option, far_below, is_pi
 from app.errors import TopologyError
-from app.launched import Launched
+from app.place.launched import Launched
 from app.reach import BrokenLink
 
 HOSTS = ("a", "b", "c")
@@ -272,7 +272,7 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(tmp_path):
 
 def test_a_measurement_that_does_not_end_is_given_up():
     script = (
-        "import time; from app.doctor import patience; from app.launched import Launched\n"
+        "import time; from app.doctor import patience; from app.place.launched import Launched\n"
         "with patience('clocks', Launched(rank=0), seconds=0.5): time.sleep(600)"
     )
     ended = subprocess.run(

@@ -13,16 +13,13 @@ REPOSITORY = Path(__file__).parent.parent
 
 # From the ground up; each entry is a room: modules that belong together and may use each other.
 FLOORS: list[list[tuple[str, ...]]] = [
-    [("app.errors",), ("app.inherited",), ("app.yaml_text",), ("app.regular",)],
+    [("app.errors",), ("app.yaml_text",), ("app.regular",)],
     [
         ("app.recipe", "app.recipe_checks", "app.recipe_keys", "app.recipe_file", "app.batching", "app.model_names"),
         ("app.tracker_names",),
-        ("app.topology",),
-        ("app.cores",),
-        ("app.own_folder",),
         ("app.malloc",),
         ("app.options",),
-        ("app.environment", "app.tasks", "app.launched"),
+        ("app.place",),
         ("app.terminal",),
     ],
     [("app.command_line", "app.train_options")],
@@ -33,7 +30,6 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.optim",),
         ("app.data",),
         ("app.run_folder", "app.claim", "app.lines"),
-        ("app.origin",),
         ("app.checkpoints.piece",),
         ("app.ranks",),
         ("app.lifeline",),
@@ -164,7 +160,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
         "os.environ": {
             "app.train",
             "app.doctor",
-            "app.inherited",
+            "app.place.inherited",
             "app.benchmarks.saving_case",
             "app.benchmarks.feeding",
             "app.benchmarks.work",
@@ -190,7 +186,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.reach",
             "app.benchmarks.programs",
         },
-        "distributed_type": {"app.runtime", "app.handshake", "app.launched", "launch.preset"},
+        "distributed_type": {"app.runtime", "app.handshake", "app.place.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():
         users = {name for name, file in modules().items() if words in file.read_text()}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from app import inherited, tasks
-from app.inherited import Origin, find_origin, for_a_new_job, own
+from app.place import inherited, started_ranks
+from app.place.inherited import Origin, find_origin, for_a_new_job, own
 from launch.schedulers import detect, slurm, slurm_job
 
 CAPTURED = Path(__file__).parent / "environments"
@@ -86,7 +86,7 @@ def test_both_versions_of_cgroups_are_read(group: str, tmp_path: Path) -> None:
 
 def test_a_process_above_this_one_is_read_from_the_real_kernel() -> None:
     """Under a process with slurmstepd's title, and none of Slurm's cgroups: as with ProctrackType=proctrack/linuxproc."""
-    code = "from app.inherited import find_origin as f; o = f(); print(o.job, o.step, *o.terminals.values())"
+    code = "from app.place.inherited import find_origin as f; o = f(); print(o.job, o.step, *o.terminals.values())"
     script = f"exec -a 'slurmstepd: [7.batch]' bash -c '{sys.executable} -c \"{code}\"; true'"
     finished = subprocess.run(
         ["bash", "-c", script], cwd=Path(inherited.__file__).parent.parent, start_new_session=True, capture_output=True,
@@ -136,7 +136,7 @@ def test_a_job_inside_another_is_itself(name, num_nodes, is_task, expected, tmp_
     assert allocation.topology.processes_per_node == 1
     if not is_task:
         detect._refuse_mpi(kept)
-        assert tasks.translate(kept) is None
+        assert started_ranks.translate(kept) is None
 
 
 @pytest.mark.parametrize("name", ["2node-1task-gres2-step-task1", "2node-2task-gpuspertask1-batch", "salloc-2node-gres2-pty"])

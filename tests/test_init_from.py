@@ -16,7 +16,7 @@ from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
 from app.claim import claim
 from app.errors import CheckpointError
-from app.launched import Launched
+from app.place.launched import Launched
 from app.recipe import ModelRecipe
 from app.runtime import Runtime
 

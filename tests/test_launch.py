@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from processes import placed
 
 from app.errors import PresetError, RunFolderError, TopologyError
-from app.topology import Topology
+from app.place.topology import Topology
 from launch import cli, preset
 from launch.command import accelerate_argv
 from launch.schedulers import local

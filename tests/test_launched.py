@@ -9,7 +9,7 @@ import pytest
 from processes import Started, accelerate
 
 from app.errors import PresetError, TopologyError
-from app.launched import Job, Launched, read, read_job
+from app.place.launched import Job, Launched, read, read_job
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -150,6 +150,6 @@ def test_one_for_several_is_refused_with_what_was_found(
 
 @pytest.mark.multiproc
 def test_what_accelerate_was_asked_for_is_read_of_the_real_one(tmp_path: Path) -> None:
-    (tmp_path / "reads.py").write_text("import os; from app.launched import read; print(read(os.environ).world_size)")
+    (tmp_path / "reads.py").write_text("import os; from app.place.launched import read; print(read(os.environ).world_size)")
     started = Started(accelerate("cpu", target=(str(tmp_path / "reads.py"),)), env=ADDRESS)
     assert started.wait().check().output.endswith("\n1\n")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from processes import ALONE, ONE_THREAD, REPOSITORY, accelerate, clean_environment
 
-from app.topology import Topology
+from app.place.topology import Topology
 from launch.command import accelerate_argv
 from launch.preset import load
 

@@ -15,7 +15,7 @@ import pytest
 from processes import free_port
 
 from app.errors import RunFolderError, TopologyError
-from app.topology import Topology
+from app.place.topology import Topology
 from launch.start import meeting_key
 from launch.start.meeting import meet
 from launch.start.meeting_key import Key

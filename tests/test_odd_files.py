@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from processes import train
 
-from app import exported, launched, recipe_file, run_folder
+from app import exported, recipe_file, run_folder
 from app.checkpoints import durable, manifest
 from app.errors import CheckpointError, PresetError, RecipeError, RunFolderError, SamerunError, TopologyError
 from app.lines import Lines
+from app.place import launched
 from app.regular import content
 from app.reports import past_run
 from launch import preset

@@ -15,8 +15,8 @@ from app import optim
 from app.batching import BatchPlan
 from app.deepspeed_settings import complete
 from app.errors import PresetError
-from app.launched import Launched
 from app.optimizer_check import check_optimizer
+from app.place.launched import Launched
 from app.recipe import OptimRecipe
 from app.runtime import Runtime
 from app.shards import Shards

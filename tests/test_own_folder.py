@@ -14,7 +14,7 @@ from app.data.listing import listed
 from app.data.split import Unstored
 from app.data.stage import staged
 from app.errors import DataError, PresetError
-from app.own_folder import own, refuse_prepared
+from app.place.own_folder import own, refuse_prepared
 from app.recipe import DataRecipe, Recipe
 
 STRANGER = 65534

@@ -17,7 +17,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, prepare_multi_gpu_e
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
 
 from app.errors import PresetError
-from app.topology import Topology
+from app.place.topology import Topology
 from launch import preset, run_module
 from launch.command import accelerate_argv
 

@@ -11,7 +11,7 @@ from app.average import WeightAverage
 from app.batching import BatchPlan
 from app.data.augment import Preparation
 from app.errors import DataError
-from app.launched import Launched
+from app.place.launched import Launched
 from app.recipe import AugmentRecipe, DataRecipe, OptimRecipe
 from app.runtime import Runtime
 from app.scores import evaluate

@@ -16,7 +16,7 @@ from scripts import shards as script
 from app import optim
 from app.batching import BatchPlan
 from app.errors import CheckpointError
-from app.launched import Launched
+from app.place.launched import Launched
 from app.runtime import Runtime
 from app.shards import Shards
 

@@ -366,7 +366,7 @@ def test_the_document_speaks_of_commands_and_variables_that_are_there(tmp_path):
         _, *words = shlex.split(command.replace("$SLURM_ARRAY_TASK_ID", "3"))
         result = samerun(BATCH, *words, "--dry-run", path=tmp_path)
         assert result.returncode == 0, result.stderr
-    source = "".join(path.read_text() for path in (*(ROOT / "launch").rglob("*.py"), ROOT / "app" / "environment.py"))
+    source = "".join(path.read_text() for path in (*(ROOT / "launch").rglob("*.py"), ROOT / "app" / "place" / "environment.py"))
     variables = set(re.findall(r"`((?:SLURM|SAMERUN)_\w+)", slurm_part))
     assert len(variables) >= 8
     for variable in variables:

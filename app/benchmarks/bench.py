@@ -31,9 +31,9 @@ from rich.console import Console
 from app import recipe_file
 from app.benchmarks import plots, turns, whole
 from app.benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Row, results, table, write
-from app.cores import machine
 from app.errors import RecipeError, RunFolderError, TrainingError
 from app.options import above_zero, names, numbers, positive
+from app.place.cores import machine
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
 _WARM_STEPS = 10

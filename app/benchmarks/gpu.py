@@ -25,8 +25,8 @@ from typing import Any
 from app.benchmarks import turns
 from app.benchmarks.bench import versions
 from app.benchmarks.figures import Spread
-from app.cores import machine
 from app.options import positive
+from app.place.cores import machine
 from launch.run_module import program
 
 _HAND, _OURS = "hand-written", "samerun"

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from app import cores
 from app.benchmarks.figures import LINEAR
 from app.benchmarks.work import Work
 from app.data.loader import num_workers
+from app.place import cores
 
 _LONGEST_ROUND_S = 24 * 3600
 """The watchdog is to watch, as in any run, but not to take the turns of the others for a hang: with ten programs and a large
@@ -101,8 +101,8 @@ def samerun(work: Work) -> None:
     # Imported here: the others are not to pay for it.
     from app import ending, opening, session
     from app.batching import BatchPlan
-    from app.launched import read
     from app.loop import train
+    from app.place.launched import read
     from app.runtime import Runtime
     from app.watchdog import Watchdog
 

@@ -26,9 +26,9 @@ from app.batching import BatchPlan
 from app.checkpoints import checkpoint
 from app.checkpoints.checkpoint import Checkpoints
 from app.claim import Claim, claim
-from app.launched import read
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
+from app.place.launched import read
 from app.recipe import Recipe, TrainRecipe
 from app.runtime import Runtime
 from app.shards import Shards

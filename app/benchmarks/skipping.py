@@ -16,7 +16,7 @@ from app.batching import BatchPlan
 from app.data import loader
 from app.data.open import open_data
 from app.data.order import TrainBatches
-from app.launched import Launched
+from app.place.launched import Launched
 from app.recipe import Recipe
 from app.runtime import Runtime
 

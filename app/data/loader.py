@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from app import cores
 from app.data.source import Source
 from app.errors import DataError
+from app.place import cores
 
 Batch = dict[str, Any]
 _TOGETHER_BYTES = 2 << 20

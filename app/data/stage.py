@@ -23,7 +23,7 @@ from app.data.progress import progress
 from app.data.turns import alone
 from app.data.whole import made_whole, remove_remains
 from app.errors import DataError, RecipeError
-from app.own_folder import own
+from app.place.own_folder import own
 from app.recipe import Recipe
 
 # Files copied at a time: a network disk answers each after some milliseconds, in which others can be asked for.

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from app import cores
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.decoded import reader_of
@@ -21,6 +20,7 @@ from app.data.open import open_data
 from app.data.order import TrainBatches
 from app.data.source import Source
 from app.errors import RecipeError
+from app.place import cores
 from app.recipe import Recipe
 
 BATCH = 64

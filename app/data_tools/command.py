@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from app import cores, recipe_file
+from app import recipe_file
 from app.errors import DataError, RecipeError
 from app.options import above_zero, positive
+from app.place import cores
 from app.recipe import Recipe
 
 FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")

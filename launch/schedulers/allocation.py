@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.topology import Topology
+from app.place.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from app.environment import check_threads
 from app.errors import TopologyError
+from app.place.environment import check_threads
 from launch.schedulers import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import Job

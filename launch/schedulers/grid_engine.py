@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from app.environment import number
 from app.errors import TopologyError
+from app.place.environment import number
 from launch.schedulers import hosts
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import END_TIME, Job, Requeued, Times

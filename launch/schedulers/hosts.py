@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from app.environment import number, with_suffix
 from app.errors import TopologyError
-from app.topology import Topology
+from app.place.environment import number, with_suffix
+from app.place.topology import Topology
 from launch.run_module import program
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.local import count_accelerators

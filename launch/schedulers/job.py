@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from app.environment import number
+from app.place.environment import number
 
 END_TIME = "SAMERUN_END_TIME"
 """Variable: when the job's time is over, in Unix seconds. The ranks save and stop before it. Where no scheduler says it, a

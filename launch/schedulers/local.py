@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app.errors import TopologyError
-from app.topology import Topology
+from app.place.topology import Topology
 
 
 def find(

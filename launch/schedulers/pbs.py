@@ -22,8 +22,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from app.environment import number
 from app.errors import TopologyError
+from app.place.environment import number
 from launch.schedulers import hosts
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.local import count_accelerators

@@ -18,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from app.environment import number
 from app.errors import TopologyError
+from app.place.environment import number
 from launch.schedulers import pbs
 from launch.schedulers.hosts import NODE_RANK
 from launch.schedulers.job import Job, NotDoneError, Requeued, Times

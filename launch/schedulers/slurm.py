@@ -4,8 +4,8 @@ A job's processes are started in two moves. `samerun launch` in a batch script o
 all nodes; each of its tasks, one a node, is `samerun launch` again, finds its own node rank, and starts that node's
 `accelerate launch`. So nothing has to be filled in by a shell, which would do it once, on the first node, for all.
 
-What was only inherited from another job has been taken out (`app/inherited.py`). The others, and which of them lie: sbatch(1)
-and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm holds real ones. HOSTNAME in a task is the
+What was only inherited from another job has been taken out (`app/place/inherited.py`). The others, and which of them lie:
+sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm holds real ones. HOSTNAME in a task is the
 batch host's; the shell of salloc is told nothing of its GPUs.
 """
 
@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from app.environment import HOST_SUFFIX, said, with_suffix
 from app.errors import TopologyError
-from app.topology import Topology
+from app.place.environment import HOST_SUFFIX, said, with_suffix
+from app.place.topology import Topology
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.local import count_accelerators
 

@@ -15,7 +15,7 @@ import re
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from app.environment import number
+from app.place.environment import number
 from launch.schedulers import slurm
 from launch.schedulers.job import Job, NotDoneError, Requeued, Times
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from app.command_line import Parser
 from app.errors import TopologyError
 from app.options import above_zero
-from app.topology import Topology
+from app.place.topology import Topology
 from launch.command import accelerate_argv
 from launch.run_module import program
 from launch.schedulers import detect, local

@@ -21,9 +21,9 @@ from pathlib import Path
 from app.batching import BatchPlan
 from app.command_line import Parser
 from app.errors import STOPPED, RunFolderError, TopologyError
-from app.launched import end_time_s
+from app.place.launched import end_time_s
+from app.place.topology import Topology
 from app.recipe_file import load as load_recipe
-from app.topology import Topology
 from launch import preset
 from launch.preset import PRECISIONS, Preset
 from launch.schedulers import detect, local

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.errors import TopologyError
-from app.topology import Topology
+from app.place.topology import Topology
 from launch.start.meeting_key import GREETING, Key, is_proof, signer
 
 if TYPE_CHECKING:

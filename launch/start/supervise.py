@@ -24,8 +24,8 @@ from types import FrameType
 from typing import IO
 
 from app import terminal
-from app.environment import LAUNCHER
 from app.errors import SamerunError
+from app.place.environment import LAUNCHER
 from launch.run_module import ACCELERATE
 from launch.start import signals
 from launch.start.last_words import Culprit, Watch

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from app.command_line import Parser
 from app.errors import SubmitError, UsageError
-from app.inherited import for_a_new_job
-from app.topology import Topology
+from app.place.inherited import for_a_new_job
+from app.place.topology import Topology
 from launch.run_module import program
 from launch.start import launch, run_checks
 from launch.submit import checks, script, sweep

@@ -17,7 +17,7 @@ from app.batching import BatchPlan
 from app.claim import Claim, claim
 from app.control import Control
 from app.errors import SamerunError
-from app.launched import read
+from app.place.launched import read
 from app.runtime import Runtime
 
 ASKED_AT, SAVED_AFTER, SAVE_S = 5, 40, 0.01

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from app import handshake
 from app.batching import BatchPlan
 from app.errors import SamerunError
-from app.launched import read
+from app.place.launched import read
 
 launched = read(os.environ)
 accelerator = Accelerator(cpu="--cpu" in sys.argv)

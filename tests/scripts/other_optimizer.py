@@ -18,8 +18,8 @@ import torch
 from app import optim
 from app.batching import BatchPlan
 from app.errors import PresetError
-from app.launched import read
 from app.optimizer_check import check_optimizer
+from app.place.launched import read
 from app.recipe import OptimRecipe
 from app.runtime import Runtime
 from app.shards import Shards

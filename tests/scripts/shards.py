@@ -204,7 +204,7 @@ def read_records(file: str | Path) -> dict[str, Record]:
 
 def main(names: list[str], left_file: str, found_file: str) -> None:
     from app.batching import BatchPlan
-    from app.launched import read
+    from app.place.launched import read
     from app.runtime import Runtime
 
     launched = read(os.environ)

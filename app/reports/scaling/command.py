@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app import cores, recipe_file, run_folder
+from app import recipe_file, run_folder
 from app.errors import RunFolderError
 from app.options import names, numbers, positive, share
 from app.parity import refuse_own_keys
+from app.place import cores
 from app.reports.scaling import figures, plot, report, running, sweep
 from app.reports.scaling.advice import advise
 from app.reports.scaling.figures import Row

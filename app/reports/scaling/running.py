@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from app import cores, run_folder
+from app import run_folder
 from app.errors import STOPPED, RunFolderError, TopologyError
+from app.place import cores
 from app.reports.scaling.sweep import Case, Folder, Sweep
 from launch.run_module import program
 from launch.schedulers import detect, local

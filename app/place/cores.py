@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from app.inherited import own_environment
+from app.place.inherited import own_environment
 
 
 def of_this_process(local_world_size: int) -> int:

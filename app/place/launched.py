@@ -1,9 +1,9 @@
 """What the launcher promised this process, read from its environment into a frozen value.
 
 This is the only room that reads the environment of a started process. What srun or MPI started one by one finds its place
-here as well (`tasks.py`). `read` refuses environments in which they started several processes that cannot find each other,
-or in which Accelerate was asked for several processes and started one: each would train its own copy. At import, standard
-library only.
+here as well (`started_ranks.py`). `read` refuses environments in which they started several processes that cannot find each
+other, or in which Accelerate was asked for several processes and started one: each would train its own copy. At import,
+standard library only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from app import tasks
-from app.environment import check_threads, number, said
 from app.errors import PresetError, TopologyError
+from app.place import started_ranks
+from app.place.environment import check_threads, number, said
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
 
@@ -105,7 +105,7 @@ def read(environ: Mapping[str, str], *, started_by: Callable[[], Sequence[Sequen
 
 
 def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence[str]]]) -> Launched:
-    task = tasks.translate(environ)
+    task = started_ranks.translate(environ)
     if task is not None:
         return _one_task(task, environ)
     if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
@@ -148,7 +148,7 @@ def end_time_s(environ: Mapping[str, str]) -> float | None:
     )
 
 
-def _one_task(task: tasks.Task, environ: Mapping[str, str]) -> Launched:
+def _one_task(task: started_ranks.Task, environ: Mapping[str, str]) -> Launched:
     claims = _preset_claims(environ)
     if claims["strategy"] != "ddp":
         raise PresetError(

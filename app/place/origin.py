@@ -42,7 +42,7 @@ def launched_preset() -> Preset | None:
 
 def source_commit() -> str | None:
     """Return the git commit of this program's checkout, with `+changes` if files differ from it; None outside git."""
-    checkout = Path(__file__).parent.parent
+    checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists():
         return None
 

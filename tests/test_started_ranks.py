@@ -1,7 +1,7 @@
 """One process per rank, translated: environments captured from real mpirun, mpiexec and srun.
 
 The golden file holds what every captured rank becomes; after an intended change:
-    PYTHONPATH=. python tests/test_tasks.py > tests/golden/tasks.txt
+    PYTHONPATH=. python tests/test_started_ranks.py > tests/golden/started_ranks.txt
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from processes import REPOSITORY
 
-from app import tasks
 from app.errors import TopologyError
+from app.place import started_ranks
 
 CAPTURED = Path(__file__).parent / "environments" / "tasks"
-GOLDEN = Path(__file__).parent / "golden" / "tasks.txt"
+GOLDEN = Path(__file__).parent / "golden" / "started_ranks.txt"
 STARTS = sorted({path.stem.rpartition("-rank")[0] for path in CAPTURED.glob("*-rank*.txt")})
 FILES = {"/var/spool/pbs/aux/5.head": "node1\nnode1\nnode2\nnode2\n"}
 
@@ -32,7 +32,7 @@ def environments(start):
 
 
 def translated(environment, **said):
-    return tasks.translate(environment | said, read=FILES.__getitem__)
+    return started_ranks.translate(environment | said, read=FILES.__getitem__)
 
 
 def without_head(environment):
@@ -152,7 +152,7 @@ PALS = {"PALS_RANKID": "5", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "1", "PALS_
     ],
 )  # fmt: skip
 def test_starters_as_they_are_described(environment, starter):
-    rank = tasks.translate(environment | {"PBS_NODEFILE": "file"}, read=lambda path: "x1.site\nx2.site\n")
+    rank = started_ranks.translate(environment | {"PBS_NODEFILE": "file"}, read=lambda path: "x1.site\nx2.site\n")
     assert rank.starter == starter
     assert (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size) == (5, 8, 1, 4)
     assert (rank.head_address, rank.head_origin) == ("x1.site", "first host of PBS_NODEFILE")
@@ -160,7 +160,7 @@ def test_starters_as_they_are_described(environment, starter):
 
 def test_a_nodefile_that_is_not_on_this_host_is_as_if_not_there():
     with pytest.raises(TopologyError, match=r"nothing tells which"):
-        tasks.translate(PALS | {"PBS_NODEFILE": "/no/such/file"})
+        started_ranks.translate(PALS | {"PBS_NODEFILE": "/no/such/file"})
 
 
 # Nothing to translate, and what cannot be ----------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def test_a_nodefile_that_is_not_on_this_host_is_as_if_not_there():
 
 def test_processes_that_nobody_started_together_are_none():
     assert translated(next(environments("slurm-mpirun")), OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_LOCAL_SIZE="1") is None
-    assert tasks.translate({"PATH": "/bin"}) is None
-    assert tasks.translate({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # the batch script
+    assert started_ranks.translate({"PATH": "/bin"}) is None
+    assert started_ranks.translate({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # the batch script
 
 
 def test_a_task_that_sees_one_gpu_takes_that_one():
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused(start, said, words):
 
 def test_ranks_that_do_not_know_their_place_on_the_node_are_refused():
     with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*not told MPI_LOCALRANKID, MPI_LOCALNRANKS.*unsynchronised copies"):
-        tasks.translate({"PMI_RANK": "1", "PMI_SIZE": "4"})
+        started_ranks.translate({"PMI_RANK": "1", "PMI_SIZE": "4"})
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5), st.data())
@@ -217,7 +217,7 @@ def test_slurms_counts_of_tasks(groups, data):
     counts = [count for count, times in groups for _ in range(times)]
     assume(sum(counts) > 1)  # one alone is no group
     node = data.draw(st.integers(0, len(counts) - 1))
-    rank = tasks.translate({
+    rank = started_ranks.translate({
         "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": str(sum(counts)), "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
         "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "a",
     })  # fmt: skip

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.environment import number, said, with_suffix
 from app.errors import TopologyError
+from app.place.environment import number, said, with_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
