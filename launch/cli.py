@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from app.errors import SamerunError
 from app.place.inherited import own_environment
+from app.place.slurm_variables import is_in_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[arguments[0]][0](arguments[1:])
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
-        if "SLURM_STEP_ID" in own_environment():
+        if is_in_step(own_environment()):
             time.sleep(1.0)  # srun ends the step of a task that failed at once, and what it has not read by then is lost
         return error.exit_code
     except KeyboardInterrupt:

@@ -186,6 +186,13 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.reach",
             "app.benchmarks.programs",
         },
+        # Patterns of what was inherited, prefixes that are left out, and a setting for scontrol: nothing that is read.
+        '"SLURM': {
+            "app.place.slurm_variables",
+            "app.place.inherited",
+            "app.benchmarks.turns",
+            "launch.schedulers.slurm_job",
+        },
         "distributed_type": {"app.runtime", "app.handshake", "app.place.launched", "launch.preset"},
     }
     for words, rooms in allowed.items():

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import TopologyError
+from app.place.environment import port_of_job
 from launch.run_module import program
 from launch.schedulers import detect, hosts
 from launch.start import handover, spread
@@ -72,7 +73,7 @@ def test_a_list_that_cannot_be_is_refused(environment, words):
 
 @given(st.integers(0, 10**9), st.integers(0, 10**6))
 def test_a_port_is_one_that_linux_does_not_deal_out(number, index):
-    assert 12000 <= hosts.port_of_job(number, index) < 32000
+    assert 12000 <= port_of_job(number, index) < 32000
 
 
 # What a host runs ----------------------------------------------------------------------------------------------------------

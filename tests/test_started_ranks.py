@@ -194,7 +194,7 @@ def test_ranks_of_torchrun_are_told_already():
         ("slurm-mpirun", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=4", "unset WORLD_SIZE"]),
         ("slurm-mpirun", {"MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
         ("srun-gpu-per-task", {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "no number for this node"]),
-        ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST=node[1-", "no list of nodes"]),
+        ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST is 'node[1-'", "no list of nodes"]),
         ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[2,1]"}, ["rank 0 is on node1", "MASTER_ADDR=node1"]),
         ("pbs-mpirun", {"PMIX_HOSTNAME": "node2"}, ["rank 0 is on node2", "look for it on node1", "-x MASTER_ADDR=node2"]),
     ],

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app.place.inherited import own_environment
+from app.place.slurm_variables import STEP, Slurm, is_in_step
 
 
 def of_this_process(local_world_size: int) -> int:
@@ -48,12 +49,12 @@ def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, 
         bound: Cores that this process may run on.
         quota: Cores whose time all processes of the node may use together; None: no limit.
     """
-    in_step = "SLURM_STEP_ID" in environment
-    tasks = local_world_size if in_step and _number(environment, "SLURM_STEP_TASKS_PER_NODE") not in (None, 1) else 1
-    on_node = _number(environment, "SLURM_CPUS_ON_NODE")
+    slurm, in_step = Slurm(environment, STEP), is_in_step(environment)
+    tasks = local_world_size if in_step and slurm.first(STEP.tasks_per_node) not in (None, 1) else 1
+    on_node = slurm.first(STEP.cpus_on_node)
     given = [bound]
-    if in_step and "SLURM_CPUS_PER_TASK" in environment:
-        given += [_number(environment, "SLURM_CPUS_PER_TASK") or bound]
+    if in_step and STEP.cpus_per_task in environment:
+        given += [slurm.first(STEP.cpus_per_task) or bound]
     elif on_node is not None:
         given += [on_node // tasks]
     cores = min(given) * tasks // local_world_size
@@ -95,9 +96,3 @@ def _limit(folder: Path) -> float | None:
         if numbers[0] not in ("max", "-1"):
             return int(numbers[0]) / int(numbers[1])
     return None
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """The first number of a variable: the least of `2(x2)` and the first node's of `4,2`."""
-    found = re.match(r"\d+", environment.get(name, ""))
-    return int(found[0]) if found else None

@@ -36,6 +36,16 @@ def said(environment: Mapping[str, str], *names: str) -> str:
     return ", ".join(f"{name}={environment.get(name, '(not set)')}" for name in names)
 
 
+def port_of_job(number: int, part: int = 0, *, apart: int = 97) -> int:
+    """Return a TCP port, 12000 to 31999, that jobs on one head hardly share: below those that Linux deals out (32768 and up).
+
+    Jobs meet only if their numbers differ by a multiple of 20000. `part` is the index of a task of an array, or of a step,
+    whose ports lie so far `apart`, which has no factor in common with 20000: all of a job differ and, with 97, also from
+    those of the jobs submitted after it for the next 96.
+    """
+    return 12000 + (number + apart * part) % 20000
+
+
 def with_suffix(host: str, environment: Mapping[str, str]) -> str:
     """Return the name of `host` in the fast network: `jwb0001.site` and SAMERUN_HOST_SUFFIX=i give `jwb0001i.site`."""
     name, dot, domain = host.partition(".")

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.place.slurm_variables import JOB, Slurm
+
 _GROUP = re.compile(r"/job_(\d+)/step_(\w+)")
 _TITLE = re.compile(rb"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)\]")  # of a heterogeneous job: [12+1.0]
 # What srun and slurmstepd set for a step. SLURM_STEPMGR is a setting of the cluster.
@@ -32,7 +34,7 @@ _ON_NODE = re.compile(r"SLURMD_NODENAME|SLURM_(NODEID|PROCID|LOCALID|GTIDS|TASK_
 # What was asked for, and what shows that it was: without the second, the first is another job's.
 _GPUS_ASKED = re.compile(r"SLURM_GPUS|SLURM_GPUS_PER_(NODE|TASK|SOCKET)")
 _GPUS_GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-_TASKS_ASKED = re.compile("SLURM_NTASKS_PER_NODE")
+_TASKS_ASKED = re.compile(JOB.tasks_asked_per_node)
 _OF_PMI = re.compile(r"PMI_\w+")
 # What Slurm's programs are set up with, in a job or not: sbatch(1), "INPUT ENVIRONMENT VARIABLES".
 _SETTINGS = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT|SACK_\w+|CLUSTERS|EXIT_ERROR|DEBUG_FLAGS|TIME_FORMAT)")
@@ -52,22 +54,22 @@ class Origin:
 
 def own_environment() -> dict[str, str]:
     """Return the environment of this process without what it only inherited."""
-    return own(os.environ, find_origin()) if "SLURM_JOB_ID" in os.environ else dict(os.environ)
+    return own(os.environ, find_origin()) if JOB.job_id in os.environ else dict(os.environ)
 
 
 def own(environment: Mapping[str, str], origin: Origin | None) -> dict[str, str]:
     """Return `environment` without what a process of this origin (None: unknown, or not Slurm's) can only have inherited."""
     kept = dict(environment)
-    job = environment.get("SLURM_JOB_ID")
+    job = environment.get(JOB.job_id)
     # The processes of a heterogeneous job have ids of several jobs; that of a login by ssh (`extern`) was set by hand.
-    if origin is None or job is None or origin.step == "extern" or "SLURM_HET_SIZE" in environment:
+    if origin is None or job is None or origin.step == "extern" or JOB.het_size in environment:
         return kept
     if origin.job != job:  # the shell of salloc
         kept = _without(kept, _OF_STEP, _ON_NODE, _GPUS_ASKED, *_tasks_asked(kept))
     elif origin.step == "batch":
         gpus = [] if any(name in kept for name in _GPUS_GIVEN) else [_GPUS_ASKED]
         kept = _without(kept, _OF_STEP, *gpus, *_tasks_asked(kept))
-    elif origin.terminals.get(environment.get("SLURM_TASK_PID", "")) is False:
+    elif origin.terminals.get(environment.get(JOB.pid, "")) is False:
         kept = {name: value for name, value in kept.items() if not name.startswith("SLURM_PTY_")}
     # Slurm's own PMI names the step, as in PMI_JOBID=12.0, and has ended with it.
     theirs = re.fullmatch(r"(\d+)\.\d+", environment.get("PMI_JOBID", ""))
@@ -79,7 +81,7 @@ def for_a_new_job(environment: Mapping[str, str]) -> dict[str, str]:
 
     Else its number of tasks, its GPUs, its memory and its place in an array would pass for the new job's.
     """
-    if "SLURM_JOB_ID" not in environment:
+    if JOB.job_id not in environment:
         return dict(environment)
     return {name: value for name, value in environment.items() if not name.startswith("SLURM") or _SETTINGS.fullmatch(name)}
 
@@ -111,9 +113,8 @@ def find_origin(proc: Path = Path("/proc")) -> Origin | None:
 
 def _tasks_asked(environment: Mapping[str, str]) -> list[re.Pattern[str]]:
     """What asks for tasks per node, if Slurm has given others: SLURM_TASKS_PER_NODE, as `2(x3),1`, is set anew for each job."""
-    counts = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environment.get("SLURM_TASKS_PER_NODE", ""))
-    asked = environment.get("SLURM_NTASKS_PER_NODE")
-    return [_TASKS_ASKED] if counts and asked != max(counts, key=int) else []
+    counts = [count for count, _ in Slurm(environment, JOB).counts(JOB.tasks_per_node)]
+    return [_TASKS_ASKED] if counts and environment.get(JOB.tasks_asked_per_node) != str(max(counts)) else []
 
 
 def _without(environment: Mapping[str, str], *patterns: re.Pattern[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from app.errors import PresetError, TopologyError
 from app.place import started_ranks
 from app.place.environment import check_threads, number, said
+from app.place.slurm_variables import JOB
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
 
@@ -77,7 +78,7 @@ def read_job(environ: Mapping[str, str]) -> Job:
         return float(number(environ, name)) if name in environ else None
 
     return Job(
-        name=next((environ[name] for name in ("SLURM_JOB_ID", "PBS_JOBID", "JOB_ID") if name in environ), None),
+        name=next((environ[name] for name in (JOB.job_id, "PBS_JOBID", "JOB_ID") if name in environ), None),
         submitted=time_of("SAMERUN_SUBMIT_TIME"),
         allocated=time_of("SAMERUN_START_TIME"),
     )

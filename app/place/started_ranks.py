@@ -13,15 +13,14 @@ own device only, as after `srun --gpus-per-task=1`, where all of them are device
 
 from __future__ import annotations
 
-import itertools
-import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import TopologyError
-from app.place.environment import number, said, with_suffix
+from app.place.environment import number, port_of_job, said, with_suffix
+from app.place.slurm_variables import JOB, STEP, Slurm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +88,12 @@ _STARTERS = (
     _Starter("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpiexec -genv {} {} ..."),
     _Starter("mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "mpiexec --env {}={} ..."),
     _Starter("mpiexec (Cray PMI)", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "export {}={}"),
-    _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "export {}={}"),
+    _Starter("srun", STEP.rank, STEP.step_num_tasks, STEP.local_rank, STEP.tasks_per_node, "export {}={}"),
 )  # fmt: skip
 # How a process is told the name of its own machine.
-_OWN_NAMES = ("PMIX_HOSTNAME", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "SLURMD_NODENAME")
+_OWN_NAMES = ("PMIX_HOSTNAME", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME", JOB.node)
 # Names of one start of one job, the same in all its ranks and different in others at the same time.
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PBS_JOBID", "SLURM_JOB_ID", "JOB_ID")
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PBS_JOBID", JOB.job_id, "JOB_ID")
 _DEFAULT_PORT = 29500
 
 
@@ -164,18 +163,12 @@ def _visible_devices(environment: Mapping[str, str]) -> int | None:
 def _local_world_size(environment: Mapping[str, str], starter: _Starter) -> int:
     if starter.name != "srun":
         return number(environment, starter.local_world_size)
-    counts = _said_counts(environment.get(starter.local_world_size, ""))
-    node = number(environment, "SLURM_NODEID")
-    count = next(itertools.islice(counts, node, None), None)
-    if count is None:
-        raise TopologyError(f"{said(environment, starter.local_world_size, 'SLURM_NODEID')}: there is no number for this node")
-    return count
-
-
-def _said_counts(text: str) -> itertools.chain[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return itertools.chain.from_iterable(itertools.repeat(int(count), int(times or 1)) for count, times in parts)
+    nodes_before = number(environment, STEP.node_rank)
+    for count, nodes in Slurm(environment, STEP).counts(starter.local_world_size):
+        if nodes_before < nodes:
+            return count
+        nodes_before -= nodes
+    raise TopologyError(f"{said(environment, starter.local_world_size, STEP.node_rank)}: there is no number for this node")
 
 
 def _head(
@@ -202,16 +195,11 @@ def _head(
     return with_suffix(hosts[0], environment), f"first host of {origin}"
 
 
-def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[str], str]) -> tuple[list[str], str]:
+def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[str], str]) -> tuple[Sequence[str], str]:
     """The machines of the job, the head first, and where they were read; none where it is no job of a batch system."""
-    nodelist = "SLURM_STEP_NODELIST" if starter.name == "srun" else "SLURM_JOB_NODELIST"
-    if nodelist in environment:
-        from hostlist import BadHostlist, expand_hostlist
-
-        try:
-            return expand_hostlist(environment[nodelist]), nodelist
-        except BadHostlist as error:
-            raise TopologyError(f"{said(environment, nodelist)} is no list of nodes: {error}") from error
+    slurm = Slurm(environment, STEP if starter.name == "srun" else JOB)
+    if slurm.names.hosts in environment:
+        return slurm.hosts(), slurm.names.hosts
     for name in ("PBS_NODEFILE", "PE_HOSTFILE"):
         if name in environment:
             try:
@@ -223,15 +211,15 @@ def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[st
 
 
 def _port(environment: Mapping[str, str], starter: _Starter) -> tuple[int, str]:
-    """A port for this start of this job, 12000 to 31999: below those that Linux deals out."""
+    """A port for this start of this job."""
     if "MASTER_PORT" in environment:
         return number(environment, "MASTER_PORT"), "MASTER_PORT"
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if starter.name == "srun" else _JOB_NAMES
+    names = (JOB.job_id, JOB.step_id) if starter.name == "srun" else _JOB_NAMES
     there = [name for name in names if name in environment][: len(names) if starter.name == "srun" else 1]
     if not there:
         return _DEFAULT_PORT, "default"
     origin = said(environment, *there)
-    return 12000 + zlib.crc32(origin.encode()) % 20000, origin
+    return port_of_job(zlib.crc32(origin.encode())), origin
 
 
 def _short(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from app.errors import TopologyError
 from app.place.environment import check_threads
+from app.place.slurm_variables import is_in_step
 from launch.schedulers import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import Job
@@ -108,7 +109,7 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
 def _refuse_mpi(environment: Mapping[str, str]) -> None:
     for name, starter in _STARTED_BY.items():
         size = environment.get(name, "1")
-        if size != "1" and (name != "PMI_SIZE" or "SLURM_STEP_ID" not in environment):
+        if size != "1" and (name != "PMI_SIZE" or not is_in_step(environment)):
             program = starter.split()[0]
             raise TopologyError(
                 f"{starter} started {size} processes ({name}={size}), and each would launch the whole run. Start "

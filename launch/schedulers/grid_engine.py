@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from app.errors import TopologyError
-from app.place.environment import number
+from app.place.environment import number, port_of_job
 from launch.schedulers import hosts
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import END_TIME, Job, Requeued, Times
@@ -97,5 +97,5 @@ def _port(environment: Mapping[str, str]) -> tuple[int, str]:
     task = environment.get("SGE_TASK_ID", "undefined")
     job_number = number(environment, "JOB_ID")
     if task == "undefined":
-        return hosts.port_of_job(job_number), f"JOB_ID={job_number}"
-    return hosts.port_of_job(job_number, number(environment, "SGE_TASK_ID")), f"JOB_ID={job_number}, SGE_TASK_ID={task}"
+        return port_of_job(job_number), f"JOB_ID={job_number}"
+    return port_of_job(job_number, number(environment, "SGE_TASK_ID")), f"JOB_ID={job_number}, SGE_TASK_ID={task}"

@@ -127,15 +127,6 @@ def topology(
     )
 
 
-def port_of_job(job_number: int, array_index: int = 0) -> int:
-    """Return a TCP port, 12000 to 31999, that the jobs on one head hardly share: below those that Linux deals out.
-
-    97 has no factor in common with 20000: the subjobs of an array differ up to 20000 of them, and from the jobs submitted
-    after it for the next 96.
-    """
-    return 12000 + (job_number + 97 * array_index) % 20000
-
-
 def _even(counts: Mapping[str, int], origin: str) -> int:
     """The one number that all hosts have."""
     if len(set(counts.values())) == 1:

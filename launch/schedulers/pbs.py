@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import TopologyError
-from app.place.environment import number
+from app.place.environment import number, port_of_job
 from launch.schedulers import hosts
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.local import count_accelerators
@@ -144,7 +144,7 @@ def port(job_id: str) -> int:
     numbers = re.match(r"(\d+)(?:\[(\d+)\]|-(\d+))?", job_id)
     if numbers is None:
         raise TopologyError(f"PBS_JOBID is {job_id!r}: it must begin with a number, as 14.head or 14[1].head")
-    return hosts.port_of_job(int(numbers[1]), int(numbers[2] or numbers[3] or 0))
+    return port_of_job(int(numbers[1]), int(numbers[2] or numbers[3] or 0))
 
 
 def _threads(environment: Mapping[str, str], processes_per_node: int) -> tuple[int | None, str]:

@@ -4,9 +4,7 @@ A job's processes are started in two moves. `samerun launch` in a batch script o
 all nodes; each of its tasks, one a node, is `samerun launch` again, finds its own node rank, and starts that node's
 `accelerate launch`. So nothing has to be filled in by a shell, which would do it once, on the first node, for all.
 
-What was only inherited from another job has been taken out (`app/place/inherited.py`). The others, and which of them lie:
-sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm holds real ones. HOSTNAME in a task is the
-batch host's; the shell of salloc is told nothing of its GPUs.
+The variables, and how they are read: `app/place/slurm_variables.py`. A task sees its step, everything else the job.
 """
 
 from __future__ import annotations
@@ -16,54 +14,14 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from app.errors import TopologyError
-from app.place.environment import HOST_SUFFIX, said, with_suffix
+from app.place.environment import HOST_SUFFIX, port_of_job, with_suffix
+from app.place.slurm_variables import JOB, STEP, UNSET, Slurm, is_in_step
 from app.place.topology import Topology
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.local import count_accelerators
-
-# Below the ports that Linux hands out by itself (32768 and up); two jobs meet only if their ids differ by a multiple of 20000.
-_FIRST_PORT, _PORTS = 12000, 20000
-
-
-@dataclass(frozen=True)
-class _View:
-    """Where the values stand: a task sees its step, everything else the job."""
-
-    environment: Mapping[str, str]
-    in_task: bool
-
-    def name(self, what: str) -> str:
-        return f"SLURM_{'STEP' if self.in_task else 'JOB'}_{what}"
-
-    @property
-    def job_id(self) -> int:
-        return self.number("SLURM_JOB_ID")
-
-    @property
-    def in_shell(self) -> bool:
-        """Whether this is the shell of salloc: not on a node of the job as far as it knows, and told nothing of its GPUs."""
-        return "SLURMD_NODENAME" not in self.environment
-
-    def number(self, name: str) -> int:
-        """Value of a variable that must be there, such as 2; a type may go before it, as in `a100:2`."""
-        value = self.environment.get(name)
-        if value is None:
-            raise TopologyError(f"SLURM_JOB_ID is set, but {name} is not: this is no environment that Slurm made. {_UNSET}")
-        found = re.fullmatch(r"(?:.*:)?(\d+)", value)
-        if not found:
-            raise TopologyError(f"{name} is {value!r}: it must be a whole number. {_UNSET}")
-        return int(found[1])
-
-    def said(self, *names: str) -> str:
-        """The variables with their values, for messages: `SLURM_NODEID=1`."""
-        return said(self.environment, *names)
-
-
-_UNSET = "To run on this machine only, whatever Slurm's variables say: env -u SLURM_JOB_ID samerun launch ..."
 
 
 def find(
@@ -82,70 +40,60 @@ def find(
     where no variable tells the GPUs of a node). Raises TopologyError where the variables are left over from a job or copied,
     the GPUs of the nodes differ, or this is one of several tasks of its node.
     """
-    if "SLURM_JOB_ID" not in environment:
+    if JOB.job_id not in environment:
         return None
-    view = _View(environment, in_task=is_task(environment))
+    slurm = Slurm.of(environment)
     has_srun = shutil.which("srun") is not None if has_srun is None else has_srun
-    _refuse_what_cannot_be(view, hostname or socket.gethostname(), has_srun)
-    num_nodes = view.number(view.name("NUM_NODES"))
-    gpus = _gpus_per_node(view, num_nodes, processes_per_node, describe_job or _scontrol)
-    topology = _topology(view, num_nodes, _processes(view, processes_per_node, *gpus)).on_first(nodes)
+    _refuse_what_cannot_be(slurm, hostname or socket.gethostname(), has_srun)
+    num_nodes = slurm.number(slurm.names.num_nodes)
+    gpus = _gpus_per_node(slurm, num_nodes, processes_per_node, describe_job or _scontrol)
+    topology = _topology(slurm, num_nodes, _processes(slurm, processes_per_node, *gpus)).on_first(nodes)
     start, start_origin = (
-        ((), "") if view.in_task else _srun(view, topology.num_nodes, min(gpus[0], topology.processes_per_node))
+        ((), "") if slurm.in_task else _srun(slurm, topology.num_nodes, min(gpus[0], topology.processes_per_node))
     )
     return Allocation(
-        scheduler=f"Slurm job {view.job_id}",
+        scheduler=f"Slurm job {slurm.number(JOB.job_id)}",
         topology=topology,
         start=start,
         start_origin=start_origin,
-        is_task=view.in_task,
+        is_task=slurm.in_task,
     )
 
 
-def _topology(view: _View, num_nodes: int, processes: tuple[int, str]) -> Topology:
-    hosts = _hosts(view)
-    node_rank = (view.number("SLURM_NODEID"), view.said("SLURM_NODEID")) if view.in_task else (0, "the first node")
-    _refuse_other_order(view, hosts, node_rank[0])
+def _topology(slurm: Slurm, num_nodes: int, processes: tuple[int, str]) -> Topology:
+    hosts = slurm.hosts()
+    node_rank = (slurm.number(JOB.node_rank), slurm.said(JOB.node_rank)) if slurm.in_task else (0, "the first node")
+    _refuse_other_order(slurm, hosts, node_rank[0])
     found: dict[str, tuple[Any, str]] = {
-        "num_nodes": (num_nodes, view.said(view.name("NUM_NODES"))),
+        "num_nodes": (num_nodes, slurm.said(slurm.names.num_nodes)),
         "processes_per_node": processes,
         "node_rank": node_rank,
-        "head_address": _head(view, hosts),
-        "port": _port(view) if num_nodes > 1 else (0, "one node: any that is free"),
-        "hosts": (hosts, view.said(view.name("NODELIST"))),
-        "threads_per_process": _threads(view, processes[0]),
+        "head_address": _head(slurm, hosts),
+        "port": _port(slurm) if num_nodes > 1 else (0, "one node: any that is free"),
+        "hosts": (hosts, slurm.said(slurm.names.hosts)),
+        "threads_per_process": _threads(slurm, processes[0]),
     }
     values = {name: value for name, (value, _) in found.items()}
     return Topology(**values, origins={name: origin for name, (_, origin) in found.items()})
 
 
-def is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as (one of) the tasks of a run. On one node a shell that it opened is as good."""
-    return "SLURM_STEP_ID" in environment and (not is_shell(environment) or environment.get("SLURM_JOB_NUM_NODES") == "1")
-
-
-def is_shell(environment: Mapping[str, str]) -> bool:
-    """Whether this is a shell that srun opened (--pty), or that salloc opened on a node of the job."""
-    return "SLURM_PTY_PORT" in environment and environment.get("SLURM_STEP_NUM_TASKS") == "1"
-
-
-def _refuse_what_cannot_be(view: _View, hostname: str, has_srun: bool) -> None:
-    environment = view.environment
-    job = view.said("SLURM_JOB_ID")
-    node = environment.get("SLURMD_NODENAME", "")
-    if not has_srun and (not view.in_task or _short(node) != _short(hostname)):
-        there = f"SLURMD_NODENAME={node}, but this machine is {hostname}" if node else f"this machine is {hostname}"
+def _refuse_what_cannot_be(slurm: Slurm, hostname: str, has_srun: bool) -> None:
+    environment = slurm.environment
+    job = slurm.said(JOB.job_id)
+    node = environment.get(JOB.node, "")
+    if not has_srun and (not slurm.in_task or _short(node) != _short(hostname)):
+        there = f"{slurm.said(JOB.node)}, but this machine is {hostname}" if node else f"this machine is {hostname}"
         raise TopologyError(
-            f"{job} is set, {there} and has no srun: the variables are left over from a job, or were copied. {_UNSET}"
+            f"{job} is set, {there} and has no srun: the variables are left over from a job, or were copied. {UNSET}"
         )
-    if environment.get("SLURM_HET_SIZE", "1") != "1":
+    if environment.get(JOB.het_size, "1") != "1":
         raise TopologyError(
-            f"{job} is a heterogeneous job ({view.said('SLURM_HET_SIZE')}): a run needs the same processes on every node. "
+            f"{job} is a heterogeneous job ({slurm.said(JOB.het_size)}): a run needs the same processes on every node. "
             "Ask for one kind of node, with sbatch --nodes=N"
         )
-    if view.in_task and view.number("SLURM_STEP_NUM_TASKS") > view.number("SLURM_STEP_NUM_NODES"):
+    if slurm.in_task and slurm.number(JOB.step_num_tasks) > slurm.number(JOB.step_num_nodes):
         raise TopologyError(
-            f"srun started {view.number('SLURM_STEP_NUM_TASKS')} tasks ({view.said('SLURM_STEP_TASKS_PER_NODE')}), and each "
+            f"srun started {slurm.number(JOB.step_num_tasks)} tasks ({slurm.said(STEP.tasks_per_node)}), and each "
             "would start all processes of its node. Use `srun --ntasks-per-node=1 samerun launch ...`, or leave out srun: "
             "`samerun launch` in a batch script or salloc calls it rightly"
         )
@@ -155,50 +103,38 @@ def _short(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _hosts(view: _View) -> tuple[str, ...]:
-    """Names in the order of the node ranks, which is Slurm's and not the alphabet's: `node[3,1]` is node3, node1."""
-    from hostlist import BadHostlist, expand_hostlist  # only in Slurm's jobs, so that elsewhere nothing asks for it
-
-    name = view.name("NODELIST")
-    try:
-        return tuple(expand_hostlist(view.environment.get(name, "")))
-    except BadHostlist as error:
-        raise TopologyError(f"{name} is {view.environment[name]!r}, which is no list of nodes: {error}. {_UNSET}") from error
-
-
-def _refuse_other_order(view: _View, hosts: tuple[str, ...], node_rank: int) -> None:
-    node = view.environment.get("SLURMD_NODENAME")
-    if view.in_task and node in hosts and (node == hosts[0]) != (node_rank == 0):
+def _refuse_other_order(slurm: Slurm, hosts: tuple[str, ...], node_rank: int) -> None:
+    node = slurm.environment.get(JOB.node)
+    if slurm.in_task and node in hosts and (node == hosts[0]) != (node_rank == 0):
         raise TopologyError(
-            f"{view.said('SLURM_NODEID', 'SLURMD_NODENAME')}, but {view.said(view.name('NODELIST'))}: node 0 is not the first "
+            f"{slurm.said(JOB.node_rank, JOB.node)}, but {slurm.said(slurm.names.hosts)}: node 0 is not the first "
             "of the list, where the others would look for it. Leave out --distribution=arbitrary and SLURM_HOSTFILE"
         )
 
 
-def _gpus_per_node(view: _View, num_nodes: int, asked: int | None, describe_job: Callable[[int], str]) -> tuple[int, str]:
+def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, describe_job: Callable[[int], str]) -> tuple[int, str]:
     """Return the GPUs of each node, 0 for none, and where that stands. With `asked`, nodes need not have the same number."""
-    environment = view.environment
-    if view.in_task and "CUDA_VISIBLE_DEVICES" in environment:
+    environment = slurm.environment
+    if slurm.in_task and "CUDA_VISIBLE_DEVICES" in environment:
         gpus, origin = count_accelerators(environment)
-    elif "SLURM_GPUS_ON_NODE" in environment and not view.in_shell:
-        gpus, origin = view.number("SLURM_GPUS_ON_NODE"), view.said("SLURM_GPUS_ON_NODE")
-    elif "SLURM_GPUS_PER_NODE" in environment:
-        return view.number("SLURM_GPUS_PER_NODE"), view.said("SLURM_GPUS_PER_NODE")
-    elif "SLURM_GPUS_PER_TASK" in environment:
-        tasks = _counts(environment.get("SLURM_TASKS_PER_NODE", "1"))
-        per_task = view.number("SLURM_GPUS_PER_TASK")
-        if len(set(tasks)) > 1 and asked is None:
-            least = per_task * min(tasks)
-            _refuse_uneven(view.said("SLURM_GPUS_PER_TASK", "SLURM_TASKS_PER_NODE"), num_nodes, even=least, least=least)
-        return per_task * min(tasks), view.said("SLURM_GPUS_PER_TASK", "SLURM_TASKS_PER_NODE")
-    elif view.in_shell:
-        return _gpus_in_description(describe_job(view.job_id), num_nodes, asked)
+    elif JOB.gpus_on_node in environment and not slurm.in_salloc:
+        gpus, origin = slurm.number(JOB.gpus_on_node), slurm.said(JOB.gpus_on_node)
+    elif JOB.gpus_per_node in environment:
+        return slurm.number(JOB.gpus_per_node), slurm.said(JOB.gpus_per_node)
+    elif JOB.gpus_per_task in environment:
+        least = slurm.number(JOB.gpus_per_task) * slurm.least(JOB.tasks_per_node)
+        origin = slurm.said(JOB.gpus_per_task, JOB.tasks_per_node)
+        if len({count for count, _ in slurm.counts(JOB.tasks_per_node)}) > 1 and asked is None:
+            _refuse_uneven(origin, num_nodes, even=least, least=least)
+        return least, origin
+    elif slurm.in_salloc:
+        return _gpus_in_description(describe_job(slurm.number(JOB.job_id)), num_nodes, asked)
     else:
         return 0, "no GPU in the allocation"
-    total = view.number("SLURM_GPUS") if "SLURM_GPUS" in environment else gpus * num_nodes
-    whole_job = view.number(view.name("NUM_NODES")) == view.number("SLURM_JOB_NUM_NODES")
+    total = slurm.number(JOB.gpus) if JOB.gpus in environment else gpus * num_nodes
+    whole_job = slurm.number(slurm.names.num_nodes) == slurm.number(JOB.num_nodes)
     if gpus and whole_job and total != gpus * num_nodes and asked is None:
-        _refuse_uneven(f"{view.said('SLURM_GPUS')}, and {origin} here", num_nodes, even=total // num_nodes, least=1)
+        _refuse_uneven(f"{slurm.said(JOB.gpus)}, and {origin} here", num_nodes, even=total // num_nodes, least=1)
     return gpus, origin
 
 
@@ -221,10 +157,10 @@ def _refuse_uneven(origin: str, num_nodes: int, *, even: int, least: int) -> NoR
     )
 
 
-def _processes(view: _View, asked: int | None, gpus: int, gpus_origin: str) -> tuple[int, str]:
+def _processes(slurm: Slurm, asked: int | None, gpus: int, gpus_origin: str) -> tuple[int, str]:
     if asked is not None:
         if gpus and asked > gpus:
-            node = view.environment.get("SLURMD_NODENAME", "a node")
+            node = slurm.environment.get(JOB.node, "a node")
             raise TopologyError(
                 f"--processes-per-node is {asked}, but {node} has {gpus} GPUs for this run "
                 f"({gpus_origin}): use at most {gpus}, on every node"
@@ -232,66 +168,59 @@ def _processes(view: _View, asked: int | None, gpus: int, gpus_origin: str) -> t
         return asked, "--processes-per-node"
     if gpus:
         return gpus, gpus_origin
-    if "SLURM_NTASKS_PER_NODE" in view.environment:
-        return view.number("SLURM_NTASKS_PER_NODE"), f"{view.said('SLURM_NTASKS_PER_NODE')}; {gpus_origin}"
+    if JOB.tasks_asked_per_node in slurm.environment:
+        return slurm.number(JOB.tasks_asked_per_node), f"{slurm.said(JOB.tasks_asked_per_node)}; {gpus_origin}"
     return 1, f"{gpus_origin}; --processes-per-node says otherwise"
 
 
-def _threads(view: _View, processes: int) -> tuple[int | None, str]:
+def _threads(slurm: Slurm, processes: int) -> tuple[int | None, str]:
     """CPU threads of each process: its share of the CPUs of the node that has least, so that it is the same on every node."""
-    if "OMP_NUM_THREADS" in view.environment:
-        return None, view.said("OMP_NUM_THREADS")
-    cpus, origin = _cpus_per_node(view)
+    if "OMP_NUM_THREADS" in slurm.environment:
+        return None, slurm.said("OMP_NUM_THREADS")
+    cpus, origin = _cpus_per_node(slurm)
     return max(cpus // processes, 1), f"{origin}, divided by the processes"
 
 
-def _cpus_per_node(view: _View) -> tuple[int, str]:
-    if "SLURM_CPUS_PER_TASK" not in view.environment:
-        return min(_counts(view.environment.get("SLURM_JOB_CPUS_PER_NODE", "1"))), view.said("SLURM_JOB_CPUS_PER_NODE")
-    tasks = "SLURM_STEP_TASKS_PER_NODE" if view.in_task else "SLURM_TASKS_PER_NODE"
-    number = view.number("SLURM_CPUS_PER_TASK") * min(_counts(view.environment.get(tasks, "1")))
-    return number, view.said("SLURM_CPUS_PER_TASK", tasks)
+def _cpus_per_node(slurm: Slurm) -> tuple[int, str]:
+    if JOB.cpus_per_task not in slurm.environment:
+        return slurm.least(JOB.cpus_per_node), slurm.said(JOB.cpus_per_node)
+    tasks = slurm.names.tasks_per_node
+    return slurm.number(JOB.cpus_per_task) * slurm.least(tasks), slurm.said(JOB.cpus_per_task, tasks)
 
 
-def _counts(text: str) -> list[int]:
-    """The different numbers in `4(x2),1`: 4 and 1."""
-    return [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)] or [1]
-
-
-def _head(view: _View, hosts: tuple[str, ...]) -> tuple[str, str]:
+def _head(slurm: Slurm, hosts: tuple[str, ...]) -> tuple[str, str]:
     if not hosts:
         return "", "no list of nodes"
-    head, origin = with_suffix(hosts[0], view.environment), f"first of {view.said(view.name('NODELIST'))}"
-    return head, origin if head == hosts[0] else f"{origin}, {view.said(HOST_SUFFIX)}"
+    head, origin = with_suffix(hosts[0], slurm.environment), f"first of {slurm.said(slurm.names.hosts)}"
+    return head, origin if head == hosts[0] else f"{origin}, {slurm.said(HOST_SUFFIX)}"
 
 
-def _port(view: _View) -> tuple[int, str]:
+def _port(slurm: Slurm) -> tuple[int, str]:
     """A port that every task works out alike: of its own for each job, as jobs share nodes, and for each step of a job."""
-    step = view.number("SLURM_STEP_ID") if view.in_task else 0
-    # 7919 is prime to 20000: the steps of a job all differ, and those of the next jobs are far away.
-    port = _FIRST_PORT + (view.job_id + 7919 * step) % _PORTS
-    return port, view.said("SLURM_JOB_ID", "SLURM_STEP_ID") if view.in_task else f"{view.said('SLURM_JOB_ID')}, its first step"
+    step = slurm.number(JOB.step_id) if slurm.in_task else 0
+    port = port_of_job(slurm.number(JOB.job_id), step, apart=7919)  # far from those of the next jobs
+    return port, slurm.said(JOB.job_id, JOB.step_id) if slurm.in_task else f"{slurm.said(JOB.job_id)}, its first step"
 
 
-def _srun(view: _View, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str]:
+def _srun(slurm: Slurm, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str]:
     """The srun that starts one task on every node with all that the job has there, whatever tasks the job was divided into.
 
     What the job's own options would hand on to srun by environment variables is said anew: fewer CPUs or GPUs, other numbers
     of tasks, or an empty environment.
     """
-    environment = view.environment
+    environment = slurm.environment
     options = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label"]
     # Without --disable-status srun keeps the first Ctrl-C to itself.
     options += ["--export=ALL", "--cpu-bind=none", "--disable-status"]
     options.append("--mem=0")  # all that the job has there; SLURM_MEM_PER_NODE may be that of the job this one was submitted in
-    if "SLURM_CPUS_PER_TASK" in environment:
-        options.append(f"--cpus-per-task={_cpus_per_node(view)[0]}")
+    if JOB.cpus_per_task in environment:
+        options.append(f"--cpus-per-task={_cpus_per_node(slurm)[0]}")
     if gpus:  # a step of a job that has its GPUs by --exclusive gets none unless it says so
         options += [f"--gpus-per-node={gpus}", "--gpu-bind=none"]
-    if "SLURM_STEP_ID" in environment:  # a shell that srun opened holds what it was given until it ends
+    if is_in_step(environment):  # a shell that srun opened holds what it was given until it ends
         options.append("--overlap")
         return ("srun", *options), "this shell is on one node only"
-    where = "the shell of salloc is on no node of the job" if view.in_shell else "a batch script runs on the first node only"
+    where = "the shell of salloc is on no node of the job" if slurm.in_salloc else "a batch script runs on the first node only"
     return ("srun", *options), where
 
 
@@ -302,5 +231,5 @@ def _scontrol(job_id: int) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip()
         raise TopologyError(
-            f"SLURM_JOB_ID is {job_id}, but `{' '.join(command)}` fails: {said}. If the job is over, leave its shell. {_UNSET}"
+            f"{JOB.job_id} is {job_id}, but `{' '.join(command)}` fails: {said}. If the job is over, leave its shell. {UNSET}"
         ) from error

@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from app.place.environment import number
-from launch.schedulers import slurm
+from app.place.slurm_variables import JOB, is_in_step, is_shell
 from launch.schedulers.job import Job, NotDoneError, Requeued, Times
 
 _HOLD_S = 15
@@ -33,18 +33,18 @@ def find(environment: Mapping[str, str], *, scontrol: Scontrol | None = None) ->
     `scontrol` runs the program of that name. It is asked for nothing before it is needed: at once only in an array and in a
     job that was requeued, as a job that is submitted there inherits the variables that say so.
     """
-    if "SLURM_JOB_ID" not in environment:
+    if JOB.job_id not in environment:
         return None
-    is_shell = slurm.is_shell(environment)
-    in_step = "SLURM_STEP_ID" in environment and not is_shell
-    in_script = not in_step and not is_shell and "SLURMD_NODENAME" in environment  # the shell of salloc is on no node
+    in_shell = is_shell(environment)
+    in_step = is_in_step(environment) and not in_shell
+    in_script = not in_step and not in_shell and JOB.node in environment  # the shell of salloc is on no node
     scontrol = scontrol or _scontrol
     # Each task would ask; what started them has asked, or they do without.
-    described = _Description(environment["SLURM_JOB_ID"], None if in_step else scontrol)
+    described = _Description(environment[JOB.job_id], None if in_step else scontrol)
     job_id, requeues = _job_id(environment, described), _requeues(environment, described)
     return Job(
         # Steps of one job, side by side, are runs of their own.
-        name=f"{job_id}.{environment['SLURM_STEP_ID']}" if in_step else job_id,
+        name=f"{job_id}.{environment[JOB.step_id]}" if in_step else job_id,
         times=functools.partial(_times, environment, described),
         requeues=requeues,
         requeue=functools.partial(_requeue, described, job_id, requeues, scontrol) if in_script else None,
@@ -83,24 +83,24 @@ class _Description:
 
 
 def _job_id(environment: Mapping[str, str], described: _Description) -> str:
-    if "SLURM_ARRAY_JOB_ID" not in environment:
-        return environment["SLURM_JOB_ID"]
-    array, task = environment["SLURM_ARRAY_JOB_ID"], environment["SLURM_ARRAY_TASK_ID"]
+    if JOB.array_job_id not in environment:
+        return environment[JOB.job_id]
+    array, task = environment[JOB.array_job_id], environment[JOB.array_task_id]
     try:
         facts = described.at_start()
     except NotDoneError:
         return f"{array}_{task}"
     # A task of another array has submitted this job, if it is not one itself.
-    return f"{facts['ArrayJobId']}_{facts['ArrayTaskId']}" if "ArrayJobId" in facts else environment["SLURM_JOB_ID"]
+    return f"{facts['ArrayJobId']}_{facts['ArrayTaskId']}" if "ArrayJobId" in facts else environment[JOB.job_id]
 
 
 def _requeues(environment: Mapping[str, str], described: _Description) -> int:
-    if "SLURM_RESTART_COUNT" not in environment:
+    if JOB.restarts not in environment:
         return 0
     try:
         return int(described.at_start()["Restarts"])
     except (NotDoneError, KeyError):
-        return number(environment, "SLURM_RESTART_COUNT")
+        return number(environment, JOB.restarts)
 
 
 def _times(environment: Mapping[str, str], described: _Description) -> Times:
@@ -111,8 +111,8 @@ def _times(environment: Mapping[str, str], described: _Description) -> Times:
     else:
         submitted_s, started_s, ends_s = (_moment(facts.get(f"{name}Time", "")) for name in ("Submit", "Start", "End"))
         return Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="scontrol show job")
-    start, end = (environment.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
-    origin = f"SLURM_JOB_END_TIME={end}" if end else f"SLURM_JOB_END_TIME is not set{why_not}"
+    start, end = (environment.get(name, "") for name in (JOB.started, JOB.ends))
+    origin = f"{JOB.ends}={end}" if end else f"{JOB.ends} is not set{why_not}"
     return Times(started_s=_moment(start), ends_s=_moment(end), origin=origin)
 
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import SubmitError, TopologyError
+from app.place.slurm_variables import JOB
 
-_INDICES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX")
+_INDICES = (JOB.array_task_id, "PBS_ARRAY_INDEX")
 _LONGEST_NAME = 120  # characters; file systems take 255
 
 
