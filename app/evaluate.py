@@ -52,7 +52,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str
     share = max(1, recipe.train.global_batch_size // launched.world_size)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
     plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
-    runtime = Runtime(launched, plan)
+    runtime = Runtime(launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic)
     source = getattr(building.open_data(runtime, recipe), arguments.split)
     _check_pictures(source, config, recipe)
     preparation = building.build_preparation(runtime, recipe, source)

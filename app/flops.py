@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from app import numerics
+
 _BACKWARD = 2
 """The backward pass takes twice the forward's arithmetic: the gradients of weights and of inputs each are as many products
 (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, arXiv:2104.04473, appendix)."""
@@ -92,9 +94,8 @@ def peak_per_s(device: torch.device, *, mixed_precision: str) -> float | None:
     """
     if device.type != "cuda":
         return None
-    # Convolutions round to TF32 unless they are told not to; that is what most of a vision model's arithmetic is.
-    may_round = torch.backends.cudnn.allow_tf32
-    return peak_of(torch.cuda.get_device_name(device), mixed_precision=mixed_precision, tf32=may_round)
+    name = torch.cuda.get_device_name(device)
+    return peak_of(name, mixed_precision=mixed_precision, tf32=numerics.rounds_to_tf32(device))
 
 
 def peak_of(name: str, *, mixed_precision: str, tf32: bool) -> float | None:

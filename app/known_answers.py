@@ -7,7 +7,8 @@ precision holds, so that nothing is rounded before the operation.
 How far a sum of n products may be off: n roundings of the accumulator and two to the precision, of the sum and of a part of it,
 times the sum of the absolute products (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). That sum and
 n come from the same operation on absolute values, and on ones. Accumulators are float32 (float64 for float64), and some round
-to zero, so that their epsilon counts and not its half. Accelerators may take float32 factors as TF32, with 10 bits.
+to zero, so that their epsilon counts and not its half. Where float32 factors may be rounded to TF32 (`numerics`), they have 10
+bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from app import malloc
+from app import malloc, numerics
 
 _TF32_EPSILON = 2.0**-9
 """Of 10 bits, and for two factors, that a device may cut off."""
@@ -232,7 +233,7 @@ def _allowed(
     """Return by how much rounding may change the result and each gradient, number by number."""
     wide = torch.float64 if precision == torch.float64 else torch.float32
     epsilon = torch.finfo(precision).eps
-    if precision == torch.float32 and device.type != "cpu":
+    if precision == torch.float32 and numerics.rounds_to_tf32(device):
         epsilon = _TF32_EPSILON
     accumulated = torch.finfo(wide).eps
     if operation.apply is _attention:

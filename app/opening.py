@@ -154,6 +154,8 @@ def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: Preset | None, hos
         "preset": preset.name if preset else None,
         "strategy": runtime.launched.strategy,
         "mixed_precision": runtime.launched.mixed_precision,
+        "tf32": runtime.numerics.tf32,
+        "deterministic": runtime.numerics.deterministic,
         "world_size": plan.world_size,
         "ranks": hosts,
         "micro_batch": plan.micro_batch,

@@ -144,6 +144,11 @@ class TrainRecipe:
     step on a larger one is skipped, from the 65th on. None: no bound."""
     ema_decay: float | None = None
     """Decay per step of the moving average of the weights that is then evaluated and exported. None: off."""
+    tf32: bool = False
+    """Round the factors of float32 convolutions and matrix products to TF32, 10 bits of 23: several times as fast on NVIDIA
+    GPUs, and another computation (docs/same-run.md). CPUs do not. false: IEEE's float32 everywhere."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits each time on the same devices: slower; operations that have none are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

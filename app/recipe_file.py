@@ -29,7 +29,8 @@ from app.recipe_keys import flat
 _SHIPPED = Path(__file__).parent / "recipes"
 DEFAULT, _COMMAND_LINE = "default", "command line"
 
-# What decides nothing of what is learnt: what is written down, how often is evaluated, how data gets here, what bounds memory.
+# What decides nothing of what is learnt: what is written down, how often is evaluated, how data gets here, what bounds memory,
+# in which order a kernel adds up.
 NOT_LEARNT = (
     "log.",
     "checkpoint.",
@@ -39,6 +40,7 @@ NOT_LEARNT = (
     "train.evaluate_every_epochs",
     "train.max_micro_batch",
     "train.max_skipped_steps",
+    "train.deterministic",
 )
 
 

@@ -32,7 +32,7 @@ from accelerate.utils import (
 )
 from torch.distributed import DistNetworkError
 
-from app import compiled_ops, compiling, deepspeed_settings, malloc
+from app import compiled_ops, compiling, deepspeed_settings, malloc, numerics
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
 from app.place.launched import NO_FP16_ON_CPU, Launched
@@ -51,11 +51,13 @@ class Runtime:
         plan: BatchPlan,
         *,
         clip_norm: float | None = None,
+        tf32: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        """Join the process group and take a device.
+        """Join the process group and take a device, which computes as the recipe's `tf32` and `deterministic` say (`numerics`).
 
-        `clip_norm` is the recipe's gradient clipping norm. Raises PresetError if the preset contradicts the recipe, and
-        TopologyError if the processes cannot meet.
+        `clip_norm` is the recipe's gradient clipping norm. Raises PresetError if the preset contradicts the recipe,
+        RecipeError if the environment does, and TopologyError if the processes cannot meet.
         """
         _refuse_other_clipping(launched, clip_norm)
         self.launched = launched
@@ -69,6 +71,8 @@ class Runtime:
             self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0)
         except DistNetworkError as error:
             raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
+        # After Accelerate, which has a say in it.
+        self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
         compiling.survive_failures(self.accelerator)
 
     @property

@@ -203,7 +203,8 @@ def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Data, length: schedule
     return (
         f"recipe {loaded.name} on {where}, run folder {run_dir}\n"
         f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
-        f"{length.total_steps} steps"
+        f"{length.total_steps} steps\n"
+        f"mixed_precision {runtime.launched.mixed_precision}, {runtime.numerics}"
     )
 
 

@@ -55,13 +55,15 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     plan = BatchPlan.of(recipe, launched.world_size)
     trackers = tracker_names.chosen(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
-    from app import arithmetic, building, ending, handshake, known_answers, opening, session
+    from app import arithmetic, building, ending, handshake, known_answers, numerics, opening, session
     from app.checkpoints import initial_weights
     from app.loop import Stopped, train
     from app.runtime import Runtime
     from app.watchdog import Watchdog
 
-    runtime = Runtime(launched, plan, clip_norm=recipe.optim.clip_norm)
+    runtime = Runtime(
+        launched, plan, clip_norm=recipe.optim.clip_norm, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic
+    )
     handshake.check_group(runtime.accelerator, launched, plan)
     arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.model.dtype), known_answers.GENERAL)
     data = building.open_data(runtime, recipe)
@@ -87,7 +89,8 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     training = session.prepare(runtime, loaded, data, parts, opened)
     with training.control:
         lifeline.spare_if(lambda: training.control.is_asked_to_stop)
-        with training.metrics.timed(), Watchdog(runtime, opened.claim, timeout_s=arguments.hang_timeout):
+        watchdog = Watchdog(runtime, opened.claim, timeout_s=arguments.hang_timeout)
+        with training.metrics.timed(), watchdog, numerics.refusals_named():
             ended = train(training)
         ending.finish(training, data, opened, ended)
     return isinstance(ended, Stopped)

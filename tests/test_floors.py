@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).parent.parent
 FLOORS: list[list[tuple[str, ...]]] = [
     [("app.errors",), ("app.yaml_text",), ("app.regular",)],
     [
+        ("app.numerics",),
         ("app.recipe", "app.recipe_checks", "app.recipe_keys", "app.recipe_file", "app.batching", "app.model_names"),
         ("app.tracker_names",),
         ("app.malloc",),
@@ -159,6 +160,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
     allowed = {
         "os.environ": {
             "app.train",
+            "app.numerics",
             "app.doctor",
             "app.place.inherited",
             "app.benchmarks.saving_case",

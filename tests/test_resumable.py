@@ -34,12 +34,16 @@ def taken_up(
 
 
 def test_a_key_that_a_checkpoint_does_not_have_has_to_mean_what_was_done_without_it(tmp_path: Path) -> None:
-    older = {"without": ("data.jpeg_decoder", "data.color", "checkpoint.every_minutes")}  # the last decides nothing
+    # The last two decide nothing of what is learnt.
+    older = {"without": ("data.jpeg_decoder", "data.color", "train.tf32", "train.deterministic", "checkpoint.every_minutes")}
     assert taken_up(tmp_path, **older) == Resumed(step_folders.path_of(tmp_path, STEP), STEP, None)
     said = refusal(lambda: taken_up(tmp_path, "data.color=gray", **older))
     assert "data.color is 'gray', and the version of Samerun that wrote the checkpoint did not have that key" in said
     assert "data.color=auto is what it did" in said
     assert "jpeg_decoder" not in said
+    said = refusal(lambda: taken_up(tmp_path, "train.tf32=true", "train.deterministic=true", **older))
+    assert "train.tf32=False is what it did" in said
+    assert "deterministic" not in said
     said = refusal(lambda: taken_up(tmp_path, without=("train.max_gradient_spike",)))
     assert "train.max_gradient_spike=null is what it did" in said
     assert taken_up(tmp_path, "train.max_gradient_spike=null", without=("train.max_gradient_spike",)).step == STEP

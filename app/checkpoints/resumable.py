@@ -24,6 +24,7 @@ _AS_BEFORE: Mapping[str, Any] = {
     "data.color": "auto",
     "data.jpeg_decoder": "libjpeg",
     "train.max_gradient_spike": None,
+    "train.tf32": False,
 }
 """The value, as JSON has it, with which a key that came later does what the program did before it had that key.
 
