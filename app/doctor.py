@@ -156,6 +156,7 @@ def _examine(
         )
         ranks = _with_neighbours(runtime.gather(own), first_ranks)
     runtime.close()
+    notes = [*runtime.notes, *notes]
     return Examination(ranks=ranks, summed_hits=summed_hits, summed_points=summed_points, all_reduces=all_reduces, notes=notes)
 
 

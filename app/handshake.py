@@ -1,7 +1,7 @@
 """The checks before the first step: the run that starts is the run that was asked for.
 
 `check_group` compares what the launcher promised with what Accelerate and torch.distributed made of it, and proves with a
-real collective that the ranks belong together. `check_agreement` compares recipe, data, weights, versions and devices of
+real collective that the ranks belong together. `check_agreement` compares recipe, data, weights and versions of
 all ranks. `check_prepared` looks at what `prepare` returned. Each raises one sentence that says what was expected, what
 was found and what to change; none of them repairs anything.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +24,7 @@ from app import compiling
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
 from app.place.launched import Launched
+from app.ranks import connecting
 
 _EXPECTED_TYPE = {
     "ddp": (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),
@@ -48,7 +49,8 @@ def check_group(accelerator: Accelerator, launched: Launched, plan: BatchPlan) -
     # Each rank contributes its own bit, so the sum tells who took part, not only how many.
     bit = torch.zeros(launched.world_size, dtype=torch.int64, device=accelerator.device)
     bit[launched.rank] = 1
-    seen = accelerator.reduce(bit, "sum").tolist()
+    with connecting(launched.rank):
+        seen = accelerator.reduce(bit, "sum").tolist()
     if seen != [1] * launched.world_size:
         raise TopologyError(
             f"{launched.world_size} processes should take part once each; a sum over the group counted, per rank, {seen}. "
@@ -82,13 +84,12 @@ def _check_size(accelerator: Accelerator, launched: Launched) -> None:
         )
 
 
-def check_agreement(accelerator: Accelerator, facts: Mapping[str, str]) -> None:
-    """Check that `facts` (what -> value) are the same on every rank, and that each rank has a device of its own.
+def check_agreement(gather: Callable[[Any], list[Any]], device: torch.device, facts: Mapping[str, str]) -> None:
+    """Check that `facts` (what -> value) are the same on every rank; `gather` returns every rank's value, in their order.
 
-    Raises TopologyError, on every rank alike, naming what differs, where, and the values.
+    Raises TopologyError, on every rank alike, naming what differs, where (host and device), and the values.
     """
-    device = _name_device(accelerator.device)
-    reports: list[tuple[str, dict[str, str]]] = gather_object([(device, dict(facts))])
+    reports: list[tuple[str, dict[str, str]]] = gather((f"{socket.gethostname()} {device}", dict(facts)))
     differences = []
     for what in facts:
         values = [report[1].get(what, "nothing") for report in reports]
@@ -101,24 +102,6 @@ def check_agreement(accelerator: Accelerator, facts: Mapping[str, str]) -> None:
         raise TopologyError(
             "the ranks would not train the same run. They differ in " + "; ".join(differences) + ". Give every node the same "
             "files, environment and command line."
-        )
-    _check_devices([device for device, _ in reports], accelerator.device.type)
-
-
-def _name_device(device: torch.device) -> str:
-    """Host, device and, of a GPU, its own number: where each process is shown one GPU, all of a host have a `cuda:0`."""
-    host = socket.gethostname()
-    return f"{host} {device} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else f"{host} {device}"
-
-
-def _check_devices(devices: list[str], kind: str) -> None:
-    if kind == "cpu":
-        return
-    shared = {device for device in devices if devices.count(device) > 1}
-    if shared:
-        raise TopologyError(
-            f"{', '.join(sorted(shared))} is used by more than one process: start at most one process per device "
-            "(--num_processes, or the scheduler's tasks per node)."
         )
 
 

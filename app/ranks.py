@@ -1,19 +1,27 @@
-"""Agreement of all ranks: one's error becomes the same error of all, and words go round beside the training.
+"""All ranks of the run on their hosts: words, and errors that become the same error of all.
 
-A thread that runs beside the training needs a group of its own (`Ranks`): with a shared one, one thread's messages could be
-taken for the other's. Its words go over the CPU by gloo, since in NCCL's group every word would wait for the GPU.
+They go by gloo, past the devices. In NCCL's group every word would wait for the GPU, and a rank that waits there while another
+one downloads or copies data is ended after NCCL's time-out (600 s). Here a rank waits as long as the work takes: `watchdog`
+decides what stands still. A thread that runs beside the training needs `Ranks` of its own: with shared ones, one thread's
+messages could be taken for the other's.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from app.errors import SamerunError
+from app.errors import SamerunError, TopologyError, is_of_a_lost_peer
+
+LONGEST_WAIT = timedelta(days=20)
+"""As good as for ever; below 2**31 ms."""
 
 
 @contextmanager
@@ -40,9 +48,10 @@ def agreed(gather: Callable[[Any], list[Any]]) -> Iterator[None]:
 class Ranks:
     """All ranks of the run, for one thread of each. They make it, and call its methods, in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, longest_wait: timedelta = LONGEST_WAIT) -> None:
+        """`longest_wait` is how long one rank may let the others wait. Raises TopologyError if they cannot meet."""
         several = dist.is_initialized() and dist.get_world_size() > 1
-        self._group: Any = dist.new_group(backend="gloo") if several else None
+        self._group: Any = _on_hosts(longest_wait) if several else None
 
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in the order of the ranks."""
@@ -52,8 +61,70 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def from_main(self, value: Any) -> Any:
+        """Return the picklable `value` of rank 0 on every rank."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def greatest(self, values: Sequence[float]) -> list[float]:
+        """Return the greatest of the ranks' values, place by place."""
+        if self._group is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        greatest: list[float] = tensor.tolist()
+        return greatest
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Do as `agreed` does."""
         with agreed(self.gather):
             yield
+
+    def leave(self) -> None:
+        """Let go of the group, before torch destroys it."""
+        self._group = None
+
+
+def let_wait(group: Any, longest: timedelta) -> None:
+    """Have the collectives of `group` wait for so long, from now on."""
+    # Its name before torch 2.15.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(longest, group)
+
+
+def _on_hosts(longest_wait: timedelta) -> Any:
+    try:
+        group = dist.new_group(backend="gloo")  # connects within torch's own time-out, however long it may wait later
+    except RuntimeError as error:
+        raise TopologyError(
+            f"rank {dist.get_rank()} on {socket.gethostname()} cannot reach the others through gloo: {error}. "
+            "GLOO_SOCKET_IFNAME names the network interface to use."
+        ) from error
+    let_wait(group, longest_wait)
+    return group
+
+
+@contextmanager
+def connecting(rank: int) -> Iterator[None]:
+    """Where processes connect their devices: a refusal of NCCL's becomes a TopologyError; a lost peer is none."""
+    try:
+        yield
+    except RuntimeError as error:  # DistBackendError is one
+        if "NCCL" not in str(error) or is_of_a_lost_peer(error):
+            raise
+        raise TopologyError(
+            f"rank {rank} on {socket.gethostname()} cannot connect its device with the others': {_what_it_says(str(error))}. "
+            "With NCCL_DEBUG=WARN in the environment NCCL says more."
+        ) from error
+
+
+def _what_it_says(text: str) -> str:
+    """The reason in an error of NCCL, which may have a stack of C++ below it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "Last error:" in lines[:-1]:
+        return lines[lines.index("Last error:") + 1]
+    return ", ".join(lines[:2])

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,20 +27,20 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    broadcast_object_list,
-    gather_object,
     set_seed,
 )
 from torch.distributed import DistNetworkError
 
-from app import compiled_ops, compiling, deepspeed_settings, malloc, numerics
+from app import compiled_ops, compiling, deepspeed_settings, devices, malloc, numerics
 from app.batching import BatchPlan
 from app.errors import PresetError, TopologyError
 from app.place.launched import NO_FP16_ON_CPU, Launched
-from app.ranks import agreed
+from app.ranks import LONGEST_WAIT, Ranks, connecting, let_wait
 
 _MEETING_S = 45.0
 """How much later than the others rank 0 may start, where nothing that waits for it has started them."""
+_COLLECTIVE = timedelta(minutes=30)
+"""Shortest time-out of a collective between devices: torch's own for gloo. For NCCL torch has 10 minutes."""
 
 
 class Runtime:
@@ -53,27 +54,47 @@ class Runtime:
         clip_norm: float | None = None,
         tf32: bool = False,
         deterministic: bool = False,
+        hang_timeout_s: int | None = None,
     ) -> None:
         """Join the process group and take a device, which computes as the recipe's `tf32` and `deterministic` say (`numerics`).
 
-        `clip_norm` is the recipe's gradient clipping norm. Raises PresetError if the preset contradicts the recipe,
-        RecipeError if the environment does, and TopologyError if the processes cannot meet.
+        `clip_norm` is the recipe's gradient clipping norm, `hang_timeout_s` that of the watchdog (0: it watches nothing), which
+        is to see before any collective is over that the training stands still. Raises PresetError if the preset contradicts the
+        recipe, RecipeError if the environment does, and TopologyError if the processes cannot meet, or two of them would share
+        a device.
         """
         _refuse_other_clipping(launched, clip_norm)
         self.launched = launched
         self.plan = plan
         self.signs_of_life, self.step = 0, 0  # see `alive`
-        self._cpu_group: Any = None
+        self.notes: list[str] = []
+        """What the user should know of the processes."""
         if launched.variables:
             os.environ.update(launched.variables)  # the one way by which Accelerate can be told
             _await_head(launched)
+        self._collective = _time_out(hang_timeout_s)
+        on_cpu = _runs_on_cpu(launched)
         try:
-            self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0)
+            store = self._compare_devices(on_cpu=on_cpu)
+            with connecting(launched.rank):
+                self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0, self._collective, on_cpu=on_cpu)
         except DistNetworkError as error:
             raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
+        del store  # its place is taken by that of the group
+        self._ranks = Ranks()
         # After Accelerate, which has a say in it.
         self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
         compiling.survive_failures(self.accelerator)
+
+    def _compare_devices(self, *, on_cpu: bool) -> Any:
+        """See that each process has a device of its own; return the store in which they told theirs."""
+        if self.launched.world_size == 1:
+            return None
+        own = devices.own(self.launched, on_cpu=on_cpu)
+        store, everywhere = devices.meet(own, self.launched.world_size)
+        devices.check(everywhere)
+        self.notes += filter(None, [devices.confined(everywhere)])
+        return store
 
     @property
     def is_main(self) -> bool:
@@ -97,32 +118,15 @@ class Runtime:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in the order of the ranks."""
-        values: list[Any] = gather_object([value])
-        return values
+        return self._ranks.gather(value)
 
     def from_main(self, value: Any) -> Any:
         """Return the main process's picklable `value` on every rank."""
-        return broadcast_object_list([value])[0]
+        return self._ranks.from_main(value)
 
     def greatest(self, values: Sequence[float]) -> list[float]:
-        """Return the greatest of the ranks' values, place by place. It goes past the devices, which go on meanwhile.
-
-        Raises TopologyError if the processes cannot meet for it.
-        """
-        if self.plan.world_size == 1:
-            return list(values)
-        if self._cpu_group is None:
-            try:
-                self._cpu_group = torch.distributed.new_group(backend="gloo")
-            except RuntimeError as error:
-                raise TopologyError(
-                    f"rank {self.launched.rank} on {socket.gethostname()} cannot reach the others through gloo: {error}. "
-                    "GLOO_SOCKET_IFNAME names the network interface to use."
-                ) from error
-        tensor = torch.tensor(values, dtype=torch.float64)
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=self._cpu_group)
-        greatest: list[float] = tensor.tolist()
-        return greatest
+        """Return the greatest of the ranks' values, place by place. It goes past the devices, which go on meanwhile."""
+        return self._ranks.greatest(values)
 
     def alive(self, *, step: int | None = None) -> None:
         """Give a sign of life, and say how many steps are done. Any thread that gets on may; `watchdog` waits for them."""
@@ -133,7 +137,7 @@ class Runtime:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all."""
-        with agreed(self.gather):
+        with self._ranks.together():
             yield
         self.alive()
 
@@ -142,7 +146,11 @@ class Runtime:
         with warnings.catch_warnings():
             # torch 2.15 has a new name for this option of DDP, which Accelerate 1.15 cannot pass on yet.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-            return self.accelerator.prepare(*objects)
+            prepared = self.accelerator.prepare(*objects)
+        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # there is none but under DeepSpeed
+        if wrapped is not None:  # ZeRO's own group has torch's time-outs (deepspeed 0.19.8, utils/groups.py)
+            let_wait(wrapped.engine.data_parallel_group, self._collective)
+        return prepared
 
     def average_buffers(self, model: torch.nn.Module) -> None:
         """Give every rank the mean of the ranks' floating-point buffers (running statistics of batch norms).
@@ -160,9 +168,11 @@ class Runtime:
 
         The prepared objects have to be released first: gloo with a live DDP model aborts at random at interpreter exit.
         """
-        self.accelerator.wait_for_everyone()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # a group must not go while the device still sends
+        self.gather(None)
         self.accelerator.free_memory(*prepared)
-        self._cpu_group = None
+        self._ranks.leave()
         self.accelerator.end_training()
 
 
@@ -198,24 +208,45 @@ def _cannot_meet(launched: Launched, why: str) -> str:
     )
 
 
-def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) -> Accelerator:
+def _time_out(hang_timeout_s: int | None) -> timedelta:
+    """How long a collective between devices may take: well above the time after which the watchdog says where ranks stand.
+
+    Without a watchdog, as in tools that train nothing, it is the shortest.
+    """
+    if hang_timeout_s == 0:
+        return LONGEST_WAIT
+    return max(_COLLECTIVE, timedelta(seconds=2 * (hang_timeout_s or 0)))
+
+
+def _runs_on_cpu(launched: Launched) -> bool:
+    """Raises PresetError for a precision that CPUs do not have."""
     on_cpu = launched.use_cpu or not torch.accelerator.is_available()
     if on_cpu and launched.mixed_precision == "fp16":
         found = "the preset asks for the CPU" if launched.use_cpu else f"torch {torch.__version__} finds no GPU here"
         raise PresetError(f"mixed_precision is fp16, and {found}: {NO_FP16_ON_CPU}.")
+    return on_cpu
+
+
+def _build_accelerator(
+    launched: Launched, plan: BatchPlan, clip_norm: float, collective: timedelta, *, on_cpu: bool
+) -> Accelerator:
+    joining = InitProcessGroupKwargs(timeout=collective)
     settings: dict[str, Any] = {
         # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),
         # The samplers yield global micro-batches, Accelerate deals equal contiguous slices of them to the ranks.
         "dataloader_config": DataLoaderConfiguration(split_batches=True, even_batches=True, non_blocking=not on_cpu),
         # Running statistics are averaged before they are used (`average_buffers`), so DDP need not send them every step.
-        "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        "kwargs_handlers": [
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            joining,
+        ],
     }
     if launched.strategy == "deepspeed":
         settings["deepspeed_plugin"] = deepspeed_settings.complete(plan, clip_norm)
         compiled_ops.load()
     if on_cpu:
-        return _accelerator_on_cpu(launched, settings)
+        return _accelerator_on_cpu(launched, settings, joining)
     return Accelerator(**settings)
 
 
@@ -224,13 +255,13 @@ def _build_accelerator(launched: Launched, plan: BatchPlan, clip_norm: float) ->
 # CPU through gloo; nothing outside it knows. The facts were measured with accelerate 1.15, deepspeed 0.19 and torch 2.15.
 
 
-def _accelerator_on_cpu(launched: Launched, settings: dict[str, Any]) -> Accelerator:
+def _accelerator_on_cpu(launched: Launched, settings: dict[str, Any], joining: InitProcessGroupKwargs) -> Accelerator:
     malloc.keep_freed()
     # Accelerate imports DeepSpeed under any preset when it unwraps a model, and that warns of what is known here.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     if launched.strategy == "deepspeed":
         # With cpu=True Accelerate would drop DeepSpeed; without a backend it would see one process where DeepSpeed sees all.
-        settings["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
+        joining.backend = "gloo"
         # DeepSpeed has torch ask NVIDIA's library for GPUs before every optimizer step, in 0.2-0.5 ms.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
         # Small models stay below DeepSpeed's threshold for sharding a parameter: 0 shards all, as large models are.

@@ -64,7 +64,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
     counted = 0.0
     if runtime.is_main:  # before it is divided among the ranks
         counted = flops.of_training_sample(model, channels=data.train.channels, image_size=data.train.image_size)
-    handshake.check_agreement(runtime.accelerator, _facts(loaded, data, model))
+    handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, model))
     return Parts(model, preparation, length, counted)
 
 
@@ -133,6 +133,7 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, r
     display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy)
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
     notes = [
+        *runtime.notes,
         *notes_on(data),
         *schedule.notes_on(loaded.recipe.optim, parts.length),
         *models.topology_dependence(parts.model),

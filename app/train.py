@@ -62,7 +62,12 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     from app.watchdog import Watchdog
 
     runtime = Runtime(
-        launched, plan, clip_norm=recipe.optim.clip_norm, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic
+        launched,
+        plan,
+        clip_norm=recipe.optim.clip_norm,
+        tf32=recipe.train.tf32,
+        deterministic=recipe.train.deterministic,
+        hang_timeout_s=arguments.hang_timeout,
     )
     handshake.check_group(runtime.accelerator, launched, plan)
     arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.model.dtype), known_answers.GENERAL)

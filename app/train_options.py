@@ -12,8 +12,8 @@ from app.command_line import Parser
 from app.options import not_negative
 
 _HANG_TIMEOUT_S = 540
-"""Longer than a first step with its compilation takes, and less than the 600 s after which NCCL ends a process, which says
-nothing of where it stood (docs.pytorch.org/docs/stable/distributed.html, `init_process_group`); gloo takes 1800 s."""
+"""Longer than a first step with its compilation takes. The process group waits twice as long, and 1800 s at least: see
+`runtime`."""
 
 
 def parser(prog: str = "python -m app.train", *, with_keys: bool = False) -> Parser:

@@ -6,7 +6,11 @@ import select
 import socket
 import sys
 
+import pytest
 from processes import TIMEOUT_S, Started
+
+from app.errors import is_of_a_lost_peer
+from app.ranks import _what_it_says
 
 LOSES_ITS_PEER = """
 import socket, sys
@@ -29,3 +33,85 @@ def test_who_lost_a_peer_hangs_up_on_the_others_at_once_and_speaks_later():
             assert not started.is_over()
             assert select.select([from_store], [], [], 0)[0] == []  # nothing to read, not its end either
             started.kill()
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
+REMOTE = (
+    "remote process exited or there was a network error, NCCL version 2.21.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
+)
+USAGE = (
+    "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.21.5\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+)
+CUDA = (
+    "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+SYSTEM = (
+    "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\n"
+)
+INTERNAL = (
+    "internal error - please report this issue to the NCCL developers, NCCL version 2.14.3\n"
+    "ncclInternalError: Internal check failed.\nLast error:\n"
+)
+FOLLOWS = {
+    # Met here: torch 2.15, two processes.
+    "gloo, late": "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 2000ms for send "
+    "operation to complete",
+    "gloo, gone": "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18340. "
+    "This is typically caused by a remote worker crashing.",
+    # github.com/NVIDIA/nccl/issues/2076
+    "reset": NCCL + REMOTE + "socketProgressOpt: Call to recv from 172.16.0.1<33759> failed : Connection reset by peer",
+    # github.com/tatsu-lab/stanford_alpaca/issues/207
+    "InfiniBand": NCCL + REMOTE + "NET/IB : Got completion from peer 11.214.147.122<39138> with error 12, opcode 0, len 0",
+    # github.com/NVIDIA/nccl/issues/1928
+    "OFI": NCCL + REMOTE + "NET/OFI Request 0x7f14cc5b60c0 completed with error. RC: 113. Error: 2 (UNDELIVERABLE).",
+    # github.com/NVIDIA/nccl/issues/795
+    "as internal": NCCL + INTERNAL + "Net : Connection closed by remote peer node22.cluster<47861>",
+    # torch 2.15, ProcessGroupNCCL.cpp and NCCLUtils.cpp (texts of libtorch_cuda.so)
+    "aborted": "NCCL communicator was aborted on rank 1. Original reason for failure was: [Rank 1] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 milliseconds before timing "
+    "out.",
+    # torch 2.15, nccl2/
+    "nccl2, late": "Watchdog caught collective operation timeout: NCCL operation timed out",
+    "nccl2, gone": "NCCL AllReduce failed: remote process exited or there was a network error",
+    # torch 2.15, ProcessGroupNCCL.cpp and TCPStore.cpp
+    "no rank 0": "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key "
+    "'0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
+    "no store": "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+}
+CAUSES = {
+    # github.com/NVIDIA/Megatron-LM/issues/661
+    "one GPU": NCCL + USAGE + "Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000",
+    # texts of libnccl.so 2.30.7, of init.cc
+    "one GPU, NCCL 2.30": NCCL + USAGE + "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to "
+    "enable this configuration.",
+    "versions": NCCL + USAGE + "Mismatched NCCL version detected : rank 1 version 23007 rank 0 version 22705",
+    # github.com/pytorch/pytorch/issues/111187 and the formats of libnccl.so
+    "no memory": NCCL + CUDA + "Cuda failure 2 'out of memory'",
+    # github.com/NVIDIA/nccl/issues/1838
+    "no peer access": NCCL + CUDA + "Cuda failure 217 'peer access is not supported between these two devices'",
+    "no interface": NCCL + SYSTEM + "NET/Socket : no interface found",
+    # torch 2.15, ProcessGroupNCCL.cpp
+    "no GPU": "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+    "a number": "NCCL only supports CUDA tensors, but got a tensor on cpu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_an_error_that_follows_another_process_says_so(name: str) -> None:
+    assert is_of_a_lost_peer(RuntimeError(FOLLOWS[name]))
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_an_error_of_nccl_that_is_the_cause_is_told_at_once(name: str) -> None:
+    assert not is_of_a_lost_peer(RuntimeError(CAUSES[name]))
+
+
+def test_of_an_error_of_nccl_the_reason_is_told() -> None:
+    reason = "Mismatched NCCL version detected : rank 1 version 23007 rank 0 version 22705"
+    stack = "\nException raised from create at NCCLUtils.hpp:268 (most recent call first):\nframe #0: c10::Error::Error"
+    assert _what_it_says(CAUSES["versions"] + stack) == reason
+    assert _what_it_says(CAUSES["no GPU"]) == CAUSES["no GPU"]

@@ -33,6 +33,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         ("app.run_folder", "app.claim", "app.lines"),
         ("app.checkpoints.piece",),
         ("app.ranks",),
+        ("app.devices",),
         ("app.lifeline",),
         ("app.steps", "app.spikes"),
         ("app.compiling",),
@@ -180,6 +181,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
         "torch.distributed": {
             "app.runtime",
             "app.ranks",
+            "app.devices",
             "app.handshake",
             "app.metrics.communication",
             "app.steps",

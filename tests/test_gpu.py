@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ALONE, REPOSITORY, Finished, Started, read, read_lines
+from processes import ALONE, REPOSITORY, SCRIPTS, Finished, Started, accelerate, read, read_lines
 
 from app import known_answers
 from app.checkpoints import step_folders
+from app.errors import TopologyError
 
 PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 RUN = ("--recipe", "digits", "--trackers", "none", "log.every_steps=1", "train.epochs=5", "checkpoint.every_steps=40")
@@ -83,3 +84,25 @@ def test_the_gpu_gives_known_answers_in_a_fraction_of_a_second(precision: torch.
     assert [each.answer for each in (*first, *second) if each.answer.wrong or each.answer.unsteady] == []
     assert [each.answer.digest for each in first] == [each.answer.digest for each in second]
     assert elapsed_s < 1.0
+
+
+@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "fsdp2"])
+def test_two_processes_on_one_gpu_are_told_so_in_seconds(preset: str, tmp_path: Path) -> None:
+    target = ("-m", "app.train", "--run-dir", str(tmp_path / "run"), *RUN)
+    start_s = time.perf_counter()
+    finished = Started(accelerate(preset, target=target, processes=2), env={"CUDA_VISIBLE_DEVICES": "0"}).wait()
+    elapsed_s = time.perf_counter() - start_s
+    assert finished.returncode != 0
+    assert "TopologyError: ranks 0, 1 on" in finished.output
+    assert "would share cuda:0 (of 1 visible there)" in finished.output
+    assert f"exitcode  : {TopologyError.exit_code} " in finished.output
+    assert "NCCL error" not in finished.output
+    assert elapsed_s < 60.0  # imports take most of it; NCCL's own time-out is 600 s
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preset", ["deepspeed_zero2", "fsdp2"])
+def test_what_ranks_tell_each_other_goes_past_the_gpu(preset: str, tmp_path: Path) -> None:
+    """In the group of one process that these presets make. Its device is busy meanwhile, and nobody waits for it."""
+    command = accelerate(preset, target=(str(SCRIPTS / "busy.py"),), processes=1)
+    assert "told while the GPU was busy" in Started(command).wait().check().output

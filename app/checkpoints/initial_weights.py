@@ -59,7 +59,7 @@ def take_up(runtime: Runtime, model: torch.nn.Module, init_from: str | None, *, 
     with runtime.together():
         stored = _of_checkpoint(place) if place.is_dir() else _of_file(place)
         said = _load(model, stored, place)
-    handshake.check_agreement(runtime.accelerator, {"initial weights": handshake.weights_digest(model)})
+    handshake.check_agreement(runtime.gather, runtime.device, {"initial weights": handshake.weights_digest(model)})
     _say(runtime, said)
     return Initial(place)
 

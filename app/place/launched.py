@@ -55,6 +55,8 @@ class Launched:
     """Clipping norm that the preset insists on; the recipe must agree."""
     end_time_s: float | None = None
     """When the allocation ends, in Unix seconds, where that is known."""
+    visible_devices: str = ""
+    """CUDA_VISIBLE_DEVICES."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What Accelerate still has to be told by its environment: nothing where a launcher has."""
 
@@ -102,7 +104,7 @@ def read(environ: Mapping[str, str], *, started_by: Callable[[], Sequence[Sequen
     """
     check_threads(environ)
     launched = _read(environ, started_by)
-    return replace(launched, end_time_s=end_time_s(environ))
+    return replace(launched, end_time_s=end_time_s(environ), visible_devices=environ.get("CUDA_VISIBLE_DEVICES", ""))
 
 
 def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence[str]]]) -> Launched:

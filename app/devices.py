@@ -1,0 +1,120 @@
+"""Which device each process takes, known to all before they are joined.
+
+NCCL joins no two processes on one GPU, and says so with a traceback. It may say so while the group is made: torch 2.15 binds a
+device there (distributed_c10d.py, `_nccl2_device`), and so does DeepSpeed 0.19 (comm/torch.py). So devices are compared before
+that, through the store in which the processes meet.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from app.errors import TopologyError
+from app.place.launched import Launched
+
+_MEETING = timedelta(minutes=30)
+"""How long to wait for the others: torch's own time for gloo. Nodes read Python from a busy disk for minutes."""
+_NAMED = 8
+"""How many ranks a sentence names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one process computes on."""
+
+    rank: int
+    host: str
+    name: str
+    """torch's name of it, such as cuda:0."""
+    identity: str = ""
+    """What no other device has, however processes number them; empty for a CPU, which many may share."""
+    visible: int = 0
+    """Devices that the process is shown."""
+    listed: str = ""
+    """CUDA_VISIBLE_DEVICES, as the process has it."""
+
+
+def own(launched: Launched, *, on_cpu: bool) -> Device:
+    """Return the device that Accelerate will take (accelerate 1.15, state.py, `set_device`)."""
+    host, accelerator = socket.gethostname(), torch.accelerator.current_accelerator()
+    if on_cpu or accelerator is None:
+        return Device(rank=launched.rank, host=host, name="cpu")
+    count = torch.accelerator.device_count()
+    name = f"{accelerator.type}:{launched.local_rank % count}"
+    is_nvidia = accelerator.type == "cuda"
+    identity = str(torch.cuda.get_device_properties(name).uuid) if is_nvidia else f"{host} {name}"
+    return Device(rank=launched.rank, host=host, name=name, identity=identity, visible=count, listed=launched.visible_devices)
+
+
+def meet(device: Device, world_size: int) -> tuple[dist.Store, list[Device]]:
+    """Return the store of all processes, and the devices of all in the order of the ranks.
+
+    Where no launcher has the store, rank 0 serves it as long as one of its own is kept (TCPStore, multi_tenant): keep it until
+    the group is made. Raises TopologyError if some do not come, and DistNetworkError if the store cannot be reached.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
+    return store, exchange(store, device, world_size)
+
+
+def exchange(store: dist.Store, device: Device, world_size: int) -> list[Device]:
+    """Return the devices of all processes, of which each calls this once. Raises TopologyError if some do not come in time."""
+    keys = [f"samerun/device/{rank}" for rank in range(world_size)]
+    store.set(keys[device.rank], json.dumps(asdict(device)))
+    try:
+        return [Device(**json.loads(told)) for told in store.multi_get(keys)]
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise TopologyError(
+            f"rank {device.rank} on {device.host} waited in vain for {_ranks(missing)} of {world_size}: see why they were not "
+            "started, or ended."
+        ) from error
+
+
+def check(devices: Sequence[Device]) -> None:
+    """Raise TopologyError if two processes take one device; it names them."""
+    by_identity = defaultdict(list)
+    for device in devices:
+        if device.identity:
+            by_identity[device.identity].append(device)
+    shared = [takers for takers in by_identity.values() if len(takers) > 1]
+    if shared:
+        named = [
+            f"{_ranks([each.rank for each in takers])} on {takers[0].host} would share {takers[0].name} "
+            f"(of {takers[0].visible} visible there)"
+            for takers in shared[:_NAMED]
+        ]
+        raise TopologyError(
+            f"{'; '.join(named)}: start at most one process for each device that a node shows (--processes, "
+            "--num_processes, or the scheduler's tasks per node)."
+        )
+
+
+def confined(devices: Sequence[Device]) -> str | None:
+    """Return a note if processes of one node are shown one GPU each, and not by CUDA_VISIBLE_DEVICES but by their cgroup or
+    container: then each calls another GPU cuda:0 under the same list. What that costs: docs/clusters.md.
+    """
+    by_host = defaultdict(list)
+    for device in devices:
+        by_host[device.host].append(device)
+    for host, there in by_host.items():
+        alike = len({(each.name, each.visible, each.listed) for each in there}) == 1 and there[0].visible == 1
+        if alike and len({each.identity for each in there}) > 1:
+            return (
+                f"each process of {host} can reach its own GPU only, so NCCL may have to do without NVLink and peer-to-peer. "
+                f"Under Slurm let each task see all GPUs of its node: srun --gpus-per-node={len(there)} --gpu-bind=none, "
+                "without --gpus-per-task (docs/clusters.md)"
+            )
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"

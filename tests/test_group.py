@@ -1,0 +1,127 @@
+"""The process group: how long its ranks wait for each other, and that each has a device of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+import torch.distributed as dist
+from processes import SCRIPTS, TIMEOUT_S, free_port, run
+
+from app import devices
+from app.devices import Device
+from app.errors import TopologyError
+from app.ranks import LONGEST_WAIT
+from app.runtime import _time_out
+
+# Longer than two ranks differ in starting on two busy cores.
+BY_TORCH_S, LATE_S = 10, 15
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
+def test_ranks_wait_for_a_late_one_for_longer_than_torch_would_let_them(preset: str) -> None:
+    finished = run(preset, 2, str(SCRIPTS / "late.py"), str(BY_TORCH_S), str(LATE_S)).check()
+    for rank in range(2):
+        assert f"rank {rank} came together" in finished.output
+        assert f"rank {rank} took a step" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("hang_timeout_s", "time_out_s"), [(None, 1800), (540, 1800), (901, 1802), (7200, 14400), (0, LONGEST_WAIT.total_seconds())]
+)
+def test_the_watchdog_speaks_before_a_collective_is_over(hang_timeout_s: int | None, time_out_s: float) -> None:
+    assert _time_out(hang_timeout_s) == timedelta(seconds=time_out_s)
+
+
+GPU = Device(rank=0, host="node1", name="cuda:0", identity="GPU-a", visible=2, listed="0,1")
+
+
+def node(*ranks: Device) -> list[Device]:
+    return [replace(device, rank=rank) for rank, device in enumerate(ranks)]
+
+
+def told(port: int, device: Device, world_size: int, timeout_s: float, to: Connection) -> None:
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=device.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        devices.check(devices.exchange(store, device, world_size))
+        to.send("")
+    except TopologyError as error:
+        to.send(str(error))
+    to.recv()  # rank 0 has the store
+
+
+def sentences(*starting: Device, world_size: int, timeout_s: float = TIMEOUT_S) -> list[str]:
+    """What processes with these devices are told when they meet, in the order of their ranks."""
+    context, port, asked = multiprocessing.get_context("spawn"), free_port(), []
+    for device in starting:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=told, args=(port, device, world_size, timeout_s, theirs))
+        process.start()
+        asked.append((process, ours))
+    try:
+        assert all(connection.poll(TIMEOUT_S) for _, connection in asked)
+        return [connection.recv() for _, connection in asked]
+    finally:
+        for process, connection in asked:
+            connection.send(None)
+            process.join()
+
+
+def test_processes_that_would_share_a_device_are_told_so_when_they_meet() -> None:
+    """The devices are made up; whose they are the processes do tell each other."""
+    shared = replace(GPU, visible=1, listed="0")
+    expected = (
+        "ranks 0, 1 on node1 would share cuda:0 (of 1 visible there): start at most one process for each device that a node "
+        "shows (--processes, --num_processes, or the scheduler's tasks per node)."
+    )
+    assert sentences(*node(shared, shared), world_size=2) == [expected] * 2
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    (sentence,) = sentences(GPU, world_size=3, timeout_s=2)
+    assert sentence == "rank 0 on node1 waited in vain for ranks 1, 2 of 3: see why they were not started, or ended."
+
+
+CPU = Device(rank=0, host="node1", name="cpu")
+OTHER = replace(GPU, name="cuda:1", identity="GPU-b")
+ELSEWHERE = replace(GPU, host="node2", identity="GPU-c")
+ONLY = replace(GPU, visible=1, listed="0")
+
+
+@pytest.mark.parametrize(
+    "there", [node(CPU, CPU), node(GPU, OTHER), node(GPU, ELSEWHERE), node(ONLY, replace(ONLY, identity="GPU-b"))]
+)
+def test_devices_of_their_own_are_no_error(there: list[Device]) -> None:
+    devices.check(there)
+
+
+def test_a_device_is_the_same_under_another_number() -> None:
+    """As where every process is shown another GPU by CUDA_VISIBLE_DEVICES, and two of them the same."""
+    with pytest.raises(TopologyError, match=r"ranks 0, 2 on node1 would share cuda:0"):
+        devices.check(node(ONLY, replace(ONLY, identity="GPU-b", listed="1"), replace(ONLY, listed="GPU-a")))
+
+
+def test_who_can_reach_only_its_own_gpu_is_told_what_that_may_cost() -> None:
+    note = devices.confined(node(ONLY, replace(ONLY, identity="GPU-b"), replace(ELSEWHERE, visible=1)))
+    assert note is not None
+    assert "each process of node1 can reach its own GPU only" in note
+    assert "srun --gpus-per-node=2 --gpu-bind=none" in note
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        node(CPU, CPU),
+        node(GPU, OTHER),  # all see all
+        node(ONLY, replace(ELSEWHERE, visible=1, listed="0")),  # one a node
+        node(ONLY, replace(ONLY, identity="GPU-b", listed="1")),  # hidden by the variable alone, which NCCL sees through
+    ],
+)
+def test_other_processes_are_told_nothing(there: list[Device]) -> None:
+    assert devices.confined(there) is None
