@@ -22,8 +22,8 @@ from app.checkpoints.resumable import Resumed, check_same_run
 from app.claim import Claim, claim
 from app.data.open import Data
 from app.errors import CheckpointError, RunFolderError
-from app.place.launched import Job
-from app.place.origin import Preset, launched_preset, source_commit
+from app.place.launched import SchedulerJob
+from app.place.origin import PresetFile, launched_preset, source_commit
 from app.recipe_file import LoadedRecipe
 from app.runtime import Runtime
 from app.schedule import Length
@@ -146,7 +146,7 @@ def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
     return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
 
 
-def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: Preset | None, hosts: list[str]) -> dict[str, Any]:
+def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: PresetFile | None, hosts: list[str]) -> dict[str, Any]:
     plan = runtime.plan
     return {
         "recipe": loaded.name,
@@ -169,7 +169,7 @@ def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: Preset | None, hos
     }
 
 
-def record_start(runtime: Runtime, opened: Opened, *, total_steps: int, training_samples: int, job: Job) -> None:
+def record_start(runtime: Runtime, opened: Opened, *, total_steps: int, training_samples: int, job: SchedulerJob) -> None:
     """Write into the run's ledger, on the main process, where this start begins and since when it was waited for."""
     with runtime.together():
         if runtime.is_main:

@@ -46,9 +46,9 @@ def _submit(argv: list[str]) -> int:
 
 
 def _doctor(argv: list[str]) -> int:
-    from launch.start import doctor
+    from launch.start import examination
 
-    return doctor.doctor(argv, own_environment(), say=_say)
+    return examination.doctor(argv, own_environment(), say=_say)
 
 
 def _data(argv: list[str]) -> int:

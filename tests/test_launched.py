@@ -9,7 +9,7 @@ import pytest
 from processes import Started, accelerate
 
 from app.errors import PresetError, TopologyError
-from app.place.launched import Job, Launched, read, read_job
+from app.place.launched import Launched, SchedulerJob, read, read_job
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -102,9 +102,9 @@ def test_an_end_of_the_allocation_that_cannot_be_is_refused(value: str) -> None:
 
 
 def test_the_job_is_read_as_far_as_it_is_told() -> None:
-    assert read_job({}) == Job(name=None, submitted=None, allocated=None)
+    assert read_job({}) == SchedulerJob(name=None, submitted=None, allocated=None)
     told = {"PBS_JOBID": "14[1].head", "SAMERUN_SUBMIT_TIME": "1700000000", "SAMERUN_START_TIME": "1700000060"}
-    assert read_job(told) == Job(name="14[1].head", submitted=1.7e9, allocated=1.7e9 + 60)
+    assert read_job(told) == SchedulerJob(name="14[1].head", submitted=1.7e9, allocated=1.7e9 + 60)
     with pytest.raises(TopologyError, match="SAMERUN_SUBMIT_TIME is 'now'"):
         read_job({"SAMERUN_SUBMIT_TIME": "now"})
 

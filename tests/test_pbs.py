@@ -297,7 +297,7 @@ def as_json(name):
 def test_the_captured_json():
     text = (CAPTURED / "qstat-json.txt").read_text().split("\n", 1)[1]
     job = pbs.parse_job(text, job_id="24.head")
-    assert job == pbs.Job(
+    assert job == pbs.JobDescription(
         submitted=datetime(2026, 11, 21, 10, 7, 16),
         started=datetime(2026, 11, 21, 10, 7, 16),
         run_count=1,

@@ -18,7 +18,7 @@ from processes import REPOSITORY, clean_environment
 from app.errors import STOPPED
 from launch.schedulers import detect, grid_engine, pbs_job, slurm_job
 from launch.schedulers.job import NotDoneError, Times
-from launch.start.outcome import Folder
+from launch.start.outcome import OutcomeFile
 
 CAPTURED = Path(__file__).parent / "environments"
 IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"
@@ -224,9 +224,9 @@ def test_outside_of_schedulers_there_is_no_job():
 
 def test_an_outcome_of_an_earlier_start_is_none(tmp_path):
     said = {"outcome": "stopped", "reason": "SIGTERM", "go_on": True, "step": 3, "total_steps": 9, "time": 1.5}
-    assert Folder(tmp_path / "not there").outcome() is None
+    assert OutcomeFile(tmp_path / "not there").outcome() is None
     (tmp_path / "outcome.json").write_text(json.dumps(said))
-    folder = Folder(tmp_path)
+    folder = OutcomeFile(tmp_path)
     assert folder.outcome() is None
     (tmp_path / "outcome.json").write_text(json.dumps(said | {"time": 2.5}))
     outcome = folder.outcome()

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from processes import REPOSITORY, clean_environment, placed
 
 from app.errors import SubmitError, TopologyError
-from launch.submit import sweep
+from launch.submit import array
 
 GOLDEN = Path(__file__).parent / "golden" / "submit.txt"
 SLURM = ("--scheduler", "slurm", "--dry-run", "--nodes", "2", "--time", "01:30:00")
@@ -240,7 +240,7 @@ SWEEPS = st.dictionaries(st.from_regex(r"[a-z]{1,4}(\.[a-z]{1,4})?", fullmatch=T
 @given(values=SWEEPS)
 def test_a_sweep_is_every_combination_once_each_with_a_name_of_its_own(values):
     text = ";".join(f"{key}={','.join(choices)}" for key, choices in values.items())
-    combinations = sweep.parse(text)
+    combinations = array.parse(text)
     expected = [
         tuple(f"{key}={one}" for key, one in zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
     ]
@@ -250,15 +250,15 @@ def test_a_sweep_is_every_combination_once_each_with_a_name_of_its_own(values):
     assert all(re.fullmatch(r"[A-Za-z0-9.+=_-]{1,200}", folder) for folder in folders)
     for index, combination in enumerate(combinations):
         for name in ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX"):
-            assert sweep.chosen(text, {name: str(index)}) == (index, combination)
+            assert array.chosen(text, {name: str(index)}) == (index, combination)
 
 
 def test_names_are_readable():
-    assert [each.folder for each in sweep.parse("optim.lr=1e-3,0.1;model.channels=[8,16]")] == [
+    assert [each.folder for each in array.parse("optim.lr=1e-3,0.1;model.channels=[8,16]")] == [
         "0-lr=1e-3-channels=8_16",
         "1-lr=0.1-channels=8_16",
     ]
-    assert sweep.parse("optim.name=sgd,adamw;model.name=convnet")[1].folder == "1-optim.name=adamw-model.name=convnet"
+    assert array.parse("optim.name=sgd,adamw;model.name=convnet")[1].folder == "1-optim.name=adamw-model.name=convnet"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_names_are_readable():
 )
 def test_a_task_outside_of_its_array_is_refused(environment, words):
     with pytest.raises(TopologyError, match=words):
-        sweep.chosen("seed=0,1", environment)
+        array.chosen("seed=0,1", environment)
 
 
 # Handing over --------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Launched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SchedulerJob:
     """The scheduler's job that a process belongs to, as far as its environment tells."""
 
     name: str | None
@@ -73,13 +73,13 @@ class Job:
     """When it started, this time, in Unix seconds."""
 
 
-def read_job(environ: Mapping[str, str]) -> Job:
+def read_job(environ: Mapping[str, str]) -> SchedulerJob:
     """Return the job that `environ` tells of. Raises TopologyError for a time that is none."""
 
     def time_of(name: str) -> float | None:
         return float(number(environ, name)) if name in environ else None
 
-    return Job(
+    return SchedulerJob(
         name=next((environ[name] for name in (JOB.job_id, "PBS_JOBID", "JOB_ID") if name in environ), None),
         submitted=time_of("SAMERUN_SUBMIT_TIME"),
         allocated=time_of("SAMERUN_START_TIME"),
@@ -108,9 +108,9 @@ def read(environ: Mapping[str, str], *, started_by: Callable[[], Sequence[Sequen
 
 
 def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence[str]]]) -> Launched:
-    task = started_ranks.translate(environ)
-    if task is not None:
-        return _one_task(task, environ)
+    started = started_ranks.translate(environ)
+    if started is not None:
+        return _of_started_rank(started, environ)
     if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         _refuse_one_for_several(environ, started_by)
         return Launched(**_preset_claims(environ))
@@ -151,20 +151,20 @@ def end_time_s(environ: Mapping[str, str]) -> float | None:
     )
 
 
-def _one_task(task: started_ranks.Task, environ: Mapping[str, str]) -> Launched:
+def _of_started_rank(started: started_ranks.StartedRank, environ: Mapping[str, str]) -> Launched:
     claims = _preset_claims(environ)
     if claims["strategy"] != "ddp":
         raise PresetError(
-            f"{task.starter} started {task.world_size} processes, which are joined by DDP, and the environment asks for "
-            f"{claims['strategy']}: let {task.starter.split()[0]} start `samerun launch --preset ...` once a node instead, "
+            f"{started.starter} started {started.world_size} processes, which are joined by DDP, and the environment asks for "
+            f"{claims['strategy']}: let {started.starter.split()[0]} start `samerun launch --preset ...` once a node instead, "
             "which starts the processes of that node."
         )
     return Launched(
-        world_size=task.world_size,
-        rank=task.rank,
-        local_rank=task.local_rank,
-        local_world_size=task.local_world_size,
-        variables=task.variables(),
+        world_size=started.world_size,
+        rank=started.rank,
+        local_rank=started.local_rank,
+        local_world_size=started.local_world_size,
+        variables=started.variables(),
         **claims,
     )
 

@@ -10,7 +10,7 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Preset:
+class PresetFile:
     """The preset file this process was launched with."""
 
     name: str
@@ -18,7 +18,7 @@ class Preset:
     text: str
 
 
-def launched_preset() -> Preset | None:
+def launched_preset() -> PresetFile | None:
     """Return the preset that `accelerate launch` read for this process, or None if it was started otherwise.
 
     Accelerate hands on what the preset says, but not its name: the command line of the parent process has it.
@@ -36,7 +36,7 @@ def launched_preset() -> Preset | None:
             path = Path(directory, word.partition("=")[2])
         else:
             continue
-        return Preset(path.stem, path.read_text()) if path.is_file() else None
+        return PresetFile(path.stem, path.read_text()) if path.is_file() else None
     return None
 
 

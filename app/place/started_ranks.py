@@ -24,7 +24,7 @@ from app.place.slurm_variables import JOB, STEP, Slurm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class StartedRank:
     """One process of a run."""
 
     starter: str
@@ -101,7 +101,7 @@ def translate(
     environment: Mapping[str, str],
     *,
     read: Callable[[str], str] = lambda path: Path(path).read_text(),
-) -> Task | None:
+) -> StartedRank | None:
     """Return the place of this process among those that were started with it, or None where it was started alone, or by
     torchrun in between (RANK and LOCAL_RANK are there).
 
@@ -128,7 +128,7 @@ def translate(
         return None
     head, head_origin = _head(environment, starter, rank, alone=local_world_size == world_size, read=read)
     port, port_origin = _port(environment, starter)
-    return Task(
+    return StartedRank(
         starter=starter.name,
         rank=rank,
         world_size=world_size,

@@ -30,7 +30,7 @@ from launch.schedulers.local import count_accelerators
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobDescription:
     """What `qstat -f -F json $PBS_JOBID` tells of a job and the environment does not."""
 
     walltime_s: int | None = None
@@ -164,12 +164,12 @@ def attributes_of(text: str, *, job_id: str) -> dict[str, Any]:
     return attributes
 
 
-def parse_job(text: str, *, job_id: str) -> Job:
+def parse_job(text: str, *, job_id: str) -> JobDescription:
     """Return what `text`, the output of `qstat -f -F json`, says of a job. Raises TopologyError where it says nothing of it."""
     try:
         attributes = attributes_of(text, job_id=job_id)
         asked = attributes.get("Resource_List", {})
-        return Job(
+        return JobDescription(
             walltime_s=_seconds(asked["walltime"]) if "walltime" in asked else None,
             submitted=_moment(attributes.get("ctime")),
             started=_moment(attributes.get("stime")),

@@ -13,7 +13,7 @@ from pathlib import Path
 from app.errors import STOPPED, HangError
 from launch.schedulers.job import ATTEMPT, Job, NotDoneError
 from launch.start import signals, supervise
-from launch.start.outcome import Folder, Outcome
+from launch.start.outcome import Outcome, OutcomeFile
 from launch.start.supervise import Ending
 
 
@@ -39,7 +39,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
     """Run it to its end and return the exit code for this process."""
     for restart in range(plan.max_restarts + 1):
         mark = f"{secrets.token_hex(8)}-{restart}"
-        folder = Folder(plan.run_dir)
+        folder = OutcomeFile(plan.run_dir)
         ending = supervise.run(
             plan.command(restart > 0),
             {**plan.environment, ATTEMPT: mark},

@@ -7,21 +7,22 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from launch.start.resolved import Found
+from launch.start.resolved import Resolved
 
 
-def introduce(found: Found, say: Callable[[str], None]) -> None:
+def introduce(resolved: Resolved, say: Callable[[str], None]) -> None:
     """Say what is run, and where."""
-    say(f"preset {found.preset.name} ({found.preset_origin}), {found.topology.described('processes_per_node')}")
-    if found.preset.passed_over:
-        keys = ", ".join(found.preset.passed_over)
+    say(f"preset {resolved.preset.name} ({resolved.preset_origin}), {resolved.topology.described('processes_per_node')}")
+    if resolved.preset.passed_over:
+        keys = ", ".join(resolved.preset.passed_over)
         say(
-            f"preset {found.preset.name} can be used as it is: of the machine it says what the launch says, or nothing ({keys})"
+            f"preset {resolved.preset.name} can be used as it is: of the machine it says what the launch says, "
+            f"or nothing ({keys})"
         )
-    say(str(found.plan))
-    if found.allocation and found.allocation.start:
-        where = f"{found.allocation.scheduler} on {_listed(found.topology.hosts)}"
-        say(f"{where}; {found.allocation.start_origin}, so {found.allocation.start[0]} starts it on each node")
+    say(str(resolved.plan))
+    if resolved.allocation and resolved.allocation.start:
+        where = f"{resolved.allocation.scheduler} on {_listed(resolved.topology.hosts)}"
+        say(f"{where}; {resolved.allocation.start_origin}, so {resolved.allocation.start[0]} starts it on each node")
 
 
 def _listed(hosts: tuple[str, ...]) -> str:
@@ -29,46 +30,46 @@ def _listed(hosts: tuple[str, ...]) -> str:
     return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
 
 
-def commands(found: Found) -> Iterator[str]:
+def commands(resolved: Resolved) -> Iterator[str]:
     """Yield the lines of --dry-run: the command that this process would start and, across an allocation, each node's own."""
-    if not found.is_started_elsewhere:
-        yield shlex.join(found.accelerate_argv()) + "\n"
+    if not resolved.is_started_elsewhere:
+        yield shlex.join(resolved.accelerate_argv()) + "\n"
         return
-    yield shlex.join(found.start()) + "\n"
+    yield shlex.join(resolved.start()) + "\n"
     quote = functools.lru_cache(shlex.quote)  # of thousands of nodes, most words are the same
-    for node_rank, host in enumerate(found.topology.hosts):
-        yield f"# node {node_rank}, {host}:\n{' '.join(map(quote, found.accelerate_argv(node_rank)))}\n"
+    for node_rank, host in enumerate(resolved.topology.hosts):
+        yield f"# node {node_rank}, {host}:\n{' '.join(map(quote, resolved.accelerate_argv(node_rank)))}\n"
 
 
-def explanation(found: Found, environment: Mapping[str, str]) -> Iterator[str]:
+def explanation(resolved: Resolved, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield the lines of --explain: name, value and origin of everything that was decided."""
-    topology, plan = found.topology, found.plan
+    topology, plan = resolved.topology, resolved.plan
     names = ["num_nodes", "processes_per_node", "node_rank", "head_address", "port", "threads_per_process"]
     rows = [(name, getattr(topology, name), topology.origins.get(name, "default")) for name in names]
-    where = found.allocation.scheduler if found.allocation else "this machine"
-    rows = [("runs in", where, "its variables" if found.allocation else "no scheduler's variables"), *rows]
+    where = resolved.allocation.scheduler if resolved.allocation else "this machine"
+    rows = [("runs in", where, "its variables" if resolved.allocation else "no scheduler's variables"), *rows]
     if topology.hosts:
         rows.append(("hosts", _listed(topology.hosts), topology.origins.get("hosts", "default")))
     rows += [
         ("world_size", topology.world_size, "num_nodes x processes_per_node"),
-        ("preset", found.preset.name, found.preset_origin),
-        ("recipe", found.recipe, found.recipe_origin),
+        ("preset", resolved.preset.name, resolved.preset_origin),
+        ("recipe", resolved.recipe, resolved.recipe_origin),
         ("global_batch_size", plan.global_batch_size, "recipe, train.global_batch_size"),
         ("micro_batch", plan.micro_batch, "global_batch_size / (world_size x accumulation)"),
         ("accumulation", plan.accumulation, "as few passes as train.max_micro_batch allows"),
     ]
-    rows += _rows_of_time(found, environment)
-    if found.allocation and found.allocation.start:
-        rows.append(("started by", found.allocation.start[0], found.allocation.start_origin))
+    rows += _rows_of_time(resolved, environment)
+    if resolved.allocation and resolved.allocation.start:
+        rows.append(("started by", resolved.allocation.start[0], resolved.allocation.start_origin))
     width = min(max(len(str(value)) for _, value, _ in rows), 32)  # long lists of hosts stick out
     yield from (f"{name:<20} {value!s:<{width}}  {origin}".rstrip() + "\n" for name, value, origin in rows)
 
 
-def _rows_of_time(found: Found, environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
+def _rows_of_time(resolved: Resolved, environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     """Where the run goes on, and until when it may run."""
-    yield "run_dir", found.run_dir or "-", found.run_dir_origin
-    yield "resume", found.resume() or "never", "--resume" if found.options.resume else "what is in run_dir goes on"
-    times = found.times(environment)
+    yield "run_dir", resolved.run_dir or "-", resolved.run_dir_origin
+    yield "resume", resolved.resume() or "never", "--resume" if resolved.options.resume else "what is in run_dir goes on"
+    times = resolved.times(environment)
     for name, moment_s in (("submitted", times.submitted_s), ("started", times.started_s), ("ends", times.ends_s)):
         if moment_s is not None or name == "ends":
             shown = "not known" if moment_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_s))

@@ -30,47 +30,47 @@ from launch.schedulers import detect, local
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import ATTEMPT, Job
 from launch.start import attempts, explain, meeting, meeting_key, run_checks, signals, supervise
-from launch.start.outcome import Folder
-from launch.start.resolved import Found
+from launch.start.outcome import OutcomeFile
+from launch.start.resolved import Resolved
 
 
 def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun launch` with these arguments and return its exit code. Raises SamerunError."""
     options, passed_on, training = read(argv)
-    found = _find_out(options, passed_on, argv, environment, overrides=training.overrides)
-    if not found.is_task:  # or each node would look again
-        if not found.job:  # or the time is that of the job
+    resolved = _resolve(options, passed_on, argv, environment, overrides=training.overrides)
+    if not resolved.is_task:  # or each node would look again
+        if not resolved.job:  # or the time is that of the job
             end_time_s(environment)
-        for problem in run_checks.problems(training, run_dir=found.run_dir, resume=found.resume()):
+        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume()):
             raise problem
-    found.accelerate_argv()  # what cannot be is refused here, not on every node
-    if found.topology.node_rank == 0:  # or each node would say the same
-        explain.introduce(found, say)
+    resolved.accelerate_argv()  # what cannot be is refused here, not on every node
+    if resolved.topology.node_rank == 0:  # or each node would say the same
+        explain.introduce(resolved, say)
     if options.explain:
-        sys.stdout.writelines(explain.explanation(found, environment))
+        sys.stdout.writelines(explain.explanation(resolved, environment))
     if options.dry_run:
-        sys.stdout.writelines(explain.commands(found))
+        sys.stdout.writelines(explain.commands(resolved))
     if options.explain or options.dry_run:
         return 0
-    if found.is_task:
-        return _run_task(replace(found, topology=_met(found, environment, say)), environment, say)
-    if found.run_dir is not None:
-        return _run(found, environment, say)
-    run_dir = _new_run_dir(found.recipe)
+    if resolved.is_task:
+        return _run_task(replace(resolved, topology=_met(resolved, environment, say)), environment, say)
+    if resolved.run_dir is not None:
+        return _run(resolved, environment, say)
+    run_dir = _new_run_dir(resolved.recipe)
     try:
-        return _run(replace(found, run_dir=str(run_dir)), environment, say)
+        return _run(replace(resolved, run_dir=str(run_dir)), environment, say)
     finally:
         with suppress(OSError):
             run_dir.rmdir()  # if it is empty: what was wrong was found before anything was written
 
 
-def _run_task(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
+def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
     """Run the processes of this node."""
-    command = found.accelerate_argv()
+    command = resolved.accelerate_argv()
     say(shlex.join(command))
-    told = meeting_key.without(found.times(environment).told(environment))
+    told = meeting_key.without(resolved.times(environment).told(environment))
     # Where `samerun launch` started this, it is the one that looks.
-    folder = Folder(Path(found.run_dir)) if found.run_dir and ATTEMPT not in environment else None
+    folder = OutcomeFile(Path(resolved.run_dir)) if resolved.run_dir and ATTEMPT not in environment else None
     is_lost = _is_lost(environment)
     ending = supervise.run(command, told, pass_on=signals.to_ranks, watched=False, is_lost=is_lost)
     outcome = folder.outcome() if folder and ending.exit_code == 0 else None
@@ -83,10 +83,10 @@ def _is_lost(environment: Mapping[str, str]) -> Callable[[], bool]:
     return lambda: "SSH_CONNECTION" in environment and os.getppid() != parent
 
 
-def _run(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
+def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
     """Run it from where it was typed."""
-    say(shlex.join(found.start() if found.is_started_elsewhere else found.accelerate_argv()))
-    return attempts.run(_attempts(found, environment, say), say)
+    say(shlex.join(resolved.start() if resolved.is_started_elsewhere else resolved.accelerate_argv()))
+    return attempts.run(_attempts(resolved, environment, say), say)
 
 
 def _new_run_dir(recipe: str) -> Path:
@@ -120,48 +120,50 @@ def options() -> list[str]:
     return _parser().options()
 
 
-def _attempts(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> attempts.Plan:
+def _attempts(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> attempts.Plan:
     """What is run from here, a batch script or this machine, until the run is over."""
-    times = found.times(environment)
-    if found.job and times.ends_s is None:
+    times = resolved.times(environment)
+    if resolved.job and times.ends_s is None:
         say(f"nothing tells when the job's time is over ({times.origin}), so the run cannot stop before it")
     pass_on = signals.to_ranks
-    if found.is_started_elsewhere:
-        pass_on = signals.to_srun if found.start()[0] == "srun" else signals.to_itself
-    assert found.run_dir is not None
-    by_hand = [] if found.options.run_dir else ["--run-dir", found.run_dir]
+    if resolved.is_started_elsewhere:
+        pass_on = signals.to_srun if resolved.start()[0] == "srun" else signals.to_itself
+    assert resolved.run_dir is not None
+    by_hand = [] if resolved.options.run_dir else ["--run-dir", resolved.run_dir]
     return attempts.Plan(
-        command=lambda again: found.start(again=again) if found.is_started_elsewhere else found.accelerate_argv(again=again),
-        environment={**times.told(environment), **(meeting_key.new() if found.is_started_elsewhere else {})},
+        command=lambda again: (
+            resolved.start(again=again) if resolved.is_started_elsewhere else resolved.accelerate_argv(again=again)
+        ),
+        environment={**times.told(environment), **(meeting_key.new() if resolved.is_started_elsewhere else {})},
         pass_on=pass_on,
-        run_dir=Path(found.run_dir),
-        job=found.job,
-        max_restarts=found.options.max_restarts,
-        max_requeues=found.options.max_requeues,
-        by_hand=shlex.join(["samerun", "launch", *by_hand, *found.argv]),
+        run_dir=Path(resolved.run_dir),
+        job=resolved.job,
+        max_restarts=resolved.options.max_restarts,
+        max_requeues=resolved.options.max_requeues,
+        by_hand=shlex.join(["samerun", "launch", *by_hand, *resolved.argv]),
     )
 
 
-def _met(found: Found, environment: Mapping[str, str], say: Callable[[str], None]) -> Topology:
+def _met(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> Topology:
     """The topology when its nodes have met: with another port, if a program is at the one made from the job's id."""
-    topology = found.topology
+    topology = resolved.topology
     if topology.num_nodes == 1:
         return topology
-    key = meeting_key.find(environment, found.run_dir, found.job.name if found.job else "")
-    port = meeting.meet(topology, key, only_port=found.options.port is not None)
+    key = meeting_key.find(environment, resolved.run_dir, resolved.job.name if resolved.job else "")
+    port = meeting.meet(topology, key, only_port=resolved.options.port is not None)
     if port != topology.port and topology.node_rank == 0:
         say(f"{topology.described('port')} is in use on {topology.hosts[0]}: the run takes {port}")
     return replace(topology, port=port)
 
 
-def _find_out(
+def _resolve(
     options: argparse.Namespace,
     passed_on: list[str],
     argv: list[str],
     environment: Mapping[str, str],
     *,
     overrides: Sequence[str],
-) -> Found:
+) -> Resolved:
     divide_total(options, environment, nodes=options.nodes)
     asked = {"processes": options.processes, "processes_per_node": options.processes_per_node, "nodes": options.nodes}
     allocation = detect.find(environment, **asked)
@@ -177,7 +179,7 @@ def _find_out(
     # What every process would refuse after its slow imports is refused now.
     loaded = load_recipe(options.recipe or "digits", overrides)
     run_dir, run_dir_origin = _run_dir(options, job, loaded.name)
-    return Found(
+    return Resolved(
         allocation=allocation,
         job=job,
         topology=topology,

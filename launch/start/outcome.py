@@ -30,8 +30,8 @@ class Outcome:
         return f"{self.outcome} at step {self.step} of {self.total_steps} ({self.reason})"
 
 
-class Folder:
-    """A run folder, looked at before a run and after it. Only what has changed is its outcome, whatever the clocks say."""
+class OutcomeFile:
+    """That of a run folder, looked at before a run and after it: only what has changed is its outcome, whatever clocks say."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / _FILE

@@ -17,7 +17,7 @@ from launch.schedulers.job import ATTEMPT, Job, Times
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Resolved:
     """All that was found out and checked."""
 
     allocation: Allocation | None

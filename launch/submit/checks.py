@@ -22,8 +22,8 @@ from launch import preset
 from launch.command import accelerate_argv
 from launch.start import run_checks
 from launch.submit import script
+from launch.submit.array import Combination
 from launch.submit.script import SUBMITTERS, Scheduler
-from launch.submit.sweep import Combination
 
 # What a scheduler's option must not say, because one of ours does and is checked, or because it is told to the user.
 _LOG = "the log lies beside the script: nothing"

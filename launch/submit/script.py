@@ -26,7 +26,7 @@ _REPLACES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobRequest:
     """A job to be written down; its texts have been checked, so none has a line break or a space but `command`."""
 
     name: str
@@ -51,7 +51,7 @@ class Job:
     command: Sequence[str]
 
 
-def render(job: Job, scheduler: Scheduler) -> str:
+def render(job: JobRequest, scheduler: Scheduler) -> str:
     """Return the text of the script."""
     prefix = "#SBATCH" if scheduler == "slurm" else "#PBS"
     requests = list(_slurm(job) if scheduler == "slurm" else _pbs(job))
@@ -77,7 +77,7 @@ def key(option: str) -> str:
     return " ".join(words[:2]) if words[:1] == ["-l"] else words[0] if words else ""
 
 
-def _slurm(job: Job) -> Iterator[str]:
+def _slurm(job: JobRequest) -> Iterator[str]:
     yield f"--job-name={job.name}"
     yield f"--nodes={job.nodes}"
     yield "--ntasks-per-node=1"
@@ -99,7 +99,7 @@ def _slurm(job: Job) -> Iterator[str]:
     yield "--open-mode=append"  # a requeued job goes on in its log instead of beginning it anew
 
 
-def _pbs(job: Job) -> Iterator[str]:
+def _pbs(job: JobRequest) -> Iterator[str]:
     yield f"-N {job.name}"
     cpus = f":ncpus={job.cpus_per_node}" if job.cpus_per_node else ""
     gpus = f":ngpus={job.gpus_per_node}" if job.gpus_per_node else ""

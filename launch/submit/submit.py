@@ -23,9 +23,9 @@ from app.place.inherited import for_a_new_job
 from app.place.topology import Topology
 from launch.run_module import program
 from launch.start import launch, run_checks
-from launch.submit import checks, script, sweep
-from launch.submit.script import SUBMITTERS, Job, Scheduler
-from launch.submit.sweep import Combination
+from launch.submit import array, checks, script
+from launch.submit.array import Combination
+from launch.submit.script import SUBMITTERS, JobRequest, Scheduler
 
 _RUNS = Path("runs")
 _SCRIPTS = _RUNS / "submitted"
@@ -97,7 +97,7 @@ def _introduce(plan: _Plan, say: Callable[[str], None]) -> None:
 def _run_task(argv: Sequence[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """In a task of an array: become `samerun launch` with the combination of the task, in a run folder of its own."""
     text, runs, *launch_argv = argv
-    index, combination = sweep.chosen(text, environment)
+    index, combination = array.chosen(text, environment)
     say(f"task {index} of the array: {' '.join(combination.overrides)}")
     run_dir = str(Path(runs) / combination.folder)
     return launch.launch(["--run-dir", run_dir, *launch_argv, *combination.overrides], environment, say=say)
@@ -123,7 +123,7 @@ def _hand_over(plan: _Plan, environment: Mapping[str, str], say: Callable[[str],
 class _Plan:
     """A job that has been checked."""
 
-    job: Job
+    job: JobRequest
     scheduler: Scheduler
     script: Path
     batches: list[str]
@@ -177,10 +177,10 @@ def _sweep(options: argparse.Namespace, problems: list[str]) -> list[Combination
     """The combinations of --array; what is wrong with them is added to `problems`."""
     if options.array is None:
         return []
-    twice = sweep.keys(options.array) & {word.partition("=")[0] for word in options.overrides}
+    twice = array.keys(options.array) & {word.partition("=")[0] for word in options.overrides}
     problems += [f"{key} is given by --array and by {key}=...: leave out one of them" for key in sorted(twice)]
     try:
-        return sweep.parse(options.array)
+        return array.parse(options.array)
     except SubmitError as error:
         problems += str(error).splitlines()
         return []
@@ -209,9 +209,9 @@ def _job_name(recipe: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", Path(recipe).stem).lstrip("._+-") or "samerun"
 
 
-def _job(options: argparse.Namespace, scheduler: Scheduler, *, name: str, stem: str, command: Sequence[str]) -> Job:
-    tasks = [combination.folder for combination in sweep.parse(options.array)] if options.array else []
-    return Job(
+def _job(options: argparse.Namespace, scheduler: Scheduler, *, name: str, stem: str, command: Sequence[str]) -> JobRequest:
+    tasks = [combination.folder for combination in array.parse(options.array)] if options.array else []
+    return JobRequest(
         name=name,
         nodes=int(options.nodes),
         gpus_per_node=options.gpus_per_node,
