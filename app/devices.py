@@ -109,8 +109,8 @@ def confined(devices: Sequence[Device]) -> str | None:
         if alike and len({each.identity for each in there}) > 1:
             return (
                 f"each process of {host} can reach its own GPU only, so NCCL may have to do without NVLink and peer-to-peer. "
-                f"Under Slurm let each task see all GPUs of its node: srun --gpus-per-node={len(there)} --gpu-bind=none, "
-                "without --gpus-per-task (docs/clusters.md)"
+                f"Under Slurm let each task see all GPUs of its node: --gpus-per-node={len(there)} in the place of "
+                "--gpus-per-task (docs/clusters.md)"
             )
     return None
 

@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 
 from app.errors import SamerunError, TopologyError, is_of_a_lost_peer
 
-LONGEST_WAIT = timedelta(days=20)
-"""As good as for ever; below 2**31 ms."""
+LONGEST_WAIT = timedelta(days=1)
+"""Longer than a download takes, or a copy, or decoding. What is not over then may well not end."""
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def test_who_can_reach_only_its_own_gpu_is_told_what_that_may_cost() -> None:
     note = devices.confined(node(ONLY, replace(ONLY, identity="GPU-b"), replace(ELSEWHERE, visible=1)))
     assert note is not None
     assert "each process of node1 can reach its own GPU only" in note
-    assert "srun --gpus-per-node=2 --gpu-bind=none" in note
+    assert "--gpus-per-node=2 in the place of --gpus-per-task" in note
 
 
 @pytest.mark.parametrize(

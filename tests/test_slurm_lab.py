@@ -119,8 +119,9 @@ def test_two_jobs_at_once_on_the_same_nodes(lab: Lab, alone: list[float], tmp_pa
 
 
 @pytest.mark.slow
-def test_one_task_per_gpu_by_srun(lab: Lab, alone: list[float], tmp_path: Path) -> None:
-    command = f"exec srun --gpus-per-task=1 python -m app.train --run-dir {tmp_path} {shlex.join(RECIPE)}"
+@pytest.mark.parametrize("gpus", ["--gpus-per-node=2", "--gpus-per-task=1"])
+def test_one_task_per_gpu_by_srun(lab: Lab, alone: list[float], tmp_path: Path, gpus: str) -> None:
+    command = f"exec srun {gpus} python -m app.train --run-dir {tmp_path} {shlex.join(RECIPE)}"
     tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=0")
     job = lab.wait(lab.sbatch(*tasks, "--wrap", command))
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
