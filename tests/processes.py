@@ -251,7 +251,8 @@ def end_warm() -> None:
 def start(preset: str, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Running:
     """Start a module (or a script, by its path) on warm ranks, with the environment of a preset."""
     # The meeting point of the launcher went with it.
-    meeting = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"} if processes and processes > 1 else {}
+    is_group = processes and preset not in ALONE
+    meeting = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"} if is_group else {}
     given = launched_environments(preset, processes or 1)
     return warm().start(last_of_each(command), [{**variables, **meeting, **(env or {})} for variables in given])
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import processes
@@ -10,6 +13,7 @@ import pytest
 import torch
 from processes import Started, accelerate, read_lines
 from torch.distributed import _functional_collectives
+from torch.nn.parallel import DistributedDataParallel
 
 from app.metrics.clock import Clock
 from app.metrics.communication import Communication, _replaced
@@ -76,23 +80,145 @@ def test_waits_are_timed_within_the_block_alone(owner: type[Waiting]) -> None:
     assert 0.02 <= clock.spent().phases_s["communication"] < 0.04
 
 
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of one process."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.usefixtures("group")
 def test_torch_has_its_own_methods_before_and_after() -> None:
     owners = (torch.distributed.Work, torch.distributed.ProcessGroup, _functional_collectives)
     before = [dict(vars(owner)) for owner in owners]
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        clock = Clock(torch.device("cpu"))
-        communication = Communication(torch.nn.Linear(1, 1), clock, torch.device("cpu"))
-        communication._is_timed = True  # as with several processes
-        assert [dict(vars(owner)) for owner in owners] == before
-        with communication.timed():
-            assert vars(torch.distributed.Work)["wait"] is not before[0]["wait"]
-            torch.distributed.all_reduce(torch.ones(1), async_op=True).wait()
-        assert [dict(vars(owner)) for owner in owners] == before
-    finally:
-        torch.distributed.destroy_process_group()
+    clock = Clock(CPU)
+    communication = Communication(torch.nn.Linear(1, 1), clock, CPU)
+    assert [dict(vars(owner)) for owner in owners] == before
+    with communication.timed():
+        assert vars(torch.distributed.Work)["wait"] is not before[0]["wait"]
+        torch.distributed.all_reduce(torch.ones(1), async_op=True, group=torch.distributed.new_group(backend="gloo")).wait()
+    assert [dict(vars(owner)) for owner in owners] == before
     clock.lap("other")
     assert clock.spent().phases_s["communication"] > 0
+
+
+def test_nobody_waits_without_a_group() -> None:
+    communication = Communication(torch.nn.Linear(1, 1), Clock(CPU), CPU)
+    assert not communication.is_timed
+    with communication.timed():
+        assert "wait" in vars(torch.distributed.Work)
+
+
+# DDP ------------------------------------------------------------------------------------------------------------------------
+
+
+def slowly(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A reduction that is done after some time."""
+    future = torch.futures.Future[torch.Tensor]()
+    threading.Timer(SLOW_S / 2, future.set_result, [bucket.buffer()]).start()
+    return future
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_is_timed_from_its_last_gradient_to_the_end_of_the_pass() -> None:
+    """And its gradients are the same, and what it was given to be timed is taken away again."""
+    clock, model = Clock(CPU), DistributedDataParallel(torch.nn.Linear(4, 2), gradient_as_bucket_view=True)
+    model.register_comm_hook(None, lambda _, bucket: slowly(bucket))
+    inputs = torch.randn(8, 4)
+
+    def pass_took_s() -> tuple[float, list[torch.Tensor]]:
+        before_s = clock.spent().phases_s["communication"]
+        model(inputs).square().sum().backward()
+        clock.lap("forward_backward")
+        gradients = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+        model.zero_grad()
+        return clock.spent().phases_s["communication"] - before_s, gradients
+
+    communication = Communication(model, clock, CPU)
+    untimed_s, gradients = pass_took_s()
+    with communication.timed():
+        timed = [pass_took_s() for _ in range(3)]
+        with model.no_sync():
+            kept_s, _ = pass_took_s()
+        with clock.paused():
+            paused_s, _ = pass_took_s()
+    assert (untimed_s, kept_s, paused_s, pass_took_s()[0]) == (0.0, 0.0, 0.0, 0.0)
+    for took_s, timed_gradients in timed:
+        assert SLOW_S / 4 < took_s < SLOW_S
+        assert all(torch.equal(*pair) for pair in zip(timed_gradients, gradients, strict=True))
+
+
+@pytest.mark.usefixtures("group")
+def test_ddps_own_timers_measure_its_first_steps_alone() -> None:
+    """On a GPU each step that they measure waits for the backward pass before it."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    with Communication(model, Clock(CPU), CPU).timed():
+        for _ in range(250):
+            model(torch.ones(1, 1)).sum().backward()
+    assert model._get_ddp_logging_data()["iteration"] == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("group")
+def test_on_a_gpu_ddp_is_timed_and_the_host_waits_for_nothing() -> None:
+    device, side = torch.device("cuda", 0), torch.cuda.Stream()
+    clock, model = Clock(device), DistributedDataParallel(torch.nn.Linear(4, 2).to(device), device_ids=[0])
+
+    def slowly_on_another_stream(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = torch.futures.Future[torch.Tensor](devices=[device])
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)  # cycles: some 0.03 s
+            future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, lambda _, bucket: slowly_on_another_stream(bucket))
+    inputs, began, ended = torch.randn(8, 4, device=device), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with Communication(model, clock, device).timed():
+        for step in range(30):
+            if step == 11:
+                before_s, began_s = clock.spent().phases_s, time.perf_counter()
+                began.record()
+            model(inputs).square().sum().backward()
+            clock.lap("forward_backward")
+        host_s = time.perf_counter() - began_s
+        ended.record()
+        spent_s = clock.spent().phases_s
+    gpu_s = began.elapsed_time(ended) / 1000
+    assert host_s < gpu_s / 2, "the host waited"
+    assert spent_s["communication"] - before_s["communication"] > 0.8 * gpu_s
+
+
+# All presets ----------------------------------------------------------------------------------------------------------------
+
+
+def shares_of(run_dir: Path) -> list[float]:
+    """What the last line says."""
+    line = read_lines(run_dir / "metrics.jsonl")[-1]
+    shares = [line[name] for name in ("data_wait_share", "forward_backward_share", "optimizer_share", "communication_share")]
+    assert sum(shares) <= 1.0
+    return shares
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("preset", ["deepspeed_zero3", "fsdp2"])
+def test_a_group_of_one_process_is_timed_like_any_other(preset: str, tmp_path: Path) -> None:
+    processes.train(preset, tmp_path, *RUN, processes=1).check()
+    assert 0 <= shares_of(tmp_path)[-1] < 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.multiproc
+@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
+def test_a_group_of_one_gpu_is_timed_by_its_stream(preset: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch.cli", "launch", "--preset", preset, "--processes", "1"]
+    Started([*command, "--run-dir", str(tmp_path), *RUN]).wait().check()
+    assert 0 <= shares_of(tmp_path)[-1] < 1
 
 
 @pytest.mark.multiproc
@@ -107,9 +233,7 @@ def test_metrics_and_profile_tell_the_same_of_a_slow_rank(preset: str, tmp_path:
     line = read_lines(tmp_path / "metrics.jsonl")[-1]
     assert line["step"] == STEPS
     assert line["communication_share"] == pytest.approx(profiled, abs=0.1)
-    assert line["communication_share"] > 0.3
-    named = ("data_wait_share", "forward_backward_share", "optimizer_share", "communication_share")
-    assert sum(line[name] for name in named) <= 1.0
+    assert shares_of(tmp_path)[-1] > 0.3
 
 
 @pytest.mark.multiproc

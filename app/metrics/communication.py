@@ -1,17 +1,22 @@
 """How long a rank stands still for the others.
 
-DDP times its own buckets. FSDP2 and DeepSpeed tell nothing, but they are Python: on a CPU their ranks stand still in torch's
-`Work.wait`, on GPUs their streams do where they are told to wait, or where a collective is put into them. These few methods of
-torch, through which both go, are timed while a run trains, by others in their place. Torch has no hook there, on its side of a
-wait; before and after the training its methods are its own.
+Nothing here waits for a GPU: its streams keep events, which are read when a line is logged.
+
+DDP is timed by callbacks around its own, at the end of a backward pass. It has timers, too, but where they measure a step they
+wait in the next forward pass for its events (torch/csrc/distributed/c10d/logger.cpp and reducer_cuda.cpp): they measure the
+first ten, from which nothing keeps them, and no others.
+
+FSDP2 and DeepSpeed are Python: on a CPU their ranks stand still in torch's `Work.wait`, on GPUs their streams do where they are
+told to wait, or where a collective is put into them. These few methods of torch, through which both go, are timed while a run
+trains, by others in their place. Torch has no hook there, on its side of a wait; before and after the training its methods are
+its own.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,10 +26,10 @@ from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
 from app import compiling
-from app.metrics.clock import Clock, Phase
+from app.metrics.clock import Clock
 
-_SAMPLE_EVERY_STEPS = 10
-"""DDP measures the first ten steps and every hundredth from then on, unless it is told otherwise."""
+_NEVER = 2**31 - 1
+"""Steps from one that DDP measures to the next, after the first ten: an int."""
 _COLLECTIVES = (
     "_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
     "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall",
@@ -38,41 +43,52 @@ class Communication:
     """Exposed communication of a prepared model: the part of it that no work hides."""
 
     def __init__(self, model: torch.nn.Module, clock: Clock, device: torch.device) -> None:
-        """`clock` is told of each wait, where the strategy does not tell by itself."""
+        """`clock` is told of each wait."""
         self._clock, self._device = clock, device
         inner = compiling.uncompiled(model)
         self._ddp = inner if isinstance(inner, DistributedDataParallel) else None
-        self._is_timed = self._ddp is None and dist.is_initialized() and dist.get_world_size() > 1
+        self.is_timed = dist.is_initialized()
+        """Whether there is a group to wait for, of one process if need be."""
         if self._ddp is not None:
-            self._ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_EVERY_STEPS)
+            self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Have the clock told, in the block, when this process stands still."""
         with ExitStack() as replaced:
-            if self._is_timed:
+            if self._ddp is not None:
+                replaced.enter_context(_backward_passes_timed(self._ddp, self._clock))
+            elif self.is_timed:
                 _time_waits(self._clock, self._device, replaced)
             yield
 
-    def set_apart(self, phases_s: Mapping[Phase, float], *, steps: int) -> dict[Phase, float]:
-        """Return the seconds of so many steps with the communication in none but its own phase: NaN if it is not known."""
-        if self._is_timed:
-            return dict(phases_s)
-        exposed_s = self._exposed_in_backward_s()
-        if exposed_s is None:
-            return {**phases_s, "communication": math.nan}
-        passes_s = phases_s["forward_backward"]
-        communication_s = min(exposed_s * steps, passes_s)
-        return {**phases_s, "communication": communication_s, "forward_backward": passes_s - communication_s}
 
-    def _exposed_in_backward_s(self) -> float | None:
-        """What was left of DDP's communication when the backward pass ended that was measured last. None: not known."""
-        if self._ddp is None:
-            return None
-        # On GPUs by events (torch/csrc/distributed/c10d/reducer_timer.hpp).
-        said = self._ddp._get_ddp_logging_data()
-        total_ns, hidden_ns = said.get("backward_comm_time"), said.get("backward_compute_comm_overlap_time")
-        return None if total_ns is None or hidden_ns is None else max(0.0, (total_ns - hidden_ns) / 1e9)
+@contextmanager
+def _backward_passes_timed(ddp: DistributedDataParallel, clock: Clock) -> Iterator[None]:
+    """Have the clock told of what is left of DDP's communication when a backward pass has computed its last gradient.
+
+    DDP waits for it, or has the stream wait, in a callback at the end of the pass, which it asks for when the last gradient is
+    there (torch/csrc/distributed/c10d/reducer.cpp, `mark_variable_ready`). Callbacks are called in the order in which they were
+    asked for, and may ask for more (torch/csrc/autograd/engine.cpp, `exec_post_processing`). Ours is asked for with a gradient,
+    before DDP takes note of that, so it comes before DDP's; and what it asks for comes after.
+    """
+    ask_for = torch.autograd.Variable._execution_engine.queue_callback
+
+    def begin() -> None:
+        if clock.stand_still():
+            ask_for(clock.go_on)
+
+    def see(_gradient: torch.Tensor) -> None:
+        if ddp.require_backward_grad_sync:
+            ask_for(begin)
+
+    # Who looks at a gradient may have it copied: let it be the smallest.
+    smallest = min((weight for weight in ddp.parameters() if weight.requires_grad), key=torch.Tensor.numel)
+    handle = smallest.register_hook(see)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _time_waits(clock: Clock, device: torch.device, replaced: ExitStack) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import psutil
@@ -33,14 +32,14 @@ class Gauges:
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
         self._process = psutil.Process()
 
-    def read(self, sums: torch.Tensor, spent: Spent, *, samples: int, steps: int) -> tuple[list[float], dict[str, Any]]:
-        """Return the ranks' `sums` (float64 [n]) added up, and the readings by name, of so many samples and steps.
+    def read(self, sums: torch.Tensor, spent: Spent, *, samples: int) -> tuple[list[float], dict[str, Any]]:
+        """Return the ranks' `sums` (float64 [n]) added up, and the readings by name, of so many samples.
 
         All ranks call it.
         Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
-        not known is None: communication where there is one process, utilization where the device's peak is not known.
+        not known is None: communication where there is no process group, utilization where the device's peak is not known.
         """
-        phases_s = self.communication.set_apart(spent.phases_s, steps=steps)
+        phases_s = spent.phases_s
         times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"], phases_s["communication"]]
         own = [spent.training_s, *times_s, float(self._memory_bytes())]
         readings = torch.cat([sums, torch.tensor(own, dtype=torch.float64).to(sums.device)])
@@ -57,7 +56,7 @@ class Gauges:
             "samples_per_s_per_device": samples_per_s / len(ranks),
             "data_wait_share": data_wait,
             "forward_backward_share": forward_backward,
-            "communication_share": None if math.isnan(communication) else communication,
+            "communication_share": communication if self.communication.is_timed else None,
             "optimizer_share": optimizer,
             "flops_per_s": flops_per_s,
             "mfu": None if peak is None else flops_per_s / (peak * len(ranks)),

@@ -97,7 +97,7 @@ class Metrics:
         spent = self.clock.spent()
         since = spent - self._logged
         samples = steps * self._global_batch_size
-        (loss_sum, right), readings = self._gauges.read(self._losses.take(), since, samples=samples, steps=steps)
+        (loss_sum, right), readings = self._gauges.read(self._losses.take(), since, samples=samples)
         counted = max(applied, 1) * self._global_batch_size
         loss = loss_sum / counted
         self._unrecorded_s += samples / readings["samples_per_s"]  # the mean of the ranks, so that they agree
