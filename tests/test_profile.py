@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from processes import Finished
 
 from app.errors import RecipeError
-from app.profiling import clocks, merge, raw, spans, summary
+from app.profiling import clocks, merge, rank_file, raw, spans, summary
 from app.profiling.account import Process
 from app.profiling.profile import check_window
 from app.profiling.rank_file import Header, RankFile, path_of
@@ -141,7 +141,7 @@ def headers(lateness_us: list[list[float]]) -> list[Header]:
             steps=list(range(1, len(moments) + 1)),
             clock_error_us=0.0,
             parts_us={"compute": 9_000.0 * len(moments), "communication": 1_000.0 * len(moments), "optimizer": 0.0,
-                      "data_wait": 0.0, "other": 0.0},
+                      "copies": 0.0, "data_wait": 0.0, "other": 0.0},
             outstanding_us=1_000.0 * len(moments),
             collectives=[
                 (step, "gloo:all_reduce", 0, moment, end, end - moment)
@@ -233,10 +233,127 @@ def test_on_a_gpu_communication_is_hidden_behind_its_other_kernels() -> None:
     ):
         process.add(one)
     account = process.account()  # the step lasts until the GPU is done with it
-    assert account.parts_ns == {"compute": 500, "communication": 200, "optimizer": 50, "data_wait": 100, "other": 50}
+    assert account.parts_ns == {
+        "compute": 500,
+        "communication": 200,
+        "optimizer": 50,
+        "copies": 0,
+        "data_wait": 100,
+        "other": 50,
+    }
     (collective,) = account.collectives
     assert (account.outstanding_ns, collective.step, collective.came_ns, collective.exposed_ns) == (400, 4, 400, 200)
     assert account.operations[0] == ("gemm", 500, 1)
+
+
+# A step with an offloaded optimizer, as github.com/pytorch/kineto writes it (libkineto/src/output_json.cpp, CuptiActivity.cpp).
+OFFLOADED = """
+  {
+    "schemaVersion": 1,
+    "deviceProperties": [
+    ],
+  "displayTimeUnit": "ms",
+  "baseTimeNanoseconds": 1795420000000000000,
+  "traceEvents": [
+  {
+    "ph": "X", "cat": "user_annotation", "name": "step 4", "pid": 77, "tid": 77,
+    "ts": 100.000, "dur": 500.000,
+    "args": {
+      "External id": 1,"Record function id": 0, "Ev Idx": 0
+    }
+  },
+  {
+    "ph": "X", "cat": "user_annotation", "name": "data wait", "pid": 77, "tid": 77,
+    "ts": 100.000, "dur": 60.000,
+    "args": {
+      "External id": 2,"Record function id": 0, "Ev Idx": 1
+    }
+  },
+  {
+    "ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "pid": 0, "tid": 17,
+    "ts": 110.000, "dur": 20.500,
+    "args": {
+      "External id": 3,"device": 0, "context": 1,"stream": 17, "correlation": 903,
+      "bytes": 401408, "memory bandwidth (GB/s)": 19.58
+    }
+  },
+  {
+    "ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "pid": 0, "tid": 7,
+    "ts": 160.000, "dur": 10.000,
+    "args": {
+      "External id": 4,"device": 0, "context": 1,"stream": 7, "correlation": 911,
+      "bytes": 512, "memory bandwidth (GB/s)": 0.0512
+    }
+  },
+  {
+    "ph": "X", "cat": "kernel", "name": "sm80_xmma_fprop_implicit_gemm", "pid": 0, "tid": 7,
+    "ts": 170.000, "dur": 130.000,
+    "args": {
+      "External id": 5,"queued": 0, "device": 0, "context": 1,"stream": 7, "correlation": 915,"registers per thread": 128,
+      "shared memory": 13056,"blocks per SM": 0.72,"warps per SM": 2.9,"grid": [8, 12, 1],"block": [128, 1, 1],
+      "est. achieved occupancy %": 5
+    }
+  },
+  {
+    "ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "pid": 0, "tid": 7,
+    "ts": 300.000, "dur": 20.000,
+    "args": {
+      "External id": 6,"device": 0, "context": 1,"stream": 7, "correlation": 921,
+      "bytes": 4096, "memory bandwidth (GB/s)": 0.2048
+    }
+  },
+  {
+    "ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "pid": 0, "tid": 21,
+    "ts": 280.000, "dur": 140.000,
+    "args": {
+      "External id": 7,"device": 0, "context": 1,"stream": 21, "correlation": 931,
+      "bytes": 1609728, "memory bandwidth (GB/s)": 11.5
+    }
+  },
+  {
+    "ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "pid": 0, "tid": 17,
+    "ts": 520.000, "dur": 100.000,
+    "args": {
+      "External id": 8,"device": 0, "context": 1,"stream": 17, "correlation": 941,
+      "bytes": 1609728, "memory bandwidth (GB/s)": 16.1
+    }
+  },
+  {
+    "name": "Record Window End", "ph": "i", "s": "g",
+    "pid": "", "tid": "", "ts": 700.000
+  }
+  ],
+  "traceName": "trace.json"
+}
+"""
+
+
+def test_copies_of_an_offloaded_optimizer_are_no_idling(tmp_path: Path) -> None:
+    """But those that are hidden behind kernels are in no part of their own."""
+    (tmp_path / "trace.json").write_text(OFFLOADED)
+    here = clocks.Offset(0.0, 0.0)
+    zero_ns = 1795420000000000000
+    who = rank_file.Who(recorded=0.0, rank=0, world_size=1, host="node1", device="cuda:0", strategy="deepspeed")
+    axis = clocks.Axis(zero_ns, begin_ns=zero_ns, begin=here, end_ns=zero_ns + 10**9, end=here)
+    rank_file.write(tmp_path, tmp_path / "trace.json", axis, who)
+    header = RankFile(path_of(tmp_path, 0)).header
+    assert header.parts_us == {"compute": 160.0, "optimizer": 0.0, "communication": 0.0, "copies": 220.5, "data_wait": 39.5,
+                               "other": 100.0}  # fmt: skip
+    assert header.operations[:2] == [("Memcpy DtoH (Device -> Pinned)", 140.0, 1), ("sm80_xmma_fprop_implicit_gemm", 130.0, 1)]
+    text = merge.merge(tmp_path).text
+    assert re.search(r"^a step, in ms +compute +optimizer +communication +copies +data wait +other$", text, re.MULTILINE), text
+    assert "0.22 (42%)" in text, text
+
+
+def test_files_from_before_there_was_a_part_are_read(slow_run: tuple[Path, Finished], copied: Path) -> None:
+    path = path_of(copied / "profile", 0)
+    with gzip.open(path, "rt") as file:
+        lines = file.read()
+    with gzip.open(path, "wt") as file:
+        file.write(lines.replace('"copies": 0.0, ', "", 1))
+    assert path.read_bytes() != path_of(slow_run[0] / "profile", 0).read_bytes()
+    assert RankFile(path).header == RankFile(path_of(slow_run[0] / "profile", 0)).header
+    assert " copies" not in merge.merge(copied / "profile").text, "a CPU has none"
 
 
 def test_on_a_cpu_communication_is_where_no_operator_runs() -> None:

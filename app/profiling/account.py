@@ -3,6 +3,7 @@
 Each moment of a step is in exactly one part:
 
     communication   the process stands still for a collective operation
+    copies          its GPU copies to or from the host, as offloaded weights, and does nothing else
     data_wait       it waits for its next samples
     optimizer       it takes the optimizer's step
     compute         it is in the forward and backward pass
@@ -11,8 +12,9 @@ Each moment of a step is in exactly one part:
 On a CPU communication is where a collective is under way and no operator runs on the thread that trains. Torch does not say who
 waits for what, so gaps count that are longer than what Python does between two operators, or in which a collective ends; gloo's
 threads say so when the waiting one goes on already, on busy cores by milliseconds. With GPUs the parts are of the GPU, and
-communication is where NCCL's kernels run and no others (as in github.com/facebookresearch/HolisticTraceAnalysis). What is under
-way while others work is hidden. Evaluating and saving, in between, are in no step. Standard library only.
+communication is where NCCL's kernels run and no others (as in github.com/facebookresearch/HolisticTraceAnalysis). What a GPU
+copies or fills within its own memory is work as its kernels are. What is under way while others work is hidden. Evaluating and
+saving, in between, are in no step. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 from app.profiling.raw import Event, Lane
 from app.profiling.spans import Span, Spans, both, length, union, without
 
-PARTS = ("compute", "optimizer", "communication", "data_wait", "other")
+PARTS = ("compute", "optimizer", "communication", "copies", "data_wait", "other")
 STEP, PAUSE = "step ", "paused"
 """Ranges of the training loop: a step with its number, and a pause."""
 DATA_WAIT, FORWARD, BACKWARD, OPTIMIZER, LOG = PHASES = ("data wait", "forward", "backward", "optimizer", "log")
@@ -75,7 +77,7 @@ class Process:
         self._device_optimizer: list[Span] = []
         self._threads: dict[Lane, list[tuple[int, int, str]]] = defaultdict(list)
         self._gloo: list[Event] = []
-        self._kernels: list[Event] = []
+        self._on_gpu: list[Event] = []
         self._launches: dict[int, int] = {}
         self.main: Lane | None = None
         """The lane of the thread that trains, once a step was seen."""
@@ -85,8 +87,8 @@ class Process:
         span = (event.begin_ns, event.end_ns)
         if event.is_of_gloo:
             self._gloo.append(event)
-        elif event.is_kernel:
-            self._kernels.append(event)
+        elif event.is_of_gpu:
+            self._on_gpu.append(event)
         elif event.kind in ("cuda_runtime", "cuda_driver"):
             self._launches[event.arguments.get("correlation", -1)] = event.begin_ns
         elif event.kind == "cpu_op":
@@ -113,9 +115,9 @@ class Process:
     def account(self) -> Account:
         """Return where the time went, when all events are there."""
         account = Account()
-        if self._kernels and self._steps:  # the host may be steps ahead of its GPU, which it waited for at the end
+        if self._on_gpu and self._steps:  # the host may be steps ahead of its GPU, which it waited for at the end
             last, (begin_ns, end_ns) = max(self._steps.items())
-            self._steps[last] = (begin_ns, max(end_ns, *(kernel.end_ns for kernel in self._kernels)))
+            self._steps[last] = (begin_ns, max(end_ns, *(event.end_ns for event in self._on_gpu)))
         steps = without(union(self._steps.values()), union(self._pauses))
         for operators in self._threads.values():
             operators.sort()
@@ -123,7 +125,7 @@ class Process:
         account.collectives = sorted(self._collectives(steps), key=lambda collective: collective.event.end_ns)
         spans = [(one.came_ns, one.event.end_ns) for one in account.collectives]
         account.outstanding_ns = length(both(union(spans), steps))
-        exposed = (self._parts_of_device if self._kernels else self._parts_of_host)(account, spans, steps)
+        exposed = (self._parts_of_device if self._on_gpu else self._parts_of_host)(account, spans, steps)
         _attribute(exposed, account.collectives)
         return account
 
@@ -138,8 +140,8 @@ class Process:
 
     def _called_for(self) -> Iterable[tuple[int, int, Event]]:
         """The collectives, with when they were called for, and when this rank was there."""
-        if self._kernels:  # what goes round past the GPU keeps nobody waiting but the host
-            for event in self._kernels:
+        if self._on_gpu:  # what goes round past the GPU keeps nobody waiting but the host
+            for event in self._on_gpu:
                 if event.is_of_nccl:
                     yield self._launches.get(event.arguments.get("correlation", -1), event.begin_ns), event.begin_ns, event
             return
@@ -169,13 +171,15 @@ class Process:
 
     def _parts_of_device(self, account: Account, collectives: Sequence[Span], steps: Spans) -> Spans:
         """Do as `_parts_of_host` does, with the GPU as the one that works or stands still."""
-        working = union((event.begin_ns, event.end_ns) for event in self._kernels if not event.is_of_nccl)
-        busy = both(working, steps)
+        own = [event for event in self._on_gpu if not event.is_of_nccl]
+        busy = both(union((event.begin_ns, event.end_ns) for event in own if not event.is_copy), steps)
         exposed = without(both(union(collectives), steps), busy)
-        idle = without(without(steps, busy), exposed)
+        free = without(without(steps, busy), exposed)
+        copies = both(union((event.begin_ns, event.end_ns) for event in own if event.is_copy), free)
+        waits = both(without(free, copies), union(self._ranges[DATA_WAIT]))
         optimizer = length(both(busy, union(self._device_optimizer)))
         parts = {"compute": length(busy) - optimizer, "optimizer": optimizer, "communication": length(exposed)}
-        self._fill(account, {**parts, "data_wait": length(both(idle, union(self._ranges[DATA_WAIT])))}, steps)
+        self._fill(account, {**parts, "copies": length(copies), "data_wait": length(waits)}, steps)
         return exposed
 
     def _fill(self, account: Account, parts_ns: dict[str, int], steps: Spans) -> None:
@@ -184,16 +188,16 @@ class Process:
     def _operations(self, steps: Spans) -> list[tuple[str, int, int]]:
         own_ns: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)
-        for name, time_ns in self._device_times(steps) if self._kernels else self._host_times(steps):
+        for name, time_ns in self._device_times(steps) if self._on_gpu else self._host_times(steps):
             own_ns[name] += time_ns
             counts[name] += 1
         most = sorted(own_ns, key=lambda name: -own_ns[name])[:_TOP]
         return [(name, own_ns[name], counts[name]) for name in most]
 
     def _device_times(self, steps: Spans) -> Iterable[tuple[str, int]]:
-        for kernel in self._kernels:
-            if not kernel.is_of_nccl and _is_in(steps, kernel.begin_ns):
-                yield kernel.name, kernel.end_ns - kernel.begin_ns
+        for event in self._on_gpu:
+            if not event.is_of_nccl and _is_in(steps, event.begin_ns):
+                yield event.name, event.end_ns - event.begin_ns
 
     def _host_times(self, steps: Spans) -> Iterable[tuple[str, int]]:
         for operators in self._threads.values():

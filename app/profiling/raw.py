@@ -2,8 +2,10 @@
 
 What the events are was seen with torch 2.15 (its profiler is Kineto, github.com/pytorch/kineto): `cpu_op` an operator on a
 thread, `user_annotation` a named range, or a collective operation of gloo, from the moment it was begun until it was done,
-whichever thread did it; `kernel` what ran in a stream of a GPU, NCCL's collectives among them; `cuda_runtime` what launched
-it, with the same `correlation`. A moment is `ts` microseconds after `baseTimeNanoseconds`, a Unix time. Standard library only.
+whichever thread did it; `kernel`, `gpu_memcpy` and `gpu_memset` what ran in a stream of a GPU, NCCL's collectives among the
+kernels; `cuda_runtime` what launched it, with the same `correlation` (libkineto/src/ActivityType.cpp; the names of copies,
+as "Memcpy HtoD (Pinned -> Device)", are those of CuptiActivity.cpp). A moment is `ts` microseconds after
+`baseTimeNanoseconds`, a Unix time. Standard library only.
 """
 
 from __future__ import annotations
@@ -41,14 +43,19 @@ class Event:
         return self.name.startswith("gloo:")
 
     @property
-    def is_kernel(self) -> bool:
+    def is_of_gpu(self) -> bool:
         """Whether a GPU worked on it."""
-        return self.kind == "kernel"
+        return self.kind in ("kernel", "gpu_memcpy", "gpu_memset")
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether a GPU copied to or from memory that is not its own: what computes may idle meanwhile."""
+        return self.kind == "gpu_memcpy" and "DtoD" not in self.name
 
     @property
     def is_of_nccl(self) -> bool:
         """Whether it is a collective operation on GPUs."""
-        return self.is_kernel and "nccl" in self.name.lower()
+        return self.kind == "kernel" and "nccl" in self.name.lower()
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from app.profiling.rank_file import Header
 _SHOWN_RANKS = 16
 _SHOWN_OPERATIONS = 5
 _LEAST_SHARE = 0.01
-_PHASES = {"compute": "forward and backward", "optimizer": "the optimizer's step", "data_wait": "waiting for data",
-           "other": "what is none of these"}  # fmt: skip
+_PHASES = {"compute": "forward and backward", "optimizer": "the optimizer's step", "copies": "copies to and from the host",
+           "data_wait": "waiting for data", "other": "what is none of these"}  # fmt: skip
 
 
 @dataclass
@@ -52,10 +52,10 @@ def lines(headers: Sequence[Header]) -> list[str]:
 
 
 def _communication(headers: Sequence[Header], steps: int, step_us: float) -> list[str]:
-    if headers[0].world_size == 1:
-        return ["communication: none, there is one process"]
     outstanding = statistics.fmean(header.outstanding_us for header in headers) / steps
     exposed = statistics.fmean(header.parts_us["communication"] for header in headers) / steps
+    if outstanding == 0 and headers[0].world_size == 1:
+        return ["communication: none, there is one process"]
     if outstanding == 0:
         return ["communication: no collective operation was recorded in these steps"]
     number = len(headers[0].collectives) / steps
@@ -72,10 +72,11 @@ def _table(headers: Sequence[Header], steps: int) -> list[str]:
         by_wait = sorted(shown, key=lambda header: header.parts_us["communication"])
         shown = by_wait[: _SHOWN_RANKS // 2] + by_wait[-_SHOWN_RANKS // 2 :]
     width = max(len(header.name) for header in shown)
-    rows = [f"{'a step, in ms':{width}}  " + "  ".join(f"{part.replace('_', ' '):>13}" for part in PARTS)]
+    parts = [part for part in PARTS if part != "copies" or any(header.parts_us[part] for header in headers)]  # a CPU has none
+    rows = [f"{'a step, in ms':{width}}  " + "  ".join(f"{part.replace('_', ' '):>13}" for part in parts)]
     for header in shown:
         total_us = sum(header.parts_us.values())
-        cells = [f"{header.parts_us[part] / steps / 1000:.2f} ({header.parts_us[part] / total_us:.0%})" for part in PARTS]
+        cells = [f"{header.parts_us[part] / steps / 1000:.2f} ({header.parts_us[part] / total_us:.0%})" for part in parts]
         rows.append(f"{header.name:{width}}  " + "  ".join(f"{cell:>13}" for cell in cells))
     if len(shown) < len(headers):
         rows.append(f"(of {len(headers)} ranks those that stand still least and most)")
