@@ -8,8 +8,10 @@ further than to the parent: looking twice a second does, and on every Unix.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -83,6 +85,16 @@ class Lifeline:
                 pass
             return "`samerun launch`" if parent == self._launcher else "`accelerate launch`"
         return None
+
+
+def end_workers() -> None:
+    """Kill the workers that make batches, before this process ends with an error, whose traceback keeps them.
+
+    Python would send them SIGTERM, which they ignore (app/data/loader.py), and wait for them for ever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes the end of a worker for one more error
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def end_children() -> None:

@@ -15,7 +15,7 @@ import time
 from app import recipe_file, tracker_names, train_options
 from app.batching import BatchPlan
 from app.errors import STOPPED, SamerunError, leave_with, let_the_first_be_seen
-from app.lifeline import Lifeline
+from app.lifeline import Lifeline, end_workers
 from app.place.environment import LAUNCHER
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read, read_job
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as error:
         port = os.environ.get("MASTER_PORT")
         let_the_first_be_seen(error, store_port=int(port) if port else None)
+        end_workers()
         raise
     if stopped and LAUNCHER not in os.environ:  # `samerun launch` learns of it from the run folder
         if launched.rank != 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import ALONE, ONE_THREAD, REPOSITORY, accelerate, clean_environment
+from processes import ALONE, ONE_THREAD, REPOSITORY, Started, accelerate, clean_environment
 
 from app.place.topology import Topology
 from launch.command import accelerate_argv
@@ -37,6 +37,23 @@ Lifeline(os.environ).start()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 print("up", flush=True)
 time.sleep(300)
+"""
+
+
+# Decoded by workers, of which batches are left over at the end.
+WORKERS = (
+    *("--recipe", "digits", "--trackers", "none", "data.source=fakedata", "data.image_size=8", "data.fake_train_samples=4000"),
+    *("data.fake_test_samples=64", "train.global_batch_size=16", "train.steps=3"),
+)
+# app.train, which fails at its first batch.
+FAILS = """
+import sys
+from app.data.augment import Preparation
+from app.train import main
+def fail(*_):
+    raise RuntimeError("out of memory, say")
+Preparation.train = fail
+main(sys.argv[1:])
 """
 
 
@@ -136,3 +153,10 @@ def test_nothing_is_left_of_a_plain_accelerate_launch(start: Callable[[list[str]
     run.wait_until(lambda: run.output.count("up\n") == processes)
     run.kill("launcher")
     assert run.output.count("samerun: `accelerate launch`, which started this run, is gone: the run ends.") == 1
+
+
+def test_a_run_with_workers_ends_when_it_fails(tmp_path: Path) -> None:
+    """As no one expects it: the traceback keeps what makes the batches."""
+    finished = Started([sys.executable, "-c", FAILS, "--run-dir", str(tmp_path), *WORKERS]).wait(60)
+    assert finished.returncode == 1
+    assert finished.output.endswith("RuntimeError: out of memory, say\n")
