@@ -131,7 +131,7 @@ def leave_with(error: SamerunError, rank: int) -> NoReturn:
 
 
 _OF_A_LOST_PEER = (
-    "gloo/transport",
+    "Timed out waiting",  # gloo, of one that does not come
     "Connection closed by",
     "Connection reset by peer",
     "Connection was likely closed",  # that to the store
@@ -142,8 +142,8 @@ _OF_A_LOST_PEER = (
     "communicator was aborted",
     "collective operation timeout",
 )
-"""Texts of gloo, of torch's store and of NCCL where another process is gone; tests/test_errors.py has whole ones. NCCL's other
-errors are of this process or of all of them, as two processes on one GPU, other versions, no memory: they are the cause."""
+"""Texts of gloo, of torch's store and of NCCL where another process is gone; tests/test_errors.py has whole ones. Their other
+errors are of this process or of all, as two processes on one GPU, other versions, no memory, no network: they are the cause."""
 
 
 def is_of_a_lost_peer(error: BaseException) -> bool:

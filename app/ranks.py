@@ -97,33 +97,36 @@ def let_wait(group: Any, longest: timedelta) -> None:
 
 
 def _on_hosts(longest_wait: timedelta) -> Any:
-    try:
+    with connecting(dist.get_rank()):
         group = dist.new_group(backend="gloo")  # connects within torch's own time-out, however long it may wait later
-    except RuntimeError as error:
-        raise TopologyError(
-            f"rank {dist.get_rank()} on {socket.gethostname()} cannot reach the others through gloo: {error}. "
-            "GLOO_SOCKET_IFNAME names the network interface to use."
-        ) from error
     let_wait(group, longest_wait)
     return group
 
 
+_REMEDIES = {
+    "gloo": "GLOO_SOCKET_IFNAME names the network interface to use.",
+    "NCCL": "With NCCL_DEBUG=WARN in the environment NCCL says more; NCCL_SOCKET_IFNAME names the network interface to use.",
+}
+
+
 @contextmanager
 def connecting(rank: int) -> Iterator[None]:
-    """Where processes connect their devices: a refusal of NCCL's becomes a TopologyError; a lost peer is none."""
+    """Where processes connect: what gloo or NCCL refuses becomes a TopologyError; that another process is gone does not."""
     try:
         yield
     except RuntimeError as error:  # DistBackendError is one
-        if "NCCL" not in str(error) or is_of_a_lost_peer(error):
+        text = str(error)
+        through = next((name for name in _REMEDIES if name in text), None)
+        if through is None or is_of_a_lost_peer(error):
             raise
         raise TopologyError(
-            f"rank {rank} on {socket.gethostname()} cannot connect its device with the others': {_what_it_says(str(error))}. "
-            "With NCCL_DEBUG=WARN in the environment NCCL says more."
+            f"rank {rank} on {socket.gethostname()} cannot connect with the others through {through}: {_what_it_says(text)}. "
+            f"{_REMEDIES[through]}"
         ) from error
 
 
 def _what_it_says(text: str) -> str:
-    """The reason in an error of NCCL, which may have a stack of C++ below it."""
+    """The reason in an error of gloo or NCCL, which may have a stack of C++ below it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "Last error:" in lines[:-1]:
         return lines[lines.index("Last error:") + 1]

@@ -164,6 +164,15 @@ def test_python_started_by_mpirun_trains_one_run(tmp_path: Path) -> None:
     assert read(tmp_path / "run" / "result.json")["world_size"] == 2
 
 
+def test_a_network_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> None:
+    finished = launch("multi_gpu", tmp_path / "run", *SHORT, processes=2, env={"GLOO_SOCKET_IFNAME": "nosuch"})
+    assert finished.returncode != 0
+    assert "TopologyError: rank 0 on" in finished.output
+    assert "cannot connect with the others through gloo: " in finished.output
+    assert "nosuch. GLOO_SOCKET_IFNAME names the network interface to use." in finished.output
+    assert not (tmp_path / "run").exists()
+
+
 def two_nodes(run_dir: Path, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[Finished, Finished]:
     """Start one process on each of two nodes, which here are this machine twice, with arguments of its own."""
     port = str(free_port())
