@@ -23,14 +23,19 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor | bool = False) -> None:
-        """Take the weights after an optimizer step into the average, unless the step was `skipped` (a bool scalar)."""
+        """Take the weights after an optimizer step into the average, unless the step was `skipped` (as `Step.skipped`)."""
         if not self.tensors or skipped is True:  # a rank may hold padding alone
             return
-        if isinstance(skipped, torch.Tensor):
-            weight = torch.where(skipped, 0.0, 1.0 - self._decay)
-            torch._foreach_lerp_(self.tensors, self._live, [weight.to(tensor.dtype) for tensor in self.tensors])
-        else:
-            torch._foreach_lerp_(self.tensors, self._live, 1.0 - self._decay)
+        rate = 1.0 - self._decay
+        if skipped is False:
+            torch._foreach_lerp_(self.tensors, self._live, rate)
+            return
+        # Of torch's kernels for many tensors those of optimizers take a verdict of the device, and SGD's can average: with the
+        # weights as gradients, which decay by -1 of the average, it adds `rate` of the difference to the average.
+        torch._fused_sgd_(
+            self.tensors, self._live, [], lr=-rate, weight_decay=-1.0, momentum=0.0, dampening=0.0, nesterov=False,
+            maximize=False, is_first_step=False, found_inf=skipped,
+        )  # fmt: skip
 
     @contextmanager
     def applied(self) -> Iterator[None]:

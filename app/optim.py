@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.sgd import sgd
 
 from app.recipe import OptimRecipe
 
-# Kinds of device on which torch (2.8 and later) has a fused AdamW: one pass over the weights instead of several. Its fused SGD
-# refuses FSDP2's tensors (torch 2.15) and saves little, since a step of SGD is short.
+# Kinds of device on which torch (2.8 and later) has a fused AdamW and SGD: one pass over the weights instead of several.
 _FUSED_DEVICES = {"cpu", "cuda"}
 
 
@@ -84,3 +85,40 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give all parameter groups the learning rate `lr`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def takes_verdict(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether a step on the device leaves everything as it is where `optimizer.found_inf`, a float32 scalar, is 1."""
+    is_fused = isinstance(optimizer, torch.optim.SGD) or all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and device.type in _FUSED_DEVICES
+
+
+@torch.no_grad()
+def fused_sgd_step(optimizer: Any) -> None:
+    """Take the step of torch's SGD by its fused kernel, unless `optimizer.found_inf` (a float32 scalar on the device) is 1.
+
+    SGD(fused=True) would refuse FSDP2's tensors (torch 2.15: "does not have a sharding strategy registered"), which are stepped
+    on here piece by piece. And if it left out its first step it would leave the momentum as the memory was (torch/optim/sgd.py,
+    `empty_like`). Here the momentum begins with zeros, and the first step then has the bits that it has without: there is no
+    dampening. On a CPU the kernel rounds otherwise than torch's default, in the last elements of a tensor.
+    """
+    for group in optimizer.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        momenta: list[torch.Tensor | None] = [None] * len(parameters)
+        if group["momentum"]:
+            for parameter in parameters:
+                if not optimizer.state[parameter]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            momenta = [_local(optimizer.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        sgd(
+            [_local(parameter) for parameter in parameters],
+            [_local(parameter.grad) for parameter in parameters],
+            momenta,
+            fused=True,
+            found_inf=optimizer.found_inf,
+            **{name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")},
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

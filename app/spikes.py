@@ -43,7 +43,7 @@ class SpikeGuard:
         """Norms below it are accepted, and no others: neither NaN nor infinity is."""
 
     def see(self, norm: torch.Tensor | float, *, skipped: torch.Tensor | bool) -> None:
-        """Take in the gradient norm of the run's next step, and whether the step was left out (both scalars)."""
+        """Take in the gradient norm of the run's next step (a scalar), and whether it was left out (as `Step.skipped`)."""
         if self._factor is None:
             return
         self._steps += 1
@@ -51,11 +51,11 @@ class SpikeGuard:
         if self._steps % _EVERY == 0:
             self._kept, self._new = self._all()[-_WINDOW:], []
             count, median = (~self._kept.isnan()).sum(), self._kept.nanmedian()
-            first = self._first.to(median.device)
+            first = self._first.to(median.device, non_blocking=True)
             self._first = torch.where(first.isnan() & (count >= _FIRST), median, first)
             limit = self._factor * torch.maximum(median, self._first)  # NaN while too few are known; 0: all gradients were
             limit = torch.where(limit > 0, limit, math.inf)
-            self.limit = limit.item() if limit.is_cpu else limit
+            self.limit = limit if isinstance(norm, torch.Tensor) else limit.item()
 
     def state(self) -> dict[str, Any] | None:
         """Return what the verdicts of later steps need, as JSON has it; None if any norm is accepted."""
@@ -80,10 +80,10 @@ class SpikeGuard:
             return self._kept
         norms, skipped = zip(*self._new, strict=True)
         if isinstance(norms[0], torch.Tensor):
-            new = torch.where(torch.stack(skipped), math.nan, torch.stack(norms).float())
+            new = torch.where(torch.stack(skipped).bool(), math.nan, torch.stack(norms).float())
         else:
             new = torch.tensor([math.nan if left_out else norm for norm, left_out in self._new], dtype=torch.float32)
-        every = torch.cat([self._kept.to(new.device), new])
+        every = torch.cat([self._kept.to(new.device, non_blocking=True), new])
         return every[(~every.isnan()).byte().argsort(stable=True)]
 
 

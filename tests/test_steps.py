@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,20 +22,32 @@ from app.steps import Step, Steps
 BAD_STEP, STEPS = 3, 6  # the first is that of scripts/bad_batch.py
 
 
+SLOW = ("deepspeed_zero1", "deepspeed_zero3_offload", "cpu")
+
+
 @pytest.mark.multiproc
-def test_one_bad_batch_of_one_rank_is_skipped_by_all_under_every_strategy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "presets", [("deepspeed_zero2", "deepspeed_zero3", "fsdp2"), pytest.param(SLOW, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_one_bad_batch_of_one_rank_is_skipped_by_all_under_every_strategy(
+    kind: str, presets: tuple[str, ...], tmp_path: Path
+) -> None:
     losses = {}
-    for preset in ("multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"):
+    for preset in ("multi_gpu", *presets):
         folder = tmp_path / preset
         recipe = (
             "--recipe",
             "digits",
             f"train.steps={STEPS}",
+            f"optim.name={kind}",
             "train.ema_decay=0.9",
             "model.activation=gelu",
             "log.every_steps=1",
         )
-        run(preset, 2, str(SCRIPTS / "bad_batch.py"), "--run-dir", str(folder), "--trackers", "none", *recipe).check()
+        processes = 1 if preset == "cpu" else 2
+        command = (str(SCRIPTS / "bad_batch.py"), "--run-dir", str(folder), "--trackers", "none", *recipe)
+        run(preset, processes, *command, env={"BAD_RANK": str(processes - 1)}).check()
         lines = read_lines(folder / "metrics.jsonl")
         assert [line["skipped_steps"] for line in lines] == [[], [], [BAD_STEP], [], [], []], preset
         assert lines[BAD_STEP - 1]["loss"] is None
@@ -83,33 +97,107 @@ def test_steps_are_torchs_own(kind: str, accumulation: int) -> None:
     assert ours.weight.requires_grad
 
 
-def test_the_verdict_may_be_left_to_the_fused_optimizer() -> None:
-    """As on GPUs, where looking at it would wait for the device: the same as looking."""
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "nesterov", "no momentum"])
+def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
+    """As on GPUs, where looking at it would wait for the device: as if the steps left out had never been."""
+    recipe = OptimRecipe(
+        name="adamw" if kind == "adamw" else "sgd",
+        lr=0.1,
+        weight_decay=0.1,
+        momentum=0.0 if kind == "no momentum" else 0.9,
+        nesterov=kind == "nesterov",
+    )
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
-    looking, leaving = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer))
+    looking, leaving, spared = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer), copy.deepcopy(layer))
     takers = []
-    for plain in (looking, leaving):
-        model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True))
-        steps = Steps(accelerator, model, optimizer, clip_norm=None)
+    for plain, looks in ((looking, True), (leaving, False), (spared, False)):
+        model, optimizer = accelerator.prepare(plain, optim.build(recipe, plain))
+        steps = Steps(accelerator, model, optimizer, clip_norm=None, looks=looks)
         takers.append((model, optimizer, steps, WeightAverage(accelerator, model, optimizer, decay=0.9)))
-    takers[1][2]._leaves_verdict = True
-    for factor in (1.0, float("nan"), 2.0, float("inf"), float("-inf"), 3.0):
+    for factor in (float("nan"), 1.0, float("nan"), 2.0, float("inf"), float("-inf"), 3.0):  # the very first one too
         inputs = torch.randn(5, 4)
         taken: list[Step] = []
-        for model, optimizer, steps, average in takers:
-            (model(inputs).square().sum() * factor).backward()
+        for model, _, steps, average in takers[: 3 if math.isfinite(factor) else 2]:
+            steps.backward(model(inputs).square().sum() * factor)
             taken.append(steps.take())
             average.update(taken[-1].skipped)
-            optimizer.zero_grad()
-        assert bool(taken[0].skipped) == bool(taken[1].skipped) == (not math.isfinite(factor))
-        for first, second in zip(takers[0][3].tensors, takers[1][3].tensors, strict=True):
-            assert torch.equal(first, second)
-        states = [optimizer.optimizer.state_dict()["state"] for _, optimizer, _, _ in takers]
-        for index, state in states[0].items():
-            assert all(torch.equal(value, states[1][index][name]) for name, value in state.items())
-        assert torch.equal(looking.weight, leaving.weight)
-    assert states[0][0]["step"] == 3
+        assert {bool(step.skipped) for step in taken} == {not math.isfinite(factor)}
+        assert isinstance(taken[1].skipped, torch.Tensor)
+        if math.isfinite(factor):
+            assert_alike(takers[0], takers[1], rtol=1e-5, atol=1e-7)  # on a CPU fused kernels round otherwise
+            assert_alike(takers[1], takers[2], rtol=0, atol=0)
+    counts = [state["step"] for state in takers[1][1].state.values() if "step" in state]
+    assert counts == ([3, 3] if kind == "adamw" else [])
+
+
+def assert_alike(first: tuple[Any, ...], second: tuple[Any, ...], *, rtol: float, atol: float) -> None:
+    """Weights, what the optimizer keeps, and averages."""
+    tensors = []
+    for model, optimizer, _, average in (first, second):
+        states = [state[key] for state in optimizer.state.values() for key in sorted(state) if torch.is_tensor(state[key])]
+        tensors.append([*model.parameters(), *states, *average.tensors])
+    for ours, theirs in zip(*tensors, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+# fp16 ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_gradient_scaler_skips_what_it_skips_in_plain_torch(kind: str, looks: bool, accumulation: int) -> None:
+    """From a scale of 65,536 on, at which half precision overflows: torch's own loop, whose optimizer it does not call then."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=4)  # which on GPUs comes with fp16
+    ours = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+    theirs = copy.deepcopy(ours)
+    recipe = OptimRecipe(name=kind, lr=0.01)
+    model, optimizer = accelerator.prepare(ours, optim.build(recipe, ours))
+    steps = Steps(accelerator, model, optimizer, clip_norm=None, looks=looks)
+    plain, scaler = optim.build(recipe, theirs, fused=False), torch.amp.GradScaler("cpu", growth_interval=4)
+    skipped = []
+    for step in range(14):
+        for inputs in torch.randn(accumulation, 16, 8):
+            with steps.micro_batch(), torch.autocast("cpu", torch.float16):
+                steps.backward(model(inputs).square().mean() * 30)
+            with torch.autocast("cpu", torch.float16):
+                scaler.scale(theirs(inputs).square().mean() * 30 / accumulation).backward()
+        skipped.append(bool(steps.take().skipped))
+        before, scale = theirs[0].weight.clone(), scaler.get_scale()
+        scaler.step(plain)
+        scaler.update()
+        plain.zero_grad()
+        assert skipped[-1] == torch.equal(theirs[0].weight, before) == (scaler.get_scale() < scale), step
+        assert accelerator.scaler.get_scale() == scaler.get_scale()
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-7)
+    assert skipped[:2] == [True, True], "the early ones"
+    assert (False, True) in itertools.pairwise(skipped), "and after the scale has grown"
+
+
+@pytest.mark.multiproc
+def test_a_run_in_fp16_knows_of_each_step_that_its_scaler_has_skipped(tmp_path: Path) -> None:
+    arguments = ("--trackers", "none", "--recipe", "digits", "train.steps=12", "log.every_steps=1", "train.ema_decay=0.9")
+    found = {}
+    for name, scale in (("right", 2.0**16), ("high", 2.0**24)):
+        command = (str(SCRIPTS / "half.py"), "--run-dir", str(tmp_path / name), *arguments)
+        run("cpu", 1, *command, env={"SCALE": str(scale)}).check()
+        found[name] = [line["skipped_steps"] for line in read_lines(tmp_path / name / "metrics.jsonl")]
+    assert found["right"] == [[]] * 12
+    early = found["high"].index([])
+    assert found["high"] == [*([step] for step in range(1, early + 1)), *[[]] * (12 - early)]
+    assert early > 2
+    lines = read_lines(tmp_path / "high" / "metrics.jsonl")
+    assert [line["loss"] is None for line in lines] == [True] * early + [False] * (12 - early)
+    recorded = [line for line in read_lines(tmp_path / "high" / "ledger.jsonl") if "skipped" in line]
+    assert [step for line in recorded for step in line["skipped"]] == list(range(1, early + 1))
+
+    too_many = (*arguments, "train.max_skipped_steps=2")
+    command = (str(SCRIPTS / "half.py"), "--run-dir", str(tmp_path / "ended"), *too_many)
+    ended = run("cpu", 1, *command, env={"SCALE": str(2.0**24)})
+    assert "TrainingError: the last 3 steps up to step 3 were skipped" in ended.output
 
 
 def prepared(parameters: int = 4) -> tuple[Steps, torch.optim.Optimizer, torch.nn.Module]:

@@ -35,7 +35,7 @@ class Losses:
         self._labels.append(labels)
 
     def end_step(self, skipped: torch.Tensor | bool) -> None:
-        """Finish a step; what was skipped (a bool scalar) has no part in the sums. All steps have equally many passes."""
+        """Finish a step; what was skipped (as `Step.skipped`) has no part in the sums. All steps have equally many passes."""
         self._skipped.append(skipped)
         if len(self._skipped) >= self._STEPS:
             self._add_up()
@@ -69,5 +69,5 @@ class Losses:
         verdicts = [verdict for verdict in self._skipped if isinstance(verdict, torch.Tensor)]
         if not verdicts and not any(self._skipped):
             return None
-        skipped = torch.stack(verdicts) if verdicts else torch.tensor(self._skipped, device=self._sums.device)
+        skipped = torch.stack(verdicts).bool() if verdicts else torch.tensor(self._skipped, device=self._sums.device)
         return skipped.repeat_interleave(num_passes // len(skipped))

@@ -1,4 +1,4 @@
-"""app.train, in which the loss of one forward pass of the last rank is not a number, as after an overflow."""
+"""app.train, in which the loss of one forward pass of the rank BAD_RANK is not a number, as after an overflow."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def cross_entropy(*arguments: Any, **options: Any) -> torch.Tensor:
     return exact(*arguments, **options) * (float("nan") if next(calls) == BAD_STEP else 1.0)
 
 
-if os.environ["RANK"] == "1":
+if os.environ.get("RANK", "0") == os.environ["BAD_RANK"]:
     torch.nn.functional.cross_entropy = cross_entropy
 main(sys.argv[1:])
