@@ -93,8 +93,10 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         job=read_job(os.environ),
     )
     training = session.prepare(runtime, loaded, data, parts, opened)
-    with training.control:
-        lifeline.spare_if(lambda: training.control.is_asked_to_stop)
+    # The lifeline lives as long as the process. With the whole training it would keep the loaders, whose workers, which hear no
+    # signal, Python would then wait for at its end.
+    with training.control as control:
+        lifeline.spare_if(lambda: control.is_asked_to_stop)
         watchdog = Watchdog(runtime, opened.claim, timeout_s=arguments.hang_timeout)
         with training.metrics.timed(), watchdog, numerics.refusals_named():
             ended = train(training)

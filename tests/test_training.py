@@ -238,6 +238,13 @@ def test_a_model_that_cannot_be_compiled_is_trained_as_it_is(tmp_path: Path) -> 
     ]
 
 
+def test_a_run_whose_pictures_come_from_workers_ends_with_them(tmp_path: Path) -> None:
+    """They hear no signal, and Python would wait for them at its end. A launcher is above it, as above most runs."""
+    pictures = ("data.source=fakedata", "data.image_size=8", "data.fake_train_samples=64", "data.fake_test_samples=16")
+    short = ("train.steps=2", "train.global_batch_size=16", "optim.warmup_epochs=0.25")
+    processes.launch("cpu", tmp_path / "run", "--recipe", "digits", *pictures, *short).check()
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_processor_that_is_slow_at_a_precision_is_told_of(tmp_path: Path, precision: str) -> None:
     finished = train("cpu", tmp_path, "train.steps=1", env={"ACCELERATE_MIXED_PRECISION": precision}).check()
