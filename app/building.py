@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from app import models, schedule
+from app import models, numerics, schedule
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.hash64 import derive_key
@@ -57,7 +57,7 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
     if runtime.device.type == "cpu" and runtime.launched.strategy != "ddp" and runtime.launched.mixed_precision != "no":
         models.normalize_in_float(model)
-    if recipe.model.takes_channels_last:
+    if _takes_channels_last(runtime, recipe):
         models.take_channels_last(model)
         if runtime.launched.strategy == "ddp":
             models.order_small_kernels(model)
@@ -73,8 +73,13 @@ def build_preparation(runtime: Runtime, recipe: Recipe, source: Source) -> Prepa
         channels=source.channels,
         num_classes=len(source.classes),
         dtype=runtime.input_dtype(getattr(torch, recipe.model.dtype)),
-        channels_last=recipe.model.takes_channels_last,
+        channels_last=_takes_channels_last(runtime, recipe),
     )
+
+
+def _takes_channels_last(runtime: Runtime, recipe: Recipe) -> bool:
+    tensor_cores = numerics.on_tensor_cores(runtime.device, mixed_precision=runtime.launched.mixed_precision)
+    return recipe.model.takes_channels_last(tensor_cores=tensor_cores)
 
 
 def evaluation_of(

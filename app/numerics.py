@@ -65,6 +65,11 @@ def rounds_to_tf32(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def on_tensor_cores(device: torch.device, *, mixed_precision: str) -> bool:
+    """Return whether products are left to a GPU's tensor cores; IEEE's float32 has none."""
+    return device.type == "cuda" and (mixed_precision != "no" or rounds_to_tf32(device))
+
+
 @contextmanager
 def refusals_named() -> Iterator[None]:
     """Raise RecipeError where torch refuses an operation that has no deterministic kernel."""

@@ -111,14 +111,13 @@ class ModelRecipe:
     channels_last: bool | None = None
     """Keep images in channels-last memory order, which convolutions and what follows them then follow: on CPU max-pooling
     takes a fifth of its time so, and the tensor cores of GPUs work in it. Weights follow where they are in half precision.
-    None: for the convnet alone."""
+    None: for the convnet, and for every model that tensor cores compute: on GPUs in half precision or TF32."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
 
-    @property
-    def takes_channels_last(self) -> bool:
-        """Whether images are kept in channels-last order."""
-        return self.name == "convnet" if self.channels_last is None else self.channels_last
+    def takes_channels_last(self, *, tensor_cores: bool) -> bool:
+        """Return whether images are kept in channels-last order; `tensor_cores`: whether these compute the products."""
+        return self.name == "convnet" or tensor_cores if self.channels_last is None else self.channels_last
 
 
 @dataclass(frozen=True, kw_only=True)

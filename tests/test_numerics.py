@@ -15,6 +15,7 @@ from processes import ALONE, REPOSITORY, SCRIPTS, Started, accelerate, read, run
 from app import known_answers, numerics
 from app.errors import RecipeError
 from app.numerics import Numerics
+from app.recipe import ModelRecipe
 
 PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 SCRIPT = SCRIPTS / "numerics.py"
@@ -104,6 +105,22 @@ def test_factors_rounded_to_tf32_are_wrong_unless_they_were_asked_for(tf32: bool
     assert not any(
         each.answer.wrong for each in known_answers.compute(CPU, torch.float32, known_answers.GENERAL[:1])
     )  # on a CPU nothing is rounded
+
+
+@pytest.mark.usefixtures("_spoilt")
+def test_images_are_in_the_order_of_tensor_cores_where_these_compute() -> None:
+    def ordered(device: torch.device, mixed_precision: str, *, tf32: bool = False, **model: Any) -> bool:
+        numerics.set_up(device, tf32=tf32, deterministic=False)
+        tensor_cores = numerics.on_tensor_cores(device, mixed_precision=mixed_precision)
+        return ModelRecipe(**model).takes_channels_last(tensor_cores=tensor_cores)
+
+    resnet = {"name": "resnet50"}
+    assert [ordered(GPU, precision, **resnet) for precision in ("no", "bf16", "fp16")] == [False, True, True]
+    assert ordered(GPU, "no", tf32=True, **resnet)
+    assert not any(ordered(CPU, precision, tf32=True, **resnet) for precision in ("no", "bf16"))
+    assert not ordered(GPU, "bf16", channels_last=False, **resnet)
+    assert ordered(CPU, "no", channels_last=True, **resnet)
+    assert ordered(CPU, "no", name="convnet")
 
 
 @pytest.mark.multiproc
