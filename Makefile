@@ -3,8 +3,11 @@
 #                 mpirun, which some of them run on a lab of namespaces, and a browser (elsewhere they are skipped, and say so)
 # make test-slow  the slow ones: resuming from every topology to every other, more kills, more kinds of jobs
 # make test-long  by hand: what takes many minutes, such as sixty random kills
-# make gpu        on a machine with a GPU: the tests that need one, each preset among them, and the table of docs/performance.md
-#                 (without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER_OF_WHEELS make gpu)
+# make gpu        on a machine with a GPU: what it has to show in 8 minutes, the most important first, written to gpu-results/ as
+#                 it is found (GPU_OUT=FOLDER; GPU_ARGS="--parts presets eager", or --dry-run without a GPU; docs/performance.md)
+#                 GPU_PYTHON=python3: in a Python that has its own torch, torchvision, accelerate and transformers, without a
+#                 network; what else it lacks is installed beside it, from the wheels in gpu-wheels/ (GPU_WHEELS=FOLDER)
+# make gpu-wheels brings these wheels, a few MiB, on a machine with a network, for GPU_PYTHON_VERSION (3.12)
 # make lint       linter, formatter and type checker
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
 
@@ -12,8 +15,14 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 PYTEST_ARGS ?=
+GPU_PYTHON ?=
+GPU_PYTHON_VERSION ?= 3.12
+GPU_ENV := .gpu
+GPU_WHEELS ?= gpu-wheels
+GPU_OUT ?= gpu-results
+GPU_ARGS ?=
 
-.PHONY: demo test test-slow test-long gpu lab-packages lint format
+.PHONY: demo test test-slow test-long gpu gpu-wheels lab-packages lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
@@ -30,9 +39,15 @@ test-slow: $(VENV)/.compiled | lab-packages
 test-long: $(VENV)/.compiled | lab-packages
 	$(RUN)/python -m pytest -m long $(PYTEST_ARGS)
 
-gpu: $(VENV)/.installed-dev
-	$(RUN)/python -m pytest -m gpu $(PYTEST_ARGS)
-	$(RUN)/python -m app.benchmarks.gpu
+gpu: $(if $(GPU_PYTHON),$(GPU_ENV)/.installed,$(VENV)/.installed-dev)
+	$(if $(GPU_PYTHON),$(GPU_ENV),$(VENV))/bin/python -m app.benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
+
+gpu-wheels:
+	$(PYTHON) -m app.benchmarks.gpu.wheels bring $(GPU_WHEELS) --python-version $(GPU_PYTHON_VERSION)
+
+$(GPU_ENV)/.installed: pyproject.toml $(wildcard $(GPU_WHEELS)/*.whl)
+	$(GPU_PYTHON) -m app.benchmarks.gpu.wheels use $(GPU_WHEELS) --into $(GPU_ENV)
+	@touch $@
 
 lab-packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail if a test was skipped for anything but a missing GPU: for machines that have all the tests need",
     )
     parser.addoption("--seed", type=int, help="of the moments at which runs are killed: a test that failed has printed its own")
+    parser.addoption("--figures", help="file for what tests have measured; without it, it is printed")
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Keeps what a test has measured, at once: what comes next may be killed."""
+
+    def keep(text: str) -> None:
+        line, path = f"{request.node.name}: {text}\n", request.config.getoption("--figures")
+        print(line, end="")
+        if path:
+            with Path(path).open("a") as file:
+                file.write(line)
+
+    return keep
 
 
 @pytest.fixture(scope="session", autouse=True)

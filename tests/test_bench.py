@@ -104,19 +104,3 @@ def test_a_wrong_peer_or_folder_is_named(capsys, tmp_path):
     assert "'accelerat': choose from accelerate, fabric" in capsys.readouterr().err
     assert cli.main(["bench", "--out", "/dev/null/no"]) == 7
     assert "/dev/null/no (--out) cannot be made" in capsys.readouterr().err
-
-
-@pytest.mark.multiproc
-@pytest.mark.slow
-def test_the_dry_run_of_the_gpu_script_gives_the_whole_table(tmp_path):
-    command = [sys.executable, "-m", "app.benchmarks.gpu", "--dry-run", "--out", str(tmp_path / "table.md")]
-    Started(command, env=ONE_THREAD).wait().check()
-    text = (tmp_path / "table.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")][1:]
-    kinds = ("synthetic", "photographs", "packed")
-    assert [row[:3] for row in rows] == [[images, "off", who] for images in kinds for who in ("hand-written", "samerun")]
-    assert all(float(row[3].split()[0].replace(",", "")) > 0 for row in rows)
-    assert [row[4] for row in rows] == ["unknown"] * 6  # nobody says what the CPU can do
-    assert "2 rounds of 2 steps" in text
-    assert "--dry-run" in text
-    assert "torch 2." in text

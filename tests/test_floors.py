@@ -168,6 +168,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.benchmarks.work",
             "app.benchmarks.programs",
             "app.benchmarks.turns",
+            "app.benchmarks.gpu.presets",
             "app.runtime",
             "app.trackers.services",
             "app.compiled_ops",

@@ -1,17 +1,20 @@
-"""Each preset on a real GPU: one process that begins as on the CPU and learns the same, and goes on from what it saved."""
+"""Each preset on a real GPU: one process that learns what the CPU learns, learns it again, and goes on from what it saved.
+
+Starting a process takes far longer than the steps: what does not need another run's end is started with it.
+"""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from processes import ALONE, REPOSITORY, SCRIPTS, Finished, Started, accelerate, read, read_lines
 
-from app import known_answers
 from app.checkpoints import step_folders
 from app.errors import TopologyError
 
@@ -19,34 +22,71 @@ PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob(
 RUN = ("--recipe", "digits", "--trackers", "none", "log.every_steps=1", "train.epochs=5", "checkpoint.every_steps=40")
 # Of one forward pass, in IEEE's float32 on both: docs/same-run.md has no more for twenty steps.
 FIRST_LOSS_TOLERANCE = 1e-5
+# Of the steps in which rounding has not grown yet: kernels add in another order than the CPU's, and than in another run.
+STEPS, TOLERANCE = 20, 1e-3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiproc]
 
 
-def launch(preset: str, run_dir: Path, *arguments: str) -> Finished:
+def start(preset: str, run_dir: Path, *arguments: str) -> Started:
     processes = () if preset in ALONE else ("--processes", "1")
     command = [sys.executable, "-m", "launch.cli", "launch", "--preset", preset, *processes, "--run-dir", str(run_dir)]
-    return Started([*command, *RUN, *arguments]).wait()
+    return Started([*command, *RUN, *arguments])
+
+
+def launch(preset: str, run_dir: Path, *arguments: str) -> Finished:
+    return start(preset, run_dir, *arguments).wait()
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
+
+
+def furthest(found: list[float], expected: list[float]) -> float:
+    """The largest difference, as a share of what was expected."""
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.fixture(scope="module")
-def first_loss_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> float:
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[float]]:
+    """The losses of the same run on the CPU, which is started here."""
     run_dir = tmp_path_factory.mktemp("cpu")
-    launch("cpu", run_dir).check()
-    return float(read_lines(run_dir / "metrics.jsonl")[0]["loss"])
+    started = start("cpu", run_dir)
+
+    @functools.cache
+    def found() -> list[float]:
+        started.wait().check()
+        return losses(run_dir)
+
+    return found
 
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "cpu"])
-def test_a_preset_trains_on_the_gpu_and_goes_on(preset: str, tmp_path: Path, first_loss_on_cpu: float) -> None:
-    launch(preset, tmp_path).check()
-    assert "cuda" in str(read(tmp_path / "run.json"))
-    lines = read_lines(tmp_path / "metrics.jsonl")
-    assert lines[0]["loss"] == pytest.approx(first_loss_on_cpu, rel=FIRST_LOSS_TOLERANCE)
-    assert read(tmp_path / "result.json")["test_accuracy"] > 0.9
-    (tmp_path / "result.json").unlink()
-    shutil.rmtree(step_folders.committed(tmp_path)[0])  # so that it has something to do
-    launch(preset, tmp_path, "--resume", "auto").check()
-    assert read(tmp_path / "result.json")["test_accuracy"] > 0.9
+def test_a_preset_trains_on_the_gpu_and_goes_on(
+    preset: str, tmp_path: Path, on_cpu: Callable[[], list[float]], figure: Callable[[str], None]
+) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    for each in [start(preset, run_dir) for run_dir in (once, twice)]:
+        each.wait().check()
+    assert "cuda" in str(read(once / "run.json"))
+    assert read(once / "result.json")["test_accuracy"] > 0.9
+    first, again, expected = losses(once), losses(twice), on_cpu()
+    for whom, found, other in (("the CPU", first, expected), ("itself", again, first)):
+        early, all_of_it = furthest(found[:STEPS], other[:STEPS]), furthest(found, other)
+        figure(f"furthest from {whom} in {STEPS} steps {early:.1e}, in all {len(found)} {all_of_it:.1e}")
+    assert first[0] == pytest.approx(expected[0], rel=FIRST_LOSS_TOLERANCE)
+    assert first[:STEPS] == pytest.approx(expected[:STEPS], rel=TOLERANCE)
+    assert again[:STEPS] == pytest.approx(first[:STEPS], rel=TOLERANCE)
+    (once / "result.json").unlink()
+    newest, before = step_folders.committed(once)[:2]
+    shutil.rmtree(newest)  # so that it has something to do
+    launch(preset, once, "--resume", "auto").check()
+    done = int(before.name.partition("-")[2])
+    resumed = losses(once)
+    figure(f"furthest from the undisturbed run after going on {furthest(resumed[done:], first[done:]):.1e}")
+    assert resumed[:done] == first[:done]
+    assert resumed[done] == pytest.approx(first[done], rel=FIRST_LOSS_TOLERANCE)
+    assert read(once / "result.json")["test_accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("switch", ["--mixed_precision=bf16", "--dynamo_backend=inductor"])
@@ -72,18 +112,6 @@ def test_a_model_without_deterministic_kernels_is_refused_in_a_sentence(tmp_path
     finished = launch("single_gpu", tmp_path, *alexnet)
     assert finished.returncode == 3
     assert "has no kernel for adaptive_avg_pool2d_backward_cuda that gives the same bits each time" in finished.output
-
-
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_gpu_gives_known_answers_in_a_fraction_of_a_second(precision: torch.dtype) -> None:
-    device = torch.device("cuda", 0)
-    first = list(known_answers.compute(device, precision, known_answers.GENERAL))
-    start_s = time.perf_counter()
-    second = list(known_answers.compute(device, precision, known_answers.GENERAL))
-    elapsed_s = time.perf_counter() - start_s
-    assert [each.answer for each in (*first, *second) if each.answer.wrong or each.answer.unsteady] == []
-    assert [each.answer.digest for each in first] == [each.answer.digest for each in second]
-    assert elapsed_s < 1.0
 
 
 @pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "fsdp2"])

@@ -6,6 +6,7 @@ import json
 import platform
 import runpy
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -208,3 +209,16 @@ def test_doctor_names_a_broken_rank(tmp_path: Path) -> None:
     sentences = [problem["sentence"] for problem in found["problems"]]
     assert any("3x3 convolution with stride 2 in bfloat16: the result is" in each for each in sentences)
     assert [rank["known_answers_s"] > 0 for rank in found["ranks"]] == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_gpu_gives_known_answers_in_a_fraction_of_a_second(precision: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    first = list(known_answers.compute(device, precision, known_answers.GENERAL))
+    start_s = time.perf_counter()
+    second = list(known_answers.compute(device, precision, known_answers.GENERAL))
+    elapsed_s = time.perf_counter() - start_s
+    assert [each.answer for each in (*first, *second) if each.answer.wrong or each.answer.unsteady] == []
+    assert [each.answer.digest for each in first] == [each.answer.digest for each in second]
+    assert elapsed_s < 1.0

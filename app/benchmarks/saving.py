@@ -11,7 +11,8 @@ under DDP. How to read the table, of which every line is the slowest rank, or th
                 that are mapped can be dropped again. samerun keeps its copy, of what the rank owns, for the next save
     loading     the same while loading, beyond weights and moments
 
-Times are medians over rounds in which both take turns, after one that is not counted; memory is that of one save or load.
+Times are medians over rounds in which both take turns, after one that is not counted; memory is that of one save or load, and
+is left out by `--times-only`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
         "|---|---|---|---|---|---|",
     ]
     for processes in options.processes:
-        figures = _measure(processes, layers=layers, rounds=options.rounds, place=options.folder)
+        figures = _measure(processes, layers, options)
         lines += _rows(processes, figures)
     lines += ["", _machine(), ""]
     text = "\n".join(lines)
@@ -60,13 +61,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _measure(processes: int, *, layers: int, rounds: int, place: Path | None) -> dict[str, list[float]]:
+def _measure(processes: int, layers: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the figures of every task by their names: times of the rounds, and bytes."""
     figures: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="samerun-saving-", dir=place) as folder:
-        for task in ("times", *(f"{what}-{way}" for what in ("save", "load") for way in _WAYS)):
+    memory = () if options.times_only else tuple(f"{what}-{way}" for what in ("save", "load") for way in _WAYS)
+    with tempfile.TemporaryDirectory(prefix="samerun-saving-", dir=options.folder) as folder:
+        for task in ("times", *memory):
             result = Path(folder) / f"{task}.json"
-            words = ["--task", task, "--layers", str(layers), "--rounds", str(rounds + 1)]
+            words = ["--task", task, "--layers", str(layers), "--rounds", str(options.rounds + 1)]
             words += ["--folder", folder, "--result", str(result)]
             topology = Topology(processes_per_node=processes, origins={"processes_per_node": "--processes"})
             command = accelerate_argv(topology, preset.load("multi_gpu"), words, module="app.benchmarks.saving_case")
@@ -84,6 +86,9 @@ def _rows(processes: int, figures: dict[str, list[float]]) -> list[str]:
             medians[way, what] = statistics.median(times)
             cells.append(f"{medians[way, what]:.2f} ({min(times):.2f}-{max(times):.2f})")
         for what in ("save", "load"):
+            if f"{what}-{way} extra_bytes" not in figures:
+                cells.append("")
+                continue
             resident, own = (figures[f"{what}-{way} {kind}"][0] / _MIB for kind in ("extra_bytes", "extra_anonymous_bytes"))
             cells.append(f"{resident:,.0f} ({own:,.0f})")
         rows.append(f"| {processes} | {name} | {' | '.join(cells)} |")
@@ -113,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder", type=Path, help="where to save: the disk that is measured (default: that of temporary files)"
     )
+    parser.add_argument("--times-only", action="store_true", help="how long saves take, without what they need of memory")
     parser.add_argument("--out", type=Path, help="file for the table")
     return parser
 

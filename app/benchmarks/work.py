@@ -123,8 +123,17 @@ class Work:
         self._meter.watch(model)
 
     def optimizer(self, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
-        """Return AdamW as torch makes it, or with its fused kernel."""
+        """Return the recipe's optimizer as torch makes it, or with its fused kernel."""
         optim = self.loaded.recipe.optim
+        if optim.name == "sgd":
+            return torch.optim.SGD(
+                model.parameters(),
+                optim.lr,
+                optim.momentum,
+                nesterov=optim.nesterov,
+                weight_decay=optim.weight_decay,
+                fused=fused,
+            )
         return torch.optim.AdamW(
             model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=fused
         )

@@ -1,0 +1,115 @@
+"""`make gpu` where there is no GPU: its dry run, parts that have no time or fail, and the Python that it runs in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import ONE_THREAD, REPOSITORY, Finished, Started
+
+from app.benchmarks.gpu import part
+from app.benchmarks.gpu.contest import Entry, Goal, compete
+from app.benchmarks.gpu.wheels import _required, _requirements
+
+
+def dry_run(folder: Path, *arguments: str) -> Finished:
+    command = [sys.executable, "-m", "app.benchmarks.gpu", "--dry-run", "--out", str(folder), *arguments]
+    return Started(command, env=ONE_THREAD).wait()
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_the_dry_run_gives_the_tables(tmp_path: Path) -> None:
+    finished = dry_run(tmp_path, "--parts", "eager", "sharded", "recipe", "small").check()
+    text = (tmp_path / "report.md").read_text()
+    assert finished.output == text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    programs = [row[0] for row in rows]
+    for name in ("hand-written, AdamW", "samerun, SGD", "samerun, fsdp2", "samerun, deepspeed_zero3", "convnet, samerun"):
+        assert name in programs
+    rates = [row for row in rows if row[0].startswith(("hand-written, ", "samerun, "))]
+    assert all(float(row[1].split()[0].replace(",", "")) > 0 and row[2] == "unknown" for row in rates)
+    assert all("MET" in row[4].upper() for row in rates if row[0].startswith("samerun"))
+    assert "waits for data" in text
+    assert "--dry-run" in text
+    assert "torch 2." in text
+    assert "All parts are done." in text
+
+
+@pytest.mark.multiproc
+def test_a_part_that_has_no_time_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    said: list[str] = []
+    with (tmp_path / "output.txt").open("wb") as output:
+        problem = part.run("eager", ["--dry-run"], allowed_s=3.0, say=said.append, output=output)
+    assert problem == "ENDED: its time is over"
+    assert psutil.Process().children(recursive=True) == []
+    left = dry_run(tmp_path, "--parts", "small", "saving", "--minutes", "0.1")
+    assert left.returncode == 1
+    assert left.output.count("LEFT OUT: no time is left") == 2
+    assert "Not done, or not well: small, saving." in left.output
+
+
+@pytest.mark.multiproc
+def test_a_test_that_fails_is_told_and_so_is_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text("def test_it(figure):\n    figure('3 of 4')\n    assert 3 == 4\n")
+    monkeypatch.setitem(part.PARTS, "presets", part.Part("one", 60, tests=(str(test), "--confcutdir", "/", "-p", "conftest")))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests"))
+    said: list[str] = []
+    with (tmp_path / "output.txt").open("wb") as output:
+        problem = part.run("presets", [], allowed_s=60.0, say=said.append, output=output)
+    assert problem == "Ended with exit code 1, see output.txt"
+    assert any("test_it FAILED" in line for line in said)
+    assert "    test_it: 3 of 4" in said
+    assert "assert 3 == 4" in (tmp_path / "output.txt").read_text()
+
+
+@pytest.mark.multiproc
+def test_a_program_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    entry = Entry(task={"program": "none of them"}, variables={})
+    found = compete({"broken": entry}, steps=1, rounds=1, threads=1, folder=tmp_path, end_s=0.0)
+    assert found.wall_us == {}
+    assert "TypeError" in found.failures["broken"]
+
+
+def test_a_goal_says_whether_it_is_met() -> None:
+    assert [Goal(least=0.98).verdict(value) for value in (0.98, 0.979)] == [">= 0.98: met", ">= 0.98: NOT MET"]
+    assert [Goal(most=100).verdict(value) for value in (100.0, 101.0)] == ["<= 100: met", "<= 100: NOT MET"]
+
+
+@pytest.mark.multiproc
+def test_the_environment_has_the_packages_of_its_python_and_the_wheels(tmp_path: Path) -> None:
+    """And no others of the wheels than those that it lacks."""
+    wheels, environment = tmp_path / "wheels", tmp_path / "environment"
+    for name in ("samerun_test_only", "numpy"):
+        _wheel(wheels, name)
+    use = [sys.executable, "-m", "app.benchmarks.gpu.wheels", "use", str(wheels), "--into", str(environment)]
+    said = Started(use).wait().check().output
+    assert said == f"{environment}: {sys.executable} and samerun-test-only\n"
+    code = "import numpy, samerun_test_only, app; print(numpy.__version__ != '9', samerun_test_only.__version__, app.__file__)"
+    python = [str(environment / "bin" / "python"), "-c", code]
+    found = subprocess.run(python, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "9", str(REPOSITORY / "app" / "__init__.py")]
+
+
+def _wheel(folder: Path, name: str) -> None:
+    import zipfile
+
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-9-py3-none-any.whl", "w") as archive:
+        needs = "Requires-Dist: dill<0.4,>=0.3\nRequires-Dist: mypy>=1; extra == 'dev'\n"
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n{needs}"
+        archive.writestr(f"{name}/__init__.py", "__version__ = 9\n")
+        archive.writestr(f"{name}-9.dist-info/METADATA", about)
+        archive.writestr(f"{name}-9.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{name}-9.dist-info/RECORD", "")
+
+
+def test_what_wheels_need_of_each_other_is_asked_for(tmp_path: Path) -> None:
+    _wheel(tmp_path, "some")
+    assert _requirements(tmp_path / "some-9-py3-none-any.whl") == {"dill": "<0.4,>=0.3"}
+    assert _required("deepspeed").startswith("deepspeed>=0.")
+    assert _required("hjson") == "hjson"
