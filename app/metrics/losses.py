@@ -69,5 +69,6 @@ class Losses:
         verdicts = [verdict for verdict in self._skipped if isinstance(verdict, torch.Tensor)]
         if not verdicts and not any(self._skipped):
             return None
-        skipped = torch.stack(verdicts).bool() if verdicts else torch.tensor(self._skipped, device=self._sums.device)
+        told = torch.stack(verdicts).bool() if verdicts else torch.tensor(self._skipped)
+        skipped = told.to(self._sums.device, non_blocking=True)
         return skipped.repeat_interleave(num_passes // len(skipped))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,8 +166,7 @@ class Metrics:
         self._recorded, self._unrecorded_s = spent, 0.0
 
     def _see_what_was_skipped(self) -> None:
-        for step, taken in enumerate(self._unseen, start=self._seen_steps + 1):
-            skipped = bool(taken.skipped)
+        for step, skipped in enumerate(_on_host([taken.skipped for taken in self._unseen]), start=self._seen_steps + 1):
             self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
             if skipped:
                 self._skipped_to_log.append(step)
@@ -188,3 +187,10 @@ class Metrics:
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self._accelerator.is_main_process:
             self._claim.append(name, line)
+
+
+def _on_host(verdicts: Sequence[torch.Tensor | bool]) -> list[bool]:
+    """Return the verdicts (as `Step.skipped`); a device is asked once for all: each time takes some 20 us (an estimate)."""
+    asked = [verdict for verdict in verdicts if isinstance(verdict, torch.Tensor)]
+    answers = iter(torch.stack(asked).bool().tolist() if asked else [])
+    return [next(answers) if isinstance(verdict, torch.Tensor) else verdict for verdict in verdicts]
