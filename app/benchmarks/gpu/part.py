@@ -6,17 +6,19 @@ were made from are estimates for one H200 with 16 cores (docs/performance.md).
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
 import psutil
 
@@ -74,17 +76,31 @@ def run(name: str, argv: Sequence[str], *, allowed_s: float, say: Callable[[str]
     """
     tests, program = PARTS[name].tests, [sys.executable, "-m"]
     figures = Path(output.name).absolute().with_name(f"{name}.txt")
-    given: dict[str, Any] = {"cwd": _REPOSITORY, "env": {**own_environment(), "PYTHONUNBUFFERED": "1"}, "stderr": output}
-    if tests is None:
-        words = ["app.benchmarks.gpu", *argv, "--measure", name, "--seconds", f"{max(1.0, allowed_s - _MARGIN_S):.0f}"]
-    else:
+    words = ["app.benchmarks.gpu", *argv, "--measure", name, "--seconds", f"{max(1.0, allowed_s - _MARGIN_S):.0f}"]
+    variables = {"PYTHONUNBUFFERED": "1"}
+    if tests is not None:
         together = min(PARTS[name].together, len(os.sched_getaffinity(0)))
         words = ["pytest", *tests, *_PYTEST, "-n", str(together if together > 1 else 0), "--figures", str(figures)]
-        given["env"]["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        variables["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     output.write(f"\n== {name}: {shlex.join(program + words)}\n".encode())
     output.flush()
-    process = subprocess.Popen([*program, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, **given)
-    reader = threading.Thread(target=_read, args=(process.stdout, say, None if tests is None else output))
+    with tempfile.TemporaryDirectory(prefix="samerun-gpu-", ignore_cleanup_errors=True) as folder:
+        variables["TMPDIR"] = folder  # a part that is ended removes nothing
+        read = functools.partial(_read, say=say, output=None if tests is None else output)
+        problem = _run([*program, *words], variables, allowed_s, read, output)
+    for line in figures.read_text().splitlines() if figures.exists() else ():
+        say(f"    {line}")
+    return problem
+
+
+def _run(
+    command: Sequence[str], variables: Mapping[str, str], allowed_s: float, read: Callable[[IO[bytes]], None], errors: BinaryIO
+) -> str | None:
+    """Run a command, with a thread that reads what it prints; return what went wrong."""
+    environment = {**own_environment(), **variables}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+    process = subprocess.Popen(command, cwd=_REPOSITORY, env=environment, **pipes)  # type: ignore[call-overload]
+    reader = threading.Thread(target=read, args=(process.stdout,))
     reader.start()
     try:
         code = process.wait(timeout=allowed_s)
@@ -94,8 +110,6 @@ def run(name: str, argv: Sequence[str], *, allowed_s: float, say: Callable[[str]
     finally:
         _end(process)
         reader.join()
-        for line in figures.read_text().splitlines() if figures.exists() else ():
-            say(f"    {line}")
 
 
 def _read(lines: IO[bytes], say: Callable[[str], None], output: BinaryIO | None) -> None:
