@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import processes
@@ -16,7 +17,7 @@ from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
 from app.metrics.clock import Clock
-from app.metrics.communication import Communication, _replaced
+from app.metrics.communication import Communication, _replaced, _time_waits
 from app.profiling.rank_file import RankFile, path_of
 
 STEPS, FIRST = 10, 6
@@ -112,6 +113,35 @@ def test_nobody_waits_without_a_group() -> None:
     assert not communication.is_timed
     with communication.timed():
         assert "wait" in vars(torch.distributed.Work)
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": torch.distributed.all_reduce,
+    "broadcast": lambda tensor: torch.distributed.broadcast(tensor, 0),
+    "all_gather": lambda tensor: torch.distributed.all_gather([torch.empty_like(tensor)], tensor),
+    "all_gather_into_tensor": lambda tensor: torch.distributed.all_gather_into_tensor(torch.empty_like(tensor), tensor),
+    "reduce_scatter_tensor": lambda tensor: torch.distributed.reduce_scatter_tensor(torch.empty_like(tensor), tensor),
+    "functional": lambda tensor: _functional_collectives.wait_tensor(
+        _functional_collectives.all_reduce(tensor, "sum", torch.distributed.distributed_c10d._get_default_group())
+    ),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_what_goes_into_a_gpus_stream_is_found(collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through gloo, on a stream that is none: this torch still has the methods by which its collectives go."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: "the stream that trains")
+    clock = Clock(CPU)
+    with ExitStack() as replaced:
+        _time_waits(clock, torch.device("cuda"), replaced)
+        COLLECTIVES[collective](torch.ones(4))
+        clock.lap("forward_backward")
+    found_s = clock.spent().phases_s["communication"]
+    assert found_s > 0
+    COLLECTIVES[collective](torch.ones(4))
+    clock.lap("forward_backward")
+    assert clock.spent().phases_s["communication"] == found_s
 
 
 # DDP ------------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -345,6 +346,19 @@ def test_copies_of_an_offloaded_optimizer_are_no_idling(tmp_path: Path) -> None:
     assert "0.22 (42%)" in text, text
 
 
+@pytest.mark.gpu
+@pytest.mark.multiproc
+def test_a_gpu_tells_of_the_copies_of_its_offloaded_weights(tmp_path: Path) -> None:
+    run = ("--recipe", "digits", "--trackers", "none", f"train.steps={LAST}", f"profile.steps={FIRST}:{LAST}")
+    command = [sys.executable, "-m", "launch.cli", "launch", "--preset", "deepspeed_zero3_offload", "--processes", "1"]
+    processes.Started([*command, "--run-dir", str(tmp_path), *run]).wait().check()
+    header = RankFile(path_of(tmp_path / "profile", 0)).header
+    assert min(header.parts_us.values()) >= 0
+    assert header.parts_us["copies"] > 0
+    assert header.parts_us["compute"] > 0
+
+
+@pytest.mark.multiproc
 def test_files_from_before_there_was_a_part_are_read(slow_run: tuple[Path, Finished], copied: Path) -> None:
     path = path_of(copied / "profile", 0)
     with gzip.open(path, "rt") as file:
