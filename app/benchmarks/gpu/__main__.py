@@ -36,6 +36,7 @@ _MEASURED: dict[str, Callable[[argparse.Namespace, Path], int]] = {
     "sharded": resnet.sharded,
     "small": small.measure,
     "photographs": resnet.on_photographs,
+    "packed": resnet.packed,
     "saving": lambda options, folder: saving.main(
         ["--state-gb", str(options.state_gb), "--rounds", "3", "--processes", "1", "--times-only", "--folder", str(folder)]
     ),

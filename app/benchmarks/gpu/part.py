@@ -56,7 +56,7 @@ PARTS = {
     "recipe": Part("the recipe imagenet_resnet50 as it is shipped, on made-up images", 60),
     "sharded": Part("ResNet-50 under the presets that shard, with one process", 80),
     "small": Part("what the loop costs a step of small models", 60),
-    "photographs": Part("ResNet-50 on photographs, as they are and packed", 100),
+    "photographs": Part("ResNet-50 on photographs", 90),
     "tests": Part("every other test that needs a GPU", 60, tests=("-m", "gpu and not multiproc", "tests")),
     "not_finite": Part(
         "tests that start processes on the GPU, among them NaN at step 3 under each preset and optimizer",
@@ -65,6 +65,7 @@ PARTS = {
         together=10,
     ),
     "saving": Part("how long a save holds the training", 45),
+    "packed": Part("ResNet-50 on the photographs as `samerun data pack` shrinks them once", 60),
 }
 
 

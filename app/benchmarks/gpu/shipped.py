@@ -14,9 +14,9 @@ from app.benchmarks.gpu.contest import Goal, say
 from launch.run_module import program
 
 _GOAL = Goal(most=0.02)
-_EVERY = 25
+_EVERY = 20
 """Steps of a line of metrics."""
-_LINES = 8
+_LINES = 6
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
