@@ -131,7 +131,12 @@ def leave_with(error: SamerunError, rank: int) -> NoReturn:
 
 
 _OF_A_LOST_PEER = (
-    "Timed out waiting",  # gloo, of one that does not come
+    "caused by a remote worker",
+    "Timed out waiting",
+    "Socket closed",
+    "Socket unexpectedly closed",
+    "Pair is not connected",
+    "caused pair closure",
     "Connection closed by",
     "Connection reset by peer",
     "Connection was likely closed",  # that to the store

@@ -35,6 +35,7 @@ def test_who_lost_a_peer_hangs_up_on_the_others_at_once_and_speaks_later():
             started.kill()
 
 
+TCP = "/pytorch/third_party/gloo/gloo/transport/tcp/"
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
 REMOTE = (
     "remote process exited or there was a network error, NCCL version 2.21.5\n"
@@ -62,6 +63,12 @@ FOLLOWS = {
     "operation to complete",
     "gloo, gone": "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18340. "
     "This is typically caused by a remote worker crashing.",
+    # Texts of libtorch_cpu.so 2.15, beside the name of gloo's tcp/pair.cc and tcp/unbound_buffer.cc
+    "gloo, not read": f"[{TCP}pair.cc] Read error [127.0.0.1]:18340: No route to host. This is typically caused by a remote worker "
+    "crashing.",
+    "gloo, closed before": f"[{TCP}pair.cc] Socket closed [127.0.0.1]:18340",
+    "gloo, gone before": f"[{TCP}pair.cc] Pair is not connected ([127.0.0.1]:1 <--> [127.0.0.1]:2)",
+    "gloo, by another": f"[{TCP}unbound_buffer.cc] Application timeout caused pair closure",
     # github.com/NVIDIA/nccl/issues/2076
     "reset": NCCL + REMOTE + "socketProgressOpt: Call to recv from 172.16.0.1<33759> failed : Connection reset by peer",
     # github.com/tatsu-lab/stanford_alpaca/issues/207
@@ -83,6 +90,9 @@ FOLLOWS = {
     "no store": "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
 }
 CAUSES = {
+    # libtorch_cpu.so 2.15, as above
+    "gloo, other sizes": f"[enforce fail at {TCP}pair.cc] op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match "
+    "expected size. Is there a distributed collective mismatch in your code?",
     # Met here: torch 2.15, GLOO_SOCKET_IFNAME=nosuch
     "gloo, no interface": "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable "
     "to find address for: nosuch",
