@@ -3,6 +3,7 @@
 #                 mpirun, which some of them run on a lab of namespaces, and a browser (elsewhere they are skipped, and say so)
 # make test-slow  the slow ones: resuming from every topology to every other, more kills, more kinds of jobs
 # make test-long  by hand: what takes many minutes, such as sixty random kills
+# make same-as BASE=main  by hand: whether a change that shall change no result changes none (tests/same_as.py)
 # make gpu        on a machine with a GPU: what it has to show in 8 minutes, the most important first, written to gpu-results/ as
 #                 it is found (GPU_OUT=FOLDER; GPU_ARGS="--parts presets eager", or --dry-run without a GPU; docs/performance.md)
 #                 GPU_PYTHON=python3: in a Python that has its own torch, torchvision, accelerate and transformers, without a
@@ -22,7 +23,7 @@ GPU_WHEELS ?= gpu-wheels
 GPU_OUT ?= gpu-results
 GPU_ARGS ?=
 
-.PHONY: demo test test-slow test-long gpu gpu-wheels lab-packages lint format
+.PHONY: demo test test-slow test-long same-as gpu gpu-wheels lab-packages lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
@@ -38,6 +39,9 @@ test-slow: $(VENV)/.compiled | lab-packages
 
 test-long: $(VENV)/.compiled | lab-packages
 	$(RUN)/python -m pytest -m long $(PYTEST_ARGS)
+
+same-as: $(VENV)/.compiled
+	$(RUN)/python tests/same_as.py $(BASE) $(ARGS)
 
 gpu: $(if $(GPU_PYTHON),$(GPU_ENV)/.installed,$(VENV)/.installed-dev)
 	$(if $(GPU_PYTHON),$(GPU_ENV),$(VENV))/bin/python -m app.benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)

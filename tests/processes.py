@@ -110,10 +110,13 @@ def clean_environment() -> dict[str, str]:
     return {"TORCH_EXTENSIONS_DIR": str(compiled)} | environment | sharing | found
 
 
-def python_path(*first: Path) -> str:
-    """PYTHONPATH for a child: these folders, this repository, and what this process was given (libraries may lie there)."""
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join(dict.fromkeys((*map(str, first), str(REPOSITORY), *given)))
+def python_path(*first: Path, root: Path = REPOSITORY) -> str:
+    """PYTHONPATH for a child: these folders, this repository, and what this process was given (libraries may lie there).
+
+    With `root`, a folder with the code of another commit, that one takes the place of this repository.
+    """
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != REPOSITORY]
+    return os.pathsep.join(dict.fromkeys((*map(str, first), str(root), *given)))
 
 
 def free_port() -> int:
@@ -194,15 +197,16 @@ class Running:
 
 
 class Warm:
-    """The process with everything imported."""
+    """The process with everything imported; for the code of another folder than this one, with everything but that."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="samerun-warm-")
         self._runs = 0
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(0.1)
-            command = [sys.executable, str(SCRIPTS / "warm.py"), str(server.getsockname()[1])]
-            self._started = Started(command, env=ONE_THREAD)
+            command = [sys.executable, str(SCRIPTS / "warm.py"), str(server.getsockname()[1]), *([str(root)] if root else [])]
+            place = root or REPOSITORY
+            self._started = Started(command, env={**ONE_THREAD, "PYTHONPATH": python_path(root=place)}, cwd=place)
             self._connection = self._accept(server)
 
     def _accept(self, server: socket.socket) -> Connection:

@@ -1,0 +1,51 @@
+"""Small files of the kind that each shipped recipe reads, made up."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+TRAIN, TEST = 20, 9
+"""Samples of each split."""
+
+
+def keys_of(recipe: str, folder: Path) -> tuple[str, ...]:
+    """Write what a shipped recipe needs below `folder`, and return the keys that point it there."""
+    if recipe in ("mnist", "fashion_mnist"):
+        write_idx(folder / recipe)
+        return (f"data.path={folder / recipe}",)
+    if recipe == "cifar10":  # only the true files pass torchvision's checksums
+        write_pictures(folder / recipe, splits=("train", "test"), sizes=((32, 32),))
+        return ("data.source=imagefolder", "data.image_size=32", f"data.path={folder / recipe}")
+    if recipe in ("imagefolder", "imagenet_resnet50"):
+        write_pictures(folder / recipe, splits=("train", "test", "val"), sizes=((300, 240), (250, 400)))
+        return (f"data.path={folder / recipe}",)
+    return ()
+
+
+def write_idx(folder: Path) -> None:
+    """The four files of MNIST (yann.lecun.org/exdb/mnist)."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for prefix, size in (("train", TRAIN), ("t10k", TEST)):
+        for name, array in (
+            ("images-idx3", random.integers(0, 256, (size, 28, 28), dtype=np.uint8)),
+            ("labels-idx1", random.integers(0, 10, size, dtype=np.uint8)),
+        ):
+            header = struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape)
+            (folder / f"{prefix}-{name}-ubyte").write_bytes(header + array.tobytes())
+
+
+def write_pictures(folder: Path, *, splits: tuple[str, ...], sizes: tuple[tuple[int, int], ...]) -> None:
+    """Class folders of JPEG and PNG files; `sizes` are width and height in pixels, in turn."""
+    random = np.random.default_rng(0)
+    for split in splits:
+        for number in range(TRAIN if split == "train" else TEST):
+            place = folder / split / ("ant", "bee", "cat")[number % 3]
+            place.mkdir(parents=True, exist_ok=True)
+            noise = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+            picture = noise.resize(sizes[number % len(sizes)], Image.Resampling.BICUBIC)
+            picture.save(place / f"{number}.{('jpg', 'png')[number % 2]}")
