@@ -28,6 +28,10 @@ class DataRecipe:
     `samerun data pack --to arrays` writes."""
     path: str | None = None
     """File, folder or hub name; `~` and variables are filled in. None looks in the usual places (`docs/data.md` lists them)."""
+    hub_config: str | None = None
+    """Configuration of the data set (huggingface): of the hub, or that the README.md of a folder names. None: the only one."""
+    hub_revision: str | None = None
+    """Commit of the data set of the hub (huggingface), all 40 digits of it, which pins what is read. None: the newest."""
     stage_to: str | None = None
     """Folder on a disk of the node, such as $SLURM_TMPDIR, that data.path is copied to before training, once. None: no copy."""
     download: bool = False

@@ -6,13 +6,14 @@ Standard library only, like `recipe.py`, which it serves.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app import model_names
 
 if TYPE_CHECKING:
-    from app.recipe import Recipe
+    from app.recipe import DataRecipe, Recipe
 
 
 def problems_of(recipe: Recipe) -> list[str]:
@@ -74,9 +75,21 @@ def _out_of_range(recipe: Recipe) -> list[str]:
     return problems
 
 
+def _of_the_hub(data: DataRecipe) -> list[str]:
+    problems = []
+    if data.source != "huggingface" and (data.hub_config or data.hub_revision):
+        problems.append(f"data.hub_config and data.hub_revision are for data.source=huggingface, and it is {data.source}")
+    if data.hub_revision is not None and not re.fullmatch("[0-9a-f]{40}", data.hub_revision):
+        problems.append(
+            f"data.hub_revision is {data.hub_revision}: it must be a commit, all 40 hexadecimal digits of it, because branches "
+            "and tags move (the hub shows it under Files and versions)"
+        )
+    return problems
+
+
 def _contradictions(recipe: Recipe) -> list[str]:
     data, augment, train, optim = recipe.data, recipe.augment, recipe.train, recipe.optim
-    problems = []
+    problems = _of_the_hub(data)
     if train.epochs is not None and train.steps is not None:
         problems.append(f"train.epochs is {train.epochs} and train.steps is {train.steps}: give one of them")
     if optim.warmup_epochs is not None and optim.warmup_steps is not None:

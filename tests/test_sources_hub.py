@@ -401,6 +401,102 @@ def test_what_was_downloaded_before_is_opened_without_the_network(tmp_path: Path
     assert capfd.readouterr().err == ""
 
 
+def with_configurations(folder: Path) -> Path:
+    """A folder as the hub has them, with two configurations of 9 and 4 pictures."""
+    folder.mkdir(parents=True)
+    lines = ["---", "configs:"]
+    for config, size in (("large", 9), ("small", 4)):
+        lines.append(f"- config_name: {config}\n  data_files:")
+        for split in ("train", "test"):
+            pictures(size).to_parquet(folder / f"{config}-{split}.parquet")
+            lines.append(f"  - split: {split}\n    path: {config}-{split}.parquet")
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return folder
+
+
+def in_the_cache(folder: Path, commit: str, *, config: str | None = None) -> None:
+    """Put a folder into the library's cache as a commit of the hub's someone/Something."""
+    datasets.load_dataset(str(folder), config)
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    (version,) = cache.glob(f"{folder.name}/{config or 'default'}/*")
+    (made,) = (place for place in version.iterdir() if place.is_dir())
+    target = cache / "someone___something" / version.relative_to(cache / folder.name) / commit
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made.rename(target)
+
+
+def test_a_configuration_is_chosen(tmp_path: Path) -> None:
+    path = with_configurations(tmp_path / "rows")
+    large, small = (open_data(recipe(path, hub_config=config)).train for config in ("large", "small"))
+    assert (len(large), len(small)) == (9, 4)
+    assert torch.equal(everything(small)[0], reference(pictures(4))[0])
+    with pytest.raises(DataError, match=r"Config name is missing|pick one among"):
+        open_data(recipe(path))
+    with pytest.raises(DataError, match=r"'huge' not found"):
+        open_data(recipe(path, hub_config="huge"))
+
+
+def test_a_revision_is_what_was_asked_for_and_not_what_was_cached_last(tmp_path: Path) -> None:
+    older, newer, unknown = ("a" * 40, "b" * 40, "c" * 40)
+    for size, commit in ((9, older), (4, newer)):
+        folder = tmp_path / str(size) / "something"
+        folder.mkdir(parents=True)
+        for split in ("train", "test"):
+            pictures(size).to_parquet(folder / f"{split}.parquet")
+        in_the_cache(folder, commit)
+    sizes = {commit: len(open_data(recipe("someone/Something", hub_revision=commit)).train) for commit in (older, newer)}
+    assert sizes == {older: 9, newer: 4}
+    expected = rf"hub_revision={unknown} is not in the cache .* set data\.download=true to get it from the hub$"
+    with pytest.raises(DataError, match=expected):
+        open_data(recipe("someone/Something", hub_revision=unknown))
+
+
+def test_a_revision_of_several_configurations(tmp_path: Path) -> None:
+    path, commit = with_configurations(tmp_path / "something"), "a" * 40
+    for config in ("large", "small"):
+        in_the_cache(path, commit, config=config)
+    assert len(open_data(recipe("someone/something", hub_revision=commit, hub_config="small")).test) == 4
+    with pytest.raises(DataError, match=r"has several configurations: name one of large, small in data\.hub_config$"):
+        open_data(recipe("someone/something", hub_revision=commit))
+    with pytest.raises(DataError, match=r"data\.hub_config=huge is not in the cache"):
+        open_data(recipe("someone/something", hub_revision=commit, hub_config="huge"))
+
+
+def test_configuration_and_revision_are_in_the_fingerprint(tmp_path: Path) -> None:
+    folder, first, second = as_parquet(tmp_path / "something"), "a" * 40, "b" * 40
+    in_the_cache(folder, first)
+    shutil.copytree(tmp_path / f"cache/someone___something/default/0.0.0/{first}",
+                    tmp_path / f"cache/someone___something/default/0.0.0/{second}")  # fmt: skip
+    plain, one, other = (open_data(recipe("someone/something", hub_revision=commit)).train for commit in (None, first, second))
+    named = open_data(recipe("someone/something", hub_config="default")).train
+    assert len({plain.fingerprint, one.fingerprint, other.fingerprint, named.fingerprint}) == 4
+    assert plain.fingerprint == open_data(recipe(folder)).train.fingerprint
+
+
+def test_what_has_no_configuration_or_revision(tmp_path: Path) -> None:
+    saved, commit = save(tmp_path / "rows"), "a" * 40
+    file = tmp_path / "rows.parquet"
+    pictures().to_parquet(file)
+    with pytest.raises(RecipeError, match=r"is a folder that save_to_disk wrote, which has no configurations; leave it out"):
+        open_data(recipe(saved, hub_config="large"))
+    with pytest.raises(RecipeError, match=r"is a file, which has no configurations; leave it out"):
+        open_data(recipe(file, hub_config="large"))
+    with pytest.raises(RecipeError, match=r"is here, and only data sets of the hub have revisions; leave it out"):
+        open_data(recipe(saved, hub_revision=commit))
+    with pytest.raises(RecipeError, match=r"data\.hub_revision is main: it must be a commit, all 40 hexadecimal digits"):
+        recipe("someone/something", hub_revision="main")
+    with pytest.raises(RecipeError, match=r"are for data\.source=huggingface, and it is digits"):
+        Recipe(data=DataRecipe(hub_config="large"))
+
+
+def test_a_download_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **keys: asked.append((*args, keys["revision"])))
+    commit = "a" * 40
+    download_data(recipe("allenai/c4", hub_config="en", hub_revision=commit, download=True))
+    assert asked == [("allenai/c4", "en", commit)]
+
+
 def test_a_failed_download_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # or it tries for 23 seconds
     with pytest.raises(

@@ -22,6 +22,8 @@ _MAY_CHANGE = (*recipe_file.NOT_LEARNT, "train.epochs", "train.steps", "data.pat
 
 _AS_BEFORE: Mapping[str, Any] = {
     "data.color": "auto",
+    "data.hub_config": None,
+    "data.hub_revision": None,
     "data.jpeg_decoder": "libjpeg",
     "train.max_gradient_spike": None,
     "train.tf32": False,

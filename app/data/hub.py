@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from app.data.framing import Framing
 from app.data.kept import stamps
 from app.data.pictures import PictureSource
@@ -52,7 +54,7 @@ def open_hub(recipe: Recipe) -> tuple[Source, Source]:
     ):
         readers = [replace(reader, channels=1) for reader in readers]
     train, test = (
-        _open_split(reader, classes, readers[0], Framing.of(recipe, training=training))
+        _open_split(reader, classes, readers[0], Framing.of(recipe, training=training), _pins(recipe))
         for reader, training in zip(readers, (True, False), strict=True)
     )
     return train, test
@@ -74,7 +76,7 @@ def download_hub(recipe: Recipe) -> None:
     from datasets.exceptions import DatasetsError
 
     try:
-        load_dataset(str(path))
+        load_dataset(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
             f"data.path={path} is no file or folder here and cannot be downloaded from the hub: {first_line(error)}. "
@@ -93,9 +95,10 @@ def _load(recipe: Recipe) -> tuple[Any, Any]:
     from datasets.exceptions import DatasetsError
 
     path, names = _path(recipe), [recipe.data.train_split, recipe.data.test_split]
+    _refuse_for_files(recipe, path)
     try:
         with _offline():
-            train, test = _load_saved(path, names) if _saved_splits(path) else _load_files(path, names)
+            train, test = _load_saved(path, names) if _saved_splits(path) else _load_files(recipe, path, names)
     except ConnectionError as error:
         raise DataError(
             f"data.path={path} is no file or folder here, and the cache of the datasets library has no data set of that "
@@ -131,7 +134,19 @@ def _load_saved(path: Path, names: list[str]) -> list[Any]:
         raise DataError(f"data.path={path}: one of the splits {' and '.join(names)} holds no samples") from error
 
 
-def _load_files(path: Path, names: list[str]) -> Any:
+def _refuse_for_files(recipe: Recipe, path: Path) -> None:
+    """Raise RecipeError for a configuration or a revision of what has none."""
+    data = recipe.data
+    if data.hub_config is not None and (path.is_file() or _saved_splits(path)):
+        what = "a file" if path.is_file() else "a folder that save_to_disk wrote"
+        raise RecipeError(f"data.hub_config={data.hub_config}: {path} is {what}, which has no configurations; leave it out")
+    if data.hub_revision is not None and path.exists():
+        raise RecipeError(
+            f"data.hub_revision={data.hub_revision}: {path} is here, and only data sets of the hub have revisions; leave it out"
+        )
+
+
+def _load_files(recipe: Recipe, path: Path, names: list[str]) -> Any:
     from datasets import load_dataset
 
     if path.is_file():
@@ -140,7 +155,38 @@ def _load_files(path: Path, names: list[str]) -> Any:
                 f"data.path={path} is a file of no known kind ({', '.join(BUILDERS)}); give one of these, or a folder"
             )
         return load_dataset(BUILDERS[path.suffix], data_files=str(path), split=names)
-    return load_dataset(str(path.absolute() if path.exists() else path), split=names)
+    if recipe.data.hub_revision is not None:
+        return _load_pinned(recipe, names)
+    return load_dataset(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=names)
+
+
+def _load_pinned(recipe: Recipe, names: list[str]) -> Any:
+    """Return the splits of a commit from the library's cache. Raises DataError if it is not there.
+
+    Off the network `load_dataset` ignores `revision` and takes what was cached last (`packaged_modules/cache/cache.py` of
+    version 5.2). The cache has a folder for each: OWNER___NAME/CONFIGURATION/VERSION/COMMIT.
+    """
+    import datasets
+    from datasets.naming import camelcase_to_snakecase
+    from datasets.packaged_modules.cache.cache import Cache
+
+    data, name = recipe.data, str(recipe.data.path)
+    owner, slash, last = name.rpartition("/")
+    place = Path(datasets.config.HF_DATASETS_CACHE, f"{owner}{'___' if slash else ''}{camelcase_to_snakecase(last)}")
+    found = sorted(place.glob(f"{data.hub_config or '*'}/*/{data.hub_revision}"))
+    of = f"data.path={name} with data.hub_revision={data.hub_revision}"
+    if not found:
+        config = f" and data.hub_config={data.hub_config}" if data.hub_config else ""
+        raise DataError(
+            f"{of}{config} is not in the cache of the datasets library; correct them, or set data.download=true to get it from "
+            "the hub"
+        )
+    if len(found) > 1:
+        configs = ", ".join(folder.parent.parent.name for folder in found)
+        raise DataError(f"{of} has several configurations: name one of {configs} in data.hub_config")
+    config, version, commit = found[0].parts[-3:]
+    builder = Cache(repo_id=name, dataset_name=last, config_name=config, version=version, hash=commit)
+    return [builder.as_dataset(split=split) for split in names]
 
 
 @contextmanager
@@ -170,7 +216,15 @@ def _check_columns(rows: Any, recipe: Recipe, where: str) -> None:
             raise DataError(f"{key}={column}: {where} has the columns {', '.join(rows.column_names)}; name one of these")
 
 
-def _open_split(reader: RowReader, classes: tuple[str, ...], train_reader: RowReader, framing: Framing) -> Source:
+def _pins(recipe: Recipe) -> list[np.ndarray]:
+    """What of the recipe tells the data from others of the same name, for the fingerprint; nothing where it says nothing."""
+    said = (recipe.data.hub_config, recipe.data.hub_revision)
+    return [np.frombuffer(repr(said).encode(), np.uint8)] if any(said) else []
+
+
+def _open_split(
+    reader: RowReader, classes: tuple[str, ...], train_reader: RowReader, framing: Framing, pins: list[np.ndarray]
+) -> Source:
     ((first, _),) = train_reader([0])
     channels, height, width = first.shape
     size = len(reader.labels)
@@ -182,6 +236,6 @@ def _open_split(reader: RowReader, classes: tuple[str, ...], train_reader: RowRe
         channels=channels,
         image_size=framing.size_of((height, width)),
         framing=framing,
-        fingerprint=fingerprint(classes, size, reader.content, listing=[reader.labels]),
+        fingerprint=fingerprint(classes, size, reader.content, listing=[reader.labels, *pins]),
         made_of=("huggingface", *stamps(Path(file["filename"]) for file in reader.rows.cache_files)),
     )
