@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from app import models, numerics, schedule
-from app.data import loader
+from app.data import loader, transfer
+from app.data.arrays import ArraySource
 from app.data.augment import Preparation
 from app.data.hash64 import derive_key
 from app.data.loader import Batch, Failure
@@ -134,12 +135,11 @@ def training_batches(
 def _fed(runtime: Runtime, source: Source, batches: TrainBatches | EvalBatches) -> Iterable[Batch | Failure]:
     """Return this rank's shares of the global micro-batches, on its device."""
     launched, device = runtime.launched, runtime.device
-    if source.decodes:
-        prepared: Iterable[Batch | Failure] = runtime.prepare(
-            loader.build(source, batches, local_world_size=launched.local_world_size, device=device)
-        )
-        return prepared
-    return loader.InProcess(source, batches, rank=launched.rank, world_size=runtime.plan.world_size, device=device)
+    if isinstance(source, ArraySource):
+        looked_up = loader.InProcess(source, batches, rank=launched.rank, world_size=runtime.plan.world_size)
+        return looked_up if device.type == "cpu" else transfer.Ahead(looked_up.unwritten, device)
+    decoded = runtime.deal(loader.build(source, batches, local_world_size=launched.local_world_size, device=device))
+    return decoded if device.type == "cpu" else transfer.Ahead(functools.partial(loader.unwritten, decoded), device)
 
 
 def samples_of(recipe: Recipe, size: int, step: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,29 +72,29 @@ class Stopped:
 def train(run: Training) -> Evaluation | Stopped:
     """Take every step of the recipe and return the scores of the final weights on the test set, unless asked to stop."""
     metrics, profile = run.metrics, run.profile
-    batches = iter(batches_of(run.batches))
     run.model.train()
     scores: Evaluation | None = None
     inputs: torch.Tensor | None = None
-    for step in range(run.first_step, run.length.total_steps):
-        if profile is not None:
-            profile.begin_step(step + 1)
-        set_learning_rate(run.optimizer, learning_rate := run.learning_rate_at(step))
-        taken, inputs = _take_step(run, step, batches, inputs)
-        if run.average is not None:
-            run.average.update(taken.skipped)
-        metrics.end_step(step + 1, taken)
-        epoch, is_last = step // run.length.steps_per_epoch, step + 1 == run.length.total_steps
-        if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
-            run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate))
-            _refuse_to_skip_on(run, step)
-        scores = _test(run, step + 1, epoch) if is_last or _ends_evaluated_epoch(run, step) else None
-        request = run.control.agreed(step + 1)
-        if request.save or run.checkpoints.is_due(step + 1, is_last=is_last, scores=scores):
-            run.checkpoints.save(step + 1, scores)
-        if request.stop:
-            run.checkpoints.finish()
-            return Stopped(step + 1, request)
+    with closing(batches_of(run.batches)) as batches:  # what fetches them ahead of time ends here
+        for step in range(run.first_step, run.length.total_steps):
+            if profile is not None:
+                profile.begin_step(step + 1)
+            set_learning_rate(run.optimizer, learning_rate := run.learning_rate_at(step))
+            taken, inputs = _take_step(run, step, batches, inputs)
+            if run.average is not None:
+                run.average.update(taken.skipped)
+            metrics.end_step(step + 1, taken)
+            epoch, is_last = step // run.length.steps_per_epoch, step + 1 == run.length.total_steps
+            if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
+                run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate))
+                _refuse_to_skip_on(run, step)
+            scores = _test(run, step + 1, epoch) if is_last or _ends_evaluated_epoch(run, step) else None
+            request = run.control.agreed(step + 1)
+            if request.save or run.checkpoints.is_due(step + 1, is_last=is_last, scores=scores):
+                run.checkpoints.save(step + 1, scores)
+            if request.stop:
+                run.checkpoints.finish()
+                return Stopped(step + 1, request)
     run.checkpoints.finish()
     return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
 

@@ -152,6 +152,13 @@ class Runtime:
             let_wait(wrapped.engine.data_parallel_group, self._collective)
         return prepared
 
+    def deal(self, loader: torch.utils.data.DataLoader) -> Any:
+        """Return this rank's shares of a loader's global micro-batches, as Accelerate deals them, in this process's memory.
+
+        Accelerate would copy each on the stream that computes; `app.data.transfer` does it while that is at work.
+        """
+        return self.accelerator.prepare_data_loader(loader, device_placement=False)
+
     def average_buffers(self, model: torch.nn.Module) -> None:
         """Give every rank the mean of the ranks' floating-point buffers (running statistics of batch norms).
 
@@ -235,7 +242,7 @@ def _build_accelerator(
         # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),
         # The samplers yield global micro-batches, Accelerate deals equal contiguous slices of them to the ranks.
-        "dataloader_config": DataLoaderConfiguration(split_batches=True, even_batches=True, non_blocking=not on_cpu),
+        "dataloader_config": DataLoaderConfiguration(split_batches=True, even_batches=True),
         # Running statistics are averaged before they are used (`average_buffers`), so DDP need not send them every step.
         "kwargs_handlers": [
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),

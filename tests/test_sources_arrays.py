@@ -71,8 +71,7 @@ def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: py
     source = open_data(recipe_file.load("digits").recipe).train
     monkeypatch.setattr(loader, "_TOGETHER_BYTES", 6 * 2 * 64)  # of shares of 2 samples, 6
     batches = list(EvalBatches(size=len(source), batch_size=batch_size))
-    cpu = torch.device("cpu")
-    ranks = [list(loader.InProcess(source, batches, rank=rank, world_size=2, device=cpu)) for rank in range(2)]
+    ranks = [list(loader.InProcess(source, batches, rank=rank, world_size=2)) for rank in range(2)]
     assert [len(rank) for rank in ranks] == [len(batches)] * 2
     for numbers, *shares in zip(batches, *ranks, strict=True):
         real = numbers >= 0

@@ -1,4 +1,4 @@
-"""Feeding: sample numbers in, whole batches out, on this process's device.
+"""Feeding: sample numbers in, whole batches out, in this process's memory; `transfer` brings them to another device.
 
 A sample number is `epoch * size + index`; it is all that a worker needs to make the sample, and all that the augmentation
 needs to be the same anywhere. -1 is padding. A batch is a dict of tensors: `images` uint8 [B, C, H, W], `labels` int64 [B]
@@ -7,17 +7,19 @@ and `samples` int64 [B], the sample numbers. An array, `numbers`, has these on t
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from app.data.arrays import ArraySource
 from app.data.source import Source
 from app.errors import DataError
 from app.place import cores
@@ -54,6 +56,18 @@ class Samples(Dataset):
         return {"images": images, "labels": labels, "samples": torch.from_numpy(samples), "numbers": samples}
 
 
+@dataclass(frozen=True)
+class Unwritten:
+    """Batches of one size that are made where their memory is."""
+
+    layout: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+    """Shape and type of each field, of all batches together."""
+    numbers: np.ndarray
+    """Sample numbers, int64 [batches, B], which stay on the host; the first dimension of a field is batches * B."""
+    write: Callable[[Mapping[str, np.ndarray]], None]
+    """Writes the fields into arrays of these shapes and types."""
+
+
 class InProcess:
     """One rank's shares of global micro-batches, looked up where they are used, for sources that are arrays.
 
@@ -62,38 +76,60 @@ class InProcess:
     several at a time, which costs hardly more than one.
     """
 
-    def __init__(
-        self, source: Source, batches: Iterable[np.ndarray], *, rank: int, world_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, source: ArraySource, batches: Iterable[np.ndarray], *, rank: int, world_size: int) -> None:
         """`batches` gives sample numbers, int64 [global micro-batch], which `world_size` divides."""
-        self._samples, self._batches, self._device = Samples(source), batches, device
+        self._source, self._batches = source, batches
         self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Iterator[Batch | Failure]:
+        for group in self.unwritten():
+            memory = {name: np.empty(shape, dtype) for name, (shape, dtype) in group.layout.items()}
+            group.write(memory)
+            yield from split({name: torch.from_numpy(array) for name, array in memory.items()}, group.numbers)
+
+    def unwritten(self) -> Iterator[Unwritten]:
+        """Yield the batches, in groups as they are looked up, for memory that is there already."""
         shares = (numbers.reshape(self._world_size, -1)[self._rank] for numbers in self._batches)
+        channels, (height, width) = self._source.channels, self._source.image_size
         for first in shares:
-            count = max(1, _TOGETHER_BYTES // self._bytes_of(first))
-            together = self._samples.__getitems__(np.concatenate([first, *itertools.islice(shares, count - 1)]))
-            if isinstance(together, Failure):
-                yield together
-                return
-            numbers = together.pop("numbers").reshape(-1, len(first))
-            # One device works on what it was given before, so the host is ahead of it by itself.
-            tensors = map(self._on_device, together.values())
-            pieces = [tensor.view(-1, len(first), *tensor.shape[1:]).unbind() for tensor in tensors]
-            for share, *batch in zip(numbers, *pieces, strict=True):
-                yield {**dict(zip(together, batch, strict=True)), "numbers": share}
+            most = max(1, _TOGETHER_BYTES // (len(first) * channels * height * width))
+            samples = np.concatenate([first, *itertools.islice(shares, most - 1)])
+            images = (len(samples), channels, height, width), np.dtype(np.uint8)
+            labels = samples.shape, samples.dtype
+            layout = {"images": images, "labels": labels, "samples": labels}
+            yield Unwritten(layout, samples.reshape(-1, len(first)), functools.partial(self._write, samples))
 
-    def _bytes_of(self, share: np.ndarray) -> int:
-        source = self._samples.source
-        return len(share) * source.channels * math.prod(source.image_size)
+    def _write(self, samples: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
+        indices = samples % len(self._source)  # of padding, the last one
+        self._source.fetch_into(indices, memory["images"], memory["labels"])
+        memory["samples"][:] = samples
 
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+
+def split(fields: Mapping[str, Tensor], numbers: np.ndarray) -> list[Batch]:
+    """Return the batches of one size that lie together in `fields`, with their sample numbers, int64 [batches, B]."""
+    pieces = [tensor.view(len(numbers), -1, *tensor.shape[1:]).unbind() for tensor in fields.values()]
+    names = (*fields, "numbers")
+    return [dict(zip(names, batch, strict=True)) for batch in zip(*pieces, numbers, strict=True)]
+
+
+def unwritten(loader: Iterable[Batch | Failure]) -> Iterator[Unwritten | Failure]:
+    """Yield the batches of worker processes, for memory that is there already."""
+    for batch in loader:
+        if isinstance(batch, Failure):
+            yield batch
+        else:
+            arrays = {name: field.numpy() for name, field in batch.items() if isinstance(field, Tensor)}
+            layout = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+            yield Unwritten(layout, batch["numbers"][None], functools.partial(_copy, arrays))
+
+
+def _copy(arrays: Mapping[str, np.ndarray], memory: Mapping[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
+        np.copyto(memory[name], array)  # in this thread: torch's pool is left to others
 
 
 def build(source: Source, batches: Any, *, local_world_size: int, device: torch.device) -> DataLoader:
-    """Return a loader over `batches`, a batch sampler of global micro-batches, for `Accelerator.prepare` to divide.
+    """Return a loader over `batches`, a batch sampler of global micro-batches, for Accelerate to divide.
 
     For sources that decode: worker processes do it.
     """
@@ -103,7 +139,6 @@ def build(source: Source, batches: Any, *, local_world_size: int, device: torch.
         batch_sampler=batches,
         collate_fn=_as_is,
         num_workers=workers,
-        pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
         worker_init_fn=_leave_signals_to_the_run,
     )
@@ -133,7 +168,7 @@ def remedy(source: Source, *, local_world_size: int, device: torch.device) -> st
     )
 
 
-def batches_of(loader: Iterable[Batch | Failure]) -> Iterator[Batch]:
+def batches_of(loader: Iterable[Batch | Failure]) -> Generator[Batch]:
     """Yield the loader's batches. Raises DataError, with the worker's sentence, for a batch that could not be made."""
     for batch in loader:
         if isinstance(batch, Failure):

@@ -14,19 +14,19 @@ from app.train import main
 
 BATCHES = 20
 stuck_rank, how = int(sys.argv[1]), sys.argv[2]
-fetch, fetched = ArraySource.fetch, 0
+fetch, fetched = ArraySource.fetch_into, 0
 
 
-def fetch_or_hang(source: ArraySource, indices: Any, samples: Any) -> Any:
+def fetch_or_hang(source: ArraySource, *arguments: Any) -> None:
     global fetched  # noqa: PLW0603 - one process, one counter
     fetched += 1
     if fetched > BATCHES and int(os.environ.get("RANK", "0")) == stuck_rank:
         if how == "lock":
             ctypes.PyDLL(None).sleep(3600)  # a PyDLL keeps Python's lock
         time.sleep(3600)
-    return fetch(source, indices, samples)
+    fetch(source, *arguments)
 
 
-ArraySource.fetch = fetch_or_hang  # type: ignore[method-assign]
+ArraySource.fetch_into = fetch_or_hang  # type: ignore[method-assign]
 loader._TOGETHER_BYTES = 0  # each batch is looked up alone
 main(sys.argv[3:])

@@ -1,0 +1,432 @@
+"""Batches that a thread brings to a device: those of the plain feed, in their order, and no thread that outlives them.
+
+On a CPU torch's stand-ins for streams copy at once. `Lagging` copies late, from a thread of its own, as a device does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import ONE_THREAD, SCRIPTS, Finished, Started, read, read_lines
+from torch import Tensor
+
+from app import recipe_file
+from app.checkpoints import step_folders
+from app.data import loader, transfer
+from app.data.arrays import ArraySource
+from app.data.loader import Batch, Failure, Unwritten
+from app.data.open import open_data
+from app.data.order import EvalBatches, TrainBatches
+from app.data.split import Images
+from app.data.transfer import PLACES, Ahead, Brought, Side
+from app.errors import DataError
+from app.metrics.clock import Clock
+
+CPU = torch.device("cpu")
+DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(torch.device("cuda", 0), id="cuda", marks=pytest.mark.gpu)]
+
+
+class Lagging(Side):
+    """A device that copies each batch some time after it was told to, and one after the other."""
+
+    class Copied(threading.Event):
+        def synchronize(self) -> None:
+            self.wait()
+
+    class Unseen(Copied):
+        """An event that nobody waits for before the memory is written again."""
+
+        def synchronize(self) -> None:
+            pass
+
+    def __init__(self, chance: random.Random, *, longest_s: float, event: type[Copied] = Copied) -> None:
+        super().__init__(CPU)
+        self._chance, self._longest_s, self._event = chance, longest_s, event
+        self._told: SimpleQueue[tuple[Batch, Batch, Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._copy)
+
+    def __enter__(self) -> Lagging:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._told.put(None)
+        self._thread.join()
+
+    def _copy(self) -> None:
+        while (told := self._told.get()) is not None:
+            written, fields, copied = told
+            time.sleep(self._chance.uniform(0, self._longest_s))
+            for name, tensor in fields.items():
+                tensor.copy_(written[name])
+            copied.set()
+
+    def send(self, written: Batch) -> tuple[Batch, Any]:
+        fields = {name: torch.full_like(tensor, 77) for name, tensor in written.items()}
+        copied = self._event()
+        self._told.put((written, fields, copied))
+        return fields, copied
+
+    def receive(self, brought: Brought) -> None:
+        brought.arrived.wait()
+
+
+@functools.cache
+def noise(side: int = 8) -> ArraySource:
+    generator = np.random.default_rng(0)
+    images = generator.integers(256, size=(500, 3, side, side), dtype=np.uint8)
+    return ArraySource(Images(images), generator.integers(10, size=500, dtype=np.int32), tuple("0123456789"), "noise")
+
+
+def looked_up(source: ArraySource, batch: int, *, steps: int = 40) -> loader.InProcess:
+    return loader.InProcess(source, order(len(source), batch, steps=steps), rank=0, world_size=1)
+
+
+def order(size: int, batch: int, *, steps: int) -> TrainBatches:
+    return TrainBatches(size=size, seed=1, global_batch_size=batch, micro_batches_per_step=1, first_step=0, last_step=steps)
+
+
+def same(some: Batch, others: Batch) -> bool:
+    assert some.keys() == others.keys() == {"images", "labels", "samples", "numbers"}
+    assert [type(field) for field in some.values()] == [Tensor, Tensor, Tensor, np.ndarray]
+    here, there = ([torch.as_tensor(batch[name]).cpu() for name in some] for batch in (some, others))
+    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(here, there, strict=True))
+
+
+def same_all(found: list[Any], plain: list[Any]) -> bool:
+    return all(same(one, other) for one, other in zip(found, plain, strict=True))
+
+
+def counted(number: int, *, of: int = 4) -> Unwritten:
+    """A batch that says which it is."""
+
+    def write(memory: Any) -> None:
+        memory["samples"][:] = number
+
+    return Unwritten({"samples": ((of,), np.dtype(np.int64))}, np.full((1, of), number), write)
+
+
+def feeds() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "feed"]
+
+
+@pytest.fixture
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is looked up alone."""
+    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert feeds() == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("together_bytes", [0, 5000])
+def test_looked_up_batches_are_those_of_the_plain_feed(
+    device: torch.device, together_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_TOGETHER_BYTES", together_bytes)
+    fed = looked_up(noise(), 6)
+    ahead, plain = Ahead(fed.unwritten, device), list(fed)
+    assert len(plain) == 40
+    for _ in range(2):  # an evaluation is fed by the same one each time
+        found = list(ahead)
+        assert {batch[name].device.type for batch in found for name in ("images", "labels", "samples")} == {device.type}
+        assert same_all(found, plain)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
+def test_batches_of_workers_are_those_of_the_plain_feed(device: torch.device) -> None:
+    source = open_data(recipe_file.load("digits").recipe).test
+    numbers = EvalBatches(size=len(source), batch_size=50)  # the last one is padded
+    built = torch.utils.data.DataLoader(loader.Samples(source), batch_sampler=numbers, collate_fn=loader._as_is, num_workers=2)
+    found = list(Ahead(functools.partial(loader.unwritten, built), device))
+    assert same_all(found, list(loader.InProcess(source, numbers, rank=0, world_size=1)))
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize(("producing_s", "copying_s", "using_s"), [(0, 3e-3, 0), (0, 1e-3, 3e-3), (3e-3, 1e-3, 1e-3)])
+def test_memory_is_not_written_while_a_slow_device_reads_it(
+    chance: random.Random, producing_s: float, copying_s: float, using_s: float
+) -> None:
+    fed = looked_up(noise(), 64, steps=60)
+    plain = list(fed)
+
+    def unwritten() -> Iterator[Unwritten]:
+        for each in fed.unwritten():
+            time.sleep(chance.uniform(0, producing_s))
+            yield each
+
+    kept = []
+    with Lagging(chance, longest_s=copying_s) as side:
+        for batch, expected in zip(Ahead(unwritten, CPU, side=side), plain, strict=True):
+            time.sleep(chance.uniform(0, using_s))
+            assert same(batch, expected)
+            kept.append(batch)
+    assert same_all(kept, plain)  # those who keep a part of a batch, keep it as it was
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_ring_that_does_not_wait_for_its_copies_is_seen_here(chance: random.Random) -> None:
+    """That the test above can fail."""
+    fed = looked_up(noise(), 64, steps=60)
+    with Lagging(chance, longest_s=3e-3, event=Lagging.Unseen) as side:
+        found = list(Ahead(fed.unwritten, CPU, side=side))
+    assert not same_all(found, list(fed))
+
+
+def test_sizes_may_change_and_nothing_is_also_a_feed() -> None:
+    sizes = [3, 7, 7, 1, 12, 2, 2, 5]
+    found = list(Ahead(lambda: (counted(number, of=size) for number, size in enumerate(sizes)), CPU))
+    assert [batch["samples"].tolist() for batch in found] == [[number] * size for number, size in enumerate(sizes)]
+    assert list(Ahead(lambda: iter(()), CPU)) == []
+
+
+def test_only_as_much_is_ahead_as_the_ring_has_places(chance: random.Random) -> None:
+    begun, worst = 0, 0
+
+    def unwritten() -> Iterator[Unwritten]:
+        nonlocal begun
+        for number in range(100):
+            begun += 1
+            yield counted(number)
+
+    for taken, _ in enumerate(Ahead(unwritten, CPU)):
+        time.sleep(chance.uniform(0, 2e-3))
+        worst = max(worst, begun - taken - 1)
+    assert begun == 100
+    assert 1 <= worst <= PLACES
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("where", ["made", "written"])
+def test_what_is_raised_in_the_thread_is_raised_in_the_loop_at_its_place(at: int, where: str) -> None:
+    lost = OSError(5, "Input/output error", "/data/images.npy")
+
+    def lose(_memory: Any) -> None:
+        raise lost
+
+    def unwritten() -> Iterator[Unwritten]:
+        for number in range(9):
+            if number == at and where == "made":
+                raise lost
+            yield replace(counted(number), write=lose) if number == at else counted(number)
+
+    found = []
+    with pytest.raises(OSError, match=r"images\.npy") as caught:  # noqa: PT012 - the batches before it
+        for batch in Ahead(unwritten, CPU):
+            found.append(int(batch["samples"][0]))
+    assert caught.value is lost
+    assert caught.traceback[-1].name == {"made": "unwritten", "written": "lose"}[where]
+    assert found == list(range(at))
+
+
+def test_a_picture_that_cannot_be_read_is_told_after_those_before_it() -> None:
+    def unwritten() -> Iterator[Unwritten | Failure]:
+        yield from map(counted, range(5))
+        yield Failure("sample 5 is no picture; replace it")
+        yield from map(counted, range(6, 9))
+
+    found = []
+    with pytest.raises(DataError, match=r"^sample 5 is no picture; replace it$"):  # noqa: PT012 - the batches before it
+        for batch in loader.batches_of(Ahead(unwritten, CPU)):
+            found.append(int(batch["samples"][0]))
+    assert found == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
+def test_a_killed_worker_is_told() -> None:
+    """As torch tells it. What the thread meets, half of a batch, is not the cause."""
+    source = open_data(recipe_file.load("digits").recipe).train
+    numbers = TrainBatches(
+        size=len(source), seed=1, global_batch_size=8, micro_batches_per_step=1, first_step=0, last_step=10**6
+    )
+    built = torch.utils.data.DataLoader(loader.Samples(source), batch_sampler=numbers, collate_fn=loader._as_is, num_workers=1)
+    fed = iter(Ahead(functools.partial(loader.unwritten, built), CPU))
+    next(fed)
+    (worker,) = (process for process in torch.multiprocessing.active_children())
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* (is killed by signal|exited unexpectedly)"):
+        for _ in fed:
+            pass
+
+
+@pytest.mark.parametrize("taken", range(PLACES + 3))
+def test_the_thread_ends_whenever_the_loop_does(taken: int, chance: random.Random) -> None:
+    for _ in range(20):
+        fed = loader.batches_of(Ahead(lambda: map(counted, range(PLACES + 2)), CPU))
+        for _, batch in zip(range(taken), fed, strict=False):
+            assert batch["samples"].numel() == 4
+        time.sleep(chance.choice((0, 1e-4, 1e-3)))
+        fed.close()
+        assert feeds() == []
+
+
+def test_the_thread_ends_with_an_error_of_the_loop() -> None:
+    def endless() -> Iterator[Unwritten]:
+        number = 0
+        while True:
+            time.sleep(1e-3)
+            yield counted(number := number + 1)
+
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012 - a loop
+        for batch in loader.batches_of(Ahead(endless, CPU)):
+            assert 1 // (int(batch["samples"][0]) - 3)
+    assert feeds() == []
+
+
+def test_a_disk_that_stands_still_does_not_keep_the_end_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_PATIENCE_S", 0.2)
+    answers = threading.Event()
+
+    def stuck() -> Iterator[Unwritten]:
+        yield counted(0)
+        answers.wait()
+
+    fed = loader.batches_of(Ahead(stuck, CPU))
+    next(fed)
+    start_s = time.perf_counter()
+    fed.close()
+    assert 0.1 < time.perf_counter() - start_s < 2
+    (left,) = feeds()
+    assert left.daemon
+    answers.set()
+    left.join()
+
+
+# On a GPU: bits, overlap, and memory of the device that is used again too early.
+
+
+def slow_start(device: torch.device, *, cycles: int = 20_000_000) -> None:
+    """Have the stream that computes busy for some 10 ms, so that the host is far ahead of it."""
+    torch.cuda._sleep(cycles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keeps", [0, 7])
+def test_device_memory_is_not_given_away_while_the_computing_stream_is_behind(
+    keeps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 0)
+    device = torch.device("cuda", 0)
+    fed = looked_up(noise(64), 128, steps=150)
+    seen, kept = [], []
+    for number, batch in enumerate(Ahead(fed.unwritten, device)):
+        if number % 10 == 0:
+            slow_start(device)
+        seen.append({name: field.clone() if isinstance(field, Tensor) else field for name, field in batch.items()})
+        kept = [*kept, batch["samples"]][-keeps:] if keeps else []
+    plain = list(fed)
+    assert same_all(seen, plain)
+    assert all(torch.equal(one.cpu(), other["samples"]) for one, other in zip(kept, plain[-keeps:], strict=True)) or not keeps
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned_and_as_many_places_as_the_ring_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 0)
+    places: list[int] = []
+    pinned: list[bool] = []
+    send = Side.send
+
+    def watched(self: Side, written: Any) -> Any:
+        places.append(written["images"].data_ptr())
+        pinned.append(all(tensor.is_pinned() for tensor in written.values()))
+        return send(self, written)
+
+    monkeypatch.setattr(Side, "send", watched)
+    assert len(list(Ahead(looked_up(noise(64), 128).unwritten, torch.device("cuda", 0)))) == 40
+    assert all(pinned)
+    assert len(set(places)) == PLACES
+
+
+@pytest.mark.gpu
+def test_the_computing_stream_does_not_wait_for_copies_that_it_outlasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 MB a batch, at 25 GB/s and more 1.6 ms: hidden behind 10 ms of computing, but for the first."""
+    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 0)
+    device = torch.device("cuda", 0)
+    clock = Clock(device)
+    steps = 40
+    for number, batch in enumerate(Ahead(looked_up(noise(224), 250, steps=steps).unwritten, device)):
+        clock.lap("data_wait" if number > 5 else "other")
+        slow_start(device)
+        batch["images"].sum()
+        clock.lap("forward_backward" if number > 5 else "other")
+    spent = clock.spent().phases_s
+    share = spent["data_wait"] / (spent["data_wait"] + spent["forward_backward"])
+    assert share < 0.02, spent
+
+
+@pytest.mark.gpu
+def test_a_late_feed_is_told_as_waiting() -> None:
+    device, clock = torch.device("cuda", 0), Clock(torch.device("cuda", 0))
+
+    def late() -> Iterator[Unwritten]:
+        for number in range(20):
+            time.sleep(0.02)
+            yield counted(number)
+
+    for _ in Ahead(late, device):
+        clock.lap("data_wait")
+    assert clock.spent().phases_s["data_wait"] == pytest.approx(0.4, rel=0.25)
+
+
+@pytest.mark.gpu
+@pytest.mark.multiproc
+def test_a_run_on_the_gpu_hardly_waits_for_its_data(tmp_path: Path) -> None:
+    options = ("--recipe", "digits", "--trackers", "none", "log.every_steps=100", "train.epochs=30")
+    command = [sys.executable, "-m", "app.train", "--run-dir", str(tmp_path), *options]
+    Started(command, env={**ONE_THREAD, "CUDA_VISIBLE_DEVICES": "0"}).wait().check()
+    shares = [line["data_wait_share"] for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert statistics.median(shares) < 0.05, shares
+
+
+# Whole runs, on the CPU, whose batches a thread brings.
+
+RUN = ("--trackers", "none", "--recipe", "digits", "train.epochs=2", "log.every_steps=1", "log.samples=true")
+
+
+def run(folder: Path, *arguments: str, ahead: bool = True) -> Finished:
+    program = [str(SCRIPTS / "ahead.py")] if ahead else ["-m", "app.train"]
+    return Started([sys.executable, *program, "--run-dir", str(folder), *RUN, *arguments], env=ONE_THREAD).wait()
+
+
+def learnt(folder: Path) -> list[Any]:
+    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+    return [losses, read_lines(folder / "samples.jsonl"), read(folder / "result.json")["test_loss"]]
+
+
+@pytest.mark.multiproc
+def test_a_run_is_the_same_bit_for_bit_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    run(tmp_path / "plain", ahead=False).check()
+    run(tmp_path / "ahead", "checkpoint.every_steps=20").check()
+    assert learnt(tmp_path / "ahead") == learnt(tmp_path / "plain")
+    (tmp_path / "ahead" / "result.json").unlink()
+    shutil.rmtree(step_folders.committed(tmp_path / "ahead")[0])
+    assert "resumed from" in run(tmp_path / "ahead", "--resume", "auto").check().output
+    assert learnt(tmp_path / "ahead") == learnt(tmp_path / "plain")
+
+
+@pytest.mark.multiproc
+def test_a_run_that_fails_says_so_and_ends(tmp_path: Path) -> None:
+    finished = run(tmp_path, "optim.lr=1e30", "train.max_skipped_steps=0", "optim.warmup_epochs=null")
+    assert finished.returncode == 8, finished.output
