@@ -64,8 +64,8 @@ FOLLOWS = {
     "gloo, gone": "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18340. "
     "This is typically caused by a remote worker crashing.",
     # Texts of libtorch_cpu.so 2.15, beside the name of gloo's tcp/pair.cc and tcp/unbound_buffer.cc
-    "gloo, not read": f"[{TCP}pair.cc] Read error [127.0.0.1]:18340: No route to host. This is typically caused by a remote worker "
-    "crashing.",
+    "gloo, not read": f"[{TCP}pair.cc] Read error [127.0.0.1]:18340: No route to host. This is typically caused by a remote "
+    "worker crashing.",
     "gloo, closed before": f"[{TCP}pair.cc] Socket closed [127.0.0.1]:18340",
     "gloo, gone before": f"[{TCP}pair.cc] Pair is not connected ([127.0.0.1]:1 <--> [127.0.0.1]:2)",
     "gloo, by another": f"[{TCP}unbound_buffer.cc] Application timeout caused pair closure",
@@ -91,8 +91,8 @@ FOLLOWS = {
 }
 CAUSES = {
     # libtorch_cpu.so 2.15, as above
-    "gloo, other sizes": f"[enforce fail at {TCP}pair.cc] op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match "
-    "expected size. Is there a distributed collective mismatch in your code?",
+    "gloo, other sizes": f"[enforce fail at {TCP}pair.cc] op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't "
+    "match expected size. Is there a distributed collective mismatch in your code?",
     # Met here: torch 2.15, GLOO_SOCKET_IFNAME=nosuch
     "gloo, no interface": "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable "
     "to find address for: nosuch",
