@@ -98,6 +98,15 @@ def test_precision_and_compiling_on_the_gpu(switch: str, tmp_path: Path) -> None
     assert read(tmp_path / "result.json")["test_accuracy"] > 0.9
 
 
+@pytest.mark.parametrize("preset", ["single_gpu", "multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
+def test_a_resnet_learns_in_bf16_in_the_order_of_tensor_cores(preset: str, tmp_path: Path) -> None:
+    resnet = ("model.name=resnet18", "data.image_size=32", "optim.warmup_epochs=1")
+    output = launch(preset, tmp_path, "--mixed-precision", "bf16", *resnet).check().output
+    assert "strides" not in output, "DDP warns of gradients in another order than the weights"
+    losses = [line["loss"] for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert losses[-1] < 0.8 * losses[0]
+
+
 def test_a_deterministic_run_gives_the_same_bits_twice(tmp_path: Path) -> None:
     weights = []
     for name in ("first", "second"):
