@@ -69,7 +69,7 @@ def test_a_job_submitted_from_a_step_of_another_is_a_job_of_its_own(lab: Lab, al
     """Its environment has the step's nodes and tasks, and the GPUs, tasks and memory that the other job asked for."""
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\nexec samerun launch {shlex.join(RECIPE)}\n")
-    options = ("--parsable", "--nodes=2", "--mem=0", "--time=5", f"--chdir={tmp_path}", f"--output={tmp_path}/inner.out")
+    options = ("--parsable", "--nodes=2", "--nodelist=node1,node2", "--mem=0", "--time=5", f"--chdir={tmp_path}")
     nested = f"srun --ntasks=2 --output={tmp_path}/id-%t sh -c '[ $SLURM_PROCID = 0 ] || sbatch {shlex.join(options)} {script}'"
     other = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--mem=100M", "--time=5")
     assert lab.wait(lab.sbatch(*other, "--wrap", nested)).state == "COMPLETED"
