@@ -6,19 +6,22 @@ is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it impor
 an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
 
 What `accelerate launch` says of its end is put right: the exit code is that of the process that failed first, which it turns
-into 1 by itself; torchrun's summary stays, and the tracebacks of the launchers go.
+into 1 by itself; torchrun's summary stays, a line after it names that process, and the tracebacks of the launchers go.
 """
 
 from __future__ import annotations
 
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ACCELERATE = "accelerate.commands.launch"
+FAILED_FIRST = "samerun: rank {rank} on {host} failed first, with exit code {code}"
+"""What is said of the process of a node that failed first, with its code as Python has it: `last_words.py` reads it."""
 _FILE = Path(__file__).absolute()
 
 
@@ -59,7 +62,11 @@ def _launch_processes() -> None:
             raise
         sys.stderr.write(f"{kind}: {error}\n")
         torchruns: Any = error
-        sys.exit(_as_shells_say(torchruns.get_first_failure()[1].exitcode if kind == "ChildFailedError" else -torchruns.sigval))
+        if kind == "SignalException":
+            sys.exit(_as_shells_say(-torchruns.sigval))
+        rank, failure = torchruns.get_first_failure()
+        sys.stderr.write(FAILED_FIRST.format(rank=rank, host=socket.getfqdn(), code=failure.exitcode) + "\n")
+        sys.exit(_as_shells_say(failure.exitcode))
 
 
 def _as_shells_say(code: int) -> int:

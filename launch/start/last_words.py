@@ -12,6 +12,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from launch.run_module import FAILED_FIRST
+
 _REMEMBERED_LINES = 200
 
 # A line of a process (`command.py` asks torchrun for its rank and host; on one machine, whose terminal it writes to itself,
@@ -20,10 +22,9 @@ _REMEMBERED_LINES = 200
 _LINE = re.compile(
     r"(?:\s*(?P<task>\d+): )?(?:\[(?P<rank>rank \d+) on (?P<host>\S+)\] )?(?:\[rank(?P<torch_rank>\d+)\]: )?(?P<text>.*)"
 )
-# torchrun's summary of a node: the root cause comes first, in lines such as `  rank      : 1 (local_rank: 0)`.
-_SUMMARY = re.compile(r"\s+(host|rank|exitcode)\s+: (\S+)")
-_ROOT_CAUSE = "Root Cause"
-# What it says before, when a process has ended.
+# What the launcher of a node says of it.
+_FAILED_FIRST = re.compile(FAILED_FIRST.format(rank=r"(?P<rank>\d+)", host=r"(?P<host>\S+)", code=r"(?P<code>-?\d+)"))
+# What torchrun says before, when a process has ended.
 _LAUNCHER_ENDS = re.compile(r"[EW]\d{4} .*torch/distributed/.*(?: closing signal |failed \(exitcode: )")
 # What srun says of a node whose launcher failed itself.
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): task (?P<task>\d+): Exited with exit code (?P<code>\d+)")
@@ -62,7 +63,6 @@ class Watch:
     def __init__(self) -> None:
         self._lines: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED_LINES))
         self._is_over = False
-        self._summary: dict[str, str] | None = None
         self._hosts: dict[str, str] = {}
         self._process: tuple[str, int] | None = None
         self._node: tuple[str, str, int] | None = None
@@ -88,19 +88,10 @@ class Watch:
             self.lost_node = lost["host"]
         if ended := _TASK_ENDED.match(line):
             self._node = self._node or (ended["host"], ended["task"], int(ended["code"]))
-        elif not rank and self._process is None:
-            self._read_summary(text)
-
-    def _read_summary(self, text: str) -> None:
-        """Of the first launcher that has one: those of other nodes speak of processes that lost this one."""
-        if _ROOT_CAUSE in text:
-            self._summary = {}
-        elif self._summary is not None and (part := _SUMMARY.match(text)):
-            self._summary[part[1]] = part[2]
-            if self._summary.keys() == {"host", "rank", "exitcode"}:
-                rank = f"rank {self._summary['rank']}"
-                self._hosts.setdefault(rank, self._summary["host"])
-                self._process = rank, int(self._summary["exitcode"])
+        # The first launcher to say it: those of other nodes speak of processes that lost this one.
+        elif not rank and self._process is None and (failed := _FAILED_FIRST.match(text)):
+            self._process = f"rank {failed['rank']}", int(failed["code"])
+            self._hosts.setdefault(self._process[0], failed["host"])
 
     @property
     def culprit(self) -> Culprit | None:
