@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -100,11 +101,16 @@ def place(module: str) -> tuple[int, tuple[str, ...]] | None:
     return None
 
 
-def imports(file: Path) -> set[str]:
-    """Every module of ours that a file imports, anywhere in it."""
+def imports(file: Path, *, for_types: bool = True) -> set[str]:
+    """Every module of ours that a file imports, anywhere in it; those that only a type checker sees, if they are wanted."""
     known = modules()
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    tree = ast.parse(file.read_text())
+    checked = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    left_out = set() if for_types else {id(inner) for node in checked for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -116,6 +122,12 @@ def imports(file: Path) -> set[str]:
 def test_there_is_something_to_look_at() -> None:
     assert len(modules()) >= 25
     assert "app.errors" in imports(REPOSITORY / "app" / "recipe.py")
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Not inside a function either. Circles of types alone are left to the type checker."""
+    graph = {name: imports(file, for_types=False) for name, file in modules().items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if name.startswith("app.")])
