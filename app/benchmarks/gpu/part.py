@@ -49,7 +49,7 @@ PARTS = {
         "each preset trains, goes on, and agrees with the CPU and with itself",
         120,
         tests=("-m", "gpu and multiproc", "tests/test_gpu.py"),
-        together=10,
+        together=14,  # pytest-xdist deals them one by one as long as they are fewer than twice that
     ),
     "eager": Part("ResNet-50 in bf16 beside a hand-written loop, AdamW and SGD", 80),
     "compiled": Part("the same, compiled", 120),

@@ -88,7 +88,8 @@ def _use(folder: Path, environment: Path) -> None:
     """Make the environment. Ends with a sentence if a library that is needed is neither there nor in the folder."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(environment)], check=True)
     (own,) = environment.glob("lib/python*/site-packages")
-    theirs = [f"import site; site.addsitedir({place!r})" for place in site.getsitepackages()]
+    places = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    theirs = [f"import site; site.addsitedir({place!r})" for place in places]
     (own / "theirs.pth").write_text("\n".join([*theirs, str(_REPOSITORY), ""]))
     wheels = {_name(wheel.name.partition("-")[0]): wheel for wheel in sorted(folder.glob("*.whl"))}
     lacking = {name: wheel for name, wheel in wheels.items() if not _is_there(name)}
