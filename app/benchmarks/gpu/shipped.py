@@ -37,10 +37,11 @@ def run(options: argparse.Namespace, run_dir: Path, data: Sequence[str]) -> int:
     subprocess.run([*program("launch.cli"), *words], check=True, stdout=sys.stderr)
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][2:]
     rate, mfu, waits = ([line[name] for line in found] for name in ("samples_per_s", "mfu", "data_wait_share"))
-    shown = "unknown" if None in mfu else f"{statistics.median(mfu):.1%}"
+    mfu_text = "unknown" if None in mfu else f"{statistics.median(mfu):.1%}"
     wait = statistics.median(waits)
-    say("| `samerun launch " + " ".join(word for word in words[1:] if str(run_dir) not in word) + "` | |\n|---|---|")
+    shown_command = " ".join(words).replace(f"--run-dir {run_dir} ", "")
+    say(f"| `samerun {shown_command}` | |\n|---|---|")
     say(f"| images/s | {statistics.median(rate):,.0f} ({min(rate):,.0f} to {max(rate):,.0f}, {len(found)} lines) |")
-    say(f"| MFU | {shown} |")
+    say(f"| MFU | {mfu_text} |")
     say(f"| share of the time that it waits for data | {wait:.2%} (goal {_GOAL.verdict(wait)}) |\n")
     return 0
