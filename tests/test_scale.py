@@ -40,7 +40,6 @@ def at(devices):
         ("waiting", {"1/n": 1000.0, "log2(n)/n": 30.0}),
         ("tree", {"1/n": 1000.0, "log2(n)": 1.5}),
         ("ring", {"1/n": 1000.0, "n-1": 0.2}),
-        ("serial, tree", {"1/n": 1000.0, "1": 4.0, "log2(n)": 1.5}),
     ],
 )
 def test_an_exact_law_is_found_and_has_the_most_weight(name, terms):
