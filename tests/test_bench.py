@@ -13,6 +13,7 @@ from processes import ONE_THREAD, Started, read
 
 from app.benchmarks import turns
 from app.benchmarks.figures import LIMIT, LINEAR, Group, Row, Spread, results
+from app.benchmarks.gpu import photographs
 from app.errors import TrainingError
 from launch import cli
 
@@ -104,3 +105,18 @@ def test_a_wrong_peer_or_folder_is_named(capsys, tmp_path):
     assert "'accelerat': choose from accelerate, fabric" in capsys.readouterr().err
     assert cli.main(["bench", "--out", "/dev/null/no"]) == 7
     assert "/dev/null/no (--out) cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("program", ["hand-written on a device", "samerun"])
+def test_what_a_window_uses_was_made_while_it_was_measured(program, tmp_path):
+    """Batches that workers had ready from the time in which others ran are used up before."""
+    photographs.write(tmp_path / "files", 40, classes=10)
+    overrides = ["train.global_batch_size=24", "data.image_size=16", "data.resize_size=16", f"data.path={tmp_path / 'files'}"]
+    task = {"program": program, "recipe": "imagenet_resnet50", "overrides": overrides, "model": "convnet"}
+    task |= {"folder": str(tmp_path / "files"), "shape": [3, 16, 16, 10], "augmented": True}
+    with turns.start(program, task, threads=1, log=tmp_path / "log") as contestant:
+        contestant.take_first_step()
+        windows = [contestant.run(6) for _ in range(3)]
+    made = [window.made for window in windows]
+    assert all(abs(count - 6) <= 1 for count in made), made

@@ -3,18 +3,28 @@
 A step is told by the network: the meter counts the forward passes of its training mode, through a hook that costs every program
 the same few microseconds, whoever owns the training loop. What is measured of a window are the seconds of CPU time of the
 process (all its threads), the seconds of wall-clock time, and the CPU time of the processes that it started.
+
+Where worker processes make the batches, they go on while the program waits for its turn, until all that may lie ready does. So
+a window's answer comes when they rest, for else they would take the cores of whose turn is next; and a window begins with steps
+that are not measured, which use up what lay ready. What is measured was then made while it was measured: the batches that the
+workers made in a window are counted, and told with it.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 import torch
+
+_LOOK_EVERY_S = 0.5
+_REST_SHARE = 0.05
+"""Workers that wait look around every some seconds; one that decodes takes all of a core."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,16 @@ class Moment:
         return cls(time.process_time(), time.perf_counter())
 
 
+@dataclass(frozen=True)
+class Workers:
+    """The processes that make a program's batches."""
+
+    ready: int
+    """Batches that may lie ready for it at most."""
+    made: Callable[[], int]
+    """Returns how many were made so far."""
+
+
 class Meter:
     """Measures the program in whose process it is, as the other end of its connection says.
 
@@ -43,6 +63,13 @@ class Meter:
         self._connection = connection
         self._left = 2
         self._start: Moment | None = None
+        self._steps, self._leads_in = 0, False
+        self._workers: Workers | None = None
+        self._workers_cpu_s, self._made = 0.0, 0
+
+    def expect(self, workers: Workers) -> None:
+        """Measure a program that is fed by workers."""
+        self._workers = workers
 
     def watch(self, model: torch.nn.Module) -> None:
         """Count the forward passes of `model`, which has to be the module that is called in each step."""
@@ -51,20 +78,47 @@ class Meter:
     def _count(self, model: torch.nn.Module, _inputs: Any) -> None:
         if model.training:
             self._left -= 1
-            if self._left == 0:
+            if self._left == 0 and self._leads_in:
+                self._begin_window()
+            elif self._left == 0:
                 self._end_window()
+
+    def _begin_window(self) -> None:
+        self._left, self._leads_in = self._steps, False
+        if self._workers is not None:
+            self._workers_cpu_s, self._made = _children_cpu_s(), self._workers.made()
+        self._start = Moment.now()
 
     def _end_window(self) -> None:
         end = Moment.now()
         start = self._start or Moment(0.0, end.wall_s)
-        figures = {"cpu_s": end.cpu_s - start.cpu_s, "wall_s": end.wall_s - start.wall_s, "children_cpu_s": _children_cpu_s()}
+        made = None if self._workers is None else self._workers.made() - self._made
+        before_s, self._workers_cpu_s = self._workers_cpu_s, _children_cpu_s()
+        figures = {"cpu_s": end.cpu_s - start.cpu_s, "wall_s": end.wall_s - start.wall_s, "made": made}
+        figures["children_cpu_s"] = self._workers_cpu_s - before_s
+        if self._workers is not None:
+            _await_rest()
         try:
             self._connection.send(figures)
-            self._left = self._connection.recv()
+            self._steps = self._connection.recv()
         except (EOFError, ConnectionError):
             # The command is gone. Libraries that own the loop would catch an exception, and a process group wait for its peers.
             os._exit(1)
-        self._start = Moment.now()
+        if self._workers is None:
+            self._begin_window()
+        else:
+            self._left, self._leads_in = self._workers.ready, True
+
+
+def _await_rest() -> None:
+    """Wait until the processes that this one started use next to no CPU time."""
+    before_s = _children_cpu_s()
+    while True:
+        time.sleep(_LOOK_EVERY_S)
+        now_s = _children_cpu_s()
+        if now_s - before_s < _REST_SHARE * _LOOK_EVERY_S:
+            return
+        before_s = now_s
 
 
 def _children_cpu_s() -> float:

@@ -6,17 +6,20 @@ import dataclasses
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from app.benchmarks.figures import LINEAR
-from app.benchmarks.work import Work
+from app.benchmarks.work import Tally, Work
 from app.data.loader import num_workers
+from app.data.pictures import PictureSource, Reader
 from app.place import cores
 
 _LONGEST_ROUND_S = 24 * 3600
@@ -79,21 +82,63 @@ def _photographs(work: Work, device: torch.device) -> Iterator[tuple[torch.Tenso
     area = recipe.augment.resized_crop_min_area or 1.0
     changes = [v2.RandomResizedCrop((work.height, work.width), (area, 1.0)), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     workers = num_workers(cores.of_this_process(1), device)
+    tally = work.fed_by(workers)
+
     photographs = datasets.ImageFolder(Path(work.task.folder, "train"), v2.Compose(changes))
-    loader = DataLoader(
-        photographs,
+    loader: DataLoader = DataLoader(
+        _TalliedImages(photographs, tally),
         work.batch,
-        shuffle=True,
+        sampler=_Endless(len(photographs)),
         drop_last=True,
         num_workers=workers,
-        persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
     )
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in work.statistics)
-    for _ in work.epochs():
-        for pixels, labels in loader:
-            images = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=torch.channels_last)
-            yield images.div_(255).sub_(mean).div_(std), labels.to(device, non_blocking=True)
+    for pixels, labels in loader:
+        images = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=torch.channels_last)
+        yield images.div_(255).sub_(mean).div_(std), labels.to(device, non_blocking=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Endless(Sampler[int]):
+    """One epoch after the other, as Samerun's order has them: between epochs workers would have nothing to do."""
+
+    size: int
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(self.size).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class _TalliedImages(Dataset):
+    """A data set of torchvision whose batches are counted."""
+
+    images: Any
+    tally: Tally
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.tally.add()
+        return [self.images[index] for index in indices]
+
+
+@dataclasses.dataclass(frozen=True)
+class _TalliedReader:
+    """A reader whose batches are counted."""
+
+    read: Reader
+    tally: Tally
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        return self.read.labels
+
+    def __call__(self, indices: Sequence[int]) -> Iterable[tuple[torch.Tensor, int]]:
+        self.tally.add()
+        return self.read(indices)
+
+    def file(self, index: int) -> bytes | None:
+        return self.read.file(index)
 
 
 def samerun(work: Work) -> None:
@@ -109,6 +154,9 @@ def samerun(work: Work) -> None:
     launched, recipe = read(os.environ), work.loaded.recipe
     runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size), clip_norm=recipe.optim.clip_norm)
     data = work.data
+    if isinstance(data.train, PictureSource):
+        tally = work.fed_by(num_workers(cores.of_this_process(launched.local_world_size), runtime.device))
+        data = data._replace(train=dataclasses.replace(data.train, read=_TalliedReader(data.train.read, tally)))
     parts = session.agree(runtime, work.loaded, data)
     if work.task.model == LINEAR:
         parts = dataclasses.replace(parts, model=work.uncounted_model())

@@ -49,6 +49,8 @@ class Window:
     cpu_s: float
     """CPU time, with that of worker processes."""
     wall_s: float
+    made: int | None = None
+    """Batches that worker processes made in it; None where there are none. About as many as steps, or it was no fair window."""
 
     @property
     def cpu_us_per_step(self) -> float:
@@ -67,25 +69,23 @@ class Contestant:
     def __init__(self, name: str, processes: list[subprocess.Popen[bytes]], connections: list[Connection], log: Path) -> None:
         """Each process writes to `log`."""
         self.name, self._processes, self._connections, self._log = name, processes, connections, log
-        self._workers_cpu_s = [0.0] * len(processes)
 
     def take_first_step(self) -> float:
         """Wait for it, and return the CPU seconds of a process from its start to the end of that step.
 
         Comes before any `run`. Raises TrainingError, with the program's last words, if it fails.
         """
-        answers = self._answers()
-        self._workers_cpu_s = [answer["children_cpu_s"] for answer in answers]
-        return float(max(answer["cpu_s"] for answer in answers))
+        return float(max(answer["cpu_s"] for answer in self._answers()))
 
     def run(self, steps: int) -> Window:
-        """Let it take so many steps. Raises TrainingError if it fails."""
+        """Let it take so many steps, where workers feed it after others that use up what lay ready (see the meter).
+
+        Raises TrainingError if it fails.
+        """
         self._tell(steps)
         answers = self._answers()
-        workers_cpu_s = [answer["children_cpu_s"] for answer in answers]
-        cpu_s = sum(answer["cpu_s"] for answer in answers) + sum(workers_cpu_s) - sum(self._workers_cpu_s)
-        self._workers_cpu_s = workers_cpu_s
-        return Window(steps, cpu_s / len(answers), max(answer["wall_s"] for answer in answers))
+        cpu_s = sum(answer["cpu_s"] + answer["children_cpu_s"] for answer in answers)
+        return Window(steps, cpu_s / len(answers), max(answer["wall_s"] for answer in answers), answers[0]["made"])
 
     def run_to_the_end(self) -> float:
         """Let it finish and return the CPU time of all its life. Raises TrainingError if it fails."""

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from app import models, recipe_file
 from app.benchmarks.figures import LINEAR
-from app.benchmarks.meter import Meter
+from app.benchmarks.meter import Meter, Workers
+from app.data import transfer
 from app.data.arrays import ArraySource
 from app.data.idx import FILES, UNSIGNED_BYTE
 from app.data.open import Data, open_data
@@ -57,6 +58,22 @@ class Task:
     """Train on so many random images in memory instead of the recipe's data."""
     compiled: bool = False
     """Whether the hand-written loop compiles its model. What Samerun does is up to the preset's variables."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts what several processes do: a byte in a file each time."""
+
+    path: Path
+
+    def add(self) -> None:
+        """Count once more."""
+        with self.path.open("ab") as file:
+            file.write(b".")
+
+    def count(self) -> int:
+        """Return how often it was counted."""
+        return self.path.stat().st_size if self.path.exists() else 0
 
 
 class Work:
@@ -121,6 +138,14 @@ class Work:
     def count(self, model: nn.Module) -> None:
         """Measure the steps of what is called in each of them: a compiled model has to be counted from outside."""
         self._meter.watch(model)
+
+    def fed_by(self, workers: int) -> Tally:
+        """Measure a program that so many worker processes feed, and return what they count their batches by."""
+        tally = Tally(Path(self.task.folder, f"made-{os.getpid()}"))
+        if workers:
+            # torch's DataLoader asks each for two batches at a time; of Samerun's, more are on their way to the device.
+            self._meter.expect(Workers(2 * workers + transfer.PLACES + 1, tally.count))
+        return tally
 
     def optimizer(self, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
         """Return the recipe's optimizer as torch makes it, or with its fused kernel."""
