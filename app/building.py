@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from app import models, numerics, schedule
+from app import models, numerics, own_layers, schedule
 from app.data import loader, transfer
 from app.data.arrays import ArraySource
 from app.data.augment import Preparation
@@ -57,11 +57,11 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
     if recipe.model.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
     if runtime.device.type == "cpu" and runtime.launched.strategy != "ddp" and runtime.launched.mixed_precision != "no":
-        models.normalize_in_float(model)
+        own_layers.normalize_in_float(model)
     if _takes_channels_last(runtime, recipe):
-        models.take_channels_last(model)
+        own_layers.take_channels_last(model)
         if runtime.launched.strategy == "ddp":
-            models.order_small_kernels(model)
+            own_layers.order_small_kernels(model)
     return model
 
 

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from app import model_names
 from app.errors import RecipeError
+from app.own_layers import HALF
 from app.recipe import ModelRecipe
 
 _MAX_GROUPS = 8
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
@@ -59,69 +59,6 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
     return converted
 
 
-class _CastInOrder(nn.Conv2d):
-    """A convolution that puts half-precision kernels into channels_last order.
-
-    Under autocast that is part of the copy that it takes anyway. Kernels that were half-precision before are ordered on a CPU
-    alone: on a GPU cuDNN orders them where it needs them, and a copy kept for the backward pass would undo their sharding.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch's name for it)
-        """Return the convolved images [B, C, H, W]."""
-        weight, device = self.weight, input.device.type
-        is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if is_cast and weight.dtype == torch.float32:
-            weight = weight.to(torch.get_autocast_dtype(device), memory_format=torch.channels_last)
-        elif device == "cpu" and weight.dtype in _HALF:
-            weight = weight.contiguous(memory_format=torch.channels_last)
-        convolved: torch.Tensor = self._conv_forward(input, weight, self.bias)
-        return convolved
-
-
-def take_channels_last(model: nn.Module) -> None:
-    """Prepare a model for images in channels_last order.
-
-    Its kernels stay as they are, since checkpoints and shards are ranges of them, and float32 kernels in that order are slower
-    on a CPU. Half-precision ones take a quarter of the time in it (docs/performance.md), and are ordered where they are made.
-    """
-    for module in model.modules():
-        if type(module) is nn.Conv2d:
-            module.__class__ = _CastInOrder
-
-
-def order_small_kernels(model: nn.Module) -> None:
-    """Give kernels of one input channel or one pixel, which are in both memory orders, the strides of channels_last.
-
-    Their gradients have those for images in that order, and DDP warns of gradients with other strides than the weights'.
-    """
-    for parameter in model.parameters():
-        if parameter.ndim == 4 and (parameter.shape[1] == 1 or parameter.shape[2:] == (1, 1)):
-            parameter.data = parameter.data.to(memory_format=torch.channels_last)
-
-
-class _NormInFloat(nn.BatchNorm2d):
-    """A batch normalisation whose weights may be in half precision, as DeepSpeed and FSDP2 cast them: its statistics never are.
-
-    GPUs take the two together; a CPU "expected scalar type BFloat16 but found Float" (torch 2.15).
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch's name for it)
-        """Return the normalised images [B, C, H, W], in their type."""
-        weight, bias, momentum = self.weight.float(), self.bias.float(), self.momentum
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            momentum = 1 / float(self.num_batches_tracked) if momentum is None else momentum
-        mean, variance = self.running_mean, self.running_var
-        return F.batch_norm(input, mean, variance, weight, bias, self.training, momentum or 0.0, self.eps)
-
-
-def normalize_in_float(model: nn.Module) -> None:
-    """Prepare a model for weights that are cast to half precision, on a CPU."""
-    for module in model.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = _NormInFloat
-
-
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float) -> torch.Tensor:
     """Return the mean of the samples' cross-entropies, a scalar tensor in nats.
 
@@ -130,7 +67,7 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: f
         targets: class indices [B] int64, or probabilities [B, K].
         label_smoothing: share of each target spread evenly over all classes, 0..1.
     """
-    if logits.dtype in _HALF:
+    if logits.dtype in HALF:
         logits = logits.float()
     if targets.is_floating_point():
         targets = targets.to(logits.dtype)

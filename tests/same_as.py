@@ -84,6 +84,7 @@ def cases_of_digits() -> list[Case]:
         *(Case(name="all", preset=preset, processes=processes, keys=ALL) for preset, processes in everywhere),
         *(Case(name="sgd", preset=preset, processes=2, keys=SGD) for preset in ("multi_gpu", "deepspeed_zero2", "fsdp2")),
         *(Case(name="bf16", preset=preset, options=bf16) for preset in ("cpu", "deepspeed_zero2", "fsdp2")),
+        Case(name="batch norm, bf16", preset="fsdp2", options=bf16, keys=BATCH_NORM),
         *(
             Case(name="resumed", preset=preset, processes=processes, keys=ALL, is_resumed=True)
             for preset, processes in (("cpu", 1), ("deepspeed_zero3", 2), ("fsdp2", 2))

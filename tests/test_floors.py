@@ -27,7 +27,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("app.command_line", "app.train_options")],
     [
         ("app.schedule",),
-        ("app.models", "app.flops"),
+        ("app.models", "app.own_layers", "app.flops"),
         ("app.known_answers",),
         ("app.data",),
         ("app.run_folder", "app.claim", "app.lines"),

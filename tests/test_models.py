@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app import models
+from app import models, own_layers
 from app.errors import RecipeError
 from app.recipe import ModelRecipe
 
@@ -186,7 +186,7 @@ def test_vit_wants_squares():
 @pytest.mark.parametrize("name", ["convnet", "resnet50"])
 def test_gradients_of_channels_last_images_have_the_strides_of_the_weights(name, channels):
     model = models.build(ModelRecipe(name=name), channels=channels, image_size=(8, 8), num_classes=10)
-    models.order_small_kernels(model)
+    own_layers.order_small_kernels(model)
     images = torch.zeros(2, channels, 8, 8, dtype=torch.uint8).to(torch.float32, memory_format=torch.channels_last)
     model(images).sum().backward()
     for parameter in model.parameters():
@@ -215,7 +215,7 @@ def test_the_kernels_that_autocast_makes_are_in_channels_last_order(name):
     images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(images)
-    models.take_channels_last(model)
+    own_layers.take_channels_last(model)
     with KernelsSeen() as kernels, torch.autocast("cpu", torch.bfloat16):
         logits = model(images)
     assert kernels.seen
@@ -228,6 +228,25 @@ def test_the_kernels_that_autocast_makes_are_in_channels_last_order(name):
         model(images)
     assert {dtype for dtype, _ in kernels.seen} == {torch.float32}
     assert (torch.float32, False) in kernels.seen, "float32 kernels are left as they are"
+
+
+def test_own_layers_keep_names_weights_mode_and_sharing():
+    model = build("resnet18").eval()
+    twice = model.layer1[0].conv1
+    model.again = twice
+    before = dict((*model.named_parameters(), *model.named_buffers()))
+    order = list(model.state_dict())
+    state = torch.get_rng_state()
+    own_layers.take_channels_last(model)
+    own_layers.normalize_in_float(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(model.layer1[0].conv1) is not type(twice)
+    assert type(model.bn1) is not torch.nn.BatchNorm2d
+    assert model.again is model.layer1[0].conv1
+    assert list(model.state_dict()) == order
+    after = dict((*model.named_parameters(), *model.named_buffers()))
+    assert all(value is before[name] for name, value in after.items())
+    assert not any(layer.training for layer in model.modules())
 
 
 @pytest.mark.parametrize(

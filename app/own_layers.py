@@ -1,0 +1,110 @@
+"""Layers of our own in the place of torch's: the same names, weights and results, in another memory order or precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+M = TypeVar("M", bound=nn.Module)
+HALF = (torch.float16, torch.bfloat16)
+
+
+class _CastInOrder(nn.Conv2d):
+    """A convolution that puts half-precision kernels into channels_last order.
+
+    Under autocast that is part of the copy that it takes anyway. Kernels that were half-precision before are ordered on a CPU
+    alone: on a GPU cuDNN orders them where it needs them, and a copy kept for the backward pass would undo their sharding.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch's name for it)
+        """Return the convolved images [B, C, H, W]."""
+        weight, device = self.weight, input.device.type
+        is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if is_cast and weight.dtype == torch.float32:
+            weight = weight.to(torch.get_autocast_dtype(device), memory_format=torch.channels_last)
+        elif device == "cpu" and weight.dtype in HALF:
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        convolved: torch.Tensor = self._conv_forward(input, weight, self.bias)
+        return convolved
+
+    @classmethod
+    def of(cls, plain: nn.Conv2d) -> _CastInOrder:
+        """Return one with the parameters of a plain convolution, the same tensors."""
+        own = cls(
+            plain.in_channels,
+            plain.out_channels,
+            plain.kernel_size,  # type: ignore[arg-type]
+            plain.stride,  # type: ignore[arg-type]
+            plain.padding,  # type: ignore[arg-type]
+            plain.dilation,  # type: ignore[arg-type]
+            plain.groups,
+            bias=plain.bias is not None,
+            padding_mode=plain.padding_mode,
+            device="meta",  # draws nothing
+        )
+        own.weight, own.bias = plain.weight, plain.bias
+        return own
+
+
+def take_channels_last(model: nn.Module) -> None:
+    """Prepare a model for images in channels_last order.
+
+    Its kernels stay as they are, since checkpoints and shards are ranges of them, and float32 kernels in that order are slower
+    on a CPU. Half-precision ones take a quarter of the time in it (docs/performance.md), and are ordered where they are made.
+    """
+    _replace(model, nn.Conv2d, _CastInOrder.of)
+
+
+def order_small_kernels(model: nn.Module) -> None:
+    """Give kernels of one input channel or one pixel, which are in both memory orders, the strides of channels_last.
+
+    Their gradients have those for images in that order, and DDP warns of gradients with other strides than the weights'.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 4 and (parameter.shape[1] == 1 or parameter.shape[2:] == (1, 1)):
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+
+
+class _NormInFloat(nn.BatchNorm2d):
+    """A batch normalisation whose weights may be in half precision, as DeepSpeed and FSDP2 cast them: its statistics never are.
+
+    GPUs take the two together; a CPU "expected scalar type BFloat16 but found Float" (torch 2.15).
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch's name for it)
+        """Return the normalised images [B, C, H, W], in their type."""
+        weight, bias, momentum = self.weight.float(), self.bias.float(), self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1 / float(self.num_batches_tracked) if momentum is None else momentum
+        mean, variance = self.running_mean, self.running_var
+        return F.batch_norm(input, mean, variance, weight, bias, self.training, momentum or 0.0, self.eps)
+
+    @classmethod
+    def of(cls, plain: nn.BatchNorm2d) -> _NormInFloat:
+        """Return one with the parameters and statistics of a plain batch normalisation, the same tensors."""
+        own = cls(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats, device="meta")
+        own.weight, own.bias = plain.weight, plain.bias
+        own.running_mean, own.running_var = plain.running_mean, plain.running_var
+        own.num_batches_tracked = plain.num_batches_tracked
+        return own
+
+
+def normalize_in_float(model: nn.Module) -> None:
+    """Prepare a model for weights that are cast to half precision, on a CPU."""
+    _replace(model, nn.BatchNorm2d, _NormInFloat.of)
+
+
+def _replace(model: nn.Module, kind: type[M], with_own: Callable[[M], nn.Module]) -> None:
+    """Put a layer of our own in the place of each layer of exactly this kind; one that stands in several places stays one."""
+    own: dict[nn.Module, nn.Module] = {}
+    for path, layer in list(model.named_modules(remove_duplicate=False)):
+        if type(layer) is kind:
+            if layer not in own:
+                own[layer] = with_own(layer).train(layer.training)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, own[layer])
