@@ -244,7 +244,8 @@ def test_hooks_on_the_optimizers_step_are_called_and_taken_off_again(where: str)
 def test_a_profiler_sees_the_optimizers_step_by_its_name() -> None:
     steps, _, model = prepared()
     step(steps, model)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    # torch 2.11 warns of events that it might have cleared, unless it is to keep them.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         step(steps, model)
     step(steps, model)
     names = [event.name for event in profile.events()]

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from app.benchmarks import turns
 from app.place.topology import Topology
 from launch import preset
 from launch.command import accelerate_argv
@@ -27,7 +26,7 @@ def variables_of(names: Sequence[str], *, folder: Path, on_cpu: bool) -> dict[st
     They go on at the same time. Raises CalledProcessError if one fails.
     """
     topology = Topology(processes_per_node=1, origins={"processes_per_node": "one GPU"})
-    environment = {**os.environ, **(turns.ON_CPU if on_cpu else {})}
+    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})}
     started = {}
     for name in names:
         command = accelerate_argv(topology, preset.load(name), [str(folder / f"{name}.json")], module=__spec__.name)

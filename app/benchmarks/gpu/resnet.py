@@ -56,6 +56,7 @@ def sharded(options: argparse.Namespace, folder: Path) -> int:
     presets = variables_of(list(_SHARDED), folder=folder, on_cpu=options.dry_run)
     for preset, goal in _SHARDED.items():
         variables = {**presets[preset], **ours.variables}
+        variables.pop("ACCELERATE_USE_CPU", None)  # of a dry run: Accelerate would leave DeepSpeed out
         entries[f"{_OURS}, {preset}"] = replace(ours, variables=variables, beside={hand: goal})
     del entries[f"{_OURS}, AdamW"]
     return _contest(entries, options, folder)
