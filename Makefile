@@ -85,5 +85,5 @@ $(VENV)/.installed-dev: pyproject.toml | $(RUN)/python
 
 # DeepSpeed compiles what it needs on a CPU, for a minute or two: once, and not while tests wait for it.
 $(VENV)/.compiled: $(VENV)/.installed-dev
-	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(RUN)/python -m app.compiled_ops
+	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(RUN)/python -m app.ranks.compiled_ops
 	@touch $@

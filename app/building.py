@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from app import models, numerics, own_layers, schedule
+from app import models, own_layers
 from app.data import loader, transfer
 from app.data.arrays import ArraySource
 from app.data.augment import Preparation
@@ -23,8 +23,10 @@ from app.data.order import EvalBatches, TrainBatches
 from app.data.source import Source, labels_by_name
 from app.data.stage import staged
 from app.errors import PresetError
-from app.recipe import Recipe
-from app.runtime import Runtime
+from app.optim import schedule
+from app.ranks import numerics
+from app.ranks.runtime import Runtime
+from app.recipe.schema import Recipe
 from app.scores import Evaluation, evaluate
 
 

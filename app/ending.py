@@ -6,16 +6,16 @@ from contextlib import nullcontext
 
 import torch
 
-from app import exported, ledger, run_folder
-from app.checkpoints import step_folders
-from app.control import NOTHING
+from app.checkpoints import model_file, step_folders
+from app.checkpoints.shards import unwrapped
 from app.data.open import Data
+from app.guard.control import NOTHING
 from app.loop import Stopped, Training
 from app.opening import Opened
 from app.predictions import predictions, write_predictions
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
+from app.record import ledger, run_folder
 from app.scores import Evaluation
-from app.shards import unwrapped
 
 
 def finish(training: Training, data: Data, opened: Opened, ended: Evaluation | Stopped) -> None:
@@ -54,7 +54,7 @@ def _write_result(training: Training, data: Data, opened: Opened, scores: Evalua
         with runtime.together():
             if runtime.is_main:
                 # Inside the block: under some strategies these are the live weights.
-                exported.save(opened.claim, exported.ModelConfig.of(recipe, data.train), weights)
+                model_file.save(opened.claim, model_file.ModelConfig.of(recipe, data.train), weights)
     predicted = predictions(runtime, scores, len(data.test))
     samples_seen = length.total_steps * runtime.plan.global_batch_size
     steps = length.total_steps - training.first_step  # none where a finished run was taken up again

@@ -11,14 +11,15 @@ import json
 import sys
 from pathlib import Path
 
-from app import recipe_file, run_folder
-from app.batching import BatchPlan
+from app.checkpoints.model_file import ModelConfig
 from app.data.source import Source
 from app.errors import DataError, SamerunError, leave_with
-from app.exported import ModelConfig
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
-from app.recipe import Recipe
+from app.recipe import recipe_file
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import Recipe
+from app.record import run_folder
 from app.scores import Evaluation
 
 
@@ -44,10 +45,11 @@ def main(argv: list[str] | None = None) -> None:
 def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Evaluation]:
     import torch
 
-    from app import building, exported
-    from app.runtime import Runtime
+    from app import building
+    from app.checkpoints import model_file
+    from app.ranks.runtime import Runtime
 
-    model, config = exported.load(arguments.run)
+    model, config = model_file.load(arguments.run)
     recipe = recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
     share = max(1, recipe.train.global_batch_size // launched.world_size)
     micro_batch = min(share, recipe.train.max_micro_batch or share)

@@ -18,14 +18,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from app import recipe_file, run_folder
 from app.checkpoints import step_folders as files
 from app.checkpoints import tensor_file
 from app.checkpoints.durable import Stamp, telling, write_bytes
 from app.checkpoints.piece import AVERAGE, WEIGHT
 from app.checkpoints.step_folders import Reader
-from app.claim import sync
 from app.errors import CheckpointError, RunFolderError
+from app.recipe import recipe_file
+from app.record import run_folder
+from app.record.claim import sync
 
 _KEYS = {"average": AVERAGE, "raw": WEIGHT}
 _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}

@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from app.average import WeightAverage
+from app.checkpoints.average import WeightAverage
 from app.checkpoints.checkpoint import Checkpoints
 from app.console import Display
-from app.control import Control, Request
 from app.data.augment import Preparation
 from app.data.loader import Batch, Failure, batches_of
 from app.errors import TrainingError
+from app.guard.control import Control, Request
 from app.metrics.clock import Phase
 from app.metrics.metrics import Metrics
 from app.models import mean_loss
-from app.optim import set_learning_rate
+from app.optim.from_recipe import set_learning_rate
+from app.optim.schedule import Length
+from app.optim.steps import Step, Steps
 from app.profiling.profile import Profile
-from app.recipe import Recipe
-from app.runtime import Runtime
-from app.schedule import Length
+from app.ranks.runtime import Runtime
+from app.recipe.schema import Recipe
 from app.scores import Evaluation
-from app.steps import Step, Steps
 from app.trackers.pictures import Pictures
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from app import model_names
 from app.errors import RecipeError
 from app.own_layers import HALF
-from app.recipe import ModelRecipe
+from app.recipe import model_names
+from app.recipe.schema import ModelRecipe
 
 _MAX_GROUPS = 8
 

@@ -15,18 +15,20 @@ from typing import Any
 
 import psutil
 
-from app import handshake, ledger, recipe_file, run_folder
 from app.checkpoints import checkpoint, step_folders
 from app.checkpoints.initial_weights import Initial
 from app.checkpoints.resumable import Resumed, check_same_run
-from app.claim import Claim, claim
 from app.data.open import Data
 from app.errors import CheckpointError, RunFolderError
+from app.optim.schedule import Length
 from app.place.launched import SchedulerJob
 from app.place.origin import PresetFile, launched_preset, source_commit
-from app.recipe_file import LoadedRecipe
-from app.runtime import Runtime
-from app.schedule import Length
+from app.ranks import handshake
+from app.ranks.runtime import Runtime
+from app.recipe import recipe_file
+from app.recipe.recipe_file import LoadedRecipe
+from app.record import ledger, run_folder
+from app.record.claim import Claim, claim
 from app.trackers.tracked import tracked
 from app.trackers.trackers import Trackers
 

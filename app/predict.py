@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from app import exported
+from app.checkpoints import model_file
+from app.checkpoints.model_file import ModelConfig
 from app.data.augment import Preparation
 from app.data.framing import Framing, resize
 from app.data.pictures import decode
 from app.errors import SamerunError, leave_with
-from app.exported import ModelConfig
-from app.options import positive
-from app.recipe import AugmentRecipe, DataRecipe
+from app.options.values import positive
+from app.recipe.schema import AugmentRecipe, DataRecipe
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     arguments = parser.parse_args(argv)
     try:
-        model, config = exported.load(arguments.run)
+        model, config = model_file.load(arguments.run)
         predictions = [predict(model, config, file, top=arguments.top) for file in arguments.files]
     except SamerunError as error:
         leave_with(error, rank=0)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from app import run_folder
-from app.claim import Claim
 from app.data.source import Source, spread
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
+from app.record import run_folder
+from app.record.claim import Claim
 from app.scores import Evaluation
 
 _SPREAD_PICTURES, _MISTAKEN_PICTURES = 6, 6

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from app.data.augment import Preparation
 from app.data.loader import Batch, Failure, batches_of
 from app.errors import DataError
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
 
 
 @dataclass(frozen=True)

@@ -11,29 +11,34 @@ from pathlib import Path
 
 import torch
 
-from app import arithmetic, building, console, exported, flops, handshake, known_answers, models, optim, recipe_file, schedule
-from app.average import WeightAverage
-from app.checkpoints import checkpoint
-from app.claim import Claim
+from app import building, console, models
+from app.checkpoints import checkpoint, model_file
+from app.checkpoints.average import WeightAverage
+from app.checkpoints.optimizer_check import check_optimizer
+from app.checkpoints.shards import Shards
 from app.console import Display
-from app.control import Control
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.notes import notes_on
 from app.data.open import Data
+from app.device import arithmetic, known_answers
+from app.guard.control import Control
 from app.loop import Training
+from app.metrics import flops
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
 from app.opening import Opened
-from app.optimizer_check import check_optimizer
+from app.optim import from_recipe, schedule
+from app.optim.spikes import SpikeGuard
+from app.optim.steps import Steps
 from app.place import cores
 from app.profiling.profile import Profile, check_window
-from app.recipe import Recipe
-from app.recipe_file import LoadedRecipe
-from app.runtime import Runtime
-from app.shards import Shards
-from app.spikes import SpikeGuard
-from app.steps import Steps
+from app.ranks import handshake
+from app.ranks.runtime import Runtime
+from app.recipe import recipe_file
+from app.recipe.recipe_file import LoadedRecipe
+from app.recipe.schema import Recipe
+from app.record.claim import Claim
 from app.trackers.pictures import Pictures
 
 
@@ -76,15 +81,15 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, op
     display = _display(runtime, loaded, data, parts, claim.path)
     control = _control(runtime, recipe, parts, claim)
 
-    rule = optim.Rule.of(recipe.optim, parts.model)  # before the parameters are sharded
-    model, optimizer = runtime.prepare(parts.model, optim.build(recipe.optim, parts.model))
+    rule = from_recipe.Rule.of(recipe.optim, parts.model)  # before the parameters are sharded
+    model, optimizer = runtime.prepare(parts.model, from_recipe.build(recipe.optim, parts.model))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     metrics = _metrics(runtime, recipe, parts, model, opened, first_step=first_step)
     shards = Shards(runtime.accelerator, model, optimizer, average)
     check_optimizer(runtime, rule, optimizer, shards, dtype=getattr(torch, recipe.model.dtype))
-    facts = {"data": data.facts, "model": asdict(exported.ModelConfig.of(recipe, data.train))}
+    facts = {"data": data.facts, "model": asdict(model_file.ModelConfig.of(recipe, data.train))}
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
     checkpoints = checkpoint.Checkpoints(runtime, claim, recipe, shards=shards, facts=facts, metrics=metrics, spikes=spikes)
     checkpoints.on_disk = control.saved

@@ -12,14 +12,15 @@ import signal
 import sys
 import time
 
-from app import recipe_file, tracker_names, train_options
-from app.batching import BatchPlan
 from app.errors import STOPPED, SamerunError, leave_with, let_the_first_be_seen
-from app.lifeline import Lifeline, end_workers
+from app.guard.lifeline import Lifeline, end_workers
+from app.options import tracker_names, train_options
 from app.place.environment import LAUNCHER
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read, read_job
-from app.recipe_file import LoadedRecipe
+from app.recipe import recipe_file
+from app.recipe.batching import BatchPlan
+from app.recipe.recipe_file import LoadedRecipe
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -56,11 +57,13 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     plan = BatchPlan.of(recipe, launched.world_size)
     trackers = tracker_names.chosen(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
-    from app import arithmetic, building, ending, handshake, known_answers, numerics, opening, session
+    from app import building, ending, opening, session
     from app.checkpoints import initial_weights
+    from app.device import arithmetic, known_answers
+    from app.guard.watchdog import Watchdog
     from app.loop import Stopped, train
-    from app.runtime import Runtime
-    from app.watchdog import Watchdog
+    from app.ranks import handshake, numerics
+    from app.ranks.runtime import Runtime
 
     runtime = Runtime(
         launched,

@@ -88,7 +88,7 @@ def _timeline(argv: list[str]) -> int:
 
 
 def _verify(argv: list[str]) -> int:
-    from app import verify
+    from app.tools import verify
 
     return verify.main(argv)
 
@@ -100,13 +100,13 @@ def _export(argv: list[str]) -> int:
 
 
 def _parity(argv: list[str]) -> int:
-    from app import parity
+    from app.tools import parity
 
     return parity.main(argv)
 
 
 def _scale(argv: list[str]) -> int:
-    from app.reports.scaling import command
+    from app.scaling import command
 
     return command.main(argv, own_environment(), say=_say)
 

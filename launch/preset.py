@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from app import yaml_text
 from app.errors import PresetError
+from app.files import yaml_text
 from app.place.launched import NO_FP16_ON_CPU, PRECISIONS
 
 _SHIPPED = Path(__file__).parent.parent / "accelerate_configs"

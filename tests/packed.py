@@ -17,7 +17,7 @@ from app.data.open import Data, open_data
 from app.data.record import Record
 from app.data.writers import WRITERS
 from app.errors import DataError
-from app.recipe import AugmentRecipe, DataRecipe, Recipe
+from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
 
 FORMATS = sorted(WRITERS)
 CLASSES = ("ant", "bee", "cat")

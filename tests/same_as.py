@@ -94,7 +94,7 @@ def cases_of_digits() -> list[Case]:
 
 def cases_of_recipes(folder: Path) -> list[Case]:
     """Every shipped recipe, three small steps over two epochs, in one process and in two."""
-    names = sorted(path.stem for path in (REPOSITORY / "app").rglob("recipes/*.yaml"))
+    names = sorted(path.stem for path in (REPOSITORY / "app").rglob("shipped/*.yaml"))
     assert len(names) >= 6, names
     data = {name: keys_of(name, folder) for name in names}
     few = ("train.steps=3", "train.global_batch_size=8", *OFTEN)

@@ -15,8 +15,8 @@ from app.checkpoints.step_folders import (
     commit,
     write_pieces,
 )
-from app.claim import claim
 from app.errors import CheckpointError
+from app.record.claim import claim
 
 
 def random_bits(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.source import Source
-from app.recipe import DataRecipe, Recipe
+from app.recipe.schema import DataRecipe, Recipe
 
 
 def recipe(source: str, path: Path | None = None, **keys) -> Recipe:

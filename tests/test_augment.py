@@ -15,7 +15,7 @@ from app.data.augment import Preparation, erased_mask, mixing_weights
 from app.data.draws import Draws
 from app.data.randaugment import OPERATIONS, randaugment
 from app.errors import RecipeError
-from app.recipe import AugmentRecipe, DataRecipe
+from app.recipe.schema import AugmentRecipe, DataRecipe
 
 CHANGES = {
     "nothing": AugmentRecipe(),

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching import BatchPlan
 from app.errors import RecipeError
+from app.recipe.batching import BatchPlan
 
 
 @given(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY, SCRIPTS, read_lines
 
-from app.claim import Claim, claim
 from app.errors import RunFolderError
+from app.record.claim import Claim, claim
 
 KINDS = ("claim", "lines", "start", "model", "result", "predictions", "checkpoint", "trackers", "stacks", "profile")
 

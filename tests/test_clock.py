@@ -9,9 +9,10 @@ import pytest
 import torch
 from processes import read_lines, train
 
-from app import flops, models
+from app import models
+from app.metrics import flops
 from app.metrics.clock import Clock
-from app.recipe import ModelRecipe
+from app.recipe.schema import ModelRecipe
 
 SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share", "communication_share")
 RUN = ("--recipe", "digits", "train.steps=40", "log.every_steps=10")

@@ -9,9 +9,10 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torchvision import models as zoo
 
-from app import model_names, tracker_names
 from app.errors import TrackerError, UsageError
-from app.train_options import parser
+from app.options import tracker_names
+from app.options.train_options import parser
+from app.recipe import model_names
 from launch import cli
 
 

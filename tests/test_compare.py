@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from processes import REPOSITORY, train
 
-from app import ledger
+from app.record import ledger
 from app.reports import past_run
 from app.reports.comparison import DECIDING_STEPS, compare
 from launch import cli

@@ -12,7 +12,7 @@ from PIL import Image
 from app.data.notes import notes_on
 from app.data.open import open_data
 from app.errors import DataError
-from app.recipe import DataRecipe, Recipe
+from app.recipe.schema import DataRecipe, Recipe
 
 
 def notes(source: str, path: Path | None, **keys: object) -> list[str]:

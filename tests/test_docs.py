@@ -15,9 +15,10 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-from app import models, recipe_file, recipe_keys
+from app import models
 from app.errors import SamerunError
-from app.recipe import ModelRecipe
+from app.recipe import recipe_file, recipe_keys
+from app.recipe.schema import ModelRecipe
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text()
@@ -65,7 +66,10 @@ def test_the_tree_names_every_file_and_only_files_that_are_there() -> None:
     for path in named:
         assert (REPOSITORY / path).exists(), path
     app, launch = REPOSITORY / "app", REPOSITORY / "launch"
-    for file in (*app.glob("*.py"), *(app / "place").glob("*.py"), *launch.rglob("*.py")):
+    listed = {path.parent for path in named if path.suffix == ".py"}
+    for file in (*app.rglob("*.py"), *launch.rglob("*.py")):
+        if file.parent.relative_to(REPOSITORY) not in listed:
+            continue
         assert file.name == "__init__.py" or file.relative_to(REPOSITORY) in named, f"{file} is not in the README's tree"
 
 
@@ -157,7 +161,7 @@ def test_commands_for_clusters_are_accepted(tmp_path: Path) -> None:
 
 
 def test_variables_for_clusters_are_read_somewhere() -> None:
-    files = [*(REPOSITORY / "app").iterdir(), *(REPOSITORY / "app/place").iterdir(), *(REPOSITORY / "launch").rglob("*")]
+    files = [*(REPOSITORY / "app").rglob("*.py"), *(REPOSITORY / "launch").rglob("*")]
     source = "\n".join(file.read_text() for file in files if file.is_file() and file.suffix != ".pyc")
     named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]\b", "\n".join(CLUSTERS_CODE)))
     assert len(named & {"SAMERUN_STARTER", "SAMERUN_HOSTS", "PBS_NODEFILE", "PE_HOSTFILE", "MASTER_ADDR", "PALS_RANKID"}) == 6

@@ -24,11 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import REPOSITORY, TIMEOUT_S, clean_environment
 
-from app import probe, reach
-from app.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_line, exclude_option, far_below, is_pi
+from app.doctor import probe, reach
+from app.doctor.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_line, exclude_option, far_below, is_pi
+from app.doctor.reach import BrokenLink
 from app.errors import TopologyError
 from app.place.launched import Launched
-from app.reach import BrokenLink
 
 HOSTS = ("a", "b", "c")
 POINTS = 2**24
@@ -272,7 +272,7 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(tmp_path):
 
 def test_a_measurement_that_does_not_end_is_given_up():
     script = (
-        "import time; from app.doctor import patience; from app.place.launched import Launched\n"
+        "import time; from app.doctor.doctor import patience; from app.place.launched import Launched\n"
         "with patience('clocks', Launched(rank=0), seconds=0.5): time.sleep(600)"
     )
     ended = subprocess.run(
@@ -394,7 +394,7 @@ def test_nodes_that_do_not_reach_each_other_are_named(tmp_path):
         lab.run("ip", "neigh", "del", address, "dev", "eth0", node="node2").check()
         assert ended.returncode == 1, ended.output
         assert list(folder.iterdir()) == []
-        assert "app/doctor.py" not in ended.output, "a traceback of ours"
+        assert "app/doctor/doctor.py" not in ended.output, "a traceback of ours"
         return ended.output
 
     with slurm_lab.lab(tmp_path / "lab", tmp_path / "outputs", nodes=3, gpus_per_node=0) as lab:

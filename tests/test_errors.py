@@ -10,7 +10,7 @@ import pytest
 from processes import TIMEOUT_S, Started
 
 from app.errors import is_of_a_lost_peer
-from app.ranks import _what_it_says
+from app.ranks.agreement import _what_it_says
 
 LOSES_ITS_PEER = """
 import socket, sys

@@ -14,12 +14,13 @@ import torch
 from processes import REPOSITORY, clean_environment, train
 from safetensors.torch import load_file
 
-from app import export, recipe_file
+from app import export
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
-from app.claim import claim
 from app.errors import CheckpointError, RunFolderError
-from app.recipe import Recipe
+from app.recipe import recipe_file
+from app.recipe.schema import Recipe
+from app.record.claim import claim
 
 MIB = 2**20
 MODEL = {"model": {"name": "convnet"}, "classes": ["no", "yes"]}

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from processes import Finished, read, train
 
-from app.claim import claim
 from app.errors import CheckpointError, RunFolderError, SamerunError
-from app.lines import Lines
+from app.files.lines import Lines
+from app.record.claim import claim
 
 MIB = 2**20
 LINES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl")

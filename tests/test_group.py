@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from processes import SCRIPTS, TIMEOUT_S, free_port, run
 
-from app import devices
-from app.devices import Device
 from app.errors import TopologyError
-from app.ranks import LONGEST_WAIT
-from app.runtime import _time_out
+from app.ranks import devices
+from app.ranks.agreement import LONGEST_WAIT
+from app.ranks.devices import Device
+from app.ranks.runtime import _time_out
 
 # Longer than two ranks differ in starting on two busy cores.
 BY_TORCH_S, LATE_S = 10, 15

@@ -10,15 +10,15 @@ from processes import read, train
 from safetensors.torch import load_file, save_file
 
 from app import models
-from app.batching import BatchPlan
 from app.checkpoints import initial_weights
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
-from app.claim import claim
 from app.errors import CheckpointError
 from app.place.launched import Launched
-from app.recipe import ModelRecipe
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import ModelRecipe
+from app.record.claim import claim
 
 BATCH_NORM = ModelRecipe(norm="batch", hidden=16)
 HEAD = {"head.weight", "head.bias"}

@@ -23,7 +23,7 @@ from app.data.kept import keep, stamps
 from app.data.open import open_data
 from app.data.split import Images, Unstored, open_split, pictures_in_a_chunk, write_split
 from app.errors import DataError
-from app.recipe import DataRecipe, Recipe
+from app.recipe.schema import DataRecipe, Recipe
 
 SHAPE = (40, 3, 6, 5)
 PIXELS = np.random.default_rng(0).integers(0, 256, SHAPE).astype(np.uint8)

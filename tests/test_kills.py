@@ -23,7 +23,7 @@ from processes import Running, Started, Warm, free_port, launched_environments, 
 
 from app.checkpoints import step_folders
 from app.errors import STOPPED, RunFolderError
-from app.verify import verify
+from app.tools.verify import verify
 
 pytestmark = pytest.mark.multiproc
 

@@ -18,10 +18,10 @@ import torchvision
 from processes import SCRIPTS, run
 from torch import Tensor
 
-from app import arithmetic, known_answers
-from app.arithmetic import Answers
+from app.device import arithmetic, known_answers
+from app.device.arithmetic import Answers
+from app.device.known_answers import GENERAL, Computed, narrow_convolutions
 from app.errors import DeviceError
-from app.known_answers import GENERAL, Computed, narrow_convolutions
 
 CPU = torch.device("cpu")
 BROKEN = SCRIPTS / "broken_device.py"
@@ -201,7 +201,7 @@ def test_a_run_with_a_broken_rank_ends_before_it_begins(
 @pytest.mark.multiproc
 def test_doctor_names_a_broken_rank(tmp_path: Path) -> None:
     code = tmp_path / "code"
-    command = (str(BROKEN), "1", "high", "convolution", "app.doctor", "--run-dir", str(tmp_path))
+    command = (str(BROKEN), "1", "high", "convolution", "app.doctor.doctor", "--run-dir", str(tmp_path))
     ended = run("multi_gpu", 2, *command, "--exit-code-file", str(code), "--json").check()
     found = json.loads(ended.output[ended.output.index("{") :])
     assert code.read_text() == "1"

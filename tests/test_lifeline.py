@@ -32,7 +32,7 @@ sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_ranks, watch
 # A rank without torch, which takes seconds, and with a process that would outlive it.
 IDLE = """
 import os, subprocess, sys, time
-from app.lifeline import Lifeline
+from app.guard.lifeline import Lifeline
 Lifeline(os.environ).start()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 print("up", flush=True)

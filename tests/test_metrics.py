@@ -9,7 +9,7 @@ import waits
 from app.metrics.fed import Fed
 from app.metrics.losses import Losses
 from app.metrics.metrics import _on_host
-from app.spikes import SpikeGuard
+from app.optim.spikes import SpikeGuard
 
 STEPS = 3 * 64
 """In which everything is added up that is kept for a while."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app import models, own_layers
 from app.errors import RecipeError
-from app.recipe import ModelRecipe
+from app.recipe.schema import ModelRecipe
 
 ZOO = torchvision.models.list_models(module=torchvision.models)
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from processes import ALONE, REPOSITORY, SCRIPTS, Started, accelerate, read, run, train
 
-from app import known_answers, numerics
+from app.device import known_answers
 from app.errors import RecipeError
-from app.numerics import Numerics
-from app.recipe import ModelRecipe
+from app.ranks import numerics
+from app.ranks.numerics import Numerics
+from app.recipe.schema import ModelRecipe
 
 PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 SCRIPT = SCRIPTS / "numerics.py"

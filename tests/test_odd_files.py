@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from processes import train
 
-from app import exported, recipe_file, run_folder
-from app.checkpoints import durable, manifest
+from app.checkpoints import durable, manifest, model_file
 from app.errors import CheckpointError, PresetError, RecipeError, RunFolderError, SamerunError, TopologyError
-from app.lines import Lines
+from app.files.lines import Lines
+from app.files.regular import content
 from app.place import launched
-from app.regular import content
+from app.recipe import recipe_file
+from app.record import run_folder
 from app.reports import past_run
 from launch import preset
 from launch.schedulers import detect
@@ -83,7 +84,7 @@ def test_a_name_that_is_no_text_is_refused_by_all(tmp_path: Path, digits_run: Pa
     with pytest.raises(RunFolderError, match="is not UTF-8"):
         past_run.read(folder)
     with pytest.raises(RunFolderError, match="not valid UTF-8"):
-        exported.load(folder)
+        model_file.load(folder)
 
 
 @pytest.mark.parametrize("threads", ["abc", "", "0", "-1", "4,2", "1.5"])

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from app import models, optim
-from app.recipe import ModelRecipe, OptimRecipe
+from app import models
+from app.optim import from_recipe
+from app.recipe.schema import ModelRecipe, OptimRecipe
 
 
 class Tiny(nn.Module):
@@ -28,9 +29,9 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 def trained(recipe: OptimRecipe, *, fused: bool | None, rates: list[float]) -> dict[str, torch.Tensor]:
     model = Tiny()
-    optimizer = optim.build(recipe, model, fused=fused)
+    optimizer = from_recipe.build(recipe, model, fused=fused)
     for step, rate in enumerate(rates):
-        optim.set_learning_rate(optimizer, rate)
+        from_recipe.set_learning_rate(optimizer, rate)
         for name, gradient in gradients(model, step).items():
             model.get_parameter(name).grad = gradient
         optimizer.step()
@@ -90,7 +91,7 @@ def test_update_is_the_one_written_by_hand(recipe, by_hand, fused):
 
 
 def undecayed(model: nn.Module) -> set[str]:
-    optimizer = optim.build(OptimRecipe(weight_decay=0.1), model)
+    optimizer = from_recipe.build(OptimRecipe(weight_decay=0.1), model)
     groups = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert set(groups.values()) == {0.1, 0.0}
     assert len(groups) == sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
@@ -141,19 +142,19 @@ def test_what_only_looks_like_a_matrix_does_not_decay(name, scales):
 
 def test_fused_where_supported_and_off_when_asked():
     model = models.build(ModelRecipe(), channels=1, image_size=(8, 8), num_classes=10)
-    assert optim.build(OptimRecipe(name="adamw"), model).defaults["fused"] is True
-    assert optim.build(OptimRecipe(name="adamw"), model, fused=False).defaults["fused"] is False
+    assert from_recipe.build(OptimRecipe(name="adamw"), model).defaults["fused"] is True
+    assert from_recipe.build(OptimRecipe(name="adamw"), model, fused=False).defaults["fused"] is False
 
 
 def test_frozen_weights_are_left_out():
     model = models.build(ModelRecipe(), channels=1, image_size=(8, 8), num_classes=10)
     model.conv1.requires_grad_(requires_grad=False)
-    held = {id(p) for group in optim.build(OptimRecipe(), model).param_groups for p in group["params"]}
+    held = {id(p) for group in from_recipe.build(OptimRecipe(), model).param_groups for p in group["params"]}
     assert held == {id(parameter) for name, parameter in model.named_parameters() if not name.startswith("conv1.")}
 
 
 def test_set_learning_rate_reaches_every_group():
-    optimizer = optim.build(OptimRecipe(lr=1.0, weight_decay=0.1), Tiny())
+    optimizer = from_recipe.build(OptimRecipe(lr=1.0, weight_decay=0.1), Tiny())
     assert len(optimizer.param_groups) == 2
-    optim.set_learning_rate(optimizer, 0.25)
+    from_recipe.set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

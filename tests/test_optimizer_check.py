@@ -11,15 +11,15 @@ import pytest
 import torch
 from processes import SCRIPTS, read, run, train
 
-from app import optim
-from app.batching import BatchPlan
-from app.deepspeed_settings import complete
+from app.checkpoints.optimizer_check import check_optimizer
+from app.checkpoints.shards import Shards
 from app.errors import PresetError
-from app.optimizer_check import check_optimizer
+from app.optim import from_recipe
 from app.place.launched import Launched
-from app.recipe import OptimRecipe
-from app.runtime import Runtime
-from app.shards import Shards
+from app.ranks.deepspeed_settings import complete
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import OptimRecipe
 
 PLAN = BatchPlan(global_batch_size=2, world_size=1, accumulation=1)
 ASKED = {"adamw": "AdamW", "sgd": "SGD"}
@@ -62,14 +62,14 @@ def test_another_optimizer_on_one_rank_is_refused_by_all(preset: str, processes:
         assert f"the recipe's optimizer is torch's {ASKED[optimizer]} (optim.name), and torch's Adam" in said["class"]
 
 
-def prepared() -> tuple[Runtime, optim.Rule, torch.nn.Module, Any]:
+def prepared() -> tuple[Runtime, from_recipe.Rule, torch.nn.Module, Any]:
     runtime, recipe = Runtime(Launched(use_cpu=True), PLAN), OptimRecipe(name="sgd", weight_decay=0.1)
     layer = torch.nn.Linear(3, 2)
-    model, optimizer = runtime.prepare(layer, optim.build(recipe, layer))
-    return runtime, optim.Rule.of(recipe, layer), model, optimizer
+    model, optimizer = runtime.prepare(layer, from_recipe.build(recipe, layer))
+    return runtime, from_recipe.Rule.of(recipe, layer), model, optimizer
 
 
-def refusal(runtime: Runtime, rule: optim.Rule, model: torch.nn.Module, optimizer: Any) -> str:
+def refusal(runtime: Runtime, rule: from_recipe.Rule, model: torch.nn.Module, optimizer: Any) -> str:
     with pytest.raises(PresetError) as refused:
         check_optimizer(runtime, rule, optimizer, Shards(runtime.accelerator, model, optimizer), dtype=torch.float32)
     return str(refused.value)

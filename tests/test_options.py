@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.options import above_zero, names, numbers, positive, share, tolerance
+from app.options.values import above_zero, names, numbers, positive, share, tolerance
 
 
 @pytest.mark.parametrize(

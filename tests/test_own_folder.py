@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from app import compiled_ops
 from app.data import kept
 from app.data.listing import listed
 from app.data.split import Unstored
 from app.data.stage import staged
 from app.errors import DataError, PresetError
-from app.place.own_folder import own, refuse_prepared
-from app.recipe import DataRecipe, Recipe
+from app.files.own_folder import own, refuse_prepared
+from app.ranks import compiled_ops
+from app.recipe.schema import DataRecipe, Recipe
 
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of another user")

@@ -14,8 +14,8 @@ import pytest
 from browser import PROGRAM, Browser
 from processes import REPOSITORY, read
 
-from app import ledger
 from app.errors import RunFolderError
+from app.record import ledger
 from app.reports import page, past_run, time_split
 from app.reports.state import state_of
 from launch.cli import main as samerun

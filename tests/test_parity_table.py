@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from processes import Started
 from rich.console import Console
 
-from app import parity
-from app.curves import Case, Curve, compare, read_curve, relative_differences
 from app.errors import PresetError, RecipeError, RunFolderError
-from app.parity import Outcome, choose_cases, curves_table, summary_table
-from app.recipe import AugmentRecipe, Recipe, TrainRecipe
+from app.recipe.schema import AugmentRecipe, Recipe, TrainRecipe
+from app.record.loss_curves import Case, Curve, compare, read_curve, relative_differences
+from app.tools import parity
+from app.tools.parity import Outcome, choose_cases, curves_table, summary_table
 from launch import cli
 
 CASE = Case("multi_gpu", 2, 1)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app import ledger
 from app.errors import RunFolderError
+from app.record import ledger
 from app.reports import past_run
 
 

@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 from processes import read, train
 
-from app import exported, recipe_file
-from app.claim import claim
+from app.checkpoints import model_file
 from app.data.augment import Preparation
 from app.data.open import open_data
 from app.predictions import Prediction, Predictions, write_predictions
+from app.recipe import recipe_file
+from app.record.claim import claim
 
 
 def left(run_dir: Path) -> dict[str, bytes]:
@@ -27,7 +28,7 @@ def test_they_are_those_of_the_saved_weights_with_every_sample_once(digits_run: 
     recipe = recipe_file.load(str(digits_run / "recipe.yaml"), []).recipe
     source = open_data(recipe).test
     images, labels = source.fetch(np.arange(len(source)), np.arange(len(source)))
-    model, _ = exported.load(digits_run)
+    model, _ = model_file.load(digits_run)
     preparation = Preparation(recipe.data, recipe.augment, seed=0, channels=1, num_classes=10)
     with torch.no_grad():
         probabilities = model(preparation.evaluate({"images": images, "labels": labels})).softmax(dim=1)

@@ -23,7 +23,7 @@ from app.profiling import clocks, merge, rank_file, raw, spans, summary
 from app.profiling.account import Process
 from app.profiling.profile import check_window
 from app.profiling.rank_file import Header, RankFile, path_of
-from app.recipe import ProfileRecipe
+from app.recipe.schema import ProfileRecipe
 from launch import cli
 
 SLOW_S = 0.25

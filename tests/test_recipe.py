@@ -5,10 +5,10 @@ import re
 import pytest
 import yaml
 
-from app import recipe_file
 from app.errors import RecipeError
-from app.recipe import OptimRecipe, Recipe, TrainRecipe
-from app.recipe_file import load
+from app.recipe import recipe_file
+from app.recipe.recipe_file import load
+from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
 
 
 @pytest.fixture

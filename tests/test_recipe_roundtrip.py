@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app import model_names, recipe_file
-from app.recipe import OptimRecipe, Recipe
-from app.recipe_file import load
+from app.recipe import model_names, recipe_file
+from app.recipe.recipe_file import load
+from app.recipe.schema import OptimRecipe, Recipe
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "app").rglob("*.yaml"))
@@ -171,7 +171,7 @@ def test_imagenet_recipe_is_that_of_goyal_et_al():
 
 def test_reading_a_recipe_needs_no_torch():
     code = (
-        "import sys; from app import recipe_file; recipe_file.load('digits'); recipe_file.reference();"
+        "import sys; from app.recipe import recipe_file; recipe_file.load('digits'); recipe_file.reference();"
         "print({'torch', 'numpy', 'accelerate'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from app.data.framing import Framing
 from app.data.open import Data, open_data
 from app.data.reduced import reduced
 from app.errors import DataError, RecipeError
-from app.recipe import AugmentRecipe, DataRecipe, Recipe
+from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
 
 SIDE = 16
 SIZES = [(300, 200), (150, 400), (31, 40), (129, 128)]  # width, height in pixels

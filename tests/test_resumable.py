@@ -12,10 +12,10 @@ import torch
 from processes import last_of_each, read_lines, train
 from saved import piece, refusal, save
 
-from app import recipe_file
 from app.checkpoints import step_folders
 from app.checkpoints.resumable import Resumed, check_same_run
-from app.schedule import length_in_steps
+from app.optim.schedule import length_in_steps
+from app.recipe import recipe_file
 
 DATA = {"training data": "1438 samples, abc", "test data": "359 samples, def"}
 OF_RUN = ("train.global_batch_size=64", "train.epochs=10", "optim.lr=0.1", "optim.warmup_steps=0")

@@ -19,7 +19,7 @@ from processes import Started, accelerate, read, read_lines, start, train
 
 from app.checkpoints import manifest, step_folders
 from app.checkpoints.piece import Piece
-from app.verify import verify
+from app.tools.verify import verify
 
 pytestmark = pytest.mark.multiproc
 

@@ -109,7 +109,7 @@ def test_numbers_are_compared_to_the_last_bit_unless_they_may_differ() -> None:
 
 
 def test_every_shipped_recipe_and_preset_is_among_the_cases(tmp_path: Path) -> None:
-    recipes = {path.stem for path in (REPOSITORY / "app").rglob("recipes/*.yaml")}
+    recipes = {path.stem for path in (REPOSITORY / "app").rglob("shipped/*.yaml")}
     presets = {path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml")}
     assert {case.name for case in same_as.cases_of_recipes(tmp_path)} == recipes
     assert {case.preset for case in same_as.cases_of_digits()} == presets

@@ -16,9 +16,9 @@ import pytest
 from processes import REPOSITORY, Started, read, read_lines
 
 from app.errors import DataError, RecipeError, RunFolderError, TopologyError
-from app.reports.scaling import command, figures, fit, sweep
-from app.reports.scaling.advice import advise
-from app.reports.scaling.figures import Measured, Method, Row
+from app.scaling import command, figures, fit, sweep
+from app.scaling.advice import advise
+from app.scaling.figures import Measured, Method, Row
 
 PUBLISHED = {1: 20531.864, 4: 5355.923, 16: 1488.169, 32: 790.722, 64: 416.457}
 PUBLISHED_128_S = 288.313

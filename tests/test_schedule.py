@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from app.errors import DataError, RecipeError
-from app.recipe import OptimRecipe, Recipe, TrainRecipe
-from app.schedule import Length, length_in_steps, lr_at, notes_on
+from app.optim.schedule import Length, length_in_steps, lr_at, notes_on
+from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
 
 
 def rates(optim: OptimRecipe, *, total_steps: int, steps_per_epoch: int = 10, global_batch_size: int = 64) -> list[float]:

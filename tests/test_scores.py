@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from app import optim
-from app.average import WeightAverage
-from app.batching import BatchPlan
+from app.checkpoints.average import WeightAverage
 from app.data.augment import Preparation
 from app.errors import DataError
+from app.optim import from_recipe
 from app.place.launched import Launched
-from app.recipe import AugmentRecipe, DataRecipe, OptimRecipe
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import AugmentRecipe, DataRecipe, OptimRecipe
 from app.scores import evaluate
 
 CLASSES = 7
@@ -69,7 +69,7 @@ def test_the_average_is_the_one_written_out_by_hand(runtime: Runtime) -> None:
     torch.manual_seed(0)
     module = torch.nn.Linear(4, 3)
     expected = {name: weights.detach().double().clone() for name, weights in module.named_parameters()}
-    model, optimizer = runtime.prepare(module, optim.build(OptimRecipe(lr=0.1), module))
+    model, optimizer = runtime.prepare(module, from_recipe.build(OptimRecipe(lr=0.1), module))
     average = WeightAverage(runtime.accelerator, model, optimizer, decay=0.75)
     for _ in range(5):
         runtime.accelerator.backward(model(torch.randn(2, 4)).square().sum())

@@ -13,12 +13,12 @@ import torch
 from processes import REPOSITORY, SCRIPTS, run
 from scripts import shards as script
 
-from app import optim
-from app.batching import BatchPlan
+from app.checkpoints.shards import Shards
 from app.errors import CheckpointError
+from app.optim import from_recipe
 from app.place.launched import Launched
-from app.runtime import Runtime
-from app.shards import Shards
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +110,15 @@ def test_one_process_does_so_too(runtime: Runtime, left: tuple[Path, dict[str, s
     assert_same(record, left[1][name], tolerance=1e-12 if name == "float64" else 1e-6)
 
 
-def shards_of(runtime: Runtime, recipe: optim.OptimRecipe) -> Shards:
+def shards_of(runtime: Runtime, recipe: from_recipe.OptimRecipe) -> Shards:
     model = script.build(script.CASES["adamw"], seed=0)
-    return Shards(runtime.accelerator, *runtime.prepare(model, optim.build(recipe, model)))
+    return Shards(runtime.accelerator, *runtime.prepare(model, from_recipe.build(recipe, model)))
 
 
 def test_allocating_state_leaves_the_rest_as_it_was(runtime: Runtime) -> None:
     model = script.build(script.CASES["adamw"], seed=0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    prepared = runtime.prepare(model, optim.build(script.SGD, model))
+    prepared = runtime.prepare(model, from_recipe.build(script.SGD, model))
     shards = Shards(runtime.accelerator, *prepared)
     assert {piece.key for piece in shards.pieces()} == {"weight"}
     shards.allocate_state({"weight", "momentum_buffer"}, {})
@@ -187,11 +187,13 @@ def test_deepspeed_still_keeps_its_tensors_where_we_look(place: str) -> None:
 
     there = names_in(inspect.getsource(pkgutil.resolve_name(f"deepspeed.{place}")))
     moved = PRIVATE[place] - there
-    assert not moved, f"deepspeed {deepspeed.__version__} has no {', '.join(moved)} in {place} any more; app/shards.py uses it"
+    assert not moved, (
+        f"deepspeed {deepspeed.__version__} has no {', '.join(moved)} in {place} any more; app/checkpoints/shards.py uses it"
+    )
 
 
 def test_the_attributes_above_are_all_that_are_used() -> None:
-    source = (REPOSITORY / "app" / "shards.py").read_text()
+    source = (REPOSITORY / "app" / "checkpoints" / "shards.py").read_text()
     nodes = [
         node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     ]

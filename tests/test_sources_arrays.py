@@ -21,13 +21,13 @@ from sources import check_contract, check_workers_and_pickling, damage, everythi
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as F
 
-from app import recipe_file
 from app.data import arrays, loader
 from app.data.open import OPEN, download_data, open_data
 from app.data.order import EvalBatches
 from app.data.source import check_labels, fingerprint, spread
 from app.errors import DataError, RecipeError
-from app.recipe import AugmentRecipe, DataRecipe
+from app.recipe import recipe_file
+from app.recipe.schema import AugmentRecipe, DataRecipe
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import functional as F
 from app.data import decoded
 from app.data.open import download_data, open_data
 from app.errors import DataError, RecipeError
-from app.recipe import AugmentRecipe, DataRecipe, Recipe
+from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
 
 datasets = pytest.importorskip("datasets", reason="reads what the datasets library opens")
 from datasets import Array2D, Array3D, ClassLabel, Dataset, DatasetDict, Features, List, Value  # noqa: E402

@@ -22,7 +22,7 @@ from app.data.framing import RATIOS, Framing, crop_box
 from app.data.open import open_data
 from app.data.pictures import decode
 from app.errors import DataError, RecipeError
-from app.recipe import AugmentRecipe, DataRecipe, Recipe
+from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
 
 SIZES = [(40, 30), (31, 47), (64, 64), (25, 90)]  # width, height in pixels
 

@@ -13,11 +13,13 @@ import torch
 from accelerate import Accelerator
 from processes import SCRIPTS, read, read_lines, run
 
-from app import building, optim, recipe_file
+from app import building
 from app.checkpoints import step_folders
-from app.recipe import OptimRecipe
-from app.spikes import SpikeGuard, leave_out
-from app.steps import Steps
+from app.optim import from_recipe
+from app.optim.spikes import SpikeGuard, leave_out
+from app.optim.steps import Steps
+from app.recipe import recipe_file
+from app.recipe.schema import OptimRecipe
 
 FACTOR = 100.0
 SPIKE, SAVED, STEPS = 76, 70, 82  # the saved norms end between two renewals of the limit
@@ -100,7 +102,7 @@ def test_a_resumed_run_comes_to_the_same_verdicts(norms: list[float], saved: int
 def test_nothing_of_a_spike_is_stepped_on(looks: bool) -> None:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(layer := torch.nn.Linear(4, 3), optim.build(OptimRecipe(lr=0.01), layer))
+    model, optimizer = accelerator.prepare(layer := torch.nn.Linear(4, 3), from_recipe.build(OptimRecipe(lr=0.01), layer))
     steps = Steps(accelerator, model, optimizer, clip_norm=None, spikes=SpikeGuard(FACTOR), looks=looks)
     for step in range(1, 81):
         before = [layer.weight.clone(), *(state["step"].clone() for state in optimizer.state.values())]
@@ -120,7 +122,9 @@ def test_nothing_of_a_spike_is_stepped_on_under_a_gradient_scaler(name: str, loo
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # on GPUs alone mixed precision brings one
-    model, optimizer = accelerator.prepare(layer := torch.nn.Linear(4, 3), optim.build(OptimRecipe(name=name, lr=0.01), layer))
+    model, optimizer = accelerator.prepare(
+        layer := torch.nn.Linear(4, 3), from_recipe.build(OptimRecipe(name=name, lr=0.01), layer)
+    )
     steps = Steps(accelerator, model, optimizer, clip_norm=None, spikes=SpikeGuard(FACTOR), looks=looks)
     for step in range(1, 81):
         before = layer.weight.clone()
@@ -133,7 +137,7 @@ def test_nothing_of_a_spike_is_stepped_on_under_a_gradient_scaler(name: str, loo
 def test_a_step_that_others_take_changes_nothing_and_has_its_gradients_back(name: str) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 3)
-    optimizer = optim.build(OptimRecipe(name=name, lr=0.1, weight_decay=0.1), layer)
+    optimizer = from_recipe.build(OptimRecipe(name=name, lr=0.1, weight_decay=0.1), layer)
     is_spike = False
     leave_out(optimizer, lambda: is_spike)
     for turn in range(4):

@@ -18,7 +18,7 @@ from app.data import stage
 from app.data.open import open_data
 from app.data.stage import staged
 from app.errors import DataError, RecipeError
-from app.recipe import DataRecipe, Recipe
+from app.recipe.schema import DataRecipe, Recipe
 
 FORK = multiprocessing.get_context("fork")
 

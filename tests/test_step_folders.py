@@ -29,7 +29,7 @@ from app.checkpoints.step_folders import (
     verify,
     write_pieces,
 )
-from app.claim import claim
+from app.record.claim import claim
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 

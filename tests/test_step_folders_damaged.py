@@ -29,8 +29,8 @@ from app.checkpoints.step_folders import (
     verify,
     write_pieces,
 )
-from app.claim import Claim, claim
 from app.errors import CheckpointError
+from app.record.claim import Claim, claim
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -134,7 +134,7 @@ import os, signal, sys, time, torch
 from pathlib import Path
 from app.checkpoints.step_folders import begin, commit, committed, prune, write_pieces
 from app.checkpoints.piece import Piece
-from app.claim import claim
+from app.record.claim import claim
 
 def write(run_dir):
     step, ours = max([int(path.name[5:]) for path in committed(run_dir)], default=0), claim(run_dir)

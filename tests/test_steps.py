@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from processes import SCRIPTS, read_lines, run, train
 from torch.optim import optimizer as all_optimizers
 
-from app import optim
-from app.average import WeightAverage
-from app.recipe import OptimRecipe
-from app.steps import Step, Steps
+from app.checkpoints.average import WeightAverage
+from app.optim import from_recipe
+from app.optim.steps import Step, Steps
+from app.recipe.schema import OptimRecipe
 
 BAD_STEP, STEPS = 3, 6  # the first is that of scripts/bad_batch.py
 
@@ -79,11 +79,11 @@ def test_steps_are_torchs_own(kind: str, accumulation: int) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     ours, theirs = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer))
     recipe = OptimRecipe(name=kind, lr=0.1, weight_decay=0.1)
-    model, optimizer = accelerator.prepare(ours, optim.build(recipe, ours))
-    steps, plain = Steps(accelerator, model, optimizer, clip_norm=None), optim.build(recipe, theirs)
+    model, optimizer = accelerator.prepare(ours, from_recipe.build(recipe, ours))
+    steps, plain = Steps(accelerator, model, optimizer, clip_norm=None), from_recipe.build(recipe, theirs)
     for rate in (0.1, 0.05, 0.2):
-        optim.set_learning_rate(optimizer, rate)
-        optim.set_learning_rate(plain, rate)
+        from_recipe.set_learning_rate(optimizer, rate)
+        from_recipe.set_learning_rate(plain, rate)
         for inputs in torch.randn(accumulation, 5, 4):
             with steps.micro_batch():
                 steps.backward(model(inputs).square().mean())
@@ -112,7 +112,7 @@ def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
     looking, leaving, spared = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer), copy.deepcopy(layer))
     takers = []
     for plain, looks in ((looking, True), (leaving, False), (spared, False)):
-        model, optimizer = accelerator.prepare(plain, optim.build(recipe, plain))
+        model, optimizer = accelerator.prepare(plain, from_recipe.build(recipe, plain))
         steps = Steps(accelerator, model, optimizer, clip_norm=None, looks=looks)
         takers.append((model, optimizer, steps, WeightAverage(accelerator, model, optimizer, decay=0.9)))
     for factor in (float("nan"), 1.0, float("nan"), 2.0, float("inf"), float("-inf"), 3.0):  # the very first one too
@@ -155,9 +155,9 @@ def test_a_gradient_scaler_skips_what_it_skips_in_plain_torch(kind: str, looks: 
     ours = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
     theirs = copy.deepcopy(ours)
     recipe = OptimRecipe(name=kind, lr=0.01)
-    model, optimizer = accelerator.prepare(ours, optim.build(recipe, ours))
+    model, optimizer = accelerator.prepare(ours, from_recipe.build(recipe, ours))
     steps = Steps(accelerator, model, optimizer, clip_norm=None, looks=looks)
-    plain, scaler = optim.build(recipe, theirs, fused=False), torch.amp.GradScaler("cpu", growth_interval=4)
+    plain, scaler = from_recipe.build(recipe, theirs, fused=False), torch.amp.GradScaler("cpu", growth_interval=4)
     skipped = []
     for step in range(14):
         for inputs in torch.randn(accumulation, 16, 8):
@@ -202,7 +202,7 @@ def test_a_run_in_fp16_knows_of_each_step_that_its_scaler_has_skipped(tmp_path: 
 
 def prepared(parameters: int = 4) -> tuple[Steps, torch.optim.Optimizer, torch.nn.Module]:
     accelerator, layer = Accelerator(cpu=True), torch.nn.Linear(parameters, 1)
-    model, optimizer = accelerator.prepare(layer, optim.build(OptimRecipe(name="sgd", lr=0.1), layer))
+    model, optimizer = accelerator.prepare(layer, from_recipe.build(OptimRecipe(name="sgd", lr=0.1), layer))
     return Steps(accelerator, model, optimizer, clip_norm=None), optimizer.optimizer, layer
 
 

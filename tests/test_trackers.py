@@ -26,7 +26,7 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 
 from app.checkpoints import step_folders
-from app.claim import claim
+from app.record.claim import claim
 from app.trackers.tracked import tracked
 from app.trackers.trackers import Trackers
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from processes import read_lines, train
 
-from app import exported, recipe_file
+from app.checkpoints import model_file
 from app.data.open import open_data
 from app.metrics.losses import Losses
+from app.recipe import recipe_file
 
 EVERY_STEPS = 3
 # No learning: the model stays the known one of the finished run.
@@ -23,7 +24,7 @@ def recounted(weights: Path, run_dir: Path) -> list[float]:
     """The accuracy of each line, from the saved weights, the batches as they were recorded, and nothing of the loop."""
     recipe = recipe_file.load(str(run_dir / "recipe.yaml")).recipe
     source = open_data(recipe).train
-    model = exported.load(weights)[0].eval()
+    model = model_file.load(weights)[0].eval()
     steps = [torch.tensor(line["samples"]) for line in read_lines(run_dir / "samples.jsonl")]
     shares, start = [], 0
     for end in [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from app.data.open import open_data
 from app.errors import DataError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 pytestmark = pytest.mark.multiproc
 

@@ -26,7 +26,6 @@ import torch
 from processes import ONE_THREAD, SCRIPTS, Finished, Started, read, read_lines
 from torch import Tensor
 
-from app import recipe_file
 from app.checkpoints import step_folders
 from app.data import loader, transfer
 from app.data.arrays import ArraySource
@@ -37,6 +36,7 @@ from app.data.split import Images
 from app.data.transfer import PLACES, Ahead, Brought, Side
 from app.errors import DataError
 from app.metrics.clock import Clock
+from app.recipe import recipe_file
 
 CPU = torch.device("cpu")
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(torch.device("cuda", 0), id="cuda", marks=pytest.mark.gpu)]

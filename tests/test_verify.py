@@ -16,14 +16,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app import ledger, recipe_file
-from app.claim import claim
 from app.data.order import TrainBatches
 from app.errors import RecipeError, RunFolderError
-from app.goodput import Goodput, account
-from app.ledger import End, Evaluated, Event, Saved, Start, Steps
-from app.recipe import Recipe, TrainRecipe
-from app.verify import Verdict, examine, verify
+from app.recipe import recipe_file
+from app.recipe.schema import Recipe, TrainRecipe
+from app.record import ledger
+from app.record.claim import claim
+from app.record.goodput import Goodput, account
+from app.record.ledger import End, Evaluated, Event, Saved, Start, Steps
+from app.tools.verify import Verdict, examine, verify
 from launch import cli
 
 SIZE, RECIPE = 26, Recipe(seed=3, train=TrainRecipe(global_batch_size=8))  # 3 steps an epoch, and 2 samples left out

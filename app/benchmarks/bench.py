@@ -28,12 +28,12 @@ from typing import Any
 
 from rich.console import Console
 
-from app import recipe_file
 from app.benchmarks import plots, turns, whole
 from app.benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Row, results, table, write
 from app.errors import RecipeError, RunFolderError, TrainingError
-from app.options import above_zero, names, numbers, positive
+from app.options.values import above_zero, names, numbers, positive
 from app.place.cores import machine
+from app.recipe import recipe_file
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
 _WARM_STEPS = 10

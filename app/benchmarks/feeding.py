@@ -29,7 +29,7 @@ from app.data.record import Record
 from app.data.source import Source
 from app.data.split import Images
 from app.data.writers import WRITERS
-from app.recipe import AugmentRecipe, DataRecipe, Recipe
+from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
 
 _BATCH = 128
 _LOOK_UPS = 4000

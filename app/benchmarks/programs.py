@@ -145,11 +145,11 @@ def samerun(work: Work) -> None:
     """Train as `app.train` does, by its parts: all it starts is started. No recipe has the linear model, which is given."""
     # Imported here: the others are not to pay for it.
     from app import ending, opening, session
-    from app.batching import BatchPlan
+    from app.guard.watchdog import Watchdog
     from app.loop import train
     from app.place.launched import read
-    from app.runtime import Runtime
-    from app.watchdog import Watchdog
+    from app.ranks.runtime import Runtime
+    from app.recipe.batching import BatchPlan
 
     launched, recipe = read(os.environ), work.loaded.recipe
     runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size), clip_norm=recipe.optim.clip_norm)

@@ -28,7 +28,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from app.options import above_zero, positive
+from app.options.values import above_zero, positive
 from app.place.topology import Topology
 from launch import preset
 from launch.command import accelerate_argv

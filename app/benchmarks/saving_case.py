@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from app import optim
-from app.batching import BatchPlan
 from app.checkpoints import checkpoint
 from app.checkpoints.checkpoint import Checkpoints
-from app.claim import Claim, claim
+from app.checkpoints.shards import Shards
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
+from app.optim import from_recipe
+from app.optim.spikes import SpikeGuard
 from app.place.launched import read
-from app.recipe import Recipe, TrainRecipe
-from app.runtime import Runtime
-from app.shards import Shards
-from app.spikes import SpikeGuard
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import Recipe, TrainRecipe
+from app.record.claim import Claim, claim
 from app.trackers.trackers import Trackers
 
 WIDTH = 2048
@@ -69,7 +69,7 @@ def _build(layers: int, folder: Path) -> Case:
     runtime = Runtime(launched, BatchPlan(global_batch_size=world_size, world_size=world_size, accumulation=1))
     recipe = Recipe(train=TrainRecipe(global_batch_size=world_size))
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-    model, optimizer = runtime.prepare(plain, optim.build(recipe.optim, plain))
+    model, optimizer = runtime.prepare(plain, from_recipe.build(recipe.optim, plain))
     facts: dict[str, Any] = {"data": {}, "model": {}}
     shards = Shards(runtime.accelerator, model, optimizer)
     with runtime.together():

@@ -11,14 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from app import recipe_file
-from app.batching import BatchPlan
 from app.data import loader
 from app.data.open import open_data
 from app.data.order import TrainBatches
 from app.place.launched import Launched
-from app.recipe import Recipe
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
+from app.recipe import recipe_file
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import Recipe
 
 SAMPLES, BATCH = 10**12, 256
 _DATA = ("data.source=fakedata", "data.image_size=8", "data.fake_channels=1", f"data.fake_train_samples={SAMPLES}")

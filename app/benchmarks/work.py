@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from app import models, recipe_file
+from app import models
 from app.benchmarks.figures import LINEAR
 from app.benchmarks.meter import Meter, Workers
 from app.data import transfer
@@ -28,7 +28,8 @@ from app.data.idx import FILES, UNSIGNED_BYTE
 from app.data.open import Data, open_data
 from app.data.split import Images
 from app.errors import RecipeError
-from app.recipe_file import LoadedRecipe
+from app.recipe import recipe_file
+from app.recipe.recipe_file import LoadedRecipe
 
 _CONVNET = ("model.name=convnet", "model.norm=identity", "model.channels=16,32", "model.hidden=256")
 """The small network of 409 thousand weights: its step is short enough that feeding and the loop show."""

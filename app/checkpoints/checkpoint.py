@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from app import recipe_file
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
-from app.claim import Claim
+from app.checkpoints.shards import Shards
 from app.errors import CheckpointError
 from app.metrics.metrics import Metrics
-from app.ranks import Ranks
-from app.recipe import Recipe
-from app.runtime import Runtime
+from app.optim.spikes import SpikeGuard
+from app.ranks.agreement import Ranks
+from app.ranks.runtime import Runtime
+from app.recipe import recipe_file
+from app.recipe.schema import Recipe
+from app.record.claim import Claim
 from app.scores import Evaluation
-from app.shards import Shards
-from app.spikes import SpikeGuard
 
 NEVER, AUTO = "never", "auto"
 """Words of --resume; anything else is the path of a run folder or of one of its checkpoints."""

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from app import regular
 from app.errors import CheckpointError
-from app.run_folder import refusal
+from app.files import regular
+from app.record.run_folder import refusal
 
 CHUNK_BYTES = 16 * 2**20
 

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import torch
 
-from app import handshake, run_folder
 from app.checkpoints import checkpoint
 from app.checkpoints import step_folders as files
 from app.checkpoints.durable import telling
 from app.checkpoints.piece import Piece
 from app.checkpoints.tensor_file import TensorFile
 from app.errors import CheckpointError
-from app.runtime import Runtime
+from app.ranks import handshake
+from app.ranks.runtime import Runtime
+from app.record import run_folder
 
 Shape = tuple[int, ...]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from app import regular
 from app.checkpoints.durable import Stamp, telling
 from app.errors import CheckpointError
+from app.files import regular
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app import recipe_file, schedule
 from app.checkpoints import step_folders
 from app.errors import CheckpointError
-from app.recipe import Recipe, TrainRecipe
-from app.schedule import Length
+from app.optim import schedule
+from app.optim.schedule import Length
+from app.recipe import recipe_file
+from app.recipe.schema import Recipe, TrainRecipe
 
 # Beside what is not learnt at all: how long, and where the same data lies.
 _MAY_CHANGE = (*recipe_file.NOT_LEARNT, "train.epochs", "train.steps", "data.path")

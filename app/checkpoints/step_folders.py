@@ -8,7 +8,7 @@
 Nothing in them depends on how many ranks wrote them or how tensors were cut: whatever is asked for is put together from the
 ranges that hold it. The steps of a save, of which a kill at any moment leaves the older checkpoints as they are:
 
-    begin          one process; an empty folder in the place of the start (app/claim.py), with which it goes after a kill
+    begin          one process; an empty folder in the place of the start (app/record/claim.py), with which it goes after a kill
     write_pieces   every rank, once begin has returned
     commit         one process, once all ranks have written; checks the whole, renames the folder to its name
     prune          one process; removes old ones
@@ -27,14 +27,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app import regular
 from app.checkpoints import manifest
 from app.checkpoints.durable import Stamp, check, check_size, telling, write_bytes
 from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
 from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
 from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
-from app.claim import Claim, sync
 from app.errors import CheckpointError
+from app.files import regular
+from app.record.claim import Claim, sync
 
 if TYPE_CHECKING:
     import torch

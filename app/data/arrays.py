@@ -20,7 +20,7 @@ from app.data.pictures import PictureSource
 from app.data.source import Source, check_labels
 from app.data.split import Images, Split, Unstored, open_split, pictures_in_a_chunk
 from app.errors import DataError, RecipeError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from app.data.kept import keep, stamps
 from app.data.source import DOWNLOADS, Source
 from app.data.split import Unstored
 from app.errors import DataError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 
 def open_cifar(recipe: Recipe) -> tuple[Source, Source]:

@@ -24,7 +24,7 @@ from app.data.pictures import PictureSource, decode, format_of
 from app.data.rows import numbers_up_to
 from app.data.source import Source, check_labels, fingerprint
 from app.errors import DataError, RecipeError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 H = TypeVar("H", bound="Handle")
 # Fewer than the 1,024 files that a process may usually have open, which is also how many shards ImageNet has as TFRecord.

@@ -17,7 +17,7 @@ from app.data.framing import Framing
 from app.data.pictures import PictureSource
 from app.data.source import Source, fingerprint
 from app.errors import RecipeError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 # Images that the fingerprint makes: fewer than of stored data, because each is computed.
 FINGERPRINT_SAMPLES = 8

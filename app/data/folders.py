@@ -15,7 +15,7 @@ from app.data.listing import Listing, counted, listed
 from app.data.pictures import PictureSource, decode
 from app.data.source import Source, fingerprint
 from app.errors import DataError, RecipeError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 # Bytes of a picture's file that the fingerprint reads, beside the file's size.
 FINGERPRINT_BYTES = 1 << 16

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from app.data.draws import SampleDraws
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 # torchvision's RandomResizedCrop: how often it tries, and between which shapes (width / height).
 TRIES = 10

@@ -22,7 +22,7 @@ from app.data.extras import extra
 from app.data.rows import picture_of
 from app.data.source import Source, first_line
 from app.errors import DataError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 IMAGES, LABELS, CLASSES = "images", "labels", "classes"
 SUFFIXES = (".h5", ".hdf5")

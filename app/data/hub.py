@@ -21,7 +21,7 @@ from app.data.pictures import PictureSource
 from app.data.rows import RowReader, read_labels
 from app.data.source import FINGERPRINT_SAMPLES, Source, fingerprint, first_line, spread
 from app.errors import DataError, RecipeError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 """The library's name for what reads a single file, by the file's suffix."""

@@ -20,7 +20,7 @@ from app.data.kept import keep, stamps
 from app.data.source import DOWNLOADS, Source
 from app.data.split import Images, Split, Unstored, pictures_in_a_chunk
 from app.errors import DataError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 """Name of the folder that torchvision keeps each one in."""

@@ -23,7 +23,7 @@ from app.data.containers import class_names, decoded, open_records, opened
 from app.data.extras import extra
 from app.data.source import Source, first_line
 from app.errors import DataError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 LABELS, LENGTH, CLASSES = b"__labels__", b"__len__", b"__classes__"
 LABEL_TYPE = np.dtype("<i8")

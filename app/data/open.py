@@ -23,7 +23,7 @@ from app.data.tar_shards import open_tar_shards
 from app.data.tfrecords import open_tfrecords
 from app.data.turns import alone
 from app.errors import DataError, RecipeError
-from app.recipe import DataRecipe, Recipe
+from app.recipe.schema import DataRecipe, Recipe
 
 OPEN = {
     "digits": open_digits,

@@ -23,8 +23,8 @@ from app.data.progress import progress
 from app.data.turns import alone
 from app.data.whole import made_whole, remove_remains
 from app.errors import DataError, RecipeError
-from app.place.own_folder import own
-from app.recipe import Recipe
+from app.files.own_folder import own
+from app.recipe.schema import Recipe
 
 # Files copied at a time: a network disk answers each after some milliseconds, in which others can be asked for.
 _COPIERS = 8

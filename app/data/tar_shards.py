@@ -24,7 +24,7 @@ from app.data.index import Index, Row, indexed
 from app.data.shard_files import find_shards
 from app.data.source import Source, first_line
 from app.errors import DataError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 CLASSES = "__classes__"
 LABEL = "cls"

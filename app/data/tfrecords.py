@@ -28,7 +28,7 @@ from app.data.index import Index, Row, indexed
 from app.data.shard_files import find_shards
 from app.data.source import Source
 from app.errors import DataError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 IMAGE, LABEL = "image/encoded", "image/class/label"
 CLASSES = "labels.txt"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.place.own_folder import own
+from app.files.own_folder import own
 
 # What file systems say that have no locks, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)

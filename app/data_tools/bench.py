@@ -21,7 +21,7 @@ from app.data.order import TrainBatches
 from app.data.source import Source
 from app.errors import RecipeError
 from app.place import cores
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 BATCH = 64
 

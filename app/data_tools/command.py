@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from app import recipe_file
 from app.errors import DataError, RecipeError
-from app.options import above_zero, positive
+from app.options.values import above_zero, positive
 from app.place import cores
-from app.recipe import Recipe
+from app.recipe import recipe_file
+from app.recipe.schema import Recipe
 
 FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")
 """What `pack` writes."""

@@ -15,7 +15,7 @@ from app.data.pictures import Reader, format_of
 from app.data.source import Source, spread
 from app.data_tools.many import in_order
 from app.errors import DataError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 SAMPLED = 512
 """Pictures of a split that are looked at, unless all are."""

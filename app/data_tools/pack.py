@@ -27,7 +27,7 @@ from app.data.whole import made_whole
 from app.data.writers import WRITERS
 from app.data_tools.many import in_order
 from app.errors import DataError, RecipeError
-from app.recipe import Recipe
+from app.recipe.schema import Recipe
 
 _PIECE = 32
 # Decoders of JPEG can halve the sides on the way, which saves most of the time for large photographs; from twice the wanted

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
-from app import compiling
 from app.metrics.clock import Clock
+from app.ranks import compiling
 
 _NEVER = 2**31 - 1
 """Steps from one that DDP measures to the next, after the first ten: an int."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from app import ledger
+from app.record import ledger
 
 
 class Fed:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from app import ledger, run_folder
-from app.claim import Claim
 from app.errors import TrainingError
 from app.metrics.clock import NOTHING
 from app.metrics.fed import Fed
 from app.metrics.gauges import Gauges
 from app.metrics.losses import Losses
-from app.recipe import LogRecipe
-from app.steps import Step
+from app.optim.steps import Step
+from app.recipe.schema import LogRecipe
+from app.record import ledger, run_folder
+from app.record.claim import Claim
 from app.trackers.trackers import Trackers
 
 _RECORD_EVERY_S = 1.0

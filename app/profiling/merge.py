@@ -15,7 +15,7 @@ from pathlib import Path
 from app.errors import RunFolderError
 from app.profiling import rank_file, summary
 from app.profiling.rank_file import Header, RankFile
-from app.run_folder import refusal, write_text
+from app.record.run_folder import refusal, write_text
 
 TIMELINE, SUMMARY = "timeline.json.gz", "summary.txt"
 

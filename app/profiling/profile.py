@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from app import run_folder
-from app.claim import Claim
 from app.errors import RecipeError, RunFolderError
 from app.metrics.clock import Clock, Phase
 from app.profiling import clocks, merge, rank_file
 from app.profiling.account import BACKWARD, DATA_WAIT, FORWARD, LOG, OPTIMIZER, STEP
-from app.recipe import ProfileRecipe
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
+from app.recipe.schema import ProfileRecipe
+from app.record import run_folder
+from app.record.claim import Claim
 
 _MOST_BYTES = 100e6
 """Of traces that are put together while the ranks wait: about a minute (docs/reports.md)."""

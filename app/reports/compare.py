@@ -15,7 +15,7 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
-from app.options import tolerance
+from app.options.values import tolerance
 from app.reports import past_run, plots
 from app.reports.comparison import DECIDING_STEPS, TOLERANCE, Comparison, compare
 from app.reports.past_run import PastRun

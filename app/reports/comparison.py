@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app import ledger
-from app.curves import relative_differences
-from app.goodput import account
-from app.recipe_file import NOT_LEARNT
+from app.recipe.recipe_file import NOT_LEARNT
+from app.record import ledger
+from app.record.goodput import account
+from app.record.loss_curves import relative_differences
 from app.reports.past_run import PastRun
 
 Pair = tuple[Any, Any]

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import jinja2
 from matplotlib.figure import Figure
 
-from app import run_folder
 from app.errors import RunFolderError, SamerunError
+from app.record import run_folder
 from app.reports import past_run, plots, predicted, tables, time_split
 from app.reports.past_run import PastRun
 from app.reports.state import State, duration, moment, state_of

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from app import ledger, regular, run_folder
 from app.errors import RunFolderError
-from app.lines import Lines, is_count
+from app.files import regular
+from app.files.lines import Lines, is_count
+from app.record import ledger, run_folder
 
 Line = Mapping[str, Any]
 T = TypeVar("T")

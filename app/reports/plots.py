@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from app import ledger
+from app.record import ledger
 from app.reports.past_run import Line, PastRun
 
 Quantity = Literal["loss", "accuracy"]

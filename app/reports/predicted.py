@@ -11,8 +11,9 @@ from typing import Any
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from app import regular, run_folder
 from app.errors import RunFolderError
+from app.files import regular
+from app.record import run_folder
 
 TABLE_CLASSES = 12
 """Up to so many classes the confusion matrix is a table of numbers; of more it is a picture."""

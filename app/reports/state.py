@@ -10,7 +10,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from app import ledger
+from app.record import ledger
 from app.reports.past_run import PastRun
 
 PATIENCE_S = 300.0

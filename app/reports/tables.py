@@ -12,9 +12,9 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from app import goodput as accounting
-from app import ledger, run_folder
 from app.errors import RunFolderError
+from app.record import goodput as accounting
+from app.record import ledger, run_folder
 from app.reports import predicted
 from app.reports.past_run import PastRun
 from app.reports.state import State, duration, moment

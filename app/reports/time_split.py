@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from app import ledger
+from app.record import ledger
 from app.reports.past_run import PastRun
 
 PARTS = ("forward and backward", "communication", "optimizer", "data wait", "evaluation", "saving", "other")

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app import run_folder
 from app.errors import RunFolderError
 from app.profiling import merge
+from app.record import run_folder
 
 
 def main(argv: Sequence[str]) -> int:

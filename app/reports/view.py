@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from app import ledger
+from app.record import ledger
 from app.reports.past_run import Line, PastRun
 from app.reports.state import State, duration, is_number, moment
 

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from app import ledger
 from app.errors import RunFolderError
+from app.record import ledger
 from app.reports import past_run
 from app.reports.past_run import Line, PastRun
 from app.reports.state import State, is_number, state_of

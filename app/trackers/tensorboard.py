@@ -19,8 +19,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import hparams, image, scalar
 
-from app import run_folder
-from app.claim import Claim
+from app.record import run_folder
+from app.record.claim import Claim
 from app.trackers.tracked import Tracked
 
 _SCORES = ("test_accuracy", "test_loss")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from app import run_folder
-from app.claim import Claim
 from app.errors import RunFolderError
+from app.record import run_folder
+from app.record.claim import Claim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """`samerun doctor`: examine this machine, or the allocation that this is part of, as a run there would find it.
 
-Starts `app.doctor` as `samerun launch` would start a training. Before that the nodes meet at the run's address and port,
+Starts `app.doctor.doctor` as `samerun launch` would start a training. Before that the nodes meet at the run's address and port,
 so that one that cannot get there is named in half a minute instead of being waited for.
 """
 
@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from app.command_line import Parser
 from app.errors import TopologyError
-from app.options import above_zero
+from app.options.command_line import Parser
+from app.options.values import above_zero
 from app.place.topology import Topology
 from launch.command import accelerate_argv
 from launch.run_module import program
@@ -83,7 +83,7 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         arguments += ["--json"] if options.json else []
         chosen = default_preset(topology, environment)
         # Without names of hosts no line begins with one: labels would spoil tables and JSON.
-        command = accelerate_argv(replace(topology, hosts=()), chosen, arguments, module="app.doctor")
+        command = accelerate_argv(replace(topology, hosts=()), chosen, arguments, module="app.doctor.doctor")
         # What torchrun puts into TMPDIR it leaves there when it is ended, as for another node that failed.
         told = {**meeting_key.without(environment), "TMPDIR": folder}
         ended = supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code

@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from app.batching import BatchPlan
-from app.command_line import Parser
 from app.errors import STOPPED, RunFolderError, TopologyError
+from app.options.command_line import Parser
 from app.place.launched import end_time_s
 from app.place.topology import Topology
-from app.recipe_file import load as load_recipe
+from app.recipe.batching import BatchPlan
+from app.recipe.recipe_file import load as load_recipe
 from launch import preset
 from launch.preset import PRECISIONS, Preset
 from launch.schedulers import detect, local

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from app import regular
+from app.files import regular
 
 _FILE = "outcome.json"
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.batching import BatchPlan
 from app.place.topology import Topology
+from app.recipe.batching import BatchPlan
 from launch.command import accelerate_argv
 from launch.preset import Preset
 from launch.run_module import program

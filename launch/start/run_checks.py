@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from app import tracker_names, train_options
 from app.errors import CheckpointError, RunFolderError, SamerunError, TrackerError
+from app.options import tracker_names, train_options
 
 _RECIPE = "recipe.yaml"
 """What a run folder has from its start on."""

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from app import terminal
 from app.errors import SamerunError
+from app.place import terminal
 from app.place.environment import LAUNCHER
 from launch.run_module import ACCELERATE
 from launch.start import signals

@@ -12,12 +12,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from app.batching import BatchPlan
 from app.errors import PresetError, RecipeError
 from app.place.topology import Topology
-from app.recipe import Recipe
-from app.recipe_file import load as load_recipe
-from app.recipe_file import replaced
+from app.recipe.batching import BatchPlan
+from app.recipe.recipe_file import load as load_recipe
+from app.recipe.recipe_file import replaced
+from app.recipe.schema import Recipe
 from launch import preset
 from launch.command import accelerate_argv
 from launch.start import run_checks

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.command_line import Parser
 from app.errors import SubmitError, UsageError
+from app.options.command_line import Parser
 from app.place.inherited import for_a_new_job
 from app.place.topology import Topology
 from launch.run_module import program

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from app import run_folder
-from app.batching import BatchPlan
-from app.claim import Claim, claim
-from app.control import Control
 from app.errors import SamerunError
+from app.guard.control import Control
 from app.place.launched import read
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
+from app.record import run_folder
+from app.record.claim import Claim, claim
 
 ASKED_AT, SAVED_AFTER, SAVE_S = 5, 40, 0.01
 

@@ -11,10 +11,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from app.batching import BatchPlan
 from app.place.launched import read
-from app.ranks import LONGEST_WAIT, _on_hosts, let_wait
-from app.runtime import Runtime
+from app.ranks.agreement import LONGEST_WAIT, _on_hosts, let_wait
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
 
 CYCLES = 4 * 10**9  # two seconds at 2 GHz
 

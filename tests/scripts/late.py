@@ -15,10 +15,10 @@ from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d
 
-from app.batching import BatchPlan
+from app.optim.steps import Steps
 from app.place.launched import read
-from app.runtime import Runtime
-from app.steps import Steps
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
 
 by_torch_s, late_s = map(float, sys.argv[1:])
 distributed_c10d.default_pg_timeout = timedelta(seconds=by_torch_s)

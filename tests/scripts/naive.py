@@ -7,10 +7,10 @@ import sys
 
 from accelerate import Accelerator
 
-from app import handshake
-from app.batching import BatchPlan
 from app.errors import SamerunError
 from app.place.launched import read
+from app.ranks import handshake
+from app.recipe.batching import BatchPlan
 
 launched = read(os.environ)
 accelerator = Accelerator(cpu="--cpu" in sys.argv)

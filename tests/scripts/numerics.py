@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from app.batching import BatchPlan
 from app.place.inherited import own_environment
 from app.place.launched import read
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
 
 
 def settings() -> dict[str, object]:

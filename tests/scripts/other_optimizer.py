@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from app import optim
-from app.batching import BatchPlan
+from app.checkpoints.optimizer_check import check_optimizer
+from app.checkpoints.shards import Shards
 from app.errors import PresetError
-from app.optimizer_check import check_optimizer
+from app.optim import from_recipe
 from app.place.launched import read
-from app.recipe import OptimRecipe
-from app.runtime import Runtime
-from app.shards import Shards
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import OptimRecipe
 
 RECIPES = {
     "adamw": OptimRecipe(name="adamw", lr=0.1, weight_decay=0.05),
@@ -74,8 +74,8 @@ def main() -> None:
     found: dict[str, dict[str, str | None]] = {}
     for name, recipe in RECIPES.items():
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 3))
-        rule = optim.Rule.of(recipe, model)
-        model, optimizer = runtime.prepare(model, optim.build(recipe, model))
+        rule = from_recipe.Rule.of(recipe, model)
+        model, optimizer = runtime.prepare(model, from_recipe.build(recipe, model))
         groups = [{key: copy.copy(value) for key, value in group.items()} for group in stepper_of(optimizer).param_groups]
         stepper, found[name] = stepper_of(optimizer), {}
         for case, change in {**CASES, **OWN_CASES[name]}.items():

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from app import optim
-from app.recipe import OptimRecipe
+from app.optim import from_recipe
+from app.recipe.schema import OptimRecipe
 
 BEFORE, AFTER = 3, 2  # steps of the first model, and of the second, which goes on from there
 BATCH = 8
@@ -93,7 +93,7 @@ def batch(step: int, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 def reference(case: Case) -> Record:
     """The undisturbed training in plain torch."""
     model = build(case, seed=0)
-    optimizer = optim.build(case.optim, model, fused=False if case.optim.name == "adamw" else None)
+    optimizer = from_recipe.build(case.optim, model, fused=False if case.optim.name == "adamw" else None)
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     record = Record()
     for step in range(BEFORE + AFTER):
@@ -147,7 +147,7 @@ def prepared_pair(runtime: Any, case: Case, seed: int) -> Iterator[tuple[Any, An
     if plugin is not None and case.persistence_threshold is not None:
         plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = case.persistence_threshold
     model = build(case, seed=seed)
-    prepared = runtime.prepare(model, optim.build(case.optim, model))
+    prepared = runtime.prepare(model, from_recipe.build(case.optim, model))
     if case.keep_gathered:
         prepared[0].set_reshard_after_forward(False)
     yield prepared
@@ -155,8 +155,8 @@ def prepared_pair(runtime: Any, case: Case, seed: int) -> Iterator[tuple[Any, An
 
 
 def parts(runtime: Any, prepared: tuple[Any, Any]) -> tuple[Any, Any]:
-    from app.average import WeightAverage
-    from app.shards import Shards
+    from app.checkpoints.average import WeightAverage
+    from app.checkpoints.shards import Shards
 
     average = WeightAverage(runtime.accelerator, *prepared, decay=DECAY)
     return Shards(runtime.accelerator, *prepared, average), average
@@ -203,9 +203,9 @@ def read_records(file: str | Path) -> dict[str, Record]:
 
 
 def main(names: list[str], left_file: str, found_file: str) -> None:
-    from app.batching import BatchPlan
     from app.place.launched import read
-    from app.runtime import Runtime
+    from app.ranks.runtime import Runtime
+    from app.recipe.batching import BatchPlan
 
     launched = read(os.environ)
     runtime = Runtime(launched, BatchPlan(global_batch_size=BATCH, world_size=launched.world_size, accumulation=1))

@@ -19,16 +19,15 @@ from typing import Any
 
 import torch
 
-from app import exported
-from app.checkpoints import step_folders
+from app.checkpoints import model_file, step_folders
 from app.checkpoints.piece import Piece
-from app.claim import Claim, claim
 from app.errors import CheckpointError, SamerunError
+from app.guard.watchdog import Watchdog
 from app.predictions import Prediction, Predictions, write_predictions
-from app.recipe import ModelRecipe
+from app.recipe.schema import ModelRecipe
+from app.record.claim import Claim, claim
 from app.trackers.tensorboard import TensorBoard
 from app.trackers.tracked import tracked
-from app.watchdog import Watchdog
 
 APPENDS = "append"
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", APPENDS)
@@ -61,10 +60,10 @@ def start(ours: Claim) -> None:
 
 
 def model(ours: Claim) -> None:
-    config = exported.ModelConfig(
+    config = model_file.ModelConfig(
         model=ModelRecipe(), channels=1, image_size=(4, 4), resize_size=None, classes=("a", "b"), mean=(0.5,), std=(0.5,)
     )
-    exported.save(ours, config, {"weight": torch.zeros(3)})
+    model_file.save(ours, config, {"weight": torch.zeros(3)})
 
 
 def result(ours: Claim) -> None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app import loop, session
 from app.data.loader import Batch, Failure
 from app.metrics.metrics import Metrics
-from app.runtime import Runtime
+from app.ranks.runtime import Runtime
 
 TENSOR, ATEN = torch.Tensor, torch.ops.aten
 CALLS = {

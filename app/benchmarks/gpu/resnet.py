@@ -6,7 +6,7 @@ files with random crops and flips, decoded by worker processes; packed ones are 
 them once.
 
 MFU, model FLOP/s utilization, is the arithmetic of the model's products over what the maker claims that the device can do
-(`app/flops.py`); where that is not known the column says so.
+(`app/metrics/flops.py`); where that is not known the column says so.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ def _arithmetic(options: argparse.Namespace) -> tuple[float, float | None]:
     """Return the floating-point operations of an image, and those a second that the device can do, if that is known."""
     import torch
 
-    from app import flops, models
-    from app.recipe import ModelRecipe
+    from app import models
+    from app.metrics import flops
+    from app.recipe.schema import ModelRecipe
 
     size = (options.image_size, options.image_size)
     model = models.build(ModelRecipe(name=options.model), channels=3, image_size=size, num_classes=_CLASSES)

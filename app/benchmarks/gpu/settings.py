@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.options import above_zero, positive
+from app.options.values import above_zero, positive
 
 DRY_RUN = {
     "model": "resnet18", "image_size": 32, "batch": 8, "steps": 2, "rounds": 2, "small_steps": 4, "photographs": 32,

@@ -1,0 +1,310 @@
+"""Where each strategy keeps the run's tensors: which elements of which parameter, and of what belongs to it, this rank holds.
+
+Under one process and DDP a rank holds whole parameters; under ZeRO-1/2/3 flat ranges of them, with what pads a partition
+left out; under FSDP2 rows, which are flat ranges too. `Shards` gives all of them as `Piece`s: the full-precision weights,
+every state tensor of the optimizer that has the parameter's shape, and the moving average of the weights.
+
+DeepSpeed has no public way to these tensors. The attributes of its optimizers and parameters that this takes are used here
+and nowhere else; they were read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py and stage3.py, utils/tensor_fragment.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
+from app.errors import CheckpointError, PresetError
+from app.ranks import compiling
+
+if TYPE_CHECKING:
+    from app.checkpoints.average import WeightAverage
+
+_STEP = "step"
+"""The one name that torch's and DeepSpeed's optimizers have for a count of steps; for a scalar parameter it has its shape."""
+
+
+@dataclass(frozen=True)
+class _Fragment:
+    """The elements of a parameter that this rank steps on."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """Index of the first element in the flattened parameter."""
+    count: int
+    stepped: torch.Tensor
+    """What the optimizer steps on: the parameter itself, or a flat partition that holds elements of many."""
+    offset: int = 0
+    """Index of the first element in this rank's `stepped`."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the live view [count] of these elements in a tensor laid out as `stepped` is."""
+        local = tensor.detach()
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        return local.view(-1).narrow(0, self.offset, self.count)  # `view`, unlike `reshape`, never copies
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A parameter, or the share of it that this rank has, as the optimizer steps on it."""
+
+    name: str
+    count: int
+    """Elements of it on this rank."""
+    values: torch.Tensor
+    """What is stepped on; other parameters may be in it too."""
+    settings: Mapping[str, Any]
+    """Those that the optimizer has for it, by torch's names; none: no optimizer steps on it."""
+    states: Mapping[str, torch.Tensor]
+    """What the optimizer keeps for `values` so far."""
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside what compiling and `prepare` have put around it.
+
+    Accelerate's `unwrap_model` imports DeepSpeed whatever the strategy is. That takes a second, and has torch ask for GPUs in a
+    way that costs 0.2-0.5 ms in every optimizer step where there is none (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.15).
+    """
+    inner: Any = compiling.uncompiled(model)
+    if isinstance(inner, DistributedDataParallel) or type(inner).__module__.startswith("deepspeed."):
+        inner = inner.module
+    return model if inner is model else unwrapped(inner)
+
+
+class Shards:
+    """The tensors of a prepared model and optimizer, addressed by what they are."""
+
+    def __init__(
+        self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, average: WeightAverage | None = None
+    ) -> None:
+        """Find the tensors. `model` and `optimizer` are as `prepare` returned them, `average` that of the same two.
+
+        Raises PresetError if the optimizer keeps them where they cannot be found.
+        """
+        self.model = unwrapped(model)
+        self._holder, self._average = optimizer.optimizer, average
+        parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.copies, self._copy = 1, 0
+        """How many ranks hold the same elements, and which of them this one is."""
+        self.stepper: torch.optim.Optimizer = getattr(self._holder, "optimizer", self._holder)
+        """What steps in the end, inside all that `prepare` has put around it."""
+        if isinstance(self._holder, torch.optim.Optimizer):
+            self._zero_flats = None
+            fragments = [_of_parameter(name, parameter) for name, parameter in parameters.items()]
+            if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+                self.copies, self._copy = accelerator.num_processes, accelerator.process_index
+        else:
+            self._zero_flats = _partitions(self._holder)
+            find = _of_stage_3 if _is_stage_3(self._holder) else _of_stages_1_and_2
+            fragments = list(find(self._holder, parameters, accelerator.process_index))
+        self._fragments = [fragment for fragment in fragments if fragment.count > 0]
+        # Every rank counts steps of all of them, also of those that it has no elements of.
+        self._stepped = [fragment.stepped for fragment in fragments] if self._zero_flats is None else self._zero_flats
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The live full-precision weights that this rank steps on, each 1-D, in the order that `average` keeps too."""
+        return [fragment.of(fragment.stepped) for fragment in self._fragments]
+
+    def stepped(self) -> list[Stepped]:
+        """Return the parameters that this rank steps on, with what the optimizer has for each."""
+        groups = self._groups()
+        return [
+            Stepped(it.name, it.count, it.stepped, groups.get(id(it.stepped), {}), dict(self._states(it.stepped)))
+            for it in self._fragments
+        ]
+
+    def pieces(self) -> list[Piece]:
+        """Return all that this rank holds of the run's tensors, as live views: what is read into after `allocate_state`."""
+        averages = self._average.tensors if self._average else [None] * len(self._fragments)
+        found = []
+        for fragment, average in zip(self._fragments, averages, strict=True):
+            tensors = {WEIGHT: fragment.of(fragment.stepped)}
+            tensors |= {key: fragment.of(state) for key, state in self._states(fragment.stepped)}
+            if average is not None:
+                tensors[AVERAGE] = average
+            found += [Piece(key, fragment.name, fragment.shape, fragment.start, values) for key, values in tensors.items()]
+        return found
+
+    def owned_pieces(self) -> list[Piece]:
+        """Return what this rank writes: all ranks' together are every element of every tensor exactly once.
+
+        Where several ranks hold the same elements, each writes an even share of every tensor.
+        """
+        return [share for piece in self.pieces() if (share := self._share(piece)).values.numel() > 0]
+
+    def scalars(self) -> dict[str, float]:
+        """Return what the optimizer keeps beside tensors: AdamW's count of steps, which all parameters share."""
+        counts = [
+            {key: float(value) for key, value in state.items() if key == _STEP}
+            for state in (self.stepper.state.get(tensor) for tensor in self._stepped)
+            if state
+        ]
+        assert all(count == counts[0] for count in counts), f"some parameters were stepped more often than others: {counts}"
+        return counts[0] if counts else {}
+
+    def allocate_state(self, keys: Collection[str], scalars: Mapping[str, float]) -> None:
+        """Give a fresh optimizer the state it would have after some steps: zeros to read into, and the counts of steps.
+
+        `keys` are those of the checkpoint's pieces (weights and average are passed over), `scalars` what `scalars` returned.
+        The optimizer makes its state itself, by a step with a learning rate and gradients of zero; so does torch
+        (torch.distributed.checkpoint.state_dict), since only the optimizer knows which types and devices it wants.
+        Raises CheckpointError if its state is not the checkpoint's.
+        """
+        expected = set(keys) - {WEIGHT, AVERAGE}
+        if not expected and not scalars:
+            return  # of an optimizer without state, or from before the first step
+        self._step_on_zeros()
+        for tensor in self._stepped:
+            state = self.stepper.state[tensor]
+            found = {key for key, _ in self._states(tensor)}
+            if found != expected or {_STEP} & state.keys() != scalars.keys():
+                raise CheckpointError(_other_optimizer(self.stepper, expected, found))
+            for _, values in self._states(tensor):
+                values.zero_()  # SGD has put the decay of the weights into its momentum
+            for key, value in scalars.items():
+                state[key] = state[key].fill_(value) if torch.is_tensor(state[key]) else type(state[key])(value)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make the forward pass use the full-precision weights as they are now. Called by all ranks together."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation may have left gathered weights behind, which training would use once more
+        if self._zero_flats is not None:
+            if _is_stage_3(self._holder):
+                _publish_stage_3(self._holder)
+            else:
+                self._holder.update_lp_params()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the model's buffers by their plain names, as in model.safetensors: live, and whole on every rank.
+
+        Each rank's running statistics are of its own samples. `Runtime.average_buffers` makes them alike, and training on
+        from their mean gives the same mean later, since they are linear in what they have seen: average, then write rank 0's.
+        """
+        kept = self.model.state_dict(keep_vars=True).keys()  # leaves out those that are not persistent
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+
+    def _groups(self) -> dict[int, Mapping[str, Any]]:
+        """The optimizer's groups by the `id` of what is stepped on. ZeRO-3 takes the tensors out of them between steps."""
+        groups = self.stepper.param_groups
+        if self._zero_flats is None:
+            return {id(tensor): group for group in groups for tensor in group["params"]}
+        group_of = self._holder.sub_group_to_group_id if _is_stage_3(self._holder) else range(len(groups))
+        return {id(flat): groups[group_of[index]] for index, flat in enumerate(self._zero_flats)}
+
+    def _states(self, stepped: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The optimizer's tensors for what it steps on, without its scalars."""
+        state = self.stepper.state.get(stepped, {})
+        return [(key, value) for key, value in state.items() if key != _STEP and torch.is_tensor(value)]
+
+    def _share(self, piece: Piece) -> Piece:
+        count = piece.values.numel()
+        first, end = (count * copy // self.copies for copy in (self._copy, self._copy + 1))
+        return Piece(piece.key, piece.name, piece.shape, piece.start + first, piece.values[first:end])
+
+    def _step_on_zeros(self) -> None:
+        groups = self.stepper.param_groups
+        rates = [group["lr"] for group in groups]
+        gradients = [tensor.grad for tensor in self._stepped]
+        for group in groups:
+            group["lr"] = 0.0
+        for tensor in self._stepped:
+            tensor.grad = torch.zeros_like(tensor)
+        if self._zero_flats is None:
+            self.stepper.step()
+        else:
+            for index in range(len(self._zero_flats)):
+                self._holder._optimizer_step(index)
+        for tensor, gradient in zip(self._stepped, gradients, strict=True):
+            tensor.grad = gradient
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _other_optimizer(optimizer: torch.optim.Optimizer, expected: Collection[str], found: Collection[str]) -> str:
+    theirs, ours = (" and ".join(sorted(keys)) or "nothing" for keys in (expected, found))
+    return (
+        f"the checkpoint holds {theirs} for each weight, and this run's optimizer, {type(optimizer).__name__}, keeps {ours}: "
+        "resume with the optimizer that wrote it (optim.name, optim.momentum)."
+    )
+
+
+# ---- One process, DDP and FSDP2: the optimizer is torch's and steps on the parameters themselves -------------------------
+
+
+def _of_parameter(name: str, parameter: torch.Tensor) -> _Fragment:
+    if not isinstance(parameter, DTensor):
+        return _Fragment(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
+    mesh = parameter.device_mesh
+    if parameter.placements != (Shard(0),):
+        raise PresetError(
+            f"FSDP2 keeps {name} as {parameter.placements} over {mesh}: checkpoints and averages of weights need it sharded "
+            "by rows over all processes. Take the hybrid or tensor parallelism out of the preset."
+        )
+    rows, width = parameter.shape[0], math.prod(parameter.shape[1:])
+    first_row = min(mesh.get_local_rank() * math.ceil(rows / mesh.size()), rows)  # as torch.chunk deals out rows
+    return _Fragment(name, tuple(parameter.shape), first_row * width, parameter.to_local().numel(), parameter)
+
+
+# ---- ZeRO: DeepSpeed's optimizer holds flat partitions in full precision, on which torch's or its own optimizer steps -----
+
+
+def _is_stage_3(zero: Any) -> bool:
+    return hasattr(zero, "fp32_partitioned_groups_flat")
+
+
+def _partitions(zero: Any) -> list[torch.Tensor]:
+    """The flat tensors that the optimizer steps on, one for each of its (sub-)groups."""
+    on_nvme = _is_stage_3(zero) and (zero.swap_optimizer or zero.params_in_nvme_and_cpu)
+    name = "fp32_partitioned_groups_flat" if _is_stage_3(zero) else "single_partition_of_fp32_groups"
+    flats: list[torch.Tensor] | None = None if on_nvme else getattr(zero, name, None)
+    if flats is None:
+        raise PresetError(
+            f"DeepSpeed keeps the weights in a {type(zero).__name__}, or on NVMe, where checkpoints and averages of weights "
+            "cannot reach them: use zero_stage 1, 2 or 3, and offload to the CPU if at all."
+        )
+    return flats
+
+
+def _of_stages_1_and_2(zero: Any, parameters: Mapping[str, Any], _rank: int) -> Iterator[_Fragment]:
+    for name, parameter in parameters.items():
+        mapping = parameter._hp_mapping
+        if mapping is not None:  # other ranks hold all of it
+            flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
+            whole, held = mapping.lp_fragment_address, mapping.hp_fragment_address
+            yield _Fragment(name, tuple(parameter.shape), whole.start, held.numel, flat, held.start)
+
+
+def _of_stage_3(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator[_Fragment]:
+    for name, parameter in parameters.items():
+        group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+        # Every rank has `length` elements, of which those past the parameter's end are padding.
+        start = min(length * rank, parameter.ds_numel)
+        count = min(length, parameter.ds_numel - start)
+        yield _Fragment(name, tuple(parameter.ds_shape), start, count, zero.fp32_partitioned_groups_flat[group], offset)
+
+
+def _publish_stage_3(zero: Any) -> None:
+    # What its steps do, in the same order. Between steps it may keep gathered weights for their next use.
+    zero.empty_partition_cache()
+    for group, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        if flat.numel():
+            zero.fp16_partitioned_groups_flat[group].data.copy_(flat.data)
+        parts = zero.unflatten(zero.fp16_partitioned_groups_flat[group], zero.fp16_partitioned_groups[group])
+        for part, values in zip(zero.fp16_partitioned_groups[group], parts, strict=True):
+            part.data = values.data
+    # Parameters that are kept whole on every rank, below the persistence threshold, have to be gathered anew.
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)

@@ -1,0 +1,308 @@
+"""Examine the machines and processes of a run before it: `samerun doctor`, or with any preset
+
+    accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.doctor.doctor [--run-dir DIR] [--json]
+
+Across nodes, every pair first tries to connect: what no process group could be joined over is named and ends it. Then every
+rank looks at itself and its device, all of them sum and send, the first of each node looks at its clock, its link and
+the run folder. Rank 0 prints what was found and what is wrong with it (`app/doctor/diagnosis.py`); the exit code is 0 only if
+nothing is. Nothing is left behind. A measurement that does not end is given up, and each rank says in which it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.doctor.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_line, exclude_option
+from app.errors import SamerunError, TopologyError
+from app.guard.lifeline import Lifeline
+from app.options.values import above_zero
+from app.place.inherited import own_environment
+from app.place.launched import Launched, read
+from app.recipe.batching import BatchPlan
+
+if TYPE_CHECKING:
+    from app.ranks.runtime import Runtime
+
+_SEED = 1
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Examine, print, and end the process: with exit code 1 if something is wrong, with an error's if it could not be done."""
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    launched = Launched()
+    Lifeline(os.environ).start()
+    head = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        launched = read(own_environment())
+        waiting = partial(patience, launched=launched, seconds=options.patience, exit_code_file=options.exit_code_file)
+        hosts, problems = _unreachable(launched, head, waiting, seconds=options.patience)
+        examination = None if problems else _examine(launched, Path(options.run_dir), head=head, waiting=waiting)
+    except SamerunError as error:
+        from app.errors import leave_with
+
+        leave_with(error, launched.rank)
+    problems = problems if examination is None else diagnose(examination)
+    if launched.rank == 0:
+        _tell(examination, problems, hosts, as_one_object=options.json)
+    code = 1 if problems else 0
+    if options.exit_code_file is None:
+        sys.exit(code)
+    if launched.local_rank == 0:
+        Path(options.exit_code_file).write_text(str(code))
+
+
+def as_json(examination: Examination, problems: Sequence[Problem]) -> dict[str, Any]:
+    """Return everything as one object of JSON's types; `exclude` is Slurm's option, or None."""
+    return {
+        "ok": not problems,
+        **asdict(examination),
+        "pi": examination.pi,
+        "problems": _as_objects(problems),
+        "exclude": exclude_line(examination, problems),
+    }
+
+
+def _as_objects(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    return [{**asdict(problem), "sentence": str(problem)} for problem in problems]
+
+
+def _tell(examination: Examination | None, problems: Sequence[Problem], hosts: Sequence[str], *, as_one_object: bool) -> None:
+    """`examination` is None where the processes could not be joined."""
+    if as_one_object:
+        found = (
+            {"ok": False, "ranks": [], "problems": _as_objects(problems), "exclude": exclude_option(hosts, problems)}
+            if examination is None
+            else as_json(examination, problems)
+        )
+        sys.stdout.write(json.dumps(found) + "\n")
+    elif examination is None:
+        _show_problems(problems, exclude_option(hosts, problems), say=lambda text: sys.stdout.write(f"{text}\n"))
+    else:
+        _show(examination, problems)
+    sys.stdout.flush()
+
+
+def _unreachable(
+    launched: Launched, head: str, waiting: Callable[[str], AbstractContextManager[None]], *, seconds: float
+) -> tuple[list[str], list[Problem]]:
+    """The hosts, and what is wrong between them. Only launchers have the store in which nodes find each other."""
+    if launched.world_size == launched.local_world_size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return [], []
+    from app.doctor import reach
+
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    port = int(os.environ["MASTER_PORT"])
+    with waiting("which nodes reach each other"):
+        hosts, broken = reach.examine(launched, (head, port), interface=interface, timeout_s=2 * seconds)
+    return hosts, reach.unreachable(broken, hosts)
+
+
+def _examine(
+    launched: Launched, run_dir: Path, *, head: str, waiting: Callable[[str], AbstractContextManager[None]]
+) -> Examination:
+    """Measure everything, each thing no longer than `waiting` lets it, and return it on all ranks."""
+    from app.doctor import probe
+    from app.ranks import handshake
+    from app.ranks.runtime import Runtime
+
+    plan = BatchPlan(global_batch_size=launched.world_size, world_size=launched.world_size, accumulation=1)
+    with waiting("joining the process group"):
+        runtime = Runtime(launched, plan)
+        handshake.check_group(runtime.accelerator, launched, plan)
+        first_ranks = [rank for rank, index in enumerate(runtime.gather(launched.local_rank)) if index == 0]
+    device = runtime.device
+    with waiting("the devices, each alone"):
+        runtime.accelerator.wait_for_everyone()
+        points, hits, elapsed_s = probe.draw_points(device, seed=_SEED + launched.rank)
+    with waiting("known answers"):
+        wrong_answers, known_answers_s, notes = probe.known_answers(runtime)
+    with waiting("the sums of all ranks"):
+        summed_points, summed_hits = probe.all_reduce_sum([points, hits], device)
+        all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
+    with waiting("clocks and links"):
+        clock_ms, clock_error_ms = probe.compare_clock(first_ranks, device)
+        link_gb_per_s = probe.time_link(first_ranks, device)
+    with waiting("writing to the run folder"):
+        node = probe.write_files(run_dir) if launched.local_rank == 0 else None
+        if node is not None:
+            node = replace(node, clock_ms=clock_ms, clock_error_ms=clock_error_ms, link_gb_per_s=link_gb_per_s)
+        free_bytes, total_bytes = probe.memory(device)
+        own = Rank(
+            rank=launched.rank,
+            host=socket.gethostname(),
+            address=probe.address_towards(head),
+            device=device.type if device.type == "cpu" else str(device),
+            device_name=probe.device_name(device),
+            free_bytes=free_bytes,
+            total_bytes=total_bytes,
+            versions=probe.software(device),
+            points=points,
+            hits=hits,
+            elapsed_s=elapsed_s,
+            node=node,
+            known_answers_s=known_answers_s,
+            wrong_answers=wrong_answers,
+        )
+        ranks = _with_neighbours(runtime.gather(own), first_ranks)
+    runtime.close()
+    notes = [*runtime.notes, *notes]
+    return Examination(ranks=ranks, summed_hits=summed_hits, summed_points=summed_points, all_reduces=all_reduces, notes=notes)
+
+
+def _all_reduces(runtime: Runtime) -> list[AllReduce]:
+    from app.doctor import probe
+
+    found = []
+    for size_bytes, elapsed_s, right in probe.time_all_reduces(runtime.device):
+        everywhere: list[tuple[list[float], bool]] = runtime.gather((elapsed_s, right))
+        slowest_s = [max(times) for times in zip(*(times for times, _ in everywhere), strict=True)]
+        wrong = tuple(rank for rank, (_, is_right) in enumerate(everywhere) if not is_right)
+        rates = tuple(size_bytes / seconds / 1e9 for seconds in slowest_s)
+        found.append(AllReduce(size_bytes=size_bytes, gb_per_s=rates, wrong_ranks=wrong))
+    return found
+
+
+def _with_neighbours(ranks: Sequence[Rank], first_ranks: Sequence[int]) -> tuple[Rank, ...]:
+    """Add to each node the name of the next in the ring."""
+    if len(first_ranks) == 1:
+        return tuple(ranks)
+    following = dict(zip(first_ranks, [*first_ranks[1:], first_ranks[0]], strict=True))
+    return tuple(
+        replace(rank, node=replace(rank.node, link_to=ranks[following[rank.rank]].host)) if rank.node else rank
+        for rank in ranks
+    )
+
+
+@contextmanager
+def patience(what: str, launched: Launched, *, seconds: float, exit_code_file: str | None = None) -> Iterator[None]:
+    """Say what is measured, and end this process if it takes too long: a collective that lacks a rank waits for ever."""
+    if launched.rank == 0:
+        sys.stderr.write(f"samerun doctor: {what}\n")
+        sys.stderr.flush()
+    stuck = TopologyError(
+        f"{what}: not over after {seconds:g} s (--patience). Ranks that say so wait for each other, or for one that does not: "
+        "leave its node out, or see whether NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME must name the network"
+    )
+    timer = threading.Timer(seconds, _give_up, (stuck, launched, exit_code_file))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(error: TopologyError, launched: Launched, exit_code_file: str | None) -> None:
+    """End this process, whatever the others do. With a file for its exit code it ends with 0, as main does."""
+    from app.errors import leave_with
+
+    if exit_code_file is not None:
+        Path(exit_code_file).write_text("1")
+        error.exit_code = 0
+    leave_with(error, launched.rank)
+
+
+def _show(examination: Examination, problems: Sequence[Problem]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"processes: {len(examination.ranks)}, nodes: {len(examination.nodes)}")
+    table = Table()
+    for rank in examination.ranks:
+        cells = {**_cells(rank), **_node_cells(rank.node)}
+        if not table.columns:
+            for name in cells:
+                table.add_column(name, justify="left" if name in ("host", "address", "device", "driver") else "right")
+        table.add_row(*cells.values())
+    console.print(table)
+    if examination.all_reduces:
+        say("all-reduce of float32, algorithm bandwidth in GB/s (bytes / time of the slowest rank):")
+        console.print(_all_reduce_table(examination.all_reduces))
+    say(f"pi is {examination.pi:.6f} by {examination.summed_points:,} random points of all processes")
+    say("rank 0 has " + ", ".join(f"{name} {version}" for name, version in examination.ranks[0].versions.items()))
+    for note in examination.notes:
+        say(f"note: {note}")
+    _show_problems(problems, exclude_line(examination, problems), say=say)
+
+
+def _show_problems(problems: Sequence[Problem], exclude: str | None, *, say: Callable[[str], object]) -> None:
+    for problem in problems:
+        say(f"WRONG {problem}")
+    if exclude:
+        say(f"To do without, under Slurm: sbatch {exclude} ...")
+    say("nothing is wrong" if not problems else f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")
+
+
+def _cells(rank: Rank) -> dict[str, str]:
+    memory = "unknown"
+    if rank.free_bytes is not None and rank.total_bytes is not None:
+        memory = f"{rank.free_bytes / 2**30:.1f}/{rank.total_bytes / 2**30:.1f}"
+    return {
+        "rank": str(rank.rank),
+        "host": rank.host,
+        "address": rank.address,
+        "device": rank.device if rank.device == rank.device_name else f"{rank.device} {rank.device_name}",
+        "driver": rank.versions.get("driver", "-"),
+        "memory GiB\nfree/total": memory,
+        "known\nanswers s": f"{rank.known_answers_s:.2f}",
+        "million\npoints/s": f"{rank.points / rank.elapsed_s / 1e6:,.0f}",
+    }
+
+
+def _node_cells(node: Node | None) -> Mapping[str, str]:
+    """Empty for all but the first rank of a node."""
+    names = ("clock ms\nto rank 0", "link GB/s\nto next node", "run folder\nMB/s written", "run folder\nGiB free")
+    if node is None:
+        return dict.fromkeys(names, "")
+    figures = (
+        f"{node.clock_ms:+.2f}\u00b1{node.clock_error_ms:.2f}",
+        "-" if node.link_gb_per_s is None else f"{node.link_gb_per_s:.2f}",
+        "none" if node.write_mb_per_s is None else f"{node.write_mb_per_s:,.0f}",
+        "unknown" if node.free_disk_bytes is None else f"{node.free_disk_bytes / 2**30:,.1f}",
+    )
+    return dict(zip(names, figures, strict=True))
+
+
+def _all_reduce_table(all_reduces: Sequence[AllReduce]) -> Any:
+    from rich.table import Table
+
+    table = Table("bytes", "median", "least", "most", "sums")
+    for found in all_reduces:
+        rates = [f"{rate:.3f}" for rate in (statistics.median(found.gb_per_s), min(found.gb_per_s), max(found.gb_per_s))]
+        table.add_row(f"{found.size_bytes:,}", *rates, "WRONG" if found.wrong_ranks else "right")
+    return table
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.doctor.doctor",
+        description="Examine the machines and processes of a run before it.",
+    )
+    parser.add_argument("--run-dir", default="runs", help="folder that a run would write to (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="longest time of one measurement; "
+                        "then a rank is stuck (default: 60)")  # fmt: skip
+    parser.add_argument("--exit-code-file", metavar="FILE", help="write the exit code there, for each node, instead of ending "
+                        "with it: a launcher would print a traceback for what is only bad news")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

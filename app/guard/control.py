@@ -1,0 +1,216 @@
+"""What a running run is asked to do from outside, agreed upon by all its ranks: save, or save and stop, after the same step.
+
+    SIGTERM, SIGUSR1, SIGUSR2   stop and be started again by the scheduler; to any of the ranks, any number of times
+    SIGHUP                      the same: the terminal or the ssh connection is lost. Not after nohup, which has it ignored
+    SIGINT                      stop; the second one ends its process at once
+    the files STOP and SAVE     in the run folder; removed when obeyed
+    checkpoint.every_minutes    save
+    SAMERUN_END_TIME            stop while there is time to save, and be started again where there is more
+    another start of the run    which has taken the run folder over: end with an error and write nothing more
+
+Ranks agree about once a second, however short a step is, and after each step that is longer. Signal handlers only take note,
+so a rank in the middle of a collective or a save finishes it. Only the main process looks at files and clocks; on a network
+file system a new file may take half a minute to be seen from another machine.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from app.errors import RunFolderError, is_of_a_lost_peer
+from app.place import terminal
+from app.ranks.runtime import Runtime
+from app.record import run_folder
+from app.record.claim import Claim
+
+_LOOK_EVERY_S = 1.0
+"""About the time between two agreements: one costs well under a millisecond, and nobody waits longer to be obeyed."""
+_MARGIN_S = 30.0
+"""Time before the end of the allocation for what is not measured: closing trackers and the process group takes seconds, and
+clocks of nodes and scheduler may differ by as much."""
+_SAVES = 2.0
+"""A shared disk may be half as fast as at the last save: at the end of an allocation other jobs write too."""
+_FIRST_SAVE_BYTES_PER_S = 100e6
+"""Assumed for all ranks together until a save was measured: a single hard disk, or one's part of a busy file system."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What all ranks do after a step: nothing, save, or save and stop."""
+
+    why: str = ""
+    """Who asked and how; empty where nobody did."""
+    stop: bool = False
+    """Whether the run stops once it has saved."""
+    go_on: bool = False
+    """Whether it is to be started again without a hand: the scheduler ended it, not the user."""
+
+    @property
+    def save(self) -> bool:
+        """Whether a checkpoint is written."""
+        return bool(self.why)
+
+
+NOTHING = Request()
+_MINUTES = Request("checkpoint.every_minutes are over")
+_SAVE_FILE = Request(f"the file {run_folder.SAVE} was there")
+_SIGNALS = {
+    signal.SIGUSR1: Request("SIGUSR1 came", stop=True, go_on=True),
+    signal.SIGUSR2: Request("SIGUSR2 came", stop=True, go_on=True),
+    signal.SIGHUP: Request("SIGHUP came, the terminal is lost", stop=True, go_on=True),
+    signal.SIGTERM: Request("SIGTERM came", stop=True, go_on=True),
+    signal.SIGINT: Request("SIGINT came", stop=True),
+}
+_STOP_FILE = Request(f"the file {run_folder.STOP} was there", stop=True)
+_TAKEN_OVER = Request("another start of the run took its folder over", stop=True)
+# Ranks that ask for different things do the last of them. They send each other indices into this.
+_BY_FORCE = (NOTHING, _MINUTES, _SAVE_FILE, *_SIGNALS.values(), _STOP_FILE, _TAKEN_OVER)
+
+
+class Control:
+    """One rank's part in the agreements. As a context it takes the signals, which have their usual effect outside."""
+
+    def __init__(
+        self, runtime: Runtime, claim: Claim, *, total_steps: int, state_bytes: int, save_every_s: float | None = None
+    ) -> None:
+        """`state_bytes` is about what a checkpoint holds; `save_every_s` is the time from one save to the next, if any."""
+        self._runtime, self._claim, self._total_steps, self._save_every_s = runtime, claim, total_steps, save_every_s
+        self._received: set[signal.Signals] = set()
+        self._previous: dict[signal.Signals, Any] = {}
+        self._terminals: list[int] = []
+        self._found: set[str] = set()
+        self._lost_claim: RunFolderError | None = None
+        self._saved_at_s = time.monotonic()
+        self._is_saving = False
+        self._next_look, self._stride = 0, 1
+        self._step_ended_s: float | None = None
+        self._step_s, self._slowest_s, self._save_s = 0.0, 0.0, state_bytes / _FIRST_SAVE_BYTES_PER_S
+
+    def __enter__(self) -> Control:
+        self._terminals = terminal.those_on_a_terminal()
+        taken = [number for number in _SIGNALS if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)]
+        self._previous = {number: signal.signal(number, self._take_note) for number in taken}
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        if error is not None and signal.SIGTERM in self._received and is_of_a_lost_peer(error):
+            signal.raise_signal(signal.SIGTERM)  # so that was what it meant: the launcher ends those whose peer is gone
+
+    def _take_note(self, number: int, _frame: FrameType | None) -> None:
+        self._received.add(signal.Signals(number))
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, and wherever it is just then
+        elif number == signal.SIGHUP:
+            terminal.let_go(self._terminals)
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether a signal has come to this process."""
+        return bool(self._received)
+
+    def agreed(self, step: int) -> Request:
+        """Return what is done now that so many steps are: the same on all ranks, all of which call it after each step.
+
+        After the last step it is nothing, because the run ends anyway. Raises RunFolderError, on all ranks, if another
+        start of the run has taken the run folder over.
+        """
+        self._measure()
+        if step < self._next_look or step >= self._total_steps:
+            return NOTHING
+        asks = [_BY_FORCE.index(self._asked()), self._step_s, self._save_s, -self._left_s()]
+        force, step_s, save_s, overdue_s = self._runtime.greatest(asks)
+        self._plan_next_look(step, step_s)
+        request = _BY_FORCE[int(force)]
+        if request is _TAKEN_OVER:
+            with self._runtime.together():
+                if self._lost_claim:
+                    raise self._lost_claim
+        if not request.stop:
+            request = self._end_is_near(left_s=-overdue_s, save_s=save_s) or request
+        self._is_saving |= request.save
+        return request
+
+    def saved(self, took_s: float) -> None:
+        """Take note that a checkpoint is on the disk, `took_s` seconds after its step. Any thread may call it."""
+        if run_folder.SAVE in self._found:
+            self._found.remove(run_folder.SAVE)
+            self._claim.remove(run_folder.SAVE)
+        self._save_s = took_s
+        self._saved_at_s = time.monotonic()
+        self._is_saving = False
+
+    def record_outcome(self, step: int, stopped_by: Request = NOTHING) -> None:
+        """Write, on the main process, how this start ended after so many steps: the last that is written."""
+        if self._runtime.is_main:
+            outcome = {
+                "outcome": "stopped" if stopped_by.stop else "finished",
+                "reason": stopped_by.why or "all steps are done",
+                "go_on": stopped_by.go_on,
+                "step": step,
+                "total_steps": self._total_steps,
+                "time": time.time(),
+            }
+            self._claim.write_json(run_folder.OUTCOME, outcome)
+            if run_folder.STOP in self._found:
+                self._claim.remove(run_folder.STOP)
+
+    def _asked(self) -> Request:
+        """What this rank asks for."""
+        asked = [NOTHING, *(_SIGNALS[number] for number in self._received)]
+        if self._runtime.is_main:
+            asked += self._asked_by_files_and_clocks()
+        return max(asked, key=_BY_FORCE.index)
+
+    def _asked_by_files_and_clocks(self) -> Iterator[Request]:
+        if (self._claim.path / run_folder.STOP).exists():
+            self._found.add(run_folder.STOP)
+            yield _STOP_FILE
+        try:
+            self._claim.check()
+        except RunFolderError as error:
+            self._lost_claim = error
+            yield _TAKEN_OVER
+        if self._is_saving:
+            return  # what is asked for meanwhile is asked for again when that is done
+        if (self._claim.path / run_folder.SAVE).exists():
+            self._found.add(run_folder.SAVE)
+            yield _SAVE_FILE
+        if self._save_every_s is not None and time.monotonic() - self._saved_at_s >= self._save_every_s:
+            yield _MINUTES
+
+    def _measure(self) -> None:
+        """Keep the time of the longest step since the last agreement; the very first may contain a compilation."""
+        now_s, before_s = time.monotonic(), self._step_ended_s
+        if before_s is not None:
+            self._step_s = max(self._step_s, now_s - before_s)
+        self._step_ended_s = now_s
+
+    def _plan_next_look(self, step: int, step_s: float) -> None:
+        """Choose the next step at which all ranks look, from the longest step of any since the last time.
+
+        The number of steps at most doubles: the first steps only fill an accelerator's queue, and seem short.
+        """
+        self._stride = max(1, min(2 * self._stride, int(_LOOK_EVERY_S / max(step_s, 1e-6))))
+        self._next_look = step + self._stride
+        self._slowest_s, self._step_s = max(self._slowest_s, step_s), 0.0
+
+    def _left_s(self) -> float:
+        """Time until the end of the allocation, by the clock of the main process."""
+        end_time_s = self._runtime.launched.end_time_s
+        return end_time_s - time.time() if self._runtime.is_main and end_time_s is not None else math.inf
+
+    def _end_is_near(self, *, left_s: float, save_s: float) -> Request | None:
+        """Ask to stop if the next agreement could come too late. A step counts with the evaluation that follows it."""
+        needed_s = _LOOK_EVERY_S + self._slowest_s + _SAVES * save_s + _MARGIN_S
+        if left_s > needed_s:
+            return None
+        why = f"the allocation ends in {left_s:.0f} s, and the next steps and saving may take {needed_s:.0f} s"
+        return Request(why, stop=True, go_on=True)

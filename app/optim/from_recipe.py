@@ -1,0 +1,124 @@
+"""The optimizer of a recipe: plain torch, with weight decay where it belongs and fused kernels where torch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.sgd import sgd
+
+from app.recipe.schema import OptimRecipe
+
+# Kinds of device on which torch (2.8 and later) has a fused AdamW and SGD: one pass over the weights instead of several.
+_FUSED_DEVICES = {"cpu", "cuda"}
+
+
+# Settings of torch's optimizers that say how a step is computed, not what it computes.
+_ONLY_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a step does to each parameter: all of it that the recipe says, and all that torch adds to that by default."""
+
+    kind: type[torch.optim.Optimizer]
+    """The class of torch that steps."""
+    settings: Mapping[str, Any]
+    """Its settings, by torch's names, but for the weight decay. The learning rate is the peak of the recipe, unscaled."""
+    weight_decays: Mapping[str, float]
+    """The weight decay of each trainable parameter, by name."""
+    sizes: Mapping[str, int]
+    """Elements of each of them."""
+
+    @classmethod
+    def of(cls, recipe: OptimRecipe, model: nn.Module) -> Rule:
+        """Return the rule for a model whose parameters are not sharded yet: the weight decay follows from names and shapes."""
+        kind, chosen = _chosen(recipe)
+        (group,) = kind([nn.Parameter(torch.zeros(1))], **chosen).param_groups  # with what torch adds
+        settings = {name: value for name, value in group.items() if name not in _ONLY_HOW | {"weight_decay"}}
+        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        weight_decays = {name: recipe.weight_decay if decays(name, parameter) else 0.0 for name, parameter in trainable}
+        return cls(kind, settings, weight_decays, {name: parameter.numel() for name, parameter in trainable})
+
+
+def _chosen(recipe: OptimRecipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    if recipe.name == "sgd":
+        return torch.optim.SGD, {"lr": recipe.lr, "momentum": recipe.momentum, "nesterov": recipe.nesterov}
+    return torch.optim.AdamW, {"lr": recipe.lr, "betas": recipe.betas, "eps": recipe.eps}
+
+
+def build(recipe: OptimRecipe, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer of the model's trainable parameters: in two groups, with and without weight decay, if there is any.
+
+    Call it before the parameters are sharded, as `Rule.of`. `fused`, for AdamW alone: None is where supported.
+    The learning rate is the recipe's until `set_learning_rate` sets that of a step.
+    """
+    of_decay: dict[float, list[nn.Parameter]] = {recipe.weight_decay: [], 0.0: []}
+    for name, decay in Rule.of(recipe, model).weight_decays.items():
+        of_decay[decay].append(model.get_parameter(name))
+    # A group costs a call of the fused kernel.
+    groups = [{"params": parameters, "weight_decay": decay} for decay, parameters in of_decay.items() if parameters]
+    kind, chosen = _chosen(recipe)
+    if kind is torch.optim.AdamW:
+        devices = {parameter.device.type for parameters in of_decay.values() for parameter in parameters}
+        chosen["fused"] = devices <= _FUSED_DEVICES if fused is None else fused
+    return kind(groups, **chosen)
+
+
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether weight decay applies to a parameter: to the matrices and kernels that inputs are multiplied with.
+
+    Not to biases and norms (one dimension; Goyal et al. 2017, section 5.1), and not to what only looks like a matrix: class
+    tokens, position embeddings and tables of relative positions, which are added, and the layer scales of ConvNeXt and logit
+    scales of Swin v2, which are factors of single channels or heads. torch and torchvision call none of these `weight`, and
+    every matrix `weight` or `in_proj_weight`. (Swin, arXiv:2103.14030, exempts its tables too; timm's models these all.)
+    """
+    assert parameter.numel() > 0, f"{name} is empty: the optimizer was built after the model was sharded"
+    return parameter.ndim >= 2 and name.endswith("weight")
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give all parameter groups the learning rate `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def takes_verdict(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether a step on the device leaves everything as it is where `optimizer.found_inf`, a float32 scalar, is 1."""
+    is_fused = isinstance(optimizer, torch.optim.SGD) or all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and device.type in _FUSED_DEVICES
+
+
+@torch.no_grad()
+def fused_sgd_step(optimizer: Any) -> None:
+    """Take the step of torch's SGD by its fused kernel, unless `optimizer.found_inf` (a float32 scalar on the device) is 1.
+
+    SGD(fused=True) would refuse FSDP2's tensors (torch 2.15: "does not have a sharding strategy registered"), which are stepped
+    on here piece by piece. And if it left out its first step it would leave the momentum as the memory was (torch/optim/sgd.py,
+    `empty_like`). Here the momentum begins with zeros, and the first step then has the bits that it has without: there is no
+    dampening. On a CPU the kernel rounds otherwise than torch's default, in the last elements of a tensor.
+    """
+    for group in optimizer.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        momenta: list[torch.Tensor | None] = [None] * len(parameters)
+        if group["momentum"]:
+            for parameter in parameters:
+                if not optimizer.state[parameter]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            momenta = [_local(optimizer.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        sgd(
+            [_local(parameter) for parameter in parameters],
+            [_local(parameter.grad) for parameter in parameters],
+            momenta,
+            fused=True,
+            found_inf=optimizer.found_inf,
+            **{name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")},
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,106 @@
+"""How long a run is, and the learning rate of each of its steps: functions of the recipe and the size of the data alone.
+
+No scheduler object and no state: step `k` has the same rate on any number of processes and after any resume.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from app.errors import DataError, RecipeError
+from app.recipe.ranges import MOST_STEPS
+from app.recipe.schema import OptimRecipe, TrainRecipe
+
+_DEFAULT_EPOCHS = 10
+_YEAR_S = 365 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Length:
+    """The length of a run."""
+
+    steps_per_epoch: int
+    """Optimizer steps in one pass over the training data; an incomplete last global batch is dropped."""
+    total_steps: int
+    """Optimizer steps in the whole run."""
+
+
+def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size: int) -> Length:
+    """Return the length of a run over `dataset_size` training samples in global batches of `global_batch_size` samples.
+
+    Raises DataError if there are fewer samples than one global batch holds, and RecipeError for epochs of too many steps.
+    """
+    steps_per_epoch = dataset_size // global_batch_size
+    if steps_per_epoch == 0:
+        raise DataError(
+            f"the training data has {dataset_size} samples and one global batch takes {global_batch_size}: there is not one "
+            f"step to make. Lower train.global_batch_size to {dataset_size} or less, or check data.path and data.train_split."
+        )
+    length = Length(steps_per_epoch, total_steps(train, steps_per_epoch=steps_per_epoch))
+    if length.total_steps > MOST_STEPS:
+        raise RecipeError(
+            f"train.epochs is {train.epochs}, which are {length.total_steps:,} steps of this data: at a thousand a second they "
+            f"take {length.total_steps / 1000 / _YEAR_S:,.1f} years. Give epochs of at most {MOST_STEPS:,} steps together."
+        )
+    return length
+
+
+def notes_on(optim: OptimRecipe, length: Length) -> list[str]:
+    """Return what a person would want to know of the learning rates before the run, a sentence each."""
+    notes = []
+    if optim.lr == 0:
+        notes.append("optim.lr is 0: no step will change a weight")
+    warmup_steps = _warmup_steps(optim, steps_per_epoch=length.steps_per_epoch)
+    if warmup_steps > length.total_steps:
+        notes.append(
+            f"the warm-up takes {warmup_steps:,} steps and the run has {length.total_steps:,}: the learning rate does not "
+            "reach its peak (optim.warmup_steps, optim.warmup_epochs)"
+        )
+    return notes
+
+
+def total_steps(train: TrainRecipe, *, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of a whole run."""
+    if train.steps is not None:
+        return train.steps
+    return steps_per_epoch * (_DEFAULT_EPOCHS if train.epochs is None else train.epochs)
+
+
+def first_step_by_length(optim: OptimRecipe, *, steps_per_epoch: int) -> int | None:
+    """Return the first step (from 0) whose learning rate depends on how long the run is; None: no step's does."""
+    if optim.schedule != "cosine" or optim.final_lr_ratio == 1:
+        return None
+    return _warmup_steps(optim, steps_per_epoch=steps_per_epoch) + 1  # its first step has the peak, whatever comes later
+
+
+def lr_at(step: int, *, optim: OptimRecipe, global_batch_size: int, steps_per_epoch: int, total_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (from 0).
+
+    A linear rise to the peak over the warm-up, then the recipe's schedule. The cosine (Loshchilov and Hutter 2017,
+    arXiv:1608.03983, without restarts) would reach its final value at step `total_steps`, so that no step is spent at 0.
+    Epochs are counted from the start of the run, warm-up included, as in Goyal et al. 2017 (arXiv:1706.02677).
+    """
+    peak = peak_lr(optim, global_batch_size=global_batch_size)
+    warmup_steps = _warmup_steps(optim, steps_per_epoch=steps_per_epoch)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if optim.schedule == "cosine":
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        share = (1 + math.cos(math.pi * progress)) / 2
+        return peak * (optim.final_lr_ratio + (1 - optim.final_lr_ratio) * share)
+    if optim.schedule == "step":
+        return peak * optim.decay_factor ** sum(step >= round(epoch * steps_per_epoch) for epoch in optim.decay_epochs)
+    return peak
+
+
+def peak_lr(optim: OptimRecipe, *, global_batch_size: int) -> float:
+    """Return the highest learning rate: proportional to the global batch if the recipe says so (Goyal et al. 2017, 2.1)."""
+    return optim.lr if optim.lr_reference_batch is None else optim.lr * global_batch_size / optim.lr_reference_batch
+
+
+def _warmup_steps(optim: OptimRecipe, *, steps_per_epoch: int) -> int:
+    if optim.warmup_steps is not None:
+        return optim.warmup_steps
+    return round((optim.warmup_epochs or 0) * steps_per_epoch)

@@ -1,0 +1,181 @@
+"""Backward passes and optimizer steps, of which one is left out, on every rank, when its gradient is not finite or a spike.
+
+The ranks need not ask one another. Whatever one of them met is in the gradient that they share: DDP's is averaged, and the
+norm of FSDP2's and DeepSpeed's is taken over all shards. On a GPU nothing waits for the verdict: torch's fused kernels take
+it as a tensor (`found_inf`, as torch.amp.GradScaler hands it to them).
+
+Accelerate's own step is not called. It costs 150-200 us on two cores (two searches of sys.path, an inspected signature), and
+with a gradient scaler it does not tell of a step that a fused optimizer left out: it looks whether the scaler has called the
+optimizer, and a fused one is always called (accelerate 1.15, optimizer.py). Here a scaler unscales the gradient, sees what is
+not finite in it, and chooses its next scale; whether the step is taken is decided as without one. DeepSpeed's engine is called
+by what it has for both, backward passes and steps: Accelerate would take the step within the last backward pass.
+
+What torch wraps around every optimizer's step, hooks and a name for its profiler, costs another 35 us. It is left out in a step
+for which there is none of either: no hook of this optimizer, none of all optimizers, no profiler that records.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.autograd import profiler
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import optimizer as torch_optimizer
+
+from app.optim import from_recipe
+from app.optim.spikes import SpikeGuard, leave_out
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a step."""
+
+    grad_norm: torch.Tensor | float
+    """Norm of the whole gradient, before clipping; a tensor is a scalar on the device."""
+    skipped: torch.Tensor | bool
+    """Whether it was left out; a tensor is a float32 scalar on the device, 1 or 0, as torch's fused kernels take it."""
+
+
+class Steps:
+    """Takes the steps of a prepared optimizer."""
+
+    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        *,
+        clip_norm: float | None,
+        spikes: SpikeGuard | None = None,
+        before_backward: Callable[[], None] | None = None,
+        looks: bool | None = None,
+    ) -> None:
+        """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have.
+
+        `spikes` tells which norm is a spike; None: none is. `before_backward` is called where a backward pass begins.
+        `looks` says whether the host waits for the norm of a gradient before its step. None: on a CPU, where that costs less
+        than the fused kernels' reading of a tensor, and wherever they cannot be left the verdict.
+        """
+        self._accelerator, self._model, self._optimizer, self._clip_norm = accelerator, model, optimizer, clip_norm
+        self._before_backward, self._spikes = before_backward, spikes or SpikeGuard(None)
+        self._last_norm: torch.Tensor | float = math.nan
+        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)  # there is none but under DeepSpeed
+        self._engine: Any = wrapped and wrapped.engine
+        self._scaler: torch.amp.GradScaler | None = accelerator.scaler
+        self._accumulation = accelerator.gradient_accumulation_steps
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        self._pass_gradient: torch.Tensor | None = None
+        self._own: Any = optimizer.optimizer
+        """DeepSpeed's optimizer, or torch's."""
+        if self._engine is not None:
+            leave_out(self._own.optimizer, functools.partial(self._is_spike_in_zero, self._own))
+            return
+        may_leave = from_recipe.takes_verdict(self._own, accelerator.device)
+        self._looks = not may_leave or (accelerator.device.type == "cpu" if looks is None else looks)
+        self._bare_step = inspect.unwrap(type(self._own).step)
+        self._watched_step: Callable[[Any], Any] = lambda optimizer: optimizer.step()
+        if not self._looks and isinstance(self._own, torch.optim.SGD):
+            self._bare_step = from_recipe.fused_sgd_step
+            self._watched_step = torch.optim.Optimizer.profile_hook_step(from_recipe.fused_sgd_step)
+
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Return the block of one forward and backward pass: in all but a step's last, ranks keep their gradients."""
+        return nullcontext() if self._accumulation == 1 else self._accelerator.accumulate(self._model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a micro-batch's mean loss, a scalar, to that of the step, which is the mean over its passes."""
+        if self._before_backward is not None:
+            self._before_backward()
+        if self._engine is not None:
+            self._engine.set_gradient_accumulation_boundary(is_boundary=self._accelerator.sync_gradients)
+            self._engine.backward(loss)
+            return
+        if self._pass_gradient is None:  # that of the step's loss for this one, kept: torch would make another each time
+            self._pass_gradient = torch.full_like(loss.detach(), 1 / self._accumulation)
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward(self._pass_gradient)
+
+    def take(self) -> Step:
+        """Clip the gradient, take the step if it may be, and forget it. Called by all ranks after the last backward pass.
+
+        It may be if the gradient is finite and no spike.
+        """
+        if self._engine is not None:
+            self._engine.step()  # clips, leaves out what is not finite, and forgets the gradient
+            norm = float(self._engine.get_global_grad_norm())
+            step = Step(norm, not norm < self._spikes.limit or bool(self._optimizer.step_was_skipped))
+        else:
+            step = self._take_unless_spoilt()
+            for parameter in self._parameters:
+                parameter.grad = None
+        self._last_norm = step.grad_norm
+        self._spikes.see(step.grad_norm, skipped=step.skipped)
+        return step
+
+    @property
+    def verdict(self) -> str:
+        """The norm of the last step's gradient, and what it was held against, in words."""
+        norm, limit = float(self._last_norm), float(self._spikes.limit)
+        return f"its gradient norm is {norm:.3g}" + (f", and a spike from {limit:.3g} on" if math.isfinite(limit) else "")
+
+    def _is_spike_in_zero(self, zero: Any) -> bool:
+        """Whether DeepSpeed's optimizer `zero` is about to step on a spike.
+
+        It has no public way to leave out a step. Here alone its own attribute is read: each of its steps keeps the norm there
+        before it calls torch's (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py), and its engine tells it later.
+        """
+        return not zero._global_grad_norm < self._spikes.limit
+
+    def _take_unless_spoilt(self) -> Step:
+        if self._scaler is not None:
+            self._scaler.unscale_(self._own)
+        norm = self._norm_and_clip()
+        left_out: torch.Tensor | bool
+        if isinstance(norm, float):
+            left_out = not norm < self._spikes.limit
+        else:
+            left_out = torch.logical_not(norm < self._spikes.limit, out=torch.empty_like(norm, dtype=torch.float32))
+            self._own.found_inf = left_out
+        if left_out is not True:
+            with torch.no_grad():
+                (self._watched_step if _is_watched(self._own) else self._bare_step)(self._own)
+        if self._scaler is not None:
+            self._scaler.update()
+        return Step(norm, left_out)
+
+    def _norm_and_clip(self) -> torch.Tensor | float:
+        """Return the norm of the gradient before clipping: a float if the host looks at it, or else a scalar on the device."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._is_sharded:
+            norm = get_total_norm(gradients)
+        else:  # what that does too, without a look at each tensor's device and type
+            norms = torch._foreach_norm(gradients)
+            if self._looks and self._clip_norm is None:
+                return math.hypot(*(norm.item() for norm in norms))
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._clip_norm is not None:
+            clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm.item() if self._looks else norm
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody wants to know of its steps: by a hook, by a profiler, or by a `step` in the place of its own."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or profiler._is_profiler_enabled
+        or "step" in vars(optimizer)
+    )

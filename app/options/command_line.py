@@ -1,0 +1,107 @@
+"""A parser of command lines whose refusals are one sentence, with what was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+from app.errors import UsageError
+from app.options.values import positive
+from app.recipe import recipe_keys
+
+# What other programs call it: the first that the command has is named. `key=` is of the recipe.
+_MEANT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "devices"), ("--gpus-per-node", "--processes")),
+    **dict.fromkeys(("nproc_per_node", "ntasks_per_node"), ("--processes-per-node",)),
+    **dict.fromkeys(("nproc", "np", "n", "ntasks", "world_size"), ("--processes", "--processes-per-node")),
+    **dict.fromkeys(("nnodes", "num_nodes"), ("--nodes",)),
+    **dict.fromkeys(("output_dir", "out_dir", "out", "logdir", "log_dir", "save_dir"), ("--run-dir",)),
+    **dict.fromkeys(("resume_from_checkpoint", "checkpoint", "ckpt"), ("--resume",)),
+    **dict.fromkeys(("report_to", "logger", "tracker", "log_with"), ("--trackers",)),
+    **dict.fromkeys(("precision", "fp16", "bf16", "amp"), ("--mixed-precision",)),
+    **dict.fromkeys(("config", "cfg", "yaml"), ("--recipe",)),
+    **dict.fromkeys(("pretrained", "weights", "finetune"), ("--init-from",)),
+    **dict.fromkeys(("master_port", "rdzv_port"), ("--port",)),
+    **dict.fromkeys(("batch_size", "batch", "bs", "b", "per_device_train_batch_size"), ("train.global_batch_size=",)),
+    **dict.fromkeys(("learning_rate", "base_lr"), ("optim.lr=",)),
+    **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs", "epoch"), ("train.epochs=",)),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations"), ("train.steps=",)),
+    **dict.fromkeys(("model", "arch", "architecture"), ("model.name=",)),
+    **dict.fromkeys(("optimizer", "opt"), ("optim.name=",)),
+    **dict.fromkeys(("dataset", "data"), ("data.source=",)),
+    **dict.fromkeys(("data_dir", "data_path", "dataset_path"), ("data.path=",)),
+    **dict.fromkeys(("wd", "decay"), ("optim.weight_decay=",)),
+}
+
+_ACCELERATES = {
+    "config_file": "--preset",
+    "num_machines": "--nodes",
+    "main_process_port": "--port",
+    "mixed_precision": "--mixed-precision",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises UsageError, one sentence, where the other prints its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(f"{message.removeprefix('argument ')} (`{self.prog} --help` lists the options)")
+
+    def parse_all(self, argv: Sequence[str], *, also: Collection[str] = ()) -> argparse.Namespace:
+        """Parse options and positional arguments in any order. Raises UsageError for what is neither.
+
+        `also` are options that the command has beside this parser's: one that was not meant may be near one of them.
+        """
+        words = list(argv)
+        arguments, unknown = self.parse_known_intermixed_args(words)
+        for word in unknown:
+            self.error(f"{word.partition('=')[0]}: there is no such option; {self._meant(word, words, also)}")
+        self.refuse_empty(arguments)
+        return arguments
+
+    def refuse_empty(self, arguments: argparse.Namespace) -> None:
+        """Raise UsageError for an option whose value is the empty text, as an unset variable of a shell makes it."""
+        for name, value in vars(arguments).items():
+            if value == "":
+                self.error(f"--{name.replace('_', '-')} is empty: give it a value, or leave it out")
+
+    def take_accelerates_words(self) -> None:
+        """Take options by the names that `accelerate launch` has for them, and `num_processes`, which is that of all nodes."""
+        for spelling, option in _ACCELERATES.items():
+            action = self._option_string_actions.get(option)
+            if action is not None:
+                kind: dict[str, Any] = {"dest": action.dest, "type": action.type, "choices": action.choices}
+                self._add_hidden(spelling, default=argparse.SUPPRESS, **kind)
+        self._add_hidden("num_processes", type=positive)
+
+    def _add_hidden(self, spelling: str, **settings: Any) -> None:
+        spellings = [f"--{spelling}", f"--{spelling.replace('_', '-')}"]
+        new = [option for option in spellings if option not in self._option_string_actions]
+        self.add_argument(*new, help=argparse.SUPPRESS, **settings)
+
+    def options(self) -> list[str]:
+        """Return all that begins with a dash and means something here."""
+        return [option for option in self._option_string_actions if option.startswith("--") and option[2:] not in _ACCELERATES]
+
+    def _meant(self, word: str, words: Sequence[str], also: Collection[str]) -> str:
+        option, equals, value = word.partition("=")
+        name = option.lstrip("-").replace("-", "_")
+        after = words[words.index(word) + 1 :][:1]
+        if not equals and after and not after[0].startswith("-") and "=" not in after[0]:
+            value = after[0]
+        keys = recipe_keys.kinds()
+        of_recipe = [key for key in keys if name in (key, key.rpartition(".")[2])]
+        known = list(dict.fromkeys((*self.options(), *also)))
+        if not of_recipe:
+            meant = next((meant for meant in _MEANT.get(name, ()) if meant in known or meant[:-1] in keys), None)
+            if meant and meant.startswith("-"):
+                return f"give {meant} {value}".rstrip()
+            of_recipe = [meant[:-1]] if meant else []
+        if of_recipe:
+            key = " or ".join(f"{key}={value or '...'}" for key in of_recipe)
+            return f"values of the recipe are given as key=value: {key}"
+        close = difflib.get_close_matches(option.replace("_", "-"), known, n=2, cutoff=0.7)
+        return f"did you mean {' or '.join(close)}?" if close else "values of the recipe are given as key=value"

@@ -1,0 +1,48 @@
+"""The options of `python -m app.train`: the one table of them, which the launcher reads too, before anything starts.
+
+Standard library and PyYAML only.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from app.options.command_line import Parser
+from app.options.values import not_negative
+from app.recipe import recipe_file
+
+_HANG_TIMEOUT_S = 540
+"""Longer than a first step with its compilation takes. The process group waits twice as long, and 1800 s at least: see
+`runtime`."""
+
+
+def parser(prog: str = "python -m app.train", *, with_keys: bool = False) -> Parser:
+    """Return the parser for the command line of a training; `with_keys`: its help lists all keys of recipes."""
+    parser = Parser(
+        prog=prog,
+        description="Train what a recipe says, on the processes that a preset starts: `samerun launch --preset PRESET ...`, or "
+        "`accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.train ...`.",
+        epilog="recipe keys:\n\n" + recipe_file.reference() if with_keys else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    parser.add_argument("--run-dir", help="folder for all that the run writes (default: runs/<recipe>-<time>)")
+    parser.add_argument(
+        "--trackers",
+        default="tensorboard",
+        help="comma-separated Accelerate trackers, such as tensorboard,wandb; or none (default: tensorboard)",
+    )
+    parser.add_argument("--resume", default="never", metavar="auto|never|PATH", help="go on from a checkpoint: auto takes the "
+                        "newest of --run-dir, if it has one; PATH is a run folder or a checkpoint (default: never)"
+                        )  # fmt: skip
+    parser.add_argument("--init-from", metavar="PATH", help="begin with these weights, as for fine-tuning: a safetensors "
+                        "file, a run folder or a checkpoint; the last layer stays new if it is of other classes"
+                        )  # fmt: skip
+    parser.add_argument("--hang-timeout", type=not_negative, default=_HANG_TIMEOUT_S, metavar="SECONDS", help="end the run, "
+                        "with the stacks of all processes in RUN/stacks, when it stood still for so long; it has to be longer "
+                        "than any step, forward pass of an evaluation and save takes; 0: never "
+                        f"(default: {_HANG_TIMEOUT_S})")  # fmt: skip
+    parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
+    return parser

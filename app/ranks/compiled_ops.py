@@ -1,0 +1,130 @@
+"""DeepSpeed's C++ operators, which it compiles on first use, loaded so that a process killed meanwhile blocks nobody.
+
+torch guards the folder of such an operator by a file named `lock`. A process that is killed while it compiles, or merely
+loads, leaves it behind, and every later one on this home folder would wait for it for ever, without a word. So the operators
+are loaded before DeepSpeed asks for them, by one process at a time under a lock of the kernel's, which ends with its holder:
+whoever has that finds a `lock` only if it is a dead process's.
+
+Compiling may take minutes, in which nothing else is heard of a run: that it goes on is said, and how long it took before.
+
+torch compiles with whatever `ninja` is on the PATH, where a virtual environment's need not be, and one version compiles
+again what another one has: so it is always the one that DeepSpeed brought along.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from app.errors import PresetError
+from app.files.own_folder import refuse_prepared
+
+_GUARD = "samerun.flock"
+_SECONDS = "samerun.seconds"
+"""File beside an operator: how long it took to compile it, in seconds."""
+_PATIENCE_S, _SAY_EVERY_S = 3.0, 20.0
+
+
+def load() -> None:
+    """Load, and compile where nobody has yet, what DeepSpeed needs here: on a CPU, what ranks of one machine meet through.
+
+    Raises PresetError where the folder of compiled operators cannot be used.
+
+    Not its CPUAdam: torch's own optimizers step (runtime.py).
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        _load("ShareMemCommBuilder")
+
+
+def _load(*names: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    with _alone() as root, _own_ninja():
+        for name in names:
+            builder = get_accelerator().create_op_builder(name)
+            if builder is not None and builder.is_compatible(verbose=False):
+                for leftover in root.glob(f"**/{builder.name}/lock"):
+                    leftover.unlink()
+                with _told(builder.name, root):
+                    builder.load(verbose=False)
+
+
+@contextmanager
+def _told(name: str, root: Path) -> Iterator[None]:
+    """Say on stderr that an operator is compiled in the block, unless it is over in moments, and again as this goes on."""
+    known = max(root.glob(f"**/{name}/{_SECONDS}"), default=root / name / _SECONDS)
+    before = "it may take some minutes"
+    with suppress(OSError, ValueError):  # nobody has compiled it here
+        before = f"it took {float(known.read_text()):.0f} s the last time here"
+    began_s, is_over, is_said = time.monotonic(), threading.Event(), threading.Event()
+
+    def go_on() -> None:
+        if is_over.wait(_PATIENCE_S):
+            return
+        is_said.set()
+        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version: {before}")
+        while not is_over.wait(_SAY_EVERY_S):
+            _say(f"compiling DeepSpeed's {name} goes on, for {time.monotonic() - began_s:.0f} s now")
+
+    teller = threading.Thread(target=go_on, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+    if is_said.is_set():
+        took_s = time.monotonic() - began_s
+        _say(f"compiled DeepSpeed's {name} in {took_s:.0f} s")
+        with suppress(OSError):  # then the next start has no time to tell
+            known.write_text(f"{took_s:.1f}\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def _own_ninja() -> Iterator[None]:
+    """Put the `ninja` that DeepSpeed requires first on the PATH."""
+    from ninja import BIN_DIR
+
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join((BIN_DIR, before))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+@contextmanager
+def _alone() -> Iterator[Path]:
+    """Wait until no other process of this machine is in the block, and yield the folder of compiled extensions."""
+    from torch.utils.cpp_extension import get_default_build_root  # on a machine without CUDA its import warns
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        refuse_prepared(root)  # what is compiled there is run here
+        guard = (root / _GUARD).open("w")
+    except OSError as error:
+        raise PresetError(
+            f"DeepSpeed compiles operators, and their folder {root} cannot be used ({error.strerror}): set "
+            "TORCH_EXTENSIONS_DIR to a folder of yours that can be written"
+        ) from error
+    with guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        yield root
+
+
+if __name__ == "__main__":
+    load()  # so that no run has to wait for it

@@ -1,0 +1,287 @@
+"""The process group and the device: the only room that builds an `Accelerator`.
+
+Promises: the Accelerator is built from what the launcher promised and from the batch plan, never from defaults; on a
+machine without an accelerator every preset runs on CPU through gloo, sharded as it would be on GPUs; `together` turns an
+error of one rank into the same error of all; `close` leaves no process hanging. `handshake` then checks what was built.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    set_seed,
+)
+from torch.distributed import DistNetworkError
+
+from app.errors import PresetError, TopologyError
+from app.place.launched import NO_FP16_ON_CPU, Launched
+from app.ranks import compiled_ops, compiling, deepspeed_settings, devices, malloc, numerics
+from app.ranks.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
+from app.recipe.batching import BatchPlan
+
+_MEETING_S = 45.0
+"""How much later than the others rank 0 may start, where nothing that waits for it has started them."""
+_COLLECTIVE = timedelta(minutes=30)
+"""Shortest time-out of a collective between devices: torch's own for gloo. For NCCL torch has 10 minutes."""
+
+
+class Runtime:
+    """The processes that train together, seen from one of them."""
+
+    def __init__(
+        self,
+        launched: Launched,
+        plan: BatchPlan,
+        *,
+        clip_norm: float | None = None,
+        tf32: bool = False,
+        deterministic: bool = False,
+        hang_timeout_s: int | None = None,
+    ) -> None:
+        """Join the process group and take a device, which computes as the recipe's `tf32` and `deterministic` say (`numerics`).
+
+        `clip_norm` is the recipe's gradient clipping norm, `hang_timeout_s` that of the watchdog (0: it watches nothing), which
+        is to see before any collective is over that the training stands still. Raises PresetError if the preset contradicts the
+        recipe, RecipeError if the environment does, and TopologyError if the processes cannot meet, or two of them would share
+        a device.
+        """
+        _refuse_other_clipping(launched, clip_norm)
+        self.launched = launched
+        self.plan = plan
+        self.signs_of_life, self.step = 0, 0  # see `alive`
+        self.notes: list[str] = []
+        """What the user should know of the processes."""
+        if launched.variables:
+            os.environ.update(launched.variables)  # the one way by which Accelerate can be told
+            _await_head(launched)
+        self._collective = _time_out(hang_timeout_s)
+        on_cpu = _runs_on_cpu(launched)
+        try:
+            store = self._compare_devices(on_cpu=on_cpu)
+            with connecting(launched.rank):
+                self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0, self._collective, on_cpu=on_cpu)
+        except DistNetworkError as error:
+            raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
+        del store  # its place is taken by that of the group
+        self._ranks = Ranks()
+        # After Accelerate, which has a say in it.
+        self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
+        compiling.survive_failures(self.accelerator)
+
+    def _compare_devices(self, *, on_cpu: bool) -> Any:
+        """See that each process has a device of its own; return the store in which they told theirs."""
+        if self.launched.world_size == 1:
+            return None
+        own = devices.own(self.launched, on_cpu=on_cpu)
+        store, everywhere = devices.meet(own, self.launched.world_size)
+        devices.check(everywhere)
+        self.notes += filter(None, [devices.confined(everywhere)])
+        return store
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that writes."""
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    def input_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the type that the model's inputs must have: DeepSpeed casts weights to the preset's precision, inputs not."""
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return half.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators of Python, NumPy and torch alike on every rank."""
+        set_seed(seed % 2**32)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank, in the order of the ranks."""
+        return self._ranks.gather(value)
+
+    def from_main(self, value: Any) -> Any:
+        """Return the main process's picklable `value` on every rank."""
+        return self._ranks.from_main(value)
+
+    def greatest(self, values: Sequence[float]) -> list[float]:
+        """Return the greatest of the ranks' values, place by place. It goes past the devices, which go on meanwhile."""
+        return self._ranks.greatest(values)
+
+    def alive(self, *, step: int | None = None) -> None:
+        """Give a sign of life, and say how many steps are done. Any thread that gets on may; `watchdog` waits for them."""
+        self.signs_of_life += 1
+        if step is not None:
+            self.step = step
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all."""
+        with self._ranks.together():
+            yield
+        self.alive()
+
+    def prepare(self, *objects: Any) -> Any:
+        """Return the objects as `Accelerator.prepare` makes them: one alone, or a tuple."""
+        with warnings.catch_warnings():
+            # torch 2.15 has a new name for this option of DDP, which Accelerate 1.15 cannot pass on yet.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            prepared = self.accelerator.prepare(*objects)
+        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # there is none but under DeepSpeed
+        if wrapped is not None:  # ZeRO's own group has torch's time-outs (deepspeed 0.19.8, utils/groups.py)
+            let_wait(wrapped.engine.data_parallel_group, self._collective)
+        return prepared
+
+    def deal(self, loader: torch.utils.data.DataLoader) -> Any:
+        """Return this rank's shares of a loader's global micro-batches, as Accelerate deals them, in this process's memory.
+
+        Accelerate would copy each on the stream that computes; `app.data.transfer` does it while that is at work.
+        """
+        return self.accelerator.prepare_data_loader(loader, device_placement=False)
+
+    def average_buffers(self, model: torch.nn.Module) -> None:
+        """Give every rank the mean of the ranks' floating-point buffers (running statistics of batch norms).
+
+        Each rank has seen other samples. DDP would copy rank 0's, ZeRO and FSDP2 would leave them apart.
+        """
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if buffers and self.plan.world_size > 1:
+            flat = self.accelerator.reduce(torch.cat([buffer.detach().flatten().double() for buffer in buffers]), "mean")
+            for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
+
+    def close(self, *prepared: Any) -> None:
+        """Leave the process group.
+
+        The prepared objects have to be released first: gloo with a live DDP model aborts at random at interpreter exit.
+        """
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # a group must not go while the device still sends
+        self.gather(None)
+        self.accelerator.free_memory(*prepared)
+        self._ranks.leave()
+        self.accelerator.end_training()
+
+
+def _refuse_other_clipping(launched: Launched, clip_norm: float | None) -> None:
+    asked = launched.gradient_clipping
+    if asked is not None and asked != (clip_norm or 0.0):
+        raise PresetError(
+            f"the preset's gradient_clipping is {asked} and the recipe's optim.clip_norm is {clip_norm}: clipping belongs to "
+            "the recipe. Remove it from the preset."
+        )
+
+
+def _await_head(launched: Launched) -> None:
+    """See that rank 0 can be reached; torch would try for half an hour. What launchers started has met already."""
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    deadline_s = time.monotonic() + _MEETING_S
+    while launched.rank != 0:
+        try:
+            socket.create_connection(address, timeout=5.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise TopologyError(_cannot_meet(launched, f"no connection in {_MEETING_S:.0f} s: {error}")) from error
+            time.sleep(0.2)
+
+
+def _cannot_meet(launched: Launched, why: str) -> str:
+    meeting_point = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    return (
+        f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()} cannot join the others at {meeting_point}: "
+        f"{why}. MASTER_ADDR must be the name or address of the machine of rank 0, and MASTER_PORT free there; set them in the "
+        "environment of all processes to choose others."
+    )
+
+
+def _time_out(hang_timeout_s: int | None) -> timedelta:
+    """How long a collective between devices may take: well above the time after which the watchdog says where ranks stand.
+
+    Without a watchdog, as in tools that train nothing, it is the shortest.
+    """
+    if hang_timeout_s == 0:
+        return LONGEST_WAIT
+    return max(_COLLECTIVE, timedelta(seconds=2 * (hang_timeout_s or 0)))
+
+
+def _runs_on_cpu(launched: Launched) -> bool:
+    """Raises PresetError for a precision that CPUs do not have."""
+    on_cpu = launched.use_cpu or not torch.accelerator.is_available()
+    if on_cpu and launched.mixed_precision == "fp16":
+        found = "the preset asks for the CPU" if launched.use_cpu else f"torch {torch.__version__} finds no GPU here"
+        raise PresetError(f"mixed_precision is fp16, and {found}: {NO_FP16_ON_CPU}.")
+    return on_cpu
+
+
+def _build_accelerator(
+    launched: Launched, plan: BatchPlan, clip_norm: float, collective: timedelta, *, on_cpu: bool
+) -> Accelerator:
+    joining = InitProcessGroupKwargs(timeout=collective)
+    settings: dict[str, Any] = {
+        # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),
+        # The samplers yield global micro-batches, Accelerate deals equal contiguous slices of them to the ranks.
+        "dataloader_config": DataLoaderConfiguration(split_batches=True, even_batches=True),
+        # Running statistics are averaged before they are used (`average_buffers`), so DDP need not send them every step.
+        "kwargs_handlers": [
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            joining,
+        ],
+    }
+    if launched.strategy == "deepspeed":
+        settings["deepspeed_plugin"] = deepspeed_settings.complete(plan, clip_norm)
+        compiled_ops.load()
+    if on_cpu:
+        return _accelerator_on_cpu(launched, settings, joining)
+    return Accelerator(**settings)
+
+
+# ---- Only for machines without an accelerator ------------------------------------------------------------------------
+# Presets are for GPUs. So that each of them can be tried and tested anywhere, this section makes the same sharding run on
+# CPU through gloo; nothing outside it knows. The facts were measured with accelerate 1.15, deepspeed 0.19 and torch 2.15.
+
+
+def _accelerator_on_cpu(launched: Launched, settings: dict[str, Any], joining: InitProcessGroupKwargs) -> Accelerator:
+    malloc.keep_freed()
+    # Accelerate imports DeepSpeed under any preset when it unwraps a model, and that warns of what is known here.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    if launched.strategy == "deepspeed":
+        # With cpu=True Accelerate would drop DeepSpeed; without a backend it would see one process where DeepSpeed sees all.
+        joining.backend = "gloo"
+        # DeepSpeed has torch ask NVIDIA's library for GPUs before every optimizer step, in 0.2-0.5 ms.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+        # Small models stay below DeepSpeed's threshold for sharding a parameter: 0 shards all, as large models are.
+        settings["deepspeed_plugin"].deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return Accelerator(**settings)
+    if launched.strategy == "fsdp2":
+        plugin = settings["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+        accelerator = Accelerator(cpu=True, **settings)
+        # Accelerate knows FSDP on accelerators only and has fallen back to DDP. These attributes are all that it asks for.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if launched.mixed_precision != "no":
+            plugin.set_mixed_precision(launched.mixed_precision)
+        return accelerator
+    return Accelerator(cpu=True, **settings)

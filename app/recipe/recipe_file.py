@@ -1,0 +1,303 @@
+"""From a YAML file and `key=value` overrides to a checked `Recipe`, and back.
+
+The precedence stands in `load` and nowhere else: defaults < recipe file < command line. Every value remembers where it came
+from, and all problems are reported at once, each with its key, its value, its origin and what would be right.
+
+Standard library and PyYAML only: it runs on login nodes, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.errors import RecipeError
+from app.files import yaml_text
+from app.recipe import recipe_keys as keys
+from app.recipe.recipe_keys import flat
+from app.recipe.schema import ALTERNATIVES, Recipe
+
+_SHIPPED = Path(__file__).parent / "shipped"
+DEFAULT, _COMMAND_LINE = "default", "command line"
+
+# What decides nothing of what is learnt: what is written down, how often is evaluated, how data gets here, what bounds memory,
+# in which order a kernel adds up.
+NOT_LEARNT = (
+    "log.",
+    "checkpoint.",
+    "profile.",
+    "data.download",
+    "data.stage_to",
+    "train.evaluate_every_epochs",
+    "train.max_micro_batch",
+    "train.max_skipped_steps",
+    "train.deterministic",
+)
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe and where each of its values came from."""
+
+    recipe: Recipe
+    name: str
+    """Name of the shipped recipe, or of the file without its ending."""
+    origins: Mapping[str, str]
+    """For each key: `default`, `FILE:LINE` or `command line`."""
+
+
+def names() -> list[str]:
+    """Names of the recipes that come with the package, sorted."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+
+
+def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read a recipe: defaults < the recipe file < `key=value` overrides. A key may stand once in the file and once in those.
+
+    Two keys of `recipe.ALTERNATIVES` say one thing in different units: one on the command line replaces the other in the file.
+
+    Raises:
+        RecipeError: everything that is wrong with the file, the overrides and the values, one problem a line.
+    """
+    path = _find(name_or_path)
+    problems: list[str] = []
+    in_file, on_command_line = _read_file(path, problems), _read_overrides(overrides, problems)
+    for one, other in (*ALTERNATIVES, *((other, one) for one, other in ALTERNATIVES)):
+        if one in on_command_line and not keys.is_null(on_command_line[one].node):
+            in_file.pop(other, None)
+    recipe, origins = _check(in_file | on_command_line, problems)
+    return LoadedRecipe(recipe, path.stem, origins)
+
+
+def replaced(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Return both lists of `key=value` as one, in which those of `later` take the place of the others for their keys."""
+    keys_of_later = {word.partition("=")[0].strip() for word in later}
+    return [*(word for word in overrides if word.partition("=")[0].strip() not in keys_of_later), *later]
+
+
+def as_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as nested plain dicts, with tuples as lists: what JSON and YAML can hold."""
+    nested: dict[str, Any] = {}
+    for key, value in flat(recipe).items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    return nested
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe as YAML, defaults included, that `load` reads back to an equal one."""
+    return flat_to_yaml(flat(recipe))
+
+
+def flat_to_yaml(values: Mapping[str, Any]) -> str:
+    """The same of a recipe as `flat` gives it, and a checkpoint keeps it."""
+    return "".join(f"{line}\n" for line, _ in _lines(values))
+
+
+def render(loaded: LoadedRecipe) -> str:
+    """Every key with its value and, as a comment, where the value came from: a recipe file again."""
+    lines = _lines(flat(loaded.recipe))
+    width = max(len(line) for line, _ in lines)
+    return "".join(f"{line:{width}}  # {loaded.origins[key]}\n" if key else f"{line}\n" for line, key in lines)
+
+
+def digest(recipe: Recipe) -> str:
+    """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
+    return _digest({key: value for key, value in flat(recipe).items() if not key.startswith(NOT_LEARNT)})
+
+
+def digest_of_all(recipe: Recipe) -> str:
+    """SHA-256, in hexadecimal, of every value. Ranks that log or save at other steps would wait for each other for ever."""
+    return _digest(flat(recipe))
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def reference() -> str:
+    """Every key with its default, its type and its meaning, as `recipe.py` says it."""
+    meanings, blocks, section = keys.meanings(), [], ""
+    for key, default in flat(Recipe()).items():
+        if (head := key.rpartition(".")[0]) != section:
+            section = head
+            blocks.append(f"\n{section}: {meanings[section]}")
+        blocks.append(f"  {key}={_yaml(default)}  ({keys.kinds()[key].describe()})\n      {meanings[key]}")
+    return "\n".join(blocks)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A value as somebody wrote it."""
+
+    node: yaml.Node
+    origin: str
+
+
+def _check(given: Mapping[str, _Given], problems: list[str]) -> tuple[Recipe, dict[str, str]]:
+    """Read every value as its type and build the recipe. Raises RecipeError with `problems` and all that it finds itself."""
+    problems, values, broken = list(problems), {}, set()
+    origins = {key: given[key].origin if key in given else DEFAULT for key in keys.kinds()}
+    for key, item in given.items():
+        kind = keys.kinds()[key]
+        try:
+            values[key] = kind.read(item.node)
+        except ValueError:
+            broken.add(key)
+            quoted = isinstance(item.node, yaml.ScalarNode) and not keys.is_plain(item.node) and kind.scalar is not str
+            expected = f"{kind.describe()}{', without quotes' if quoted else ''}"
+            problems.append(f"{key} is {keys.shown(item.node)} ({item.origin}): expected {expected}")
+    try:
+        recipe = keys.build(values)
+    except RecipeError as error:
+        # A key that could not be read stands at its default here, so what is said about it may not be true.
+        problems += [_with_origins(text, origins) for text in error.problems if broken.isdisjoint(_keys_in(text))]
+    if problems:
+        raise RecipeError(*problems)
+    return recipe, origins
+
+
+def _keys_in(text: str) -> list[str]:
+    return [word for word in re.findall(r"\w+(?:\.\w+)*", text) if word in keys.kinds()]
+
+
+def _with_origins(problem: str, origins: Mapping[str, str]) -> str:
+    """The problem, with where the values it speaks of came from."""
+    found = {key: origins[key] for key in _keys_in(problem) if origins[key] != DEFAULT}
+    if len(set(found.values())) > 1:
+        return f"{problem} ({', '.join(f'{key}: {origin}' for key, origin in found.items())})"
+    return f"{problem} ({next(iter(found.values()))})" if found else problem
+
+
+def _find(name_or_path: str) -> Path:
+    """The file of a shipped name or of a path; a shipped name goes before a file of that name."""
+    path = Path(name_or_path)
+    if name_or_path in names():
+        return _SHIPPED / f"{name_or_path}.yaml"
+    if path.is_dir():
+        raise RecipeError(f"recipe {name_or_path}: that is a folder; give a YAML file or one of {', '.join(names())}")
+    if path.exists():
+        return path
+    what = "there is no such file" if path.suffix or len(path.parts) > 1 else "there is no recipe and no file of that name"
+    close = difflib.get_close_matches(path.stem, names(), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise RecipeError(f"recipe {name_or_path}: {what}; {hint}the package has {', '.join(names())}")
+
+
+def _read_file(path: Path, problems: list[str]) -> dict[str, _Given]:
+    """Every value of a recipe file by its key; what is wrong with the keys is added to `problems`."""
+    file = path.name if path.parent == _SHIPPED else str(path)
+    _, root = yaml_text.compose(path, name=file, error=RecipeError)
+    if keys.is_null(root) or (isinstance(root, yaml.MappingNode) and not root.value):
+        raise RecipeError(f"{file}: the file is empty: a recipe holds lines of `key: value`, such as `seed: 0`")
+    given: dict[str, _Given] = {}
+    seen: dict[str, str] = {}
+    for key, item in _entries(root, "", file, problems):
+        if key in seen:
+            problems.append(f"{key} is given twice ({seen[key]} and {item.origin}): keep one of them")
+        elif key in keys.kinds():
+            given[key] = item
+        elif key not in keys.sections():
+            problems.append(f"{key} ({item.origin}): there is no such key; {keys.suggest(key)}")
+        seen.setdefault(key, item.origin)
+    return given
+
+
+def _entries(node: yaml.Node | None, section: str, file: str, problems: list[str]) -> Iterator[tuple[str, _Given]]:
+    """Every key of a mapping, of its sections too, and as often as it stands there: PyYAML itself would keep the last only."""
+    if node is None or keys.is_null(node):
+        return  # an empty file, or a section of which every line is a comment
+    if not isinstance(node, yaml.MappingNode):
+        holder = f"section {section}" if section else "the file"
+        problems.append(f"{file}:{node.start_mark.line + 1}: {holder} is {keys.shown(node)}: expected lines of `key: value`")
+        return
+    for key_node, value in node.value:
+        name, line = yaml_text.key_text(key_node), key_node.start_mark.line + 1
+        if name is None:
+            problems.append(f"{file}:{line}: a key is {keys.shown(key_node)}: expected one word before the colon")
+            continue
+        if name == "<<":
+            problems.append(f"{file}:{line}: << merges another mapping, which a recipe does not take: write its keys out here")
+            continue
+        key = f"{section}.{name}" if section else name
+        yield key, _Given(value, f"{file}:{line}")
+        if key in keys.sections():
+            yield from _entries(value, key, file, problems)
+
+
+def _read_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, _Given]:
+    """Every value of the command line by its key; what is wrong with the keys is added to `problems`."""
+    given: dict[str, _Given] = {}
+    for override in _joined(overrides, problems):
+        key, equals, text = (part.strip() for part in override.partition("="))
+        key = key.strip("'\"")  # a key in quotes is a key, as in a file
+        if not equals:
+            problems.append(f"{override!r} ({_COMMAND_LINE}): expected key=value, as in optim.lr=0.1")
+        elif key in keys.sections():
+            one = next(known for known in keys.kinds() if known.startswith(f"{key}."))
+            problems.append(f"{override!r} ({_COMMAND_LINE}): {key} is a section; give its keys one by one, as in {one}=...")
+        elif key not in keys.kinds():
+            problems.append(f"{key} ({_COMMAND_LINE}): there is no such key; {keys.suggest(key)}")
+        elif key in given:
+            both = f"{keys.shown(given[key].node)} and {text}"
+            problems.append(f"{key} is given twice ({_COMMAND_LINE}: {both}): keep one of them")
+        else:
+            given[key] = _Given(_override_node(text), _COMMAND_LINE)
+    return given
+
+
+def _joined(overrides: Sequence[str], problems: list[str]) -> Iterator[str]:
+    """The words, but for those of a `key = value` with spaces, which is added to `problems` as one."""
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        apart = [word]
+        if words and (words[0].startswith("=") or ("=" not in word[:-1] and word.endswith("=") and "=" not in words[0])):
+            apart.append(words.pop(0))
+            if apart[-1] == "=" and words and "=" not in words[0]:
+                apart.append(words.pop(0))
+        if len(apart) == 1:
+            yield word
+        else:
+            problems.append(f"{' '.join(apart)!r} ({_COMMAND_LINE}): it has spaces in it: write {''.join(apart)}")
+
+
+def _override_node(text: str) -> yaml.Node:
+    """Lists and quoted text are YAML; all else is taken as it stands, so that a path may hold `: ` or ` #`."""
+    plain = yaml.ScalarNode("tag:yaml.org,2002:str", text)
+    if not text.startswith(("[", '"', "'")):
+        return plain
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader) or plain
+    except yaml.YAMLError:
+        return plain  # not YAML after all: the type of the key decides whether that is right
+
+
+def _lines(values: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """The recipe's YAML, line by line, each with its key (None: the line opens a section)."""
+    lines: list[tuple[str, str | None]] = []
+    section = ""
+    for key, value in values.items():
+        head, _, name = key.rpartition(".")
+        if head != section:
+            section = head
+            lines.append((f"{head}:", None))
+        lines.append((f"{'  ' if head else ''}{name}: {_yaml(value)}", key))
+    return lines
+
+
+def _yaml(value: Any) -> str:
+    """A plain value as YAML on one line."""
+    # Quoted where `load` could take it for something else: `none` is null to it, but text to PyYAML.
+    is_word = not isinstance(value, str) or (re.fullmatch(r"[\w./-]+", value, re.ASCII) and value.lower() != "none")
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=None if is_word else '"', width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")

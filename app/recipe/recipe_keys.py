@@ -1,0 +1,199 @@
+"""The keys of a recipe: what each may hold, read off the dataclasses of `recipe.py` and nowhere written twice.
+
+A value is read as the type of its field, not as what YAML 1.1 makes of it: `1e-3` is a number where a number is expected,
+`no` is text where text is expected, and nothing becomes a date. Standard library and PyYAML only, like `recipe_file.py`,
+which it serves.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from app.recipe import schema as recipe_module
+from app.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of a field, taken apart."""
+
+    scalar: type
+    """bool, int, float or str: of the value, or of each element of a list."""
+    choices: tuple[str, ...] = ()
+    """All that the text may be; empty: any text."""
+    optional: bool = False
+    """Whether null may stand for no value."""
+    length: int | None = None
+    """Number of elements of a list; 0: at least one. None: no list."""
+
+    @classmethod
+    def of(cls, hint: Any) -> Kind:
+        """Take a type annotation of `recipe.py` apart."""
+        arguments = get_args(hint)
+        if get_origin(hint) is Literal:
+            return cls(str, choices=arguments)
+        if get_origin(hint) is tuple:
+            return cls(arguments[0], length=0 if arguments[-1] is Ellipsis else len(arguments))
+        if isinstance(hint, types.UnionType):
+            return cls(arguments[0], optional=True)
+        return cls(hint)
+
+    def describe(self) -> str:
+        """What is expected, in words."""
+        singular, plural = _WORDS[self.scalar]
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.length is not None:
+            return f"a list of {self.length} {plural}" if self.length else f"a list of {plural}"
+        return singular + (" or null" if self.optional else "")
+
+    def read(self, node: yaml.Node) -> Any:
+        """The value of a YAML node. Raises ValueError if it is not of this kind."""
+        if self.optional and is_null(node):
+            return None
+        if self.length is None:
+            return self._read_scalar(node)
+        items = tuple(self._read_scalar(item) for item in _items(node))
+        if not items or self.length not in (0, len(items)):
+            raise ValueError(f"{len(items)} elements")
+        return items
+
+    def _read_scalar(self, node: yaml.Node) -> Any:
+        if self.scalar is not str:
+            if not is_plain(node):
+                raise ValueError("not a plain scalar")
+            return _PARSERS[self.scalar](node.value)
+        if not isinstance(node, yaml.ScalarNode) or is_null(node):
+            raise ValueError("not text")
+        if self.choices and node.value not in self.choices:
+            raise ValueError("not one of the choices")
+        return node.value
+
+
+_WORDS = {
+    bool: ("true or false", "true or false"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+}
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("neither true nor false")
+    return text.lower() == "true"
+
+
+def _parse_float(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError("not finite")
+    return number
+
+
+_PARSERS: Mapping[type, Callable[[str], Any]] = {bool: _parse_bool, int: int, float: _parse_float}
+
+
+def is_plain(node: yaml.Node) -> bool:
+    """Whether the node is a single value without quotes."""
+    return isinstance(node, yaml.ScalarNode) and node.style is None
+
+
+def is_null(node: yaml.Node) -> bool:
+    """Whether the node is nothing, or a word for it."""
+    return is_plain(node) and node.value.lower() in ("", "~", "null", "none")
+
+
+def shown(node: yaml.Node) -> str:
+    """The node on one line, for a message."""
+    if isinstance(node, yaml.ScalarNode):
+        return "empty" if is_plain(node) and not node.value else node.value if is_plain(node) else repr(node.value)
+    if isinstance(node, yaml.SequenceNode):  # one level only: with an alias, a list may hold itself
+        return "[" + ", ".join(shown(item) if isinstance(item, yaml.ScalarNode) else "..." for item in node.value) + "]"
+    return "a mapping"
+
+
+def _items(node: yaml.Node) -> list[yaml.Node]:
+    """The elements of a list; `1,2` and `1` are lists too."""
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    return [yaml.ScalarNode(node.tag, part.strip()) for part in node.value.split(",")] if is_plain(node) else [node]
+
+
+@functools.cache
+def sections() -> Mapping[str, type]:
+    """The sections of a recipe and the dataclass of each, in the order of `recipe.py`."""
+    return {name: hint for name, hint in get_type_hints(Recipe).items() if isinstance(hint, type) and is_dataclass(hint)}
+
+
+@functools.cache
+def kinds() -> Mapping[str, Kind]:
+    """Every key of a recipe, as `seed` or `optim.lr`, in the order of `recipe.py`."""
+    found: dict[str, Kind] = {}
+    for name, hint in get_type_hints(Recipe).items():
+        fields = (
+            {f"{name}.{field}": inner for field, inner in get_type_hints(hint).items()} if name in sections() else {name: hint}
+        )
+        found |= {key: Kind.of(inner) for key, inner in fields.items()}
+    return found
+
+
+def build(values: Mapping[str, Any]) -> Recipe:
+    """A recipe with these values, by key, and defaults elsewhere. Raises RecipeError as `Recipe` does."""
+    arguments = {key: value for key, value in values.items() if "." not in key}
+    for section, cls in sections().items():
+        prefix = f"{section}."
+        arguments[section] = cls(**{key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)})
+    return Recipe(**arguments)
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Every key with its value as bool, int, float, str, None or a list of those: equal recipes give equal JSON."""
+    values: dict[str, Any] = {}
+    for key, kind in kinds().items():
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(recipe, section) if section else recipe, name)
+        if kind.length is not None:
+            value = [kind.scalar(element) for element in value]
+        values[key] = value if value is None or kind.length is not None else kind.scalar(value)
+    return values
+
+
+def suggest(key: str) -> str:
+    """For a key that does not exist: the nearest that do."""
+    leaf, section = key.rpartition(".")[2], key.partition(".")[0]
+    by_leaf: dict[str, list[str]] = {}
+    for known in kinds():
+        by_leaf.setdefault(known.rpartition(".")[2], []).append(known)
+    near_leaves = difflib.get_close_matches(leaf, by_leaf, n=3, cutoff=0.7)
+    nearest = [known for near in near_leaves for known in by_leaf[near]]
+    # `optim.epochs` is more likely a wrong section than `optim.eps`, and `optm.lr` a slip in the whole key.
+    nearest += difflib.get_close_matches(key, [*kinds(), *sections()], n=2, cutoff=0.8)
+    if nearest:
+        return f"did you mean {' or '.join(list(dict.fromkeys(nearest))[:3])}?"
+    if section in sections():
+        return f"{section} has " + ", ".join(known.partition(".")[2] for known in kinds() if known.startswith(f"{section}."))
+    return "a recipe has " + ", ".join(get_type_hints(Recipe))
+
+
+def meanings() -> dict[str, str]:
+    """The text under each field in `recipe.py`, by key, on one line."""
+    texts = {}
+    names = {cls.__name__: f"{section}." for section, cls in sections().items()} | {Recipe.__name__: ""}
+    for node in ast.parse(inspect.getsource(recipe_module)).body:
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            for field, after in zip(node.body, node.body[1:], strict=False):
+                match field, after:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        texts[names[node.name] + name] = " ".join(text.split())
+    section_texts = {section: inspect.getdoc(cls) or "" for section, cls in sections().items()}
+    return {key: texts[key] for key in kinds()} | section_texts

@@ -1,0 +1,180 @@
+"""The run folder: all that a run leaves behind, written by one process.
+
+    recipe.yaml       the resolved recipe; `--recipe RUN/recipe.yaml` repeats the run
+    preset.yaml       the preset it ran under, where the launcher's command line names one
+    run.json          processes, hosts and devices, batch plan, versions, commit, command
+    metrics.jsonl     one line per logged step
+    evaluations.jsonl one line per evaluation on the test set
+    samples.jsonl     with log.samples: the samples of each step
+    ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/record/ledger.py)
+    checkpoints/      what the run can go on from (app/checkpoints/step_folders.py)
+    result.json       at the end: steps, samples, test scores, throughput
+    test_predictions/ at the end: which classes were taken for which, and some test pictures (app/predictions.py)
+    model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
+    outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
+    starts/           which start of the run the folder belongs to, and what that is writing (app/record/claim.py)
+    profile/          with profile.steps: a trace of each rank, all on one time axis, and a summary (app/profiling/)
+    stacks/           after a hang: where each rank stood
+    trackers.json     the run's names in its trackers
+    tensorboard/, ... what trackers write
+    STOP, SAVE        made by the user, who wants the run to stop or to save
+
+Files appear whole or not at all. A run writes them by its claim; here is what they are called, and how they are read.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from app.errors import RunFolderError
+from app.files import regular
+from app.files.lines import Lines, is_count, parsed
+
+RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
+METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
+PREDICTIONS, PREDICTIONS_TOLD = "test_predictions", "predictions.json"
+MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
+OUTCOME, STARTS, STACKS, STOP, SAVE = "outcome.json", "starts", "stacks", "STOP", "SAVE"
+TRACKERS, TENSORBOARD, PROFILE = "trackers.json", "tensorboard", "profile"
+
+
+_ADVICE = {
+    errno.ENOSPC: "Free space there, or keep fewer checkpoints.",
+    errno.EDQUOT: "Free space in this quota, or keep fewer checkpoints.",
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f).",
+    errno.EROFS: "Mount it writable, or choose another --run-dir.",
+    errno.EACCES: "Give this user the right to, or choose another --run-dir.",
+    errno.EPERM: "Give this user the right to, or choose another --run-dir.",
+}
+
+
+def refusal(path: Path, done: str, error: OSError) -> str:
+    """Return the sentence that `path` cannot be `done` ("written", "read", "removed"), why, and what helps."""
+    advice = _ADVICE.get(error.errno or 0, "Look at the file system it is on.")
+    return f"{path} cannot be {done}: {error.strerror or error}. {advice}"
+
+
+def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
+    """Return the run folder, which is then there: `run_dir`, or a new one `runs/<recipe>-<time>`.
+
+    Raises RunFolderError if it cannot be made, or holds a run and must not (`may_exist`).
+    """
+    path = Path(run_dir) if run_dir else Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_dir and not may_exist and (path / RECIPE).exists():
+        raise RunFolderError(
+            f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, go on with it by --resume auto, or "
+            "delete the folder."
+        )
+    check_name(path)
+    try:
+        if run_dir:
+            path.mkdir(parents=True, exist_ok=True)
+            _refuse_folders(path)
+            return path
+        path.parent.mkdir(exist_ok=True)
+        return _new(path)
+    except OSError as error:
+        raise RunFolderError(
+            f"the run folder {path} cannot be written: {error.strerror or error}. Choose another --run-dir."
+        ) from error
+
+
+def check_name(path: Path) -> None:
+    """Raise RunFolderError for a path that is no text: pages, plots and safetensors files are written in UTF-8."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise RunFolderError(
+            f"the run folder's path, {os.fsencode(path.absolute())!r}, is not UTF-8: rename it, or choose another --run-dir."
+        ) from None
+
+
+def _refuse_folders(path: Path) -> None:
+    """Raise RunFolderError for a folder where a file is to be written at the end, when all the work is done."""
+    files = (RECIPE, PRESET, RUN, RESULT, METRICS, EVALUATIONS, SAMPLES, LEDGER, MODEL, MODEL_CONFIG, OUTCOME, TRACKERS)
+    for name in files:
+        if (path / name).is_dir():
+            raise RunFolderError(
+                f"{path / name} is a folder, and the run writes a file of that name: remove it, or choose another --run-dir."
+            )
+
+
+def check_may_begin_again(path: Path) -> None:
+    """Say that a run which ended before its first checkpoint begins again; raise RunFolderError if it was finished."""
+    refuse_finished(path)
+    if (path / RECIPE).exists():
+        print(f"{path} has no checkpoint yet: the run begins again", flush=True)  # noqa: T201 - the user must know
+
+
+def refuse_finished(path: Path) -> None:
+    """Raise RunFolderError for a folder, without a checkpoint, of a run that was finished."""
+    if (path / RESULT).exists():
+        raise RunFolderError(
+            f"{path} holds a finished run without a checkpoint, so there is nothing to go on from: choose another "
+            "--run-dir, or delete the folder."
+        )
+
+
+def last_steps(path: Path) -> dict[str, int]:
+    """Return the last step of metrics.jsonl and of evaluations.jsonl, by their names; of neither that has no line.
+
+    Raises RunFolderError if one cannot be read.
+    """
+    steps = {
+        name: max((values["step"] for *_, values in Lines(path / name) if is_count(values.get("step"))), default=None)
+        for name in (METRICS, EVALUATIONS)
+        if (path / name).exists()
+    }
+    return {name: last for name, last in steps.items() if last is not None}
+
+
+def _new(path: Path) -> Path:
+    """Make a folder of this name, or of this name and a number, that nobody else has made. Raises OSError."""
+    number, candidate = 1, path
+    while True:
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        else:
+            return candidate
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is never seen half-written, as tools do beside a run. Raises RunFolderError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise RunFolderError(refusal(path, "written", error)) from error
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write `values` as an indented JSON file, whole or not at all. Raises RunFolderError."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON file's object. Raises RunFolderError if it is missing or broken."""
+    try:
+        values = parsed(regular.content(path))
+    except FileNotFoundError:
+        raise RunFolderError(f"{path} is missing: {path.parent} is not the folder of a finished run.") from None
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise RunFolderError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise RunFolderError(f"{path} is broken: it holds {type(values).__name__}, not an object.")
+    return values

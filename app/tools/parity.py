@@ -1,0 +1,247 @@
+"""`samerun parity`: shows that presets, numbers of processes and accumulation give the same run.
+
+The reference is one process with the preset `cpu`, every global batch in one forward pass. Each case is started for real,
+one after the other, through the command that `samerun launch` would run; what it wrote is then compared step by step:
+losses to a tolerance, learning rates and samples exactly. A case that did not run as asked (processes, accumulation,
+preset), stopped early or wrote too little is a failure, and so is a comparison without cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from app.errors import RecipeError, RunFolderError
+from app.options.values import names, numbers, positive, tolerance
+from app.place.topology import Topology
+from app.recipe import recipe_file
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import Recipe
+from app.record.loss_curves import Case, Curve, compare, read_curve, relative_differences
+from app.reports.state import duration
+from launch import preset
+from launch.command import accelerate_argv
+
+_START_S = 10.0
+"""Of a run to its first step and from its last one to its end: 6 to 8 s measured on two cores, 10 to 14 s under DeepSpeed."""
+_MOST_ROWS = 25
+_TAIL_LINES = 20
+_SUMMARY_WIDTH = 120
+"""Characters of the summary's widest row: the longest name of a preset, in a case that differs everywhere."""
+# What the comparison itself decides; an override of the user's would make cases differ, or be replaced without a word.
+_OWN_KEYS = {
+    "train.steps": "--steps",
+    "train.epochs": "--steps",
+    "train.max_micro_batch": "--accumulation",
+    "train.evaluate_every_epochs": None,
+    "log.every_steps": None,
+    "log.samples": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a case."""
+
+    case: Case
+    elapsed_s: float
+    """From starting the command to its end, imports included."""
+    curve: Curve | None = None
+    failure: str = ""
+    """Why there is no curve."""
+
+
+def choose_cases(
+    recipe: Recipe, *, presets: Sequence[str], processes: Iterable[int], accumulations: Iterable[int]
+) -> tuple[list[Case], list[str]]:
+    """Return every combination that can run, and a sentence for each one that cannot. Raises PresetError."""
+    cases, skipped = [], []
+    loaded = {name: preset.load(name) for name in presets}
+    for (name, file), number, accumulation in itertools.product(loaded.items(), processes, accumulations):
+        case = Case(name, number, accumulation)
+        if file.is_single_process and number > 1:
+            skipped.append(f"{case}: preset {name} starts one process")
+        elif reason := _cannot_divide(recipe, case):
+            skipped.append(f"{case}: {reason}")
+        else:
+            cases.append(case)
+    return cases, skipped
+
+
+def _cannot_divide(recipe: Recipe, case: Case) -> str:
+    """Why the global batch cannot be divided as the case asks; empty if it can."""
+    size, parts, even = recipe.train.global_batch_size, case.processes * case.accumulation, recipe.augment.mixes_pairs
+    if min(case.processes, case.accumulation) < 1:
+        return "processes and accumulation start at 1"
+    if size % parts:
+        return f"{size} samples (train.global_batch_size) cannot be divided by {parts}"
+    if even and size // parts % 2:
+        return f"{size} samples (train.global_batch_size) / {parts} is odd, and mixup and cutmix mix pairs"
+    plan = BatchPlan.fit(global_batch_size=size, world_size=case.processes, max_micro_batch=size // parts, even=even)
+    return "" if plan.accumulation == case.accumulation else f"the batch plan would take {plan.accumulation} passes"
+
+
+def run_case(case: Case, recipe: Recipe, *, name_or_path: str, overrides: Sequence[str], steps: int, folder: Path) -> Outcome:
+    """Run the case in `folder`/CASE, its output in `folder`/CASE.log, and read what it did."""
+    run_dir, log = folder / str(case), folder / f"{case}.log"
+    topology = Topology(processes_per_node=case.processes, origins={"processes_per_node": "--processes"})
+    micro_batch = recipe.train.global_batch_size // (case.processes * case.accumulation)
+    own = [f"train.steps={steps}", f"train.max_micro_batch={micro_batch}"]
+    own += ["train.evaluate_every_epochs=0", "log.every_steps=1", "log.samples=true"]
+    app_args = ["--recipe", name_or_path, "--run-dir", str(run_dir), "--trackers", "none", *overrides, *own]
+    start_s = time.perf_counter()
+    with log.open("w") as output:
+        command = accelerate_argv(topology, preset.load(case.preset), app_args)
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    elapsed_s = time.perf_counter() - start_s
+    if code:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        return Outcome(case=case, elapsed_s=elapsed_s, failure=f"exit code {code}; the last lines of its output:\n{tail}")
+    try:
+        return Outcome(case=case, elapsed_s=elapsed_s, curve=read_curve(run_dir, case, steps=steps))
+    except RunFolderError as error:
+        return Outcome(case=case, elapsed_s=elapsed_s, failure=str(error))
+
+
+def curves_table(reference: Outcome, outcomes: Sequence[Outcome], *, tolerance: float) -> Table:
+    """Return the losses: a row for each step (25 at most), a column for each case; beyond the tolerance marked with a !."""
+    assert reference.curve is not None
+    table = Table(title=f"loss by step; ! where it differs by more than {tolerance:g} of the reference")
+    for heading in ("step", f"reference\n{reference.case}", *(str(outcome.case).replace("-", "\n") for outcome in outcomes)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    curves = [outcome.curve for outcome in outcomes]
+    differences = [relative_differences(reference.curve.losses, curve.losses) if curve else [] for curve in curves]
+    steps = len(reference.curve.losses)
+    for row in range(rows := min(steps, _MOST_ROWS)):
+        at = row * (steps - 1) // max(rows - 1, 1)
+        cells = [f"{reference.curve.losses[at]:.7f}"]
+        for curve, difference in zip(curves, differences, strict=True):
+            cells.append(f"{curve.losses[at]:.7f}{'!' if difference[at] > tolerance else ' '}" if curve else "failed ")
+        table.add_row(str(at + 1), *cells)
+    return table
+
+
+def summary_table(reference: Outcome, outcomes: Sequence[Outcome], *, tolerance: float) -> Table:
+    """Return one row for each case: how far it is from the reference, its duration and the verdict."""
+    assert reference.curve is not None
+    table = Table(title=f"compared with {reference.case} over {len(reference.curve.losses)} steps")
+    for heading in ("case\n(processes x accumulation)", "largest relative\nloss difference", "at step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("learning\nrates", "samples", "seconds", "verdict"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        seconds = f"{outcome.elapsed_s:.1f}"
+        if outcome.curve is None:
+            table.add_row(str(outcome.case), "", "", "", "", seconds, "[red]failed[/]")
+            continue
+        found = compare(reference.curve, outcome.curve)
+        exact = (
+            "equal" if at is None else f"differ at {at}" for at in (found.learning_rates_differ_at, found.samples_differ_at)
+        )
+        verdict = "[green]same[/]" if found.is_same(tolerance) else "[red]different[/]"
+        table.add_row(str(outcome.case), f"{found.largest_difference:.1e}", str(found.at_step), *exact, seconds, verdict)
+    return table
+
+
+def main(argv: list[str]) -> int:
+    """Run the comparison from the command line; 0 only if every case is the same run as the reference."""
+    options = _parser().parse_intermixed_args(argv)
+    refuse_own_keys(options.overrides, _OWN_KEYS)
+    recipe = recipe_file.load(options.recipe, [*options.overrides, f"train.steps={options.steps}"]).recipe
+    cases, skipped = choose_cases(
+        recipe, presets=options.presets, processes=options.processes, accumulations=options.accumulation
+    )
+    console = console_of(columns=len(cases))
+    for sentence in skipped:
+        console.print(f"skipped {sentence}", markup=False)
+    if not cases:
+        raise RecipeError(
+            "no case is left to compare with the reference: choose other --presets, --processes or --accumulation"
+        )
+    keep = Path(options.keep) if options.keep else None
+    if keep:
+        keep.mkdir(parents=True, exist_ok=True)
+    with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="samerun-parity-") as folder:
+        outcomes: list[Outcome] = []
+        for number, case in enumerate([Case("cpu", 1, 1), *cases]):
+            said = f"{number}/{len(cases)} {case if number else f'{case}, the reference'}"
+            console.print(f"{said}: {time_left(outcomes, 1 + len(cases), steps=options.steps)}", markup=False)
+            place = Path(folder) / ("cases" if number else "reference")
+            place.mkdir(exist_ok=True)
+            run = {"name_or_path": options.recipe, "overrides": options.overrides, "steps": options.steps, "folder": place}
+            outcomes.append(run_case(case, recipe, **run))
+            if outcomes[0].curve is None:
+                break
+    return report(console, outcomes[0], outcomes[1:], tolerance=options.tolerance)
+
+
+def time_left(outcomes: Sequence[Outcome], runs: int, *, steps: int) -> str:
+    """Say how long `runs` runs of so many steps will take, when these outcomes are there: by their times, if there are any."""
+    left = runs - len(outcomes)
+    if not outcomes:
+        each = f"{steps} step{'s' if steps > 1 else ''}"
+        return f"{left} runs, one after the other: about {duration(left * _START_S)} for starting, and {left} times {each}"
+    mean_s = sum(outcome.elapsed_s for outcome in outcomes) / len(outcomes)
+    return f"about {duration(left * mean_s)} left"
+
+
+def report(console: Console, reference: Outcome, outcomes: Sequence[Outcome], *, tolerance: float) -> int:
+    """Print the tables and what went wrong; return the exit code."""
+    for outcome in (reference, *outcomes):
+        if outcome.failure:
+            console.print(f"\n{outcome.case} failed: {outcome.failure}", markup=False)
+    if reference.curve is None:
+        return 1
+    console.print(curves_table(reference, outcomes, tolerance=tolerance))
+    console.print(summary_table(reference, outcomes, tolerance=tolerance))
+    curves = [outcome.curve for outcome in outcomes]
+    return 0 if all(curve and compare(reference.curve, curve).is_same(tolerance) for curve in curves) else 1
+
+
+def refuse_own_keys(overrides: Sequence[str], own: Mapping[str, str | None]) -> None:
+    """Raise RecipeError for overrides of keys that a comparison sets itself, naming the option that says the same, if any."""
+    given = [override.partition("=")[0].strip() for override in overrides]
+    problems = []
+    for key in given:
+        if key in own:
+            option = own[key]
+            problems.append(f"{key} (command line): the comparison sets it{f'; use {option}' if option else ''}")
+    if problems:
+        raise RecipeError(*problems)
+
+
+def console_of(*, columns: int) -> Console:
+    """Return a console; where there is no terminal to fit into, wide enough for all columns."""
+    return Console() if sys.stdout.isatty() else Console(width=max(_SUMMARY_WIDTH, 30 + 24 * columns))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun parity",
+        usage="%(prog)s [options] [key=value ...]",
+        description="Run a recipe for a few steps under several presets and numbers of processes, one after the other, and "
+        "compare losses, learning rates and samples, step by step, with one process on the CPU.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    parser.add_argument("--presets", type=names, default=["multi_gpu"], help="comma-separated presets (default: multi_gpu)")
+    parser.add_argument("--processes", type=numbers, default=[1, 2], help="comma-separated numbers (default: 1,2)")
+    parser.add_argument("--accumulation", type=numbers, default=[1], help="forward passes in a step, such as 1,2 (default: 1)")
+    parser.add_argument("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
+    parser.add_argument(
+        "--tolerance", type=tolerance, default=1e-5, help="largest relative difference of losses (default: 1e-5)"
+    )
+    parser.add_argument("--keep", metavar="DIR", help="keep the run folders and the output of the cases there")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all cases")
+    return parser
