@@ -48,7 +48,7 @@ PARTS = {
     "presets": Part(
         "each preset trains, goes on, and agrees with the CPU and with itself",
         120,
-        tests=("-m", "gpu and multiproc", "tests/test_gpu.py"),
+        tests=("-m", "gpu and multiproc", "tests/runs/test_gpu.py"),
         together=14,  # pytest-xdist deals them one by one as long as they are fewer than twice that
     ),
     "eager": Part("ResNet-50 in bf16 beside a hand-written loop, AdamW and SGD", 80),
@@ -61,7 +61,7 @@ PARTS = {
     "not_finite": Part(
         "tests that start processes on the GPU, among them NaN at step 3 under each preset and optimizer",
         90,
-        tests=("-m", "gpu and multiproc", "tests", "--ignore", "tests/test_gpu.py"),
+        tests=("-m", "gpu and multiproc", "tests", "--ignore", "tests/runs/test_gpu.py"),
         together=10,
     ),
     "saving": Part("how long a save holds the training", 45),

@@ -32,7 +32,7 @@ from app.checkpoints.step_folders import (
 from app.errors import CheckpointError
 from app.record.claim import Claim, claim
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 # What is damaged is found ----------------------------------------------------------------------------------------------------

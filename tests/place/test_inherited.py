@@ -16,7 +16,7 @@ from app.place import inherited, started_ranks
 from app.place.inherited import Origin, find_origin, for_a_new_job, own
 from launch.schedulers import detect, slurm, slurm_job
 
-CAPTURED = Path(__file__).parent / "environments"
+CAPTURED = Path(__file__).parents[1] / "environments"
 
 
 def environment(path: str) -> dict[str, str]:
@@ -89,7 +89,7 @@ def test_a_process_above_this_one_is_read_from_the_real_kernel() -> None:
     code = "from app.place.inherited import find_origin as f; o = f(); print(o.job, o.step, *o.terminals.values())"
     script = f"exec -a 'slurmstepd: [7.batch]' bash -c '{sys.executable} -c \"{code}\"; true'"
     finished = subprocess.run(
-        ["bash", "-c", script], cwd=Path(inherited.__file__).parent.parent, start_new_session=True, capture_output=True,
+        ["bash", "-c", script], cwd=Path(inherited.__file__).parents[2], start_new_session=True, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
     assert finished.stdout == "7 batch False False\n"

@@ -1,7 +1,7 @@
 """A run that is killed at random moments, in every part of it, and taken over while it runs: its folder is that of one run.
 
 make test-long                                          sixty of them; the slow tests have a dozen
-python -m pytest -m long --seed N tests/test_kills.py   the same moments again
+python -m pytest -m long --seed N tests/runs/test_kills.py   the same moments again
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from processes import Started, accelerate
 from app.errors import PresetError, TopologyError
 from app.place.launched import Launched, SchedulerJob, read, read_job
 
-ENVIRONMENTS = Path(__file__).parent / "environments"
+ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -127,7 +127,7 @@ PLAIN = ["python", "/venv/bin/accelerate", "launch", "--config_file"]
 def test_an_address_that_a_script_of_a_job_has_set_is_no_mistake(
     environment: dict[str, str], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent / "accelerate_configs")
+    monkeypatch.chdir(Path(__file__).parents[2] / "accelerate_configs")
     assert read(environment, started_by=lambda: commands).world_size == 1
 
 
@@ -142,7 +142,7 @@ def test_an_address_that_a_script_of_a_job_has_set_is_no_mistake(
 def test_one_for_several_is_refused_with_what_was_found(
     command: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent / "accelerate_configs")
+    monkeypatch.chdir(Path(__file__).parents[2] / "accelerate_configs")
     with pytest.raises(TopologyError, match=words) as refused:
         read(ADDRESS | {"ACCELERATE_USE_CPU": "true"}, started_by=lambda: [command])
     assert "MASTER_ADDR=node1, MASTER_PORT=29500, and no RANK" in str(refused.value)

@@ -20,7 +20,7 @@ from launch.schedulers import detect, grid_engine, pbs_job, slurm_job
 from launch.schedulers.job import NotDoneError, Times
 from launch.start.outcome import OutcomeFile
 
-CAPTURED = Path(__file__).parent / "environments"
+CAPTURED = Path(__file__).parents[1] / "environments"
 IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"
 
 

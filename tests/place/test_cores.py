@@ -13,7 +13,7 @@ import torch
 from app.data.loader import num_workers
 from app.place.cores import lacks_bf16, quota, share
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 def captured(name: str) -> dict[str, str]:

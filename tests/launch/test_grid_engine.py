@@ -1,7 +1,7 @@
 """Grid Engine: a captured job of a real two-host cell, version 8.1.9.
 
 The golden file holds what is found and what starts it; after an intended change:
-    PYTHONPATH=. python tests/test_grid_engine.py > tests/golden/grid_engine.txt
+    PYTHONPATH=. python tests/launch/test_grid_engine.py > tests/golden/grid_engine.txt
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from processes import placed
 from app.errors import TopologyError
 from launch.schedulers import grid_engine, hosts
 
-CAPTURED = Path(__file__).parent / "environments" / "sge"
-GOLDEN = Path(__file__).parent / "golden" / "grid_engine.txt"
+CAPTURED = Path(__file__).parents[1] / "environments" / "sge"
+GOLDEN = Path(__file__).parents[1] / "golden" / "grid_engine.txt"
 HOSTFILE = (CAPTURED / "sge-pe_hostfile.txt").read_text()
 
 

@@ -1,7 +1,7 @@
 """Launching on this machine: topology, the command line, and `samerun` itself.
 
 The golden file holds the exact command for every preset; after an intended change:
-    PYTHONPATH=. python tests/test_launch.py > tests/golden/accelerate_argv.txt
+    PYTHONPATH=. python tests/launch/test_launch.py > tests/golden/accelerate_argv.txt
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launch.schedulers import local
 from launch.start import launch
 
 ROOT = Path(cli.__file__).parent.parent
-GOLDEN = Path(__file__).parent / "golden" / "accelerate_argv.txt"
+GOLDEN = Path(__file__).parents[1] / "golden" / "accelerate_argv.txt"
 TWO_NODES = Topology(
     num_nodes=2, processes_per_node=4, node_rank=1, head_address="node-a", port=29501, hosts=("node-a", "node-b")
 )

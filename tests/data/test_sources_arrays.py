@@ -29,7 +29,7 @@ from app.errors import DataError, RecipeError
 from app.recipe import recipe_file
 from app.recipe.schema import AugmentRecipe, DataRecipe
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 # Digits

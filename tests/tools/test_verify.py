@@ -1,6 +1,6 @@
 """`samerun verify` on ledgers of made-up histories: what is whole is called whole, what is not is named, and time adds up.
 
-tests/test_resume.py has the ledger of a real run that was killed.
+tests/runs/test_resume.py has the ledger of a real run that was killed.
 """
 
 from __future__ import annotations

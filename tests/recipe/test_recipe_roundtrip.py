@@ -16,7 +16,7 @@ from app.recipe import model_names, recipe_file
 from app.recipe.recipe_file import load
 from app.recipe.schema import OptimRecipe, Recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "app").rglob("*.yaml"))
 
 

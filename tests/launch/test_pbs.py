@@ -1,7 +1,7 @@
 """PBS: captured jobs of a real two-node OpenPBS 23.06, and the commands that their batch scripts run on the hosts.
 
 The golden file holds, for every captured shape of job, what is found and the command of each host; after an intended change:
-    PYTHONPATH=. python tests/test_pbs.py > tests/golden/pbs.txt
+    PYTHONPATH=. python tests/launch/test_pbs.py > tests/golden/pbs.txt
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from app.errors import TopologyError
 from launch.schedulers import hosts, pbs
 from launch.start import spread
 
-CAPTURED = Path(__file__).parent / "environments" / "pbs"
-GOLDEN = Path(__file__).parent / "golden" / "pbs.txt"
-NO_DEVICES = Path(__file__).parent / "environments"  # a folder without device files
+CAPTURED = Path(__file__).parents[1] / "environments" / "pbs"
+GOLDEN = Path(__file__).parents[1] / "golden" / "pbs.txt"
+NO_DEVICES = Path(__file__).parents[1] / "environments"  # a folder without device files
 SHAPES = sorted(path.name.removesuffix("-batch.txt") for path in CAPTURED.glob("*-batch.txt") if "rerun" not in path.name)
 
 

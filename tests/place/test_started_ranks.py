@@ -1,7 +1,7 @@
 """One process per rank, translated: environments captured from real mpirun, mpiexec and srun.
 
 The golden file holds what every captured rank becomes; after an intended change:
-    PYTHONPATH=. python tests/test_started_ranks.py > tests/golden/started_ranks.txt
+    PYTHONPATH=. python tests/place/test_started_ranks.py > tests/golden/started_ranks.txt
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from processes import REPOSITORY
 from app.errors import TopologyError
 from app.place import started_ranks
 
-CAPTURED = Path(__file__).parent / "environments" / "tasks"
-GOLDEN = Path(__file__).parent / "golden" / "started_ranks.txt"
+CAPTURED = Path(__file__).parents[1] / "environments" / "tasks"
+GOLDEN = Path(__file__).parents[1] / "golden" / "started_ranks.txt"
 STARTS = sorted({path.stem.rpartition("-rank")[0] for path in CAPTURED.glob("*-rank*.txt")})
 FILES = {"/var/spool/pbs/aux/5.head": "node1\nnode1\nnode2\nnode2\n"}
 

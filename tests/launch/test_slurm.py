@@ -1,7 +1,7 @@
 """Slurm's environments, captured from real jobs, as allocations, and what `samerun launch` makes of them.
 
 The golden file holds every value and every command for each shape of job; after an intended change:
-    PYTHONPATH=. python tests/test_slurm.py > tests/golden/slurm.txt
+    PYTHONPATH=. python tests/launch/test_slurm.py > tests/golden/slurm.txt
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from launch.schedulers import detect, slurm
 from launch.start.launch import launch
 
 ROOT = Path(detect.__file__).parents[2]
-ENVIRONMENTS = Path(__file__).parent / "environments" / "slurm"
-GOLDEN = Path(__file__).parent / "golden" / "slurm.txt"
+ENVIRONMENTS = Path(__file__).parents[1] / "environments" / "slurm"
+GOLDEN = Path(__file__).parents[1] / "golden" / "slurm.txt"
 
 # `scontrol show --details job` of Slurm 22.05, shortened, in a cluster where the lines of a node end so.
 DESCRIBED = """JobId=30 JobName=interactive

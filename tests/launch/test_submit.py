@@ -1,7 +1,7 @@
 """`samerun submit`: what is checked before the queue, and the scripts. Real jobs: test_submit_lab.py.
 
 The golden file holds the scripts; after an intended change:
-    PYTHONPATH=. python tests/test_submit.py > tests/golden/submit.txt
+    PYTHONPATH=. python tests/launch/test_submit.py > tests/golden/submit.txt
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from processes import REPOSITORY, clean_environment, placed
 from app.errors import SubmitError, TopologyError
 from launch.submit import array
 
-GOLDEN = Path(__file__).parent / "golden" / "submit.txt"
+GOLDEN = Path(__file__).parents[1] / "golden" / "submit.txt"
 SLURM = ("--scheduler", "slurm", "--dry-run", "--nodes", "2", "--time", "01:30:00")
 PBS = ("--scheduler", "pbs", *SLURM[2:])
 SITE = ("--account", "def-me", "--partition", "gpu")
