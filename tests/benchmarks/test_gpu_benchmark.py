@@ -42,10 +42,11 @@ def test_the_dry_run_gives_the_tables(tmp_path: Path) -> None:
 @pytest.mark.multiproc
 def test_a_part_that_has_no_time_is_ended_with_all_it_started(tmp_path: Path) -> None:
     said: list[str] = []
+    before = psutil.Process().children(recursive=True)  # the warm ranks of other tests
     with (tmp_path / "output.txt").open("wb") as output:
         problem = part.run("eager", ["--dry-run"], allowed_s=3.0, say=said.append, output=output)
     assert problem == "ENDED: its time is over"
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
     left = dry_run(tmp_path, "--parts", "small", "saving", "--minutes", "0.1")
     assert left.returncode == 1
     assert left.output.count("LEFT OUT: no time is left") == 2
