@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
     # Ignored in what is started from here on: a starter that dies of a signal to the whole job cannot tell how its host ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text = handover.line(handover.carried(environment))
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # until all have ended: a host may be slow to begin, and read its file after another has failed
         files: Mapping[str, Path] = {}
         if starter not in hosts.WITH_INPUT:
             places = dict.fromkeys((Path(folder), Path(environment.get("HOME", folder))))
@@ -72,21 +72,17 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
             started[host] = _start(command, text=None if files else text)
         signal.signal(signal.SIGTERM, pass_on)
         failed = _first_failure(started, until=is_lost)
-    if failed is None and not is_lost():
-        return 0
-    code = started[failed].returncode if failed else 1
-    what = (
-        f"{failed} ended with exit code {code}; ending the other hosts"
-        if failed
-        else "what started this is gone; ending all hosts"
-    )
-    with suppress(OSError):  # nobody may be left to hear it
-        os.write(2, f"samerun: {what}\n".encode())
-    left = _still_running(started, seconds=0 if is_lost() else math.inf if asked_to_end else grace_s)
-    scripts = {host: stop_script(own[host], kill_after_s=grace_s) for host in left}
-    _stop([host_starter(starter, host, script) for host, script in scripts.items()], seconds=grace_s + 5)
-    for host in left:
-        started[host].kill()
+        if failed is None and not is_lost():
+            return 0
+        code = started[failed].returncode if failed else 1
+        what = f"{failed} ended with exit code {code}; ending the other" if failed else "what started this is gone; ending all"
+        with suppress(OSError):  # nobody may be left to hear it
+            os.write(2, f"samerun: {what} hosts\n".encode())
+        left = _still_running(started, seconds=0 if is_lost() else math.inf if asked_to_end else grace_s)
+        scripts = {host: stop_script(own[host], kill_after_s=grace_s) for host in left}
+        _stop([host_starter(starter, host, script) for host, script in scripts.items()], seconds=grace_s + 5)
+        for host in left:
+            started[host].kill()
     return 128 - code if code < 0 else code  # a starter that was killed itself: -9 is 137, as a shell says it
 
 

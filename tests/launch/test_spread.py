@@ -144,19 +144,23 @@ def begin(tmp_path):
         stand_in = tmp_path / starter
         stand_in.write_text("""#!/bin/bash
 bare() { cd / && exec env -i --default-signal PATH=/bin:/usr/bin HOSTNAME="$host" "$@"; }
-[ "$1" = -o ] && host=$3 && shift 3 && bare /bin/sh -c "$*"
-host=$1; shift; bare "$@" < /dev/null
+[ "$1" = -o ] && ssh=yes && shift 2
+host=$1; shift
+[ "$host" != "$SLOW" ] || sleep 1.5
+[ -z "$ssh" ] || bare /bin/sh -c "$*"
+bare "$@" < /dev/null
 """)
         stand_in.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "MINE": "a b", **SECRETS}
-    call = "sys.exit(main(sys.argv[1:], os.environ, os.getcwd(), grace_s=2))"
-    program = f"import os, sys; from launch.start.spread import main; {call}"
+    program = "import os, sys; from launch.start.spread import main; "
 
-    def run(script, *arguments, starter="pbs_tmrsh", parent=()):
+    def run(script, *arguments, starter="pbs_tmrsh", parent=(), slow="", grace_s=2):
+        call = f"{program}sys.exit(main(sys.argv[1:], os.environ, os.getcwd(), grace_s={grace_s}))"
         told = ["SAMERUN_HOSTS=n1,n2,n3", f"SAMERUN_PORT={os.getpid()}"]
-        argv = [*parent, sys.executable, "-c", program, starter, *told, "/bin/bash", "-c", script, "bash", *arguments]
+        argv = [*parent, sys.executable, "-c", call, starter, *told, "/bin/bash", "-c", script, "bash", *arguments]
         pipe = subprocess.PIPE
-        begun.append(subprocess.Popen(argv, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
+        told_too = environment | {"SLOW": slow}
+        begun.append(subprocess.Popen(argv, env=told_too, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
         return begun[-1]
 
     begun = []
@@ -173,8 +177,8 @@ host=$1; shift; bare "$@" < /dev/null
 def start(begin):
     """Run it to its end."""
 
-    def run(*arguments):
-        process = begin(*arguments)
+    def run(*arguments, **options):
+        process = begin(*arguments, **options)
         out, err = process.communicate(timeout=20)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -223,10 +227,20 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
 
 
 def test_the_exit_code_is_that_of_the_host_that_failed_and_the_others_end_by_themselves(start):
-    result = start('[ $HOSTNAME = n2 ] && exit 42; sleep 1; echo "$HOSTNAME ends"; exit 1')
+    result = start('[ $HOSTNAME = n2 ] && exit 42; sleep 1; echo "$HOSTNAME ends"; exit 1', grace_s=15)
     assert result.returncode == 42
     assert "n2 ended with exit code 42" in result.stderr
     assert sorted(result.stdout.splitlines()) == ["n1 ends", "n3 ends"]
+
+
+@pytest.mark.parametrize("starter", ["ssh", "pbs_tmrsh"])
+def test_a_host_that_begins_after_another_has_failed_still_gets_its_environment(start, tmp_path, starter):
+    """Else its last words would be of a file that it cannot read, and hide why the run ended."""
+    result = start('[ $HOSTNAME = n2 ] && exit 42; echo "$HOSTNAME $MINE"', starter=starter, slow="n3", grace_s=15)
+    assert result.returncode == 42
+    assert sorted(result.stdout.splitlines()) == ["n1 a b", "n3 a b"]
+    assert result.stderr == "samerun: n2 ended with exit code 42; ending the other hosts\n"
+    assert list(tmp_path.glob(".samerun-start-*")) == []
 
 
 def test_what_does_not_end_is_ended_with_all_its_processes(start, tmp_path):
