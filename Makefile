@@ -44,13 +44,13 @@ same-as: $(VENV)/.compiled
 	$(RUN)/python tests/same_as.py $(BASE) $(ARGS)
 
 gpu: $(if $(GPU_PYTHON),$(GPU_ENV)/.installed,$(VENV)/.installed-dev)
-	$(if $(GPU_PYTHON),$(GPU_ENV),$(VENV))/bin/python -m app.benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
+	$(if $(GPU_PYTHON),$(GPU_ENV),$(VENV))/bin/python -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
 
 gpu-wheels:
-	$(PYTHON) -m app.benchmarks.gpu.wheels bring $(GPU_WHEELS) --python-version $(GPU_PYTHON_VERSION)
+	$(PYTHON) -m benchmarks.gpu.wheels bring $(GPU_WHEELS) --python-version $(GPU_PYTHON_VERSION)
 
 $(GPU_ENV)/.installed: pyproject.toml $(wildcard $(GPU_WHEELS)/*.whl)
-	$(GPU_PYTHON) -m app.benchmarks.gpu.wheels use $(GPU_WHEELS) --into $(GPU_ENV)
+	$(GPU_PYTHON) -m benchmarks.gpu.wheels use $(GPU_WHEELS) --into $(GPU_ENV)
 	@touch $@
 
 lab-packages:

@@ -111,12 +111,6 @@ def _scale(argv: list[str]) -> int:
     return command.main(argv, own_environment(), say=_say)
 
 
-def _bench(argv: list[str]) -> int:
-    from app.benchmarks import bench
-
-    return bench.main(argv)
-
-
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (_launch, "train a recipe, on this machine or across an allocation"),
     "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
@@ -131,7 +125,6 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
     "parity": (_parity, "show that presets and numbers of processes give the same run"),
     "scale": (_scale, "measure how a recipe scales over devices and nodes, and how many are worth their while"),
-    "bench": (_bench, "compare the speed of training with a hand-written loop and with peers"),
 }
 
 

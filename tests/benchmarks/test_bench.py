@@ -1,9 +1,10 @@
-"""`samerun bench` measures real programs, and what it reports follows from what it measured."""
+"""`python -m benchmarks` measures real programs, and what it reports follows from what it measured."""
 
 from __future__ import annotations
 
 import csv
 import os
+import re
 import statistics
 import sys
 
@@ -11,11 +12,11 @@ import psutil
 import pytest
 from processes import ONE_THREAD, Started, read
 
-from app.benchmarks import turns
-from app.benchmarks.figures import LIMIT, LINEAR, Group, Row, Spread, results
-from app.benchmarks.gpu import photographs
-from app.errors import TrainingError
-from launch import cli
+import benchmarks.__main__
+from app.errors import RecipeError, RunFolderError, SamerunError, TrainingError
+from benchmarks import turns
+from benchmarks.figures import LIMIT, LINEAR, Group, Row, Spread, results
+from benchmarks.gpu import photographs
 
 ALL = {LIMIT, "hand-written", "samerun"}
 
@@ -24,7 +25,7 @@ ALL = {LIMIT, "hand-written", "samerun"}
 def test_a_small_bench_gives_a_whole_report(tmp_path):
     small = ["--recipe", "digits", "--models", "linear", "--threads", "1", "--processes", "1", "--peers", "none"]
     measured = ["--rounds", "3", "--window", "0.01", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "launch.cli", "bench", *small, *measured, "train.global_batch_size=32"]
+    command = [sys.executable, "-m", "benchmarks", *small, *measured, "train.global_batch_size=32"]
     output = Started(command, env=ONE_THREAD).wait().check().output
     report = read(tmp_path / "bench.json")
     ((group, programs),) = report["results"].items()
@@ -59,7 +60,7 @@ def test_starts_and_whole_commands_are_measured_without_a_peer_that_fails(tmp_pa
     environment = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(broken), os.environ.get("PYTHONPATH", "")])}
     small = ["--recipe", "digits", "--models", "convnet", "--threads", "1", "--processes", "1", "--peers", "timm"]
     measured = ["--rounds", "1", "--window", "0.01", "--starts", "2", "--epoch", "--out", str(tmp_path)]
-    output = Started([sys.executable, "-m", "launch.cli", "bench", *small, *measured], env=environment).wait().check().output
+    output = Started([sys.executable, "-m", "benchmarks", *small, *measured], env=environment).wait().check().output
     assert "left out: timm failed before all of it was measured" in output
     assert "made for another torch" in output
     assert "to the first step" in output
@@ -77,7 +78,7 @@ def test_a_program_that_ends_between_its_turns_is_named(tmp_path):
     with turns.start("the limit", {**task, "overrides": []}, threads=1, log=tmp_path / "log") as contestant:
         contestant.take_first_step()
         assert contestant.run(10).cpu_s > 0
-        (process,) = (child for child in psutil.Process().children() if "app.benchmarks.bench_case" in child.cmdline())
+        (process,) = (child for child in psutil.Process().children() if "benchmarks.bench_case" in child.cmdline())
         process.kill()
         process.wait()
         with pytest.raises(TrainingError, match="the limit failed before all of it was measured"):
@@ -100,11 +101,18 @@ def test_ratios_are_those_of_the_same_round():
     assert augmented_peer.times_ours == Spread(1.5, 1.5, 1.5)
 
 
-def test_a_wrong_peer_or_folder_is_named(capsys, tmp_path):
-    assert cli.main(["bench", "--peers", "accelerat", "--out", str(tmp_path)]) == 3
-    assert "'accelerat': choose from accelerate, fabric" in capsys.readouterr().err
-    assert cli.main(["bench", "--out", "/dev/null/no"]) == 7
-    assert "/dev/null/no (--out) cannot be made" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "kind", "sentence"),
+    [
+        (["--peers", "accelerat"], RecipeError, "'accelerat': choose from accelerate, fabric"),
+        (["--models", "resnet-18"], RecipeError, "model.name is 'resnet-18': there is no such model"),
+        (["--recipe", "digts"], RecipeError, "did you mean digits?"),
+        (["--out", "/dev/null/no"], RunFolderError, "/dev/null/no (--out) cannot be made"),
+    ],
+)
+def test_a_wrong_option_is_named(words: list[str], kind: type[SamerunError], sentence: str, tmp_path):
+    with pytest.raises(kind, match=re.escape(sentence)):
+        benchmarks.__main__.main(["--out", str(tmp_path), *words])
 
 
 @pytest.mark.multiproc

@@ -10,13 +10,13 @@ import psutil
 import pytest
 from processes import ONE_THREAD, REPOSITORY, Finished, Started
 
-from app.benchmarks.gpu import part
-from app.benchmarks.gpu.contest import Entry, Goal, compete
-from app.benchmarks.gpu.wheels import _required, _requirements
+from benchmarks.gpu import part
+from benchmarks.gpu.contest import Entry, Goal, compete
+from benchmarks.gpu.wheels import _required, _requirements
 
 
 def dry_run(folder: Path, *arguments: str) -> Finished:
-    command = [sys.executable, "-m", "app.benchmarks.gpu", "--dry-run", "--out", str(folder), *arguments]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(folder), *arguments]
     return Started(command, env=ONE_THREAD).wait()
 
 
@@ -87,7 +87,7 @@ def test_the_environment_has_the_packages_of_its_python_and_the_wheels(tmp_path:
     wheels, environment = tmp_path / "wheels", tmp_path / "environment"
     for name in ("samerun_test_only", "numpy"):
         _wheel(wheels, name)
-    use = [sys.executable, "-m", "app.benchmarks.gpu.wheels", "use", str(wheels), "--into", str(environment)]
+    use = [sys.executable, "-m", "benchmarks.gpu.wheels", "use", str(wheels), "--into", str(environment)]
     said = Started(use).wait().check().output
     assert said == f"{environment}: {sys.executable} and samerun-test-only\n"
     code = "import numpy, samerun_test_only, app; print(numpy.__version__ != '9', samerun_test_only.__version__, app.__file__)"

@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 from sources import everything
 
-from app.benchmarks.feeding import made_up
 from app.data.open import open_data
 from app.data.writers import WRITERS
 from app.data_tools.command import FORMATS, main, recipe_of
 from app.data_tools.many import in_order
 from app.errors import DataError, RecipeError
+from benchmarks.feeding import made_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 SIZES = ((90, 60), (40, 80), (30, 20))

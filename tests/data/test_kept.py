@@ -17,13 +17,13 @@ import torch
 from PIL import Image
 from sources import check_contract, everything
 
-from app.benchmarks.feeding import look_at_all, made_up, peak_anonymous_bytes
 from app.data import kept
 from app.data.kept import keep, stamps
 from app.data.open import open_data
 from app.data.split import Images, Unstored, open_split, pictures_in_a_chunk, write_split
 from app.errors import DataError
 from app.recipe.schema import DataRecipe, Recipe
+from benchmarks.feeding import look_at_all, made_up, peak_anonymous_bytes
 
 SHAPE = (40, 3, 6, 5)
 PIXELS = np.random.default_rng(0).integers(0, 256, SHAPE).astype(np.uint8)

@@ -13,12 +13,12 @@ import torch
 from processes import train
 from sources import everything
 
-from app.benchmarks.feeding import made_up
 from app.data import stage
 from app.data.open import open_data
 from app.data.stage import staged
 from app.errors import DataError, RecipeError
 from app.recipe.schema import DataRecipe, Recipe
+from benchmarks.feeding import made_up
 
 FORK = multiprocessing.get_context("fork")
 

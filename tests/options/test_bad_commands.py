@@ -38,7 +38,7 @@ def test_what_is_asked_for_and_missing(command: str, refused: Refused) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["report x", "curves x", "compare x x", "timeline x", "verify x", "export x", "parity", "scale", "bench"]
+    "command", ["report x", "curves x", "compare x x", "timeline x", "verify x", "export x", "parity", "scale"]
 )
 def test_options_that_there_are_not(command: str, refused: Refused) -> None:
     refused(["samerun", *command.split(), "--nonsense"], "unrecognized arguments: --nonsense", 2)
@@ -77,10 +77,6 @@ WORDS: dict[str, tuple[str, int]] = {
     "scale --from words.csv": ("words.csv:2: expected devices and seconds, as 16,1488.2", 6),
     "scale --from latin.csv": ("latin.csv (--from) cannot be read: it is not UTF-8", 6),
     "scale --from empty.csv": ("empty.csv:1: its heading is empty", 6),
-    "bench --peers nobody": ("--peers has 'nobody': choose from", 3),
-    "bench --models resnet-18": ("model.name is 'resnet-18': there is no such model", 3),
-    "bench --recipe digts": ("did you mean digits?", 3),
-    "bench --out file/here": ("the folder file/here (--out) cannot be made", 7),
 }
 
 

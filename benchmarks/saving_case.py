@@ -1,4 +1,4 @@
-"""One process of `app.benchmarks.saving`: measures a task on a model of the wanted size and writes what it found.
+"""One process of `benchmarks.saving`: measures a task on a model of the wanted size and writes what it found.
 
 times             seconds of a save, by us and by Accelerate, in turns
 save-samerun ...  memory that saving, or loading, takes at its peak beyond the state itself; once, in a fresh process

@@ -1,4 +1,4 @@
-"""The picture of `samerun bench`: what share of the limit's speed each program reaches, with its spread."""
+"""The picture of `python -m benchmarks`: what share of the limit's speed each program reaches, with its spread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from app.benchmarks.figures import LIMIT, Result
+from benchmarks.figures import LIMIT, Result
 
 _BAR_INCHES, _WIDTH_INCHES = 0.27, 8.0
 _OURS, _OTHERS = "0.5", "0.8"  # greys, which any printer and any eye tells apart

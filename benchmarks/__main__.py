@@ -1,4 +1,4 @@
-"""`samerun bench`: how fast the training loop is, beside a hand-written one and the peers that are installed.
+"""`python -m benchmarks`: how fast the training loop is, beside a hand-written one and the peers that are installed.
 
 Every program does the same work in processes of its own, and they take turns in rounds, so that whatever else the machine does
 meets all of them. What is measured is CPU time a step (all threads of a process, and its workers), after a warm-up; the
@@ -22,18 +22,17 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from app.benchmarks import plots, turns, whole
-from app.benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Row, results, table, write
-from app.errors import RecipeError, RunFolderError, TrainingError
+from app.errors import RecipeError, RunFolderError, SamerunError, TrainingError
 from app.options.values import above_zero, names, numbers, positive
 from app.place.cores import machine
 from app.recipe import recipe_file
+from benchmarks import plots, turns, whole
+from benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Row, results, table, versions, write
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
 _WARM_STEPS = 10
@@ -100,7 +99,7 @@ def main(argv: list[str]) -> int:
 
 def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
     """Return what takes part, and say which peers do not."""
-    from app.benchmarks.peers import PEERS
+    from benchmarks.peers import PEERS
 
     entries = [Entry(name, name) for name in (*_HAND_WRITTEN, "samerun")]
     peers = {"all": list(PEERS), "none": []}.get(options.peers, options.peers.split(","))
@@ -142,8 +141,8 @@ def _groups(options: argparse.Namespace) -> list[Group]:
 
 def _common(options: argparse.Namespace, place: Path) -> tuple[dict[str, Any], int]:
     """Return what the tasks of all programs have in common, with the data at hand, and the batch in samples."""
-    from app.benchmarks import work
     from app.data.open import open_data
+    from benchmarks import work
 
     recipe = work.load(options.recipe, options.overrides, model=options.models[0], augmented=True).recipe
     data = open_data(recipe)
@@ -221,22 +220,16 @@ def _whole_runs(entries: list[Entry], work: dict[str, Any], options: argparse.Na
 
 def _about(options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "command": shlex.join(["samerun", "bench", *options.argv]),
+        "command": shlex.join(["python", "-m", "benchmarks", *options.argv]),
         "machine": machine(),
         "load_average": os.getloadavg(),
         "versions": versions(),
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that take part and are installed."""
-    packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm")
-    return {name: version(name) for name in packages if importlib.util.find_spec(name)}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="samerun bench",
+        prog="python -m benchmarks",
         usage="%(prog)s [options] [key=value ...]",
         description="Compare the training loop with a hand-written one over tensors in memory (the limit), and with the peers "
         "that are installed, on the same work: AdamW at a constant rate, the recipe's data and batch. By CPU time a step, in "
@@ -270,3 +263,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="DIR", help="folder for bench.csv, bench.json and the plot (default: bench-TIME)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all programs")
     return parser
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SamerunError as error:
+        sys.exit(f"python -m benchmarks: {error}")

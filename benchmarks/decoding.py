@@ -1,4 +1,4 @@
-"""What it costs to make a training image of a JPEG: `python -m app.benchmarks.decoding`.
+"""What it costs to make a training image of a JPEG: `python -m benchmarks.decoding`.
 
 Made-up photographs of 500x375 and of 6.7 megapixels, as files in memory. Each way decodes and makes a random resized crop
 of 224 (augment.resized_crop_min_area=0.08), with one thread, in turn with the others; microseconds of CPU time an image are

@@ -1,4 +1,4 @@
-"""What the data path costs: `python -m app.benchmarks.feeding`.
+"""What the data path costs: `python -m benchmarks.feeding`.
 
 The memory that a process takes for N samples and for 10 N, of one size (idx files) and of any (a folder of JPEG files, and the
 same as shards of WebDataset); and for those of one size the time of one look-up in a file that is mapped beside one in an

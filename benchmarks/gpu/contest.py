@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.benchmarks import turns
 from app.errors import TrainingError
+from benchmarks import turns
 
 HAND, OURS = "hand-written on a device", "samerun"
-"""Names of the programs as `app.benchmarks.bench_case` knows them."""
+"""Names of the programs as `benchmarks.bench_case` knows them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Entry:
     """A program that takes part."""
 
     task: Mapping[str, Any]
-    """An `app.benchmarks.work.Task`."""
+    """An `benchmarks.work.Task`."""
     variables: Mapping[str, str]
     """Of its environment, as a preset sets them."""
     beside: Mapping[str, Goal] = field(default_factory=dict)

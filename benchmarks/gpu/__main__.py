@@ -1,4 +1,4 @@
-"""What a machine with a GPU has to show, the most important first: `make gpu`, or `python -m app.benchmarks.gpu --out FOLDER`.
+"""What a machine with a GPU has to show, the most important first: `make gpu`, or `python -m benchmarks.gpu --out FOLDER`.
 
 Each part is a process of its own with a number of seconds, and all of them together have `--minutes`. What a part has found is
 in FOLDER/report.md at once, and what its programs said in FOLDER/output.txt: a run that is killed has left what was done. A
@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from app.benchmarks import saving
-from app.benchmarks.bench import versions
-from app.benchmarks.gpu import resnet, shipped, small
-from app.benchmarks.gpu.part import PARTS, run
-from app.benchmarks.gpu.settings import DRY_RUN, parser
 from app.errors import SamerunError
 from app.place.cores import machine
+from benchmarks import saving
+from benchmarks.figures import versions
+from benchmarks.gpu import resnet, shipped, small
+from benchmarks.gpu.part import PARTS, run
+from benchmarks.gpu.settings import DRY_RUN, parser
 
 _MEASURED: dict[str, Callable[[argparse.Namespace, Path], int]] = {
     "eager": resnet.eager,
@@ -108,7 +108,7 @@ def _heading(argv: Iterable[str], *, is_dry_run: bool) -> list[str]:
         place = f"{asked.stdout.strip()}, driver {_said(['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'])}"
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
     commit = _said(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"])
-    words = shlex.join(["python", "-m", "app.benchmarks.gpu", *argv])
+    words = shlex.join(["python", "-m", "benchmarks.gpu", *argv])
     return ["# On a GPU", "", f"`{words}`, commit {commit}", "", f"{place}; {machine()}; {found}."]
 
 
@@ -127,4 +127,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except SamerunError as error:
-        sys.exit(f"python -m app.benchmarks.gpu: {error}")
+        sys.exit(f"python -m benchmarks.gpu: {error}")

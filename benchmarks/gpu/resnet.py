@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from app.benchmarks import turns
-from app.benchmarks.figures import Spread
-from app.benchmarks.gpu import photographs, shipped
-from app.benchmarks.gpu.contest import HAND, OURS, Entry, Found, Goal, compete, failed_line, say
-from app.benchmarks.gpu.presets import variables_of
+from benchmarks import turns
+from benchmarks.figures import Spread
+from benchmarks.gpu import photographs, shipped
+from benchmarks.gpu.contest import HAND, OURS, Entry, Found, Goal, compete, failed_line, say
+from benchmarks.gpu.presets import variables_of
 
 _HAND, _OURS = "hand-written", "samerun"
 _CLASSES = 10

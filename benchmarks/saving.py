@@ -1,4 +1,4 @@
-"""What saving costs, against `accelerator.save_state`: `python -m app.benchmarks.saving [--state-gb 1.2] [--out FILE]`.
+"""What saving costs, against `accelerator.save_state`: `python -m benchmarks.saving [--state-gb 1.2] [--out FILE]`.
 
 The model is a stack of linear layers with AdamW, whose weights and moments are as large as wanted, on 1 and on 2 processes
 under DDP. How to read the table, of which every line is the slowest rank, or the one with most memory:
@@ -40,7 +40,7 @@ _MIB = 2**20
 def main(argv: list[str]) -> int:
     """Measure, print the table, and return 0."""
     options = _parser().parse_args(argv)
-    from app.benchmarks.saving_case import LAYER_STATE_BYTES
+    from benchmarks.saving_case import LAYER_STATE_BYTES
 
     layers = round(options.state_gb * 1e9 / LAYER_STATE_BYTES)
     size = f"{layers * LAYER_STATE_BYTES / 1e9:.2f} GB of weights and AdamW moments"
@@ -71,7 +71,7 @@ def _measure(processes: int, layers: int, options: argparse.Namespace) -> dict[s
             words = ["--task", task, "--layers", str(layers), "--rounds", str(options.rounds + 1)]
             words += ["--folder", folder, "--result", str(result)]
             topology = Topology(processes_per_node=processes, origins={"processes_per_node": "--processes"})
-            command = accelerate_argv(topology, preset.load("multi_gpu"), words, module="app.benchmarks.saving_case")
+            command = accelerate_argv(topology, preset.load("multi_gpu"), words, module="benchmarks.saving_case")
             subprocess.run(command, check=True, stdout=sys.stderr)
             figures |= json.loads(result.read_text())
     return figures
@@ -109,7 +109,7 @@ def _processor() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m app.benchmarks.saving", description="Measure what saving costs.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description="Measure what saving costs.")
     parser.add_argument(
         "--state-gb", type=above_zero, default=1.2, help="weights and moments in GB of 10^9 bytes (default: 1.2)"
     )

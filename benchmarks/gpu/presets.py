@@ -1,6 +1,6 @@
 """What `accelerate launch` gives a process under a preset to find in its environment.
 
-    python -m app.benchmarks.gpu.presets FILE
+    python -m benchmarks.gpu.presets FILE
 
 is the process that writes down what it was given.
 """

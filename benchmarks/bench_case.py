@@ -1,4 +1,4 @@
-"""One process of `samerun bench`: runs one program, measured. Started by `app.benchmarks.turns` alone."""
+"""One process of `python -m benchmarks`: runs one program, measured. Started by `benchmarks.turns` alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from app.benchmarks import peers, programs
-from app.benchmarks.figures import LIMIT
-from app.benchmarks.meter import Meter
-from app.benchmarks.work import Task, Work
+from benchmarks import peers, programs
+from benchmarks.figures import LIMIT
+from benchmarks.meter import Meter
+from benchmarks.work import Task, Work
 
 
 def main(argv: list[str]) -> None:

@@ -24,7 +24,7 @@ import psutil
 
 from app.place.inherited import own_environment
 
-_REPOSITORY = Path(__file__).absolute().parents[3]
+_REPOSITORY = Path(__file__).absolute().parents[2]
 _MARGIN_S = 10.0
 """Seconds before its end in which a part begins no further round."""
 _PYTEST = ("-p", "xdist", "-v", "--dist", "load", "--tb", "short", "--durations", "12", "-o", "addopts=--strict-markers -rfE")
@@ -39,7 +39,7 @@ class Part:
     title: str
     budget_s: float
     tests: tuple[str, ...] | None = None
-    """What pytest is asked for. None: it is measured by `app.benchmarks.gpu --measure NAME`."""
+    """What pytest is asked for. None: it is measured by `benchmarks.gpu --measure NAME`."""
     together: int = 1
     """Tests at a time: those that start processes mostly wait for imports; those that measure time run alone."""
 
@@ -77,7 +77,7 @@ def run(name: str, argv: Sequence[str], *, allowed_s: float, say: Callable[[str]
     """
     tests, program = PARTS[name].tests, [sys.executable, "-m"]
     figures = Path(output.name).absolute().with_name(f"{name}.txt")
-    words = ["app.benchmarks.gpu", *argv, "--measure", name, "--seconds", f"{max(1.0, allowed_s - _MARGIN_S):.0f}"]
+    words = ["benchmarks.gpu", *argv, "--measure", name, "--seconds", f"{max(1.0, allowed_s - _MARGIN_S):.0f}"]
     variables = {"PYTHONUNBUFFERED": "1"}
     if tests is not None:
         together = min(PARTS[name].together, len(os.sched_getaffinity(0)))

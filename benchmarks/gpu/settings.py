@@ -1,4 +1,4 @@
-"""The options of `python -m app.benchmarks.gpu`."""
+"""The options of `python -m benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRY_RUN = {
 def parser(parts: Sequence[str]) -> argparse.ArgumentParser:
     """Return that of the command, whose parts have these names."""
     made = argparse.ArgumentParser(
-        prog="python -m app.benchmarks.gpu", description="What a machine with a GPU has to show, the most important first."
+        prog="python -m benchmarks.gpu", description="What a machine with a GPU has to show, the most important first."
     )
     made.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for report.md and output.txt")
     made.add_argument("--parts", nargs="+", choices=parts, default=list(parts), metavar="PART", help=", ".join(parts))

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from app.benchmarks import turns
-from app.benchmarks.figures import Spread
+from benchmarks import turns
+from benchmarks.figures import Spread
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Program:
     """A program and what it is given."""
 
     task: dict[str, Any]
-    """An `app.benchmarks.work.Task`, of one epoch."""
+    """An `benchmarks.work.Task`, of one epoch."""
     variables: Mapping[str, str]
     """Of the environment, as a preset sets them."""
 

@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from app.benchmarks.figures import LINEAR
-from app.benchmarks.work import Tally, Work
 from app.data.loader import num_workers
 from app.data.pictures import PictureSource, Reader
 from app.place import cores
+from benchmarks.figures import LINEAR
+from benchmarks.work import Tally, Work
 
 _LONGEST_ROUND_S = 24 * 3600
 """The watchdog is to watch, as in any run, but not to take the turns of the others for a hang: with ten programs and a large

@@ -1,4 +1,4 @@
-"""What every program of `samerun bench` is given: the same data, model, optimizer settings and batches.
+"""What every program of `python -m benchmarks` is given: the same data, model, optimizer settings and batches.
 
 A `Task` is what the command asks of a process, as plain values; `Work` makes of it what the program needs, in its process.
 """
@@ -20,8 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from app import models
-from app.benchmarks.figures import LINEAR
-from app.benchmarks.meter import Meter, Workers
 from app.data import transfer
 from app.data.arrays import ArraySource
 from app.data.idx import FILES, UNSIGNED_BYTE
@@ -30,6 +28,8 @@ from app.data.split import Images
 from app.errors import RecipeError
 from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
+from benchmarks.figures import LINEAR
+from benchmarks.meter import Meter, Workers
 
 _CONVNET = ("model.name=convnet", "model.norm=identity", "model.channels=16,32", "model.hidden=256")
 """The small network of 409 thousand weights: its step is short enough that feeding and the loop show."""
@@ -202,7 +202,7 @@ def shape_of(data: Data) -> tuple[int, int, int, int]:
     """Return channels, height, width and classes. Raises RecipeError for data that is no array in memory."""
     if not isinstance(data.train, ArraySource) or not isinstance(data.test, ArraySource):
         raise RecipeError(
-            "samerun bench compares with loops over tensors in memory, and the recipe's data is decoded when it is needed: "
+            "what is compared with are loops over tensors in memory, and the recipe's data is decoded when it is needed: "
             "choose a recipe such as fashion_mnist, and name other data by --containers."
         )
     return data.train.channels, *data.train.image_size, len(data.train.classes)

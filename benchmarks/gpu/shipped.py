@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.benchmarks.gpu.contest import Goal, say
+from benchmarks.gpu.contest import Goal, say
 from launch.run_module import program
 
 _GOAL = Goal(most=0.02)

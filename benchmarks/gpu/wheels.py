@@ -1,7 +1,7 @@
 """A Python that has its own torch, and a folder of wheels with the little that it lacks: for machines without a network.
 
-    python -m app.benchmarks.gpu.wheels bring FOLDER --python-version 3.12    where there is a network: `make gpu-wheels`
-    python3 -m app.benchmarks.gpu.wheels use FOLDER --into ENVIRONMENT        there: `make gpu GPU_PYTHON=python3`
+    python -m benchmarks.gpu.wheels bring FOLDER --python-version 3.12    where there is a network: `make gpu-wheels`
+    python3 -m benchmarks.gpu.wheels use FOLDER --into ENVIRONMENT        there: `make gpu GPU_PYTHON=python3`
 
 `use` makes a virtual environment that sees all packages of the Python that runs it, and installs in it the wheels whose
 packages that Python has not. Nothing is changed in that Python, and what the environment's Python starts has the same packages,
@@ -20,7 +20,7 @@ import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_REPOSITORY = Path(__file__).absolute().parents[3]
+_REPOSITORY = Path(__file__).absolute().parents[2]
 _MOST_MIB = 64
 _BUILT = ("deepspeed", "hjson", "python-hostlist")
 """Published as sources; without compiled parts of their own."""
@@ -121,7 +121,7 @@ def _name(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m app.benchmarks.gpu.wheels", description="Wheels for a Python that has its own torch."
+        prog="python -m benchmarks.gpu.wheels", description="Wheels for a Python that has its own torch."
     )
     commands = parser.add_subparsers(dest="what", required=True)
     bring = commands.add_parser("bring", help="download what a Python with torch may lack")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from app.benchmarks import turns
-from app.benchmarks.figures import LINEAR, Spread
-from app.benchmarks.gpu.contest import HAND, OURS, Entry, Goal, compete, failed_line, say
+from benchmarks import turns
+from benchmarks.figures import LINEAR, Spread
+from benchmarks.gpu.contest import HAND, OURS, Entry, Goal, compete, failed_line, say
 
 _GOAL = Goal(most=100)
 _BATCH = 128
@@ -15,7 +15,7 @@ _MODELS = (LINEAR, "convnet")
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
-    """One matrix, and the small network of `samerun bench`, on gray images of 28 pixels, in bf16 with the fused AdamW."""
+    """One matrix, and the small ConvNet, on gray images of 28 pixels, in bf16 with the fused AdamW."""
     variables = {"ACCELERATE_MIXED_PRECISION": "bf16", **(turns.ON_CPU if options.dry_run else {})}
     entries = {}
     for model in _MODELS:

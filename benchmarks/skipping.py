@@ -1,4 +1,4 @@
-"""What it costs to go on in the middle of a huge data set: `python -m app.benchmarks.skipping`.
+"""What it costs to go on in the middle of a huge data set: `python -m benchmarks.skipping`.
 
 The data set is fake and has 10^12 samples. For a run that begins, and one that goes on at sample 10^9 (and 10^12, in the second
 epoch), prints the seconds until the loader that training uses has given its first batch, without and with the making of the

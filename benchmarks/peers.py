@@ -1,4 +1,4 @@
-"""The peers of `samerun bench`: the same work, as the documentation of each shows how to do it, in as few lines as that takes.
+"""The peers: the same work, as the documentation of each shows how to do it, in as few lines as that takes.
 
 All are fed by torchvision's data set through torch's DataLoader, in their own process, and none logs, saves or shows progress:
 whatever could be switched off for speed is.
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from app.benchmarks.work import Work
+from benchmarks.work import Work
 
 
 def accelerate(work: Work) -> None:

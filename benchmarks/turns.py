@@ -4,7 +4,7 @@
         cpu_s = contestant.take_first_step()
         window = contestant.run(steps)
 
-The other end is `app.benchmarks.meter.Meter`. No torch here.
+The other end is `benchmarks.meter.Meter`. No torch here.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def start(
 ) -> Iterator[Contestant]:
     """Start a program in so many processes of so many threads each, and end them after the block.
 
-    `task` is an `app.benchmarks.work.Task`, and `variables` are those of the preset. Raises TrainingError as `Contestant` does.
+    `task` is an `benchmarks.work.Task`, and `variables` are those of the preset. Raises TrainingError as `Contestant` does.
     """
     started: list[subprocess.Popen[bytes]] = []
     connections: list[Connection] = []
@@ -138,7 +138,7 @@ def start(
             for environment in _environments(threads, processes, variables):
                 ours, theirs = Pipe()
                 connections.append(ours)
-                command = [*program("app.benchmarks.bench_case"), str(theirs.fileno()), str(threads), json.dumps(task)]
+                command = [*program("benchmarks.bench_case"), str(theirs.fileno()), str(threads), json.dumps(task)]
                 given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": [theirs.fileno()]}
                 started.append(subprocess.Popen(command, env=environment, **given))  # type: ignore[call-overload]
                 theirs.close()

@@ -1,4 +1,4 @@
-"""What the windows of `samerun bench` say: medians, quartiles and ratios, as a table, as CSV and as JSON.
+"""What the windows of `python -m benchmarks` say: medians, quartiles and ratios, as a table, as CSV and as JSON.
 
 A ratio is the hand-written fused loop's time divided by the program's, both of the same round: 1.00 is the limit, above is
 faster. A program's own cost is the difference of the same two. How many times as long as Samerun it takes is of the same round
@@ -8,10 +8,12 @@ too. Standard library; rich for the table.
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,12 @@ def write(folder: Path, about: Mapping[str, Any], rows: Sequence[Row], found: It
             "cpu_us_per_step_of_rounds": times,
         }
     (folder / REPORT).write_text(json.dumps({**about, "results": by_group}, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that take part and are installed."""
+    packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm")
+    return {name: version(name) for name in packages if importlib.util.find_spec(name)}
 
 
 def _counted(number: int, what: str) -> str:

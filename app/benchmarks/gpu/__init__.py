@@ -1,1 +1,0 @@
-"""The first minutes on a GPU: `make gpu`, or `python -m app.benchmarks.gpu --out FOLDER`."""
