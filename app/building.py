@@ -26,6 +26,7 @@ from app.errors import PresetError
 from app.optim import schedule
 from app.ranks import numerics
 from app.ranks.runtime import Runtime
+from app.recipe import model_names
 from app.recipe.schema import Recipe
 from app.scores import Evaluation, evaluate
 
@@ -50,13 +51,14 @@ def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Mo
 
     Raises PresetError for float64 weights under DeepSpeed, which steps on float32 copies of them whatever their type.
     """
-    if recipe.model.dtype == "float64" and runtime.launched.strategy == "deepspeed":
+    if recipe.train.dtype == "float64" and runtime.launched.strategy == "deepspeed":
         raise PresetError(
-            "model.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
+            "train.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
         )
     runtime.seed(recipe.seed)
     model = models.build(recipe.model, channels=source.channels, image_size=source.image_size, num_classes=len(source.classes))
-    if recipe.model.sync_batchnorm:
+    model.to(getattr(torch, recipe.train.dtype))  # drawn in float32, so that a float64 model starts at the same weights
+    if recipe.train.sync_batchnorm:
         model = models.synchronize_batchnorm(model, device_type=runtime.device.type)
     if runtime.device.type == "cpu" and runtime.launched.strategy != "ddp" and runtime.launched.mixed_precision != "no":
         own_layers.normalize_in_float(model)
@@ -75,14 +77,15 @@ def build_preparation(runtime: Runtime, recipe: Recipe, source: Source) -> Prepa
         seed=recipe.seed,
         channels=source.channels,
         num_classes=len(source.classes),
-        dtype=runtime.input_dtype(getattr(torch, recipe.model.dtype)),
+        dtype=runtime.input_dtype(getattr(torch, recipe.train.dtype)),
         channels_last=_takes_channels_last(runtime, recipe),
     )
 
 
 def _takes_channels_last(runtime: Runtime, recipe: Recipe) -> bool:
     tensor_cores = numerics.on_tensor_cores(runtime.device, mixed_precision=runtime.launched.mixed_precision)
-    return recipe.model.takes_channels_last(tensor_cores=tensor_cores)
+    is_convnet = recipe.model.name == model_names.CONVNET
+    return recipe.train.takes_channels_last(tensor_cores=tensor_cores, is_convnet=is_convnet)
 
 
 def evaluation_of(

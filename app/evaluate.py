@@ -58,7 +58,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str
     source = getattr(building.open_data(runtime, recipe), arguments.split)
     _check_pictures(source, config, recipe)
     preparation = building.build_preparation(runtime, recipe, source)
-    model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.model.dtype)))
+    model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.train.dtype)))
     scores = building.evaluation_of(runtime, model, source, preparation, classes=config.classes)()
     runtime.close()
     return config.classes, scores

@@ -117,7 +117,7 @@ def _take_step(
         with run.steps.micro_batch():
             inputs, targets = run.preparation.train(batch, inputs)
             logits = run.model(inputs)
-            loss = mean_loss(logits, targets, label_smoothing=run.recipe.train.label_smoothing)
+            loss = mean_loss(logits, targets, label_smoothing=run.recipe.augment.label_smoothing)
             run.steps.backward(loss)
             lap("forward_backward")
             if run.runtime.accelerator.sync_gradients:

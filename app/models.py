@@ -27,8 +27,7 @@ _MAX_GROUPS = 8
 def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
     """Return the network on the CPU, in training mode, for images [B, C=channels, H, W] with (H, W) = image_size.
 
-    Its output is [B, K=num_classes]. The weights are drawn from torch's global generator in float32, also for a float64 model,
-    which so starts at the same weights.
+    Its output is [B, K=num_classes]. The weights are drawn from torch's global generator, in float32.
 
     Raises:
         RecipeError: the name is unknown, or the network does not take images of this size.
@@ -38,22 +37,21 @@ def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], nu
         model = _convnet(recipe, channels=channels, image_size=image_size, num_classes=num_classes)
     else:
         model = _torchvision_model(recipe.name, channels=channels, image_size=image_size, num_classes=num_classes)
-    model.to(getattr(torch, recipe.dtype))
     _check_shapes(recipe.name, model, channels=channels, image_size=image_size, num_classes=num_classes)
-    if recipe.sync_batchnorm and not _batchnorms(model):
-        raise RecipeError(f"model.sync_batchnorm is true, but {recipe.name} has no batch normalisation: remove the setting")
     return model
 
 
 def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
     """Return the model with batch statistics taken over all processes.
 
-    Raises RecipeError on CPU, where torch has no such layer.
+    Raises RecipeError for a model without them, and on CPU, where torch has no such layer.
     """
+    if not _batchnorms(model):
+        raise RecipeError("train.sync_batchnorm is true, but the model has no batch normalisation: remove the setting")
     if device_type == "cpu":
         raise RecipeError(
-            "model.sync_batchnorm is true, but the run is on CPU, where torch has no synchronised batch normalisation: "
-            "set model.sync_batchnorm=false, choose a model without batch normalisation, or run on GPUs"
+            "train.sync_batchnorm is true, but the run is on CPU, where torch has no synchronised batch normalisation: "
+            "set train.sync_batchnorm=false, choose a model without batch normalisation, or run on GPUs"
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
@@ -81,7 +79,7 @@ def topology_dependence(model: nn.Module) -> list[str]:
     if unsynchronized:
         sentences.append(
             f"{_counted(unsynchronized, 'batch normalisation layer')}: their statistics are those of one micro-batch, so "
-            "results depend on the number of processes (on GPUs, model.sync_batchnorm=true takes them over all processes)"
+            "results depend on the number of processes (on GPUs, train.sync_batchnorm=true takes them over all processes)"
         )
     if random := layers_with_dropout(model):
         sentences.append(

@@ -72,7 +72,7 @@ def predict(model: torch.nn.Module, config: ModelConfig, file: Path, *, top: int
         seed=0,
         channels=config.channels,
         num_classes=len(config.classes),
-        dtype=getattr(torch, config.model.dtype),
+        dtype=getattr(torch, config.dtype),
         channels_last=False,
     )
     batch = {"images": image[None], "labels": torch.zeros(1, dtype=torch.int64), "samples": torch.zeros(1, dtype=torch.int64)}

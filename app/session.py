@@ -65,7 +65,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
         preparation = building.build_preparation(runtime, recipe, data.train)
     narrow = known_answers.narrow_convolutions(model, channels=data.train.channels, image_size=data.train.image_size)
     if narrow:
-        arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.model.dtype), narrow)
+        arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)
     counted = 0.0
     if runtime.is_main:  # before it is divided among the ranks
         counted = flops.of_training_sample(model, channels=data.train.channels, image_size=data.train.image_size)
@@ -88,7 +88,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, op
     average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     metrics = _metrics(runtime, recipe, parts, model, opened, first_step=first_step)
     shards = Shards(runtime.accelerator, model, optimizer, average)
-    check_optimizer(runtime, rule, optimizer, shards, dtype=getattr(torch, recipe.model.dtype))
+    check_optimizer(runtime, rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
     facts = {"data": data.facts, "model": asdict(model_file.ModelConfig.of(recipe, data.train))}
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
     checkpoints = checkpoint.Checkpoints(runtime, claim, recipe, shards=shards, facts=facts, metrics=metrics, spikes=spikes)
@@ -188,7 +188,7 @@ def _pictures(recipe: Recipe, data: Data, parts: Parts, opened: Opened) -> Pictu
     return Pictures(
         opened.trackers,
         parts.preparation,
-        count=recipe.log.images,
+        count=recipe.log.examples,
         classes=data.train.classes,
         steps_per_epoch=parts.length.steps_per_epoch,
     )

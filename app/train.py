@@ -74,7 +74,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         hang_timeout_s=arguments.hang_timeout,
     )
     handshake.check_group(runtime.accelerator, launched, plan)
-    arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.model.dtype), known_answers.GENERAL)
+    arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.train.dtype), known_answers.GENERAL)
     data = building.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, data)
     find = functools.partial(opening.find_checkpoint, runtime, loaded, data, parts.length, arguments.run_dir, arguments.resume)

@@ -56,8 +56,8 @@ class Entry:
 
 
 _SWITCHES = {
-    "channels_last": Entry("samerun, channels_last", "samerun", overrides=("model.channels_last=true",)),
-    "channels_first": Entry("samerun, channels_first", "samerun", overrides=("model.channels_last=false",)),
+    "channels_last": Entry("samerun, channels_last", "samerun", overrides=("train.channels_last=true",)),
+    "channels_first": Entry("samerun, channels_first", "samerun", overrides=("train.channels_last=false",)),
     "bf16": Entry("samerun, bf16", "samerun", variables={"ACCELERATE_MIXED_PRECISION": "bf16"}),
     "compile": Entry("samerun, compiled", "samerun", variables={"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
 }

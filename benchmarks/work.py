@@ -190,7 +190,7 @@ def load(name: str, overrides: Sequence[str], *, model: str, augmented: bool, ep
     """Return a recipe for a model, without what the programs do not have in common: see `--help` of the command."""
     length = f"train.steps={_FOREVER_STEPS}" if epochs is None else f"train.epochs={epochs}"
     common = ["optim.name=adamw", "optim.schedule=constant", "optim.warmup_epochs=null", "optim.clip_norm=null"]
-    common += ["train.label_smoothing=0", "train.ema_decay=null", "train.evaluate_every_epochs=0"]
+    common += ["augment.label_smoothing=0", "train.ema_decay=null", "train.evaluate_every_epochs=0"]
     common.append("optim.weight_decay=0")  # ours spares biases and norms, which makes two groups of weights
     common += [length, *({LINEAR: (), "convnet": _CONVNET}.get(model, (f"model.name={model}",)))]
     if not augmented:

@@ -15,6 +15,7 @@ folder and runs in the same Python environment; a rank that imported code of ano
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import signal
 import subprocess
@@ -38,10 +39,12 @@ AUGMENTED = ("augment.crop_padding=1", "augment.flip=0.5", "augment.randaugment_
 MIXED = ("augment.mixup=0.4", "augment.cutmix=1.0")
 AVERAGED = ("train.ema_decay=0.9", "checkpoint.every_steps=4")
 """With checkpoints, which hold the weights that are not averaged as well."""
-SGD = ("optim.name=sgd", "optim.nesterov=true", "optim.lr=0.1", "optim.clip_norm=null", "train.label_smoothing=0.1")
+SGD = ("optim.name=sgd", "optim.nesterov=true", "optim.lr=0.1", "optim.clip_norm=null", "augment.label_smoothing=0.1")
 BATCH_NORM = ("model.norm=batch", "model.activation=relu", "model.pooling=max")
-ALL = (*AUGMENTED, *MIXED, *AVERAGED, "train.max_micro_batch=64", "train.label_smoothing=0.1")
+ALL = (*AUGMENTED, *MIXED, *AVERAGED, "train.max_micro_batch=64", "augment.label_smoothing=0.1")
 SHARDED = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2")
+RENAMED = {"train.dtype": "model.dtype", "augment.label_smoothing": "train.label_smoothing"}
+"""Keys of the cases that an earlier base has under another name."""
 EVALUATION_TOLERANCE = 1e-12
 """Relative to the larger of 1 and the number."""
 
@@ -71,7 +74,7 @@ def cases_of_digits() -> list[Case]:
         "accumulation": ("train.max_micro_batch=32",),
         "sgd": SGD,
         "batch norm": BATCH_NORM,
-        "float64": ("model.dtype=float64",),
+        "float64": ("train.dtype=float64",),
         "a line every 4 steps": ("log.every_steps=4",),
         "step schedule": ("optim.schedule=step", "optim.decay_epochs=1", "optim.warmup_epochs=null", "optim.warmup_steps=2"),
     }
@@ -139,7 +142,7 @@ class Side:
         # Ranks that torchrun started met in its store, which went with it.
         meeting = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         ranks = [{**variables, **(meeting if "RANK" in variables else {})} for variables in self._launched(case)]
-        last = {key.partition("=")[0]: key for key in (*case.base, *case.keys) if "=" in key}
+        last = {key.partition("=")[0]: self._spelt(key) for key in (*case.base, *case.keys) if "=" in key}
         words = [word for word in case.base if "=" not in word]
         command = ("app.train", *words, "--trackers", "none", "--run-dir", str(run_dir), *more, *last.values())
         self.warm.start(command, ranks).wait().check()
@@ -156,6 +159,20 @@ class Side:
             self.warm.start(command, [self._environment()]).wait().check()
             self._environments[key] = [read(folder / f"{rank}.json") for rank in range(case.processes)]
         return self._environments[key]
+
+    def _spelt(self, key_and_value: str) -> str:
+        """`key=value` with the name that the key has in this tree."""
+        key, _, value = key_and_value.partition("=")
+        return f"{key if key in self._keys else RENAMED.get(key, key)}={value}"
+
+    @functools.cached_property
+    def _keys(self) -> set[str]:
+        """The keys of a recipe, as this tree's `--help` lists them."""
+        command = [sys.executable, "-m", "app.train", "--help"]
+        shown = subprocess.run(
+            command, cwd=self.root, env=self._environment(), check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+        return set(re.findall(r"^ +([\w.]+)=", shown, re.MULTILINE))
 
     def _environment(self) -> dict[str, str]:
         own = {"PYTHONPATH": python_path(root=self.root), "SAMERUN_CACHE": str(self.folder / "cache")}

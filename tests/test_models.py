@@ -9,8 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app import models, own_layers
+from app import building, models, own_layers
 from app.errors import RecipeError
+from app.place.launched import Launched
+from app.ranks.runtime import Runtime
+from app.recipe import recipe_file
+from app.recipe.batching import BatchPlan
 from app.recipe.schema import ModelRecipe
 
 ZOO = torchvision.models.list_models(module=torchvision.models)
@@ -153,7 +157,10 @@ def test_checking_the_shapes_draws_nothing_and_counts_nothing():
 
 
 def test_float64_starts_at_the_weights_of_float32():
-    single, double = build("resnet18"), build("resnet18", dtype="float64")
+    runtime = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
+    recipes = [recipe_file.load("digits", [f"train.dtype={dtype}"]).recipe for dtype in ("float32", "float64")]
+    source = building.open_data(runtime, recipes[0]).train
+    single, double = (building.build_model(runtime, recipe, source) for recipe in recipes)
     for one, two in zip(single.parameters(), double.parameters(), strict=True):
         assert two.dtype == torch.float64
         assert torch.equal(one.double(), two)
@@ -258,14 +265,14 @@ def test_unknown_name(name, near):
 
 
 def test_sync_batchnorm():
-    model = build("resnet18", sync_batchnorm=True)
-    with pytest.raises(RecipeError, match=r"model\.sync_batchnorm is true, but the run is on CPU"):
+    model = build("resnet18")
+    with pytest.raises(RecipeError, match=r"train\.sync_batchnorm is true, but the run is on CPU"):
         models.synchronize_batchnorm(model, device_type="cpu")
     converted = models.synchronize_batchnorm(model, device_type="cuda")
     assert isinstance(converted.bn1, nn.SyncBatchNorm)
     assert models.topology_dependence(converted) == []
-    with pytest.raises(RecipeError, match="convnet has no batch normalisation"):
-        build("convnet", sync_batchnorm=True)
+    with pytest.raises(RecipeError, match="the model has no batch normalisation"):
+        models.synchronize_batchnorm(build("convnet"), device_type="cuda")
 
 
 def test_topology_dependence_names_the_layers():

@@ -27,6 +27,8 @@ class ModelConfig:
     """What rebuilds a model and feeds it."""
 
     model: ModelRecipe
+    dtype: str
+    """Type of the weights, by its name in torch."""
     channels: int
     """Channels of the input image."""
     image_size: tuple[int, int]
@@ -45,6 +47,7 @@ class ModelConfig:
         """Return the config of the model that a recipe trains on `source`."""
         return cls(
             model=recipe.model,
+            dtype=recipe.train.dtype,
             channels=source.channels,
             image_size=source.image_size,
             resize_size=recipe.data.resize_size,
@@ -55,7 +58,8 @@ class ModelConfig:
 
     def build(self) -> torch.nn.Module:
         """Return the model, with new weights."""
-        return models.build(self.model, channels=self.channels, image_size=self.image_size, num_classes=len(self.classes))
+        model = models.build(self.model, channels=self.channels, image_size=self.image_size, num_classes=len(self.classes))
+        return model.to(getattr(torch, self.dtype))
 
 
 def save(claim: Claim, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:

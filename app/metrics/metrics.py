@@ -50,7 +50,7 @@ class Metrics:
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""
         self._accelerator, self._claim, self._global_batch_size = accelerator, claim, global_batch_size
-        self._counts_right, self._record_samples = log.train_accuracy, log.samples
+        self._counts_right, self._record_samples = log.train_scores, log.samples
         self._samples: list[int] = []
         self._losses = Losses(accelerator.device)
         self._fed = Fed()

@@ -168,8 +168,14 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
+_EARLIER = {"log.train_accuracy": "log.train_scores", "log.images": "log.examples"}
+"""Keys of before, whose names do not resemble those of now."""
+
+
 def suggest(key: str) -> str:
     """For a key that does not exist: the nearest that do."""
+    if key in _EARLIER:
+        return f"did you mean {_EARLIER[key]}?"
     leaf, section = key.rpartition(".")[2], key.partition(".")[0]
     by_leaf: dict[str, list[str]] = {}
     for known in kinds():

@@ -87,6 +87,8 @@ class AugmentRecipe:
     """Alpha of the Beta distribution of mixup's weights. 0: off."""
     cutmix: float = 0.0
     """Alpha of the Beta distribution of cutmix's areas. 0: off. With mixup as well, each pair gets one of the two."""
+    label_smoothing: float = 0.0
+    """Share of the target probability spread evenly over all classes, 0..1."""
 
     @property
     def mixes_pairs(self) -> bool:
@@ -110,18 +112,6 @@ class ModelRecipe:
     """Output channels of the convnet's two convolutions."""
     hidden: int = 128
     """Width of the convnet's hidden linear layer, in units."""
-    sync_batchnorm: bool = False
-    """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
-    channels_last: bool | None = None
-    """Keep images in channels-last memory order, which convolutions and what follows them then follow: on CPU max-pooling
-    takes a fifth of its time so, and the tensor cores of GPUs work in it. Weights follow where they are in half precision.
-    None: for the convnet, and for every model that tensor cores compute: on GPUs in half precision or TF32."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
-
-    def takes_channels_last(self, *, tensor_cores: bool) -> bool:
-        """Return whether images are kept in channels-last order; `tensor_cores`: whether these compute the products."""
-        return self.name == "convnet" or tensor_cores if self.channels_last is None else self.channels_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +128,6 @@ class TrainRecipe:
     """Length in optimizer steps. Give this or epochs."""
     evaluate_every_epochs: int = 1
     """Epochs between two evaluations on the test set; 0: only at the end."""
-    label_smoothing: float = 0.0
-    """Share of the target probability spread evenly over all classes, 0..1."""
     max_skipped_steps: int = 10
     """Most steps in a row that may be skipped, for a gradient that is not finite or a spike; one more ends the run."""
     max_gradient_spike: float | None = 1000.0
@@ -147,11 +135,23 @@ class TrainRecipe:
     step on a larger one is skipped, from the 65th on. None: no bound."""
     ema_decay: float | None = None
     """Decay per step of the moving average of the weights that is then evaluated and exported. None: off."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
+    sync_batchnorm: bool = False
+    """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
+    channels_last: bool | None = None
+    """Keep images in channels-last memory order, which convolutions and what follows them then follow: on CPU max-pooling
+    takes a fifth of its time so, and the tensor cores of GPUs work in it. Weights follow where they are in half precision.
+    None: for the convnet, and for every model that tensor cores compute: on GPUs in half precision or TF32."""
     tf32: bool = False
     """Round the factors of float32 convolutions and matrix products to TF32, 10 bits of 23: several times as fast on NVIDIA
     GPUs, and another computation (docs/same-run.md). CPUs do not. false: IEEE's float32 everywhere."""
     deterministic: bool = False
     """Use only kernels that give the same bits each time on the same devices: slower; operations that have none are refused."""
+
+    def takes_channels_last(self, *, tensor_cores: bool, is_convnet: bool) -> bool:
+        """Return whether images are kept in channels-last order; `tensor_cores`: whether these compute the products."""
+        return is_convnet or tensor_cores if self.channels_last is None else self.channels_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +196,13 @@ class LogRecipe:
 
     every_steps: int = 50
     """Steps between two lines of metrics.jsonl; a line costs about what one or two steps of a tiny model do."""
-    train_accuracy: bool = True
-    """Count the samples that are classified right while training; not where mixup or cutmix mix the targets."""
+    train_scores: bool = True
+    """Report what the task adds to its loss, such as the training accuracy."""
     samples: bool = False
     """Also write samples.jsonl: the indices of the samples of each step, in order. For checking runs; costs a gather a step."""
-    images: int = 16
-    """Samples of an augmented batch that TensorBoard and wandb show, in the first steps of epochs 0, 1, 2, 4, ...; 0: none."""
+    examples: int = 16
+    """Samples of a batch, as the model gets them, that TensorBoard and wandb show in the first steps of epochs 0, 1, 2, 4, ...;
+    0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

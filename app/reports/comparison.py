@@ -140,7 +140,7 @@ class Comparison:
                 f"the losses up to step {found.same_up_to_step} are the same to {self.tolerance:g}; from step "
                 f"{found.first_beyond} on they drift apart: {most}. Rounding drifts so: it grows from step to step, and in "
                 "leaps where a network has kinks (ReLU, maxima), so that the results are those of two paths. That it is "
-                "rounding alone these losses cannot show; with model.dtype=float64 runs that are the same stay together"
+                "rounding alone these losses cannot show; with train.dtype=float64 runs that are the same stay together"
             )
         if found.same_up_to_step:
             return (

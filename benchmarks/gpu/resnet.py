@@ -95,7 +95,7 @@ def _pair(
             f"data.image_size={options.image_size}",
             f"data.resize_size={options.image_size}",
             f"data.path={folder}",
-            "model.channels_last=true",
+            "train.channels_last=true",
             *optimizer,
         ],
         "model": options.model,

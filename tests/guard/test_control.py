@@ -75,7 +75,7 @@ STEPS = 80
 # Random crops make worker processes load the data. float64 leaves no doubt: see docs/same-run.md.
 RECIPE = (
     "--recipe", "digits", f"train.steps={STEPS}", "log.every_steps=1", "log.samples=true", "train.evaluate_every_epochs=0",
-    "augment.resized_crop_min_area=0.5", "data.image_size=8", "model.dtype=float64", "model.activation=gelu",
+    "augment.resized_crop_min_area=0.5", "data.image_size=8", "train.dtype=float64", "model.activation=gelu",
     "model.pooling=average",
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from app.device import known_answers
 from app.errors import RecipeError
 from app.ranks import numerics
 from app.ranks.numerics import Numerics
-from app.recipe.schema import ModelRecipe
+from app.recipe.schema import TrainRecipe
 
 PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 SCRIPT = SCRIPTS / "numerics.py"
@@ -110,17 +110,18 @@ def test_factors_rounded_to_tf32_are_wrong_unless_they_were_asked_for(tf32: bool
 
 @pytest.mark.usefixtures("_spoilt")
 def test_images_are_in_the_order_of_tensor_cores_where_these_compute() -> None:
-    def ordered(device: torch.device, mixed_precision: str, *, tf32: bool = False, **model: Any) -> bool:
+    def ordered(
+        device: torch.device, mixed_precision: str, *, tf32: bool = False, name: str = "resnet50", **train: Any
+    ) -> bool:
         numerics.set_up(device, tf32=tf32, deterministic=False)
         tensor_cores = numerics.on_tensor_cores(device, mixed_precision=mixed_precision)
-        return ModelRecipe(**model).takes_channels_last(tensor_cores=tensor_cores)
+        return TrainRecipe(**train).takes_channels_last(tensor_cores=tensor_cores, is_convnet=name == "convnet")
 
-    resnet = {"name": "resnet50"}
-    assert [ordered(GPU, precision, **resnet) for precision in ("no", "bf16", "fp16")] == [False, True, True]
-    assert ordered(GPU, "no", tf32=True, **resnet)
-    assert not any(ordered(CPU, precision, tf32=True, **resnet) for precision in ("no", "bf16"))
-    assert not ordered(GPU, "bf16", channels_last=False, **resnet)
-    assert ordered(CPU, "no", channels_last=True, **resnet)
+    assert [ordered(GPU, precision) for precision in ("no", "bf16", "fp16")] == [False, True, True]
+    assert ordered(GPU, "no", tf32=True)
+    assert not any(ordered(CPU, precision, tf32=True) for precision in ("no", "bf16"))
+    assert not ordered(GPU, "bf16", channels_last=False)
+    assert ordered(CPU, "no", channels_last=True)
     assert ordered(CPU, "no", name="convnet")
 
 

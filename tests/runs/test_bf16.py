@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multiproc
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained("cpu", tmp_path_factory.mktemp("bf16") / "single", "model.channels_last=true", processes=None)
+    return trained("cpu", tmp_path_factory.mktemp("bf16") / "single", "train.channels_last=true", processes=None)
 
 
 def trained(preset: str, run_dir: Path, *arguments: str, processes: int | None = 2) -> Path:
@@ -37,7 +37,7 @@ def trained(preset: str, run_dir: Path, *arguments: str, processes: int | None =
 
 @pytest.mark.parametrize(("preset", "order"), [*((preset, "true") for preset in PRESETS), ("fsdp2", "false")])
 def test_a_resnet_learns_in_bf16(single: Path, preset: str, order: str, tmp_path: Path) -> None:
-    lines = read_lines(trained(preset, tmp_path, f"model.channels_last={order}") / "metrics.jsonl")
+    lines = read_lines(trained(preset, tmp_path, f"train.channels_last={order}") / "metrics.jsonl")
     expected = read_lines(single / "metrics.jsonl")
     # Batch norms see half the batch on each of two processes, and bf16 keeps 8 bits.
     assert lines[0]["loss"] == pytest.approx(expected[0]["loss"], rel=0.1)

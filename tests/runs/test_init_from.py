@@ -89,7 +89,7 @@ def test_a_file_and_a_finished_run_give_weights_and_batch_statistics(runtime: Ru
         model = build()
         assert take_up(runtime, model, place) == file
         assert_holds(model, trained())
-    model = build(ModelRecipe(norm="batch", hidden=16, dtype="float64"))
+    model = build().double()
     take_up(runtime, model, file)
     assert_holds(model, trained())
 

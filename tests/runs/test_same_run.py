@@ -30,9 +30,9 @@ RECIPE = (
     f"train.steps={STEPS}",
     "model.activation=gelu",
     "model.pooling=average",
-    "model.channels_last=true",
+    "train.channels_last=true",
     "train.evaluate_every_epochs=0",
-    "train.label_smoothing=0.1",
+    "augment.label_smoothing=0.1",
     "train.ema_decay=0.95",
     "augment.crop_padding=1",
     "augment.flip=0.5",
@@ -155,7 +155,7 @@ def test_the_other_presets(
 
 
 # The ConvNet as it is by default, kinks included: here rounding is too small to meet one.
-DOUBLE = (*OPTIMIZERS["adamw"], "model.dtype=float64", "model.activation=relu", "model.pooling=max")
+DOUBLE = (*OPTIMIZERS["adamw"], "train.dtype=float64", "model.activation=relu", "model.pooling=max")
 
 
 @pytest.fixture(scope="module")

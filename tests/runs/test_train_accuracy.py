@@ -51,7 +51,7 @@ def test_it_is_that_of_whole_global_batches(
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("switch", ["log.train_accuracy=false", "augment.mixup=0.2"])
+@pytest.mark.parametrize("switch", ["log.train_scores=false", "augment.mixup=0.2"])
 def test_it_is_unknown_where_it_is_off_or_targets_are_mixed(tmp_path: Path, switch: str) -> None:
     train("cpu", tmp_path / "run", *KNOWN, "train.steps=1", switch).check()
     assert [line["accuracy"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [None]

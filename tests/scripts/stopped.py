@@ -61,7 +61,14 @@ def start(ours: Claim) -> None:
 
 def model(ours: Claim) -> None:
     config = model_file.ModelConfig(
-        model=ModelRecipe(), channels=1, image_size=(4, 4), resize_size=None, classes=("a", "b"), mean=(0.5,), std=(0.5,)
+        model=ModelRecipe(),
+        dtype="float32",
+        channels=1,
+        image_size=(4, 4),
+        resize_size=None,
+        classes=("a", "b"),
+        mean=(0.5,),
+        std=(0.5,),
     )
     model_file.save(ours, config, {"weight": torch.zeros(3)})
 
