@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
 from app import models, own_layers
 from app.data import loader, transfer
-from app.data.arrays import ArraySource
 from app.data.augment import Preparation
 from app.data.hash64 import derive_key
 from app.data.loader import Batch, Failure
 from app.data.open import Data, download_data, open_staged
 from app.data.order import EvalBatches, TrainBatches
-from app.data.source import Source, labels_by_name
+from app.data.samples import Samples
+from app.data.source import Source
 from app.data.stage import staged
 from app.errors import PresetError
 from app.optim import schedule
@@ -93,33 +93,11 @@ def evaluation_of(
     model: torch.nn.Module,
     source: Source,
     preparation: Preparation,
-    *,
-    classes: tuple[str, ...] | None = None,
 ) -> Callable[[], Evaluation]:
-    """Return the function that scores `model` on all of `source`, in micro-batches of the plan's size.
-
-    `classes` are those of the model's outputs where it was trained on other data: they are matched by name. Raises DataError
-    if the source has one that the model lacks.
-    """
+    """Return the function that scores `model` on all of `source`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(source), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
-    fed = _fed(runtime, source, batches)
-    if classes is not None and classes != source.classes:
-        fed = _Relabelled(fed, torch.tensor(labels_by_name(source.classes, classes), device=runtime.device))
-    num_classes = len(classes or source.classes)
-    return functools.partial(evaluate, runtime, model, fed, preparation, size=len(source), num_classes=num_classes)
-
-
-@dataclass(frozen=True)
-class _Relabelled:
-    """Batches with the labels of a model that numbers the classes otherwise than their source."""
-
-    fed: Iterable[Batch | Failure]
-    label_of: torch.Tensor
-    """int64 [classes of the source]: the model's number of each."""
-
-    def __iter__(self) -> Iterator[Batch | Failure]:
-        for batch in self.fed:
-            yield batch if isinstance(batch, Failure) else {**batch, "labels": self.label_of[batch["labels"]]}
+    fed = _fed(runtime, source, batches, seed=None)
+    return functools.partial(evaluate, runtime, model, fed, preparation, size=len(source), num_classes=len(source.classes))
 
 
 def training_batches(
@@ -134,17 +112,20 @@ def training_batches(
         first_step=first_step,
         last_step=length.total_steps,
     )
-    return _fed(runtime, source, batches)
+    return _fed(runtime, source, batches, seed=recipe.seed)
 
 
-def _fed(runtime: Runtime, source: Source, batches: TrainBatches | EvalBatches) -> Iterable[Batch | Failure]:
-    """Return this rank's shares of the global micro-batches, on its device."""
+def _fed(
+    runtime: Runtime, source: Samples, batches: TrainBatches | EvalBatches, *, seed: int | None
+) -> Iterable[Batch | Failure]:
+    """Return this rank's shares of the global micro-batches, on its device; without a seed nothing is random."""
     launched, device = runtime.launched, runtime.device
-    if isinstance(source, ArraySource):
-        looked_up = loader.InProcess(source, batches, rank=launched.rank, world_size=runtime.plan.world_size)
-        return looked_up if device.type == "cpu" else transfer.Ahead(looked_up.unwritten, device)
-    decoded = runtime.deal(loader.build(source, batches, local_world_size=launched.local_world_size, device=device))
-    return decoded if device.type == "cpu" else transfer.Ahead(functools.partial(loader.unwritten, decoded), device)
+    if not source.workers:
+        own = loader.InProcess(source, batches, seed=seed, rank=launched.rank, world_size=runtime.plan.world_size)
+        return own if device.type == "cpu" else transfer.Ahead(own.unwritten, device)
+    made = loader.build(source, batches, seed=seed, local_world_size=launched.local_world_size, device=device)
+    dealt = runtime.deal(made)
+    return dealt if device.type == "cpu" else transfer.Ahead(functools.partial(loader.unwritten, dealt), device)
 
 
 def samples_of(recipe: Recipe, size: int, step: int) -> list[int]:

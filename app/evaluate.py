@@ -47,6 +47,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str
 
     from app import building
     from app.checkpoints import model_file
+    from app.data.relabelled import relabelled
     from app.ranks.runtime import Runtime
 
     model, config = model_file.load(arguments.run)
@@ -57,9 +58,10 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str
     runtime = Runtime(launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic)
     source = getattr(building.open_data(runtime, recipe), arguments.split)
     _check_pictures(source, config, recipe)
+    source = relabelled(source, config.classes)
     preparation = building.build_preparation(runtime, recipe, source)
     model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.train.dtype)))
-    scores = building.evaluation_of(runtime, model, source, preparation, classes=config.classes)()
+    scores = building.evaluation_of(runtime, model, source, preparation)()
     runtime.close()
     return config.classes, scores
 

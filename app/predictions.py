@@ -84,7 +84,7 @@ def write_predictions(claim: Claim, source: Source, found: Predictions) -> None:
     """
     shown = list(dict.fromkeys(found.spread + found.mistakes))
     indices = np.array([row.sample for row in shown], dtype=np.int64)
-    images, _ = source.fetch(indices, indices)
+    images = source.fetch(indices, None)["images"]
     kept = _kept(found.pairs, len(source.classes))
     told = {
         "classes": source.classes,

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from app.data import jpeg
+from app.data.draws import SampleDraws
 from app.data.framing import Framing
 from app.data.pictures import decode
 from app.data.reduced import reduced
@@ -80,14 +81,14 @@ def photograph(width: int, height: int, seed: int) -> bytes:
 def ours(file: bytes, sample: int) -> Tensor:
     """As training does where torchcodec is installed."""
     picture = decode(io.BytesIO(file), channels=3, name="made up")
-    return Framing(image_size=SIDE, min_area=MIN_AREA).random(picture, sample)
+    return Framing(image_size=SIDE, min_area=MIN_AREA).random(picture, SampleDraws(0, sample))
 
 
 def with_pillow(file: bytes, sample: int) -> Tensor:
     """As training does where it is not."""
     with Image.open(io.BytesIO(file)) as opened:
         picture = torch.from_numpy(np.array(opened)).permute(2, 0, 1)
-    return Framing(image_size=SIDE, min_area=MIN_AREA).random(picture, sample)
+    return Framing(image_size=SIDE, min_area=MIN_AREA).random(picture, SampleDraws(0, sample))
 
 
 def with_torchvision(file: bytes, sample: int) -> Tensor:
@@ -97,12 +98,12 @@ def with_torchvision(file: bytes, sample: int) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         picture = decode_jpeg(torch.frombuffer(bytearray(file), dtype=torch.uint8), mode=ImageReadMode.RGB)
-    return Framing(image_size=SIDE, min_area=MIN_AREA).random(picture, sample)
+    return Framing(image_size=SIDE, min_area=MIN_AREA).random(picture, SampleDraws(0, sample))
 
 
 def when_reduced(file: bytes, sample: int) -> Tensor:
     """As training does with data.jpeg_decoder=reduced."""
-    image = reduced(file, Framing(image_size=SIDE, min_area=MIN_AREA), sample, channels=3)
+    image = reduced(file, Framing(image_size=SIDE, min_area=MIN_AREA), SampleDraws(0, sample), channels=3)
     return ours(file, sample) if image is None else image
 
 

@@ -103,7 +103,7 @@ def look_at_all(recipe: Recipe) -> None:
     source, _ = open_data(recipe)
     for start in range(0, len(source), _BATCH):
         indices = np.arange(start, min(start + _BATCH, len(source)))
-        source.fetch(indices, indices)
+        source.fetch(indices, None)
 
 
 def peak_anonymous_bytes(work: Callable[[], None]) -> int:
@@ -148,7 +148,7 @@ def _look_up_us(source: Source, seed: int) -> float:
     for _ in range(_LOOK_UPS):
         indices = random.integers(0, len(source), _BATCH)
         start_s = time.perf_counter()
-        source.fetch(indices, indices)
+        source.fetch(indices, None)
         elapsed_s.append(time.perf_counter() - start_s)
     return statistics.median(elapsed_s) * 1e6
 

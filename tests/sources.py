@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from app.data.draws import HostDraws
 from app.data.source import Source
 from app.recipe.schema import DataRecipe, Recipe
 
@@ -19,9 +21,15 @@ def recipe(source: str, path: Path | None = None, **keys) -> Recipe:
     return Recipe(data=DataRecipe(source=source, path=None if path is None else str(path), **keys))
 
 
-def everything(source: Source) -> tuple[torch.Tensor, torch.Tensor]:
-    indices = np.arange(len(source))
-    return source.fetch(indices, indices)
+def everything(source: Source) -> tuple[Tensor, Tensor]:
+    """All images and labels of the first epoch."""
+    return fetched(source, np.arange(len(source)))
+
+
+def fetched(source: Source, indices: np.ndarray, samples: np.ndarray | None = None, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images and labels of samples with these numbers, those of the first epoch unless they are given."""
+    images, labels = source.fetch(indices, HostDraws(seed, indices if samples is None else samples)).values()
+    return images, labels
 
 
 class Batches(Dataset):
@@ -30,8 +38,8 @@ class Batches(Dataset):
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.source.fetch(np.array(indices), np.array(indices))
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return fetched(self.source, np.array(indices))
 
 
 def check_workers_and_pickling(source: Source) -> None:
@@ -56,9 +64,10 @@ def check_contract(source: Source) -> None:
     assert images.is_contiguous()
     assert labels.dtype == torch.int64
     assert labels.shape == (len(source),)
+    assert source.facts == {"classes": list(source.classes), "channels": source.channels, "image_size": [*source.image_size]}
     assert 0 <= int(labels.min()) <= int(labels.max()) < len(source.classes)
     picked = np.array([len(source) - 1, 0, 0])
-    some, some_labels = source.fetch(picked, picked)
+    some, some_labels = fetched(source, picked)
     assert torch.equal(some, images[picked])
     assert torch.equal(some_labels, labels[picked])
 

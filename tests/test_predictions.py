@@ -27,7 +27,7 @@ def left(run_dir: Path) -> dict[str, bytes]:
 def test_they_are_those_of_the_saved_weights_with_every_sample_once(digits_run: Path) -> None:
     recipe = recipe_file.load(str(digits_run / "recipe.yaml"), []).recipe
     source = open_data(recipe).test
-    images, labels = source.fetch(np.arange(len(source)), np.arange(len(source)))
+    images, labels = source.fetch(np.arange(len(source)), None).values()
     model, _ = model_file.load(digits_run)
     preparation = Preparation(recipe.data, recipe.augment, seed=0, channels=1, num_classes=10)
     with torch.no_grad():
@@ -66,10 +66,8 @@ class _Noise:
 
     classes = tuple(f"class {label}" for label in range(1000))
 
-    def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randint(0, 256, (len(indices), 3, 224, 160), dtype=torch.uint8), torch.zeros(
-            len(indices), dtype=torch.int64
-        )
+    def fetch(self, indices: np.ndarray, draw: None) -> dict[str, torch.Tensor]:
+        return {"images": torch.randint(0, 256, (len(indices), 3, 224, 160), dtype=torch.uint8)}
 
 
 def test_a_thousand_classes_leave_the_most_frequent_mistakes_and_little_to_carry(tmp_path: Path) -> None:

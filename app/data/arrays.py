@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from app.data.draws import HostDraws
 from app.data.framing import Framing
 from app.data.kept import keep, stamps
 from app.data.pictures import PictureSource
-from app.data.source import Source, check_labels
+from app.data.samples import Layout
+from app.data.source import Source, check_labels, facts_of
 from app.data.split import Images, Split, Unstored, open_split, pictures_in_a_chunk
 from app.errors import DataError, RecipeError
 from app.recipe.schema import Recipe
@@ -27,7 +29,8 @@ from app.recipe.schema import Recipe
 class ArraySource:
     """One split in arrays."""
 
-    decodes: ClassVar[bool] = False
+    workers: ClassVar[bool] = False
+    remedy: ClassVar[str] = "have them copied to a disk of this machine (data.stage_to)"
     images: Images
     labels: np.ndarray
     """Of any integer type, [N], in 0 .. len(classes) - 1."""
@@ -44,23 +47,32 @@ class ArraySource:
         """Height and width in pixels."""
         return int(self.images.array.shape[2]), int(self.images.array.shape[3])
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a network for these pictures is built by."""
+        return facts_of(self)
+
+    @property
+    def layout(self) -> Layout:
+        """Shape, without the batch, and type of images and labels."""
+        return {"images": (self.images.array.shape[1:], np.dtype(np.uint8)), "labels": ((), np.dtype(np.int64))}
+
     def __len__(self) -> int:
         return len(self.images)
 
-    def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[Tensor, Tensor]:  # noqa: ARG002  nothing is random
+    def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:  # noqa: ARG002  nothing is random
         """Return images and labels, as `Source.fetch` says."""
-        images = np.empty((len(indices), *self.images.array.shape[1:]), np.uint8)
-        labels = np.empty(len(indices), np.int64)
-        self.fetch_into(indices, images, labels)
-        return torch.from_numpy(images), torch.from_numpy(labels)
+        memory = {name: np.empty((len(indices), *shape), dtype) for name, (shape, dtype) in self.layout.items()}
+        self.fetch_into(indices, memory)
+        return {name: torch.from_numpy(array) for name, array in memory.items()}
 
-    def fetch_into(self, indices: np.ndarray, images: np.ndarray, labels: np.ndarray) -> None:
+    def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
         """Write what `fetch` returns into `images`, uint8 [B, C, H, W], and `labels`, int64 [B]."""
         # NumPy's look-up stays in this thread: torch's waits for its pool, for a millisecond when other processes are busy.
         # All indices are legal. Unless it is told to clip those that are not, NumPy looks up into memory of its own first, to
-        # leave `images` alone if one is not, and takes 2.5 times as long.
-        self.images.array.take(indices, axis=0, out=images, mode="clip")
-        labels[:] = self.labels.take(indices)
+        # leave the images alone if one is not, and takes 2.5 times as long.
+        self.images.array.take(indices, axis=0, out=memory["images"], mode="clip")
+        memory["labels"][:] = self.labels.take(indices)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from app.data.draws import Draws, integers_on_host
+from app.data.draws import Draws, HostDraws
 from app.data.randaugment import OPERATIONS, pixels_at, randaugment
 from app.errors import RecipeError
 from app.recipe.schema import AugmentRecipe, DataRecipe
@@ -136,7 +136,7 @@ class Preparation:
     def _counts(self, operations: Tensor, batch: Mapping[str, Any], purpose: str) -> list[int]:
         """Return how many of the `operations`, int64 [B], are which. Those of a GPU the host draws once more by itself."""
         num = len(OPERATIONS)
-        on_host = operations.numpy() if operations.is_cpu else integers_on_host(self._seed, batch["numbers"], purpose, num)
+        on_host = operations.numpy() if operations.is_cpu else HostDraws(self._seed, batch["numbers"]).integers(purpose, num)
         counts: list[int] = np.bincount(on_host, minlength=num).tolist()
         return counts
 

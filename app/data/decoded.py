@@ -50,5 +50,5 @@ def _decoded(source: Source, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     with progress("decoding the pictures, once", shape[0], "pictures") as advance:
         for start in range(0, shape[0], step):
             indices = np.arange(start, min(start + step, shape[0]))
-            yield source.fetch(indices, indices)[0].numpy()
+            yield source.fetch(indices, None)["images"].numpy()
             advance(len(indices))

@@ -2,9 +2,9 @@
 
 A sample number is epoch * dataset size + index (see `order.py`). So a sample gets the same numbers in any batch, on any
 rank, in any worker, after any resume. `Draws` computes them for a batch, on the device of its sample numbers, with bits
-that are equal on every device; `integers_on_host` gives those of a batch to a host that does not want to wait for its
-device, and `SampleDraws` those of one sample in plain Python, for workers that decode one image at a time. What `Draws`
-derives from the bits is exact as well, except `beta` (float32 rounding).
+that are equal on every device; `HostDraws` gives those of a batch to the host, where samples are made, and `SampleDraws`
+those of one sample in plain Python, for what is made one at a time. What `Draws` derives from the bits is exact as well,
+except `beta` (float32 rounding).
 
     draws = Draws(seed, batch["samples"])
     flip = draws.uniform("flip") < 0.5
@@ -85,12 +85,32 @@ class SampleDraws:
         return mix64(self._base ^ _purpose_key(purpose))
 
 
-def integers_on_host(seed: int, samples: NDArray[np.int64], purpose: str, high: int) -> NDArray[np.int64]:
-    """Return int64 [B] in [0, high) for sample numbers int64 [B]: the values of `Draws.integers`."""
-    base = mix64_array(samples.astype(np.uint64) + np.uint64(_seed_key(seed)))
-    bits = mix64_array(base ^ np.uint64(_purpose_key(purpose)))
-    integers: NDArray[np.int64] = (bits & np.uint64(_MAX_INT64)).astype(np.int64) % high
-    return integers
+class HostDraws:
+    """The same random numbers as `Draws`, for a batch of samples on the host, in NumPy."""
+
+    def __init__(self, seed: int, samples: NDArray[np.int64]) -> None:
+        self._seed = seed
+        self.samples = samples
+        """Sample numbers, int64 [B]."""
+
+    def of(self, position: int) -> SampleDraws:
+        """Return the random numbers of the sample at a position in the batch."""
+        return SampleDraws(self._seed, int(self.samples[position]))
+
+    def uniform(self, purpose: str) -> NDArray[np.float32]:
+        """Return float32 [B] in [0, 1): the values of `Draws.uniform`."""
+        uniform: NDArray[np.float32] = (self._bits(purpose) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        return uniform
+
+    def integers(self, purpose: str, high: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return int64 [B] in [0, high), for high of at least 1 (one number, or int64 [B]): the values of `Draws.integers`."""
+        integers: NDArray[np.int64] = (self._bits(purpose) & np.uint64(_MAX_INT64)).astype(np.int64) % high
+        return integers
+
+    def _bits(self, purpose: str) -> NDArray[np.uint64]:
+        base = mix64_array(self.samples.astype(np.uint64) + np.uint64(_seed_key(self._seed)))
+        bits: NDArray[np.uint64] = mix64_array(base ^ np.uint64(_purpose_key(purpose)))
+        return bits
 
 
 def mix64_tensor(values: Tensor) -> Tensor:

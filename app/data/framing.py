@@ -1,7 +1,7 @@
 """From pictures of any size to the one size that the model sees.
 
 The geometry is torchvision's, so that published recipes keep their meaning: `Resize` and `CenterCrop`, or
-`RandomResizedCrop`, all bilinear with antialiasing. The random crop is a function of the seed and the sample number alone.
+`RandomResizedCrop`, all bilinear with antialiasing. The random crop is a function of the sample's draws alone.
 """
 
 from __future__ import annotations
@@ -30,31 +30,23 @@ class Framing:
     """Pixels the shorter side gets before the centre crop; None: image_size."""
     min_area: float | None = None
     """Smallest share of the picture that a random crop keeps; None: the centre crop. Needs image_size."""
-    seed: int = 0
-    """Seed of the random crop."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, training: bool) -> Framing:
         """Return the framing a recipe asks for; only training pictures are cropped at random."""
         data, min_area = recipe.data, recipe.augment.resized_crop_min_area
-        return cls(
-            image_size=data.image_size,
-            resize_size=data.resize_size,
-            min_area=min_area if training else None,
-            seed=recipe.seed,
-        )
+        return cls(image_size=data.image_size, resize_size=data.resize_size, min_area=min_area if training else None)
 
     def size_of(self, stored: tuple[int, int]) -> tuple[int, int]:
         """Return height and width in pixels of the image made of a picture of `stored` height and width."""
         return stored if self.image_size is None else (self.image_size, self.image_size)
 
-    def random(self, picture: Tensor, sample: int) -> Tensor:
-        """Return the image of a picture (uint8 [C, H, W]) for a sample number; without min_area, the `fixed` one."""
-        if self.image_size is None or self.min_area is None:
+    def random(self, picture: Tensor, draws: SampleDraws | None) -> Tensor:
+        """Return the image of a picture (uint8 [C, H, W]) for a sample's draws; without them or min_area, the `fixed` one."""
+        if self.image_size is None or self.min_area is None or draws is None:
             return self.fixed(picture)
         height, width = picture.shape[-2:]
-        box = crop_box(height, width, SampleDraws(self.seed, sample), min_area=self.min_area)
-        top, left, box_height, box_width = box
+        top, left, box_height, box_width = crop_box(height, width, draws, min_area=self.min_area)
         return resize(picture[..., top : top + box_height, left : left + box_width], (self.image_size, self.image_size))
 
     def fixed(self, pictures: Tensor) -> Tensor:
@@ -64,15 +56,15 @@ class Framing:
         size, top, left = _centre(pictures.shape[-2], pictures.shape[-1], self.image_size, self.resize_size or self.image_size)
         return resize(pictures, size)[..., top : top + self.image_size, left : left + self.image_size]
 
-    def box(self, height: int, width: int, sample: int) -> tuple[float, float, float, float]:
-        """Return top, left, height and width of the part of a picture that becomes its image for a sample number.
+    def box(self, height: int, width: int, draws: SampleDraws | None) -> tuple[float, float, float, float]:
+        """Return top, left, height and width of the part of a picture that becomes its image for a sample's draws.
 
         Height and width are the picture's. All are in pixels and parts of them: `fixed` crops only after resizing. Needs
         image_size.
         """
         assert self.image_size is not None
-        if self.min_area is not None:
-            return crop_box(height, width, SampleDraws(self.seed, sample), min_area=self.min_area)
+        if self.min_area is not None and draws is not None:
+            return crop_box(height, width, draws, min_area=self.min_area)
         size, top, left = _centre(height, width, self.image_size, self.resize_size or self.image_size)
         rows, columns = height / size[0], width / size[1]
         return top * rows, left * columns, self.image_size * rows, self.image_size * columns

@@ -1,14 +1,15 @@
 """Feeding: sample numbers in, whole batches out, in this process's memory; `transfer` brings them to another device.
 
 A sample number is `epoch * size + index`; it is all that a worker needs to make the sample, and all that the augmentation
-needs to be the same anywhere. -1 is padding. A batch is a dict of tensors: `images` uint8 [B, C, H, W], `labels` int64 [B]
-and `samples` int64 [B], the sample numbers. An array, `numbers`, has these on the host as well: only tensors go to the device.
+needs to be the same anywhere. -1 is padding. A batch is a dict of tensors: the fields that `Samples.fetch` returns, and
+`samples` int64 [B], the sample numbers. An array, `numbers`, has these on the host as well: only tensors go to the device.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from app.data.arrays import ArraySource
-from app.data.source import Source
+from app.data.draws import HostDraws
+from app.data.samples import Layout, LooksUp, Samples
 from app.errors import DataError
 from app.place import cores
 
 Batch = dict[str, Any]
 _TOGETHER_BYTES = 2 << 20
-"""Pictures that are looked up in one go: enough to forget what one look-up costs, few enough that nobody waits for it."""
+"""Samples that are looked up in one go: enough to forget what one look-up costs, few enough that nobody waits for it."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,12 @@ class Failure:
     text: str
 
 
-class Samples(Dataset):
-    """A source as torch's DataLoader sees it: indexed by sample numbers, a whole batch at a time."""
+class Fetching(Dataset):
+    """Samples as torch's DataLoader sees them: indexed by sample numbers, a whole batch at a time."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Samples, *, seed: int | None) -> None:
+        """`seed` is that of what is random; None: nothing is, as in an evaluation."""
+        self.source, self._seed = source, seed
 
     def __len__(self) -> int:
         return len(self.source)
@@ -50,17 +52,17 @@ class Samples(Dataset):
         samples = np.asarray(numbers, dtype=np.int64)
         indices = samples % len(self.source)  # of padding, the last one
         try:
-            images, labels = self.source.fetch(indices, samples)
+            fields = self.source.fetch(indices, None if self._seed is None else HostDraws(self._seed, samples))
         except DataError as error:
             return Failure(str(error))
-        return {"images": images, "labels": labels, "samples": torch.from_numpy(samples), "numbers": samples}
+        return {**fields, "samples": torch.from_numpy(samples), "numbers": samples}
 
 
 @dataclass(frozen=True)
 class Unwritten:
     """Batches of one size that are made where their memory is."""
 
-    layout: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+    layout: Layout
     """Shape and type of each field, of all batches together."""
     numbers: np.ndarray
     """Sample numbers, int64 [batches, B], which stay on the host; the first dimension of a field is batches * B."""
@@ -69,39 +71,50 @@ class Unwritten:
 
 
 class InProcess:
-    """One rank's shares of global micro-batches, looked up where they are used, for sources that are arrays.
+    """One rank's shares of global micro-batches, made where they are used, for samples that workers do not make sooner.
 
-    Handing a batch over from a worker costs more than the look-up, and so does a DataLoader without workers (60-90 us a
+    Handing a batch over from a worker costs more than a look-up, and so does a DataLoader without workers (60-90 us a
     batch). The shares are those that Accelerate deals, contiguous and in the order of the ranks. Small ones are looked up
     several at a time, which costs hardly more than one.
     """
 
-    def __init__(self, source: ArraySource, batches: Iterable[np.ndarray], *, rank: int, world_size: int) -> None:
-        """`batches` gives sample numbers, int64 [global micro-batch], which `world_size` divides."""
-        self._source, self._batches = source, batches
+    def __init__(self, source: Samples, batches: Iterable[np.ndarray], *, seed: int | None, rank: int, world_size: int) -> None:
+        """`batches` gives sample numbers, int64 [global micro-batch], which `world_size` divides; `seed` as in `Fetching`."""
+        self._fetching, self._batches = Fetching(source, seed=seed), batches
+        self._looks_up = source if isinstance(source, LooksUp) else None
         self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Iterator[Batch | Failure]:
-        for group in self.unwritten():
+        if self._looks_up is None:
+            yield from self._fetched()
+            return
+        for group in self._looked_up(self._looks_up):
             memory = {name: np.empty(shape, dtype) for name, (shape, dtype) in group.layout.items()}
             group.write(memory)
             yield from split({name: torch.from_numpy(array) for name, array in memory.items()}, group.numbers)
 
-    def unwritten(self) -> Iterator[Unwritten]:
-        """Yield the batches, in groups as they are looked up, for memory that is there already."""
-        shares = (numbers.reshape(self._world_size, -1)[self._rank] for numbers in self._batches)
-        channels, (height, width) = self._source.channels, self._source.image_size
-        for first in shares:
-            most = max(1, _TOGETHER_BYTES // (len(first) * channels * height * width))
-            samples = np.concatenate([first, *itertools.islice(shares, most - 1)])
-            images = (len(samples), channels, height, width), np.dtype(np.uint8)
-            labels = samples.shape, samples.dtype
-            layout = {"images": images, "labels": labels, "samples": labels}
-            yield Unwritten(layout, samples.reshape(-1, len(first)), functools.partial(self._write, samples))
+    def unwritten(self) -> Iterator[Unwritten | Failure]:
+        """Return the batches, in groups if they are looked up, for memory that is there already."""
+        return unwritten(self._fetched()) if self._looks_up is None else self._looked_up(self._looks_up)
 
-    def _write(self, samples: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
-        indices = samples % len(self._source)  # of padding, the last one
-        self._source.fetch_into(indices, memory["images"], memory["labels"])
+    def _shares(self) -> Iterator[np.ndarray]:
+        return (numbers.reshape(self._world_size, -1)[self._rank] for numbers in self._batches)
+
+    def _fetched(self) -> Iterator[Batch | Failure]:
+        return map(self._fetching.__getitems__, self._shares())
+
+    def _looked_up(self, source: LooksUp) -> Iterator[Unwritten]:
+        fields, shares = source.layout, self._shares()
+        sample_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields.values())
+        for first in shares:
+            most = max(1, _TOGETHER_BYTES // (len(first) * sample_bytes))
+            samples = np.concatenate([first, *itertools.islice(shares, most - 1)])
+            layout = {name: ((len(samples), *shape), dtype) for name, (shape, dtype) in fields.items()}
+            layout["samples"] = samples.shape, samples.dtype
+            yield Unwritten(layout, samples.reshape(-1, len(first)), functools.partial(self._write, source, samples))
+
+    def _write(self, source: LooksUp, samples: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
+        source.fetch_into(samples % len(self._fetching), memory)  # of padding, the last one
         memory["samples"][:] = samples
 
 
@@ -128,14 +141,14 @@ def _copy(arrays: Mapping[str, np.ndarray], memory: Mapping[str, np.ndarray]) ->
         np.copyto(memory[name], array)  # in this thread: torch's pool is left to others
 
 
-def build(source: Source, batches: Any, *, local_world_size: int, device: torch.device) -> DataLoader:
+def build(source: Samples, batches: Any, *, seed: int | None, local_world_size: int, device: torch.device) -> DataLoader:
     """Return a loader over `batches`, a batch sampler of global micro-batches, for Accelerate to divide.
 
-    For sources that decode: worker processes do it.
+    For samples that are made one by one: worker processes do it. `seed` as in `Fetching`.
     """
     workers = num_workers(cores.of_this_process(local_world_size), device)
     return DataLoader(
-        Samples(source),
+        Fetching(source, seed=seed),
         batch_sampler=batches,
         collate_fn=_as_is,
         num_workers=workers,
@@ -145,27 +158,23 @@ def build(source: Source, batches: Any, *, local_world_size: int, device: torch.
 
 
 def num_workers(own_cores: int, device: torch.device) -> int:
-    """Return how many decoding processes one training process may start that has this many cores.
+    """Return how many worker processes one training process may start that has this many cores.
 
     Where the CPU trains, one is kept for that. More than 16 never paid off in published measurements.
     """
     return max(0, min(16, own_cores - (1 if device.type == "cpu" else 0)))
 
 
-def remedy(source: Source, *, local_world_size: int, device: torch.device) -> str:
-    """Return what helps where training waits for this source."""
-    if not source.decodes:
-        return (
-            "the disk it lies on is slow; have it copied to one of this machine (data.stage_to), or give the job more memory, "
-            "in which the system keeps what was read"
-        )
-    workers = num_workers(cores.of_this_process(local_world_size), device)
-    count = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
-    return (
-        f"pictures are read and decoded by {count}, as many as this job's cores allow; give it more cores (--cpus-per-task), "
-        "make the pictures smaller once (samerun data pack --max-side), or have them copied to a disk of this machine "
-        "(data.stage_to)"
-    )
+def remedy(source: Samples, *, local_world_size: int, device: torch.device) -> str:
+    """Return what helps where training waits for these samples."""
+    own = getattr(source, "remedy", "")
+    if source.workers:
+        workers = num_workers(cores.of_this_process(local_world_size), device)
+        count = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
+        text = f"samples are made by {count}, as many as this job's cores allow; give it more cores (--cpus-per-task)"
+    else:
+        text = "the disk they lie on is slow; give the job more memory, in which the system keeps what was read"
+    return f"{text}, or {own}" if own else text
 
 
 def batches_of(loader: Iterable[Batch | Failure]) -> Generator[Batch]:

@@ -17,7 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from app.data import jpeg
+from app.data.draws import HostDraws
 from app.data.framing import Framing
+from app.data.source import facts_of
 from app.errors import DataError
 
 
@@ -39,7 +41,11 @@ class Reader(Protocol):
 class PictureSource:
     """One split whose pictures are read, and cropped or resized, when they are fetched."""
 
-    decodes: ClassVar[bool] = True
+    workers: ClassVar[bool] = True
+    remedy: ClassVar[str] = (
+        "make the pictures smaller once (samerun data pack --max-side), or have them copied to a disk of this machine "
+        "(data.stage_to)"
+    )
     read: Reader
     size: int
     """Number of samples."""
@@ -53,19 +59,24 @@ class PictureSource:
     made_of: tuple[Any, ...] | None = None
     """What the pictures are stored in (`kept.stamps`), where they may be decoded once and kept; None where not."""
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a network for these pictures is built by."""
+        return facts_of(self)
+
     def __len__(self) -> int:
         return self.size
 
-    def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return images and labels, as `Source.fetch` says."""
+    def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
+        """Return images and labels, as `Source.fetch` says; without draws, of the pictures' centres."""
         images = torch.empty(len(indices), self.channels, *self.image_size, dtype=torch.uint8)
         labels = torch.empty(len(indices), dtype=torch.int64)
         for row, (picture, label) in enumerate(self.read(indices.tolist())):
-            image = self.framing.random(picture, int(samples[row]))
+            image = self.framing.random(picture, draw.of(row) if draw else None)
             if image.shape != images.shape[1:]:
                 raise DataError(self._other_shape(int(indices[row]), image))
             images[row], labels[row] = image, label
-        return images, labels
+        return {"images": images, "labels": labels}
 
     def _other_shape(self, index: int, image: Tensor) -> str:
         channels, height, width = image.shape

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from app.data import jpeg
+from app.data.draws import HostDraws, SampleDraws
 from app.data.framing import Framing
 from app.data.pictures import PictureSource
 
@@ -25,28 +26,28 @@ _SCALES = (8, 4, 2)
 class ReducedSource(PictureSource):
     """One split of pictures that are decoded no larger than their images need."""
 
-    def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
         """Return images and labels, as `Source.fetch` says."""
         labels = self.read.labels
         assert labels is not None
         images = torch.empty(len(indices), self.channels, *self.image_size, dtype=torch.uint8)
-        for row, (index, sample) in enumerate(zip(indices.tolist(), samples.tolist(), strict=True)):
-            content = self.read.file(index)
-            image = None if content is None else reduced(content, self.framing, sample, channels=self.channels)
+        for row, index in enumerate(indices.tolist()):
+            content, draws = self.read.file(index), draw.of(row) if draw else None
+            image = None if content is None else reduced(content, self.framing, draws, channels=self.channels)
             if image is None:
                 ((picture, _),) = self.read([index])
-                image = self.framing.random(picture, sample)
+                image = self.framing.random(picture, draws)
             images[row] = image
-        return images, torch.from_numpy(labels[indices]).long()
+        return {"images": images, "labels": torch.from_numpy(labels[indices]).long()}
 
 
-def reduced(content: bytes, framing: Framing, sample: int, *, channels: int) -> Tensor | None:
+def reduced(content: bytes, framing: Framing, draws: SampleDraws | None, *, channels: int) -> Tensor | None:
     """Return the image of a sample, uint8 [channels, H, W], or None if its picture has to be decoded whole.
 
     Args:
         content: Of the picture's file.
         framing: How the picture becomes an image; needs image_size.
-        sample: The sample number.
+        draws: The sample's; None: nothing is random.
         channels: 1 for grayscale, 3 for RGB.
     """
     header = jpeg.header_of(content, channels=channels)
@@ -54,7 +55,7 @@ def reduced(content: bytes, framing: Framing, sample: int, *, channels: int) -> 
         return None
     assert framing.image_size is not None
     width, height = header.size
-    top, left, box_height, box_width = framing.box(height, width, sample)
+    top, left, box_height, box_width = framing.box(height, width, draws)
     scale = next((scale for scale in _SCALES if min(box_height, box_width) >= scale * framing.image_size), None)
     if scale is None:
         return None

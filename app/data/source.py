@@ -1,7 +1,7 @@
 """What a source of samples is: one split of a data set, opened and checked.
 
-A source answers with whole batches of uint8 images; it neither shuffles, normalises nor knows of processes. It may be
-pickled or forked into the workers of a DataLoader. `app.data.open` makes the sources that a recipe asks for.
+A source is `Samples` whose batches are uint8 images, not normalised, and labels. `app.data.open` makes the sources that a
+recipe asks for.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from app.data.draws import HostDraws
+from app.data.samples import Samples
 from app.errors import DataError
 
 # How many samples' contents a fingerprint covers: few enough to read from a cold network disk in about a second.
@@ -23,8 +25,8 @@ DOWNLOADS = "data"
 """The folder for downloads, and where they are looked for, if data.path names no other."""
 
 
-class Source(Protocol):
-    """One split of a data set."""
+class Source(Samples, Protocol):
+    """One split of pictures."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -43,22 +45,16 @@ class Source(Protocol):
         """The same for the same data on every machine; the function `fingerprint` says what it covers."""
 
     @property
-    def decodes(self) -> bool:
-        """Whether `fetch` makes images one by one, so that worker processes help; False for a look-up in an array."""
+    def remedy(self) -> str:
+        """What helps where training waits for these pictures."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
+    def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
+        """Return `images`, uint8 [B, C, H, W], and `labels`, int64 [B], as `Samples.fetch` says."""
 
-    def fetch(self, indices: np.ndarray, samples: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return images, uint8 [B, C, H, W], and labels, int64 [B].
 
-        Args:
-            indices: int64 [B], in 0 .. len - 1.
-            samples: int64 [B], sample numbers (epoch * len + index): the key of whatever is random.
-
-        Raises:
-            DataError: An image cannot be read; the text names the file, or the split and the index.
-        """
+def facts_of(source: Source) -> dict[str, Any]:
+    """Return the facts of a split of pictures: what a network for them is built by, as JSON holds it."""
+    return {"classes": list(source.classes), "channels": source.channels, "image_size": list(source.image_size)}
 
 
 def check_labels(labels: np.ndarray, num_classes: int, *, where: str) -> None:
@@ -78,31 +74,6 @@ def check_labels(labels: np.ndarray, num_classes: int, *, where: str) -> None:
             f"sample {index} of {where} has label {int(labels[index])}, but labels must be in 0..{num_classes - 1} "
             f"({wrong.size} of {labels.size} are not); mend the labels or leave those samples out"
         )
-
-
-def labels_by_name(classes: Sequence[str], known: Sequence[str]) -> list[int]:
-    """Return where each of the classes is among those that a model knows, by its name.
-
-    Raises:
-        DataError: It does not know one, or has two of one name.
-    """
-    other = [name for name in classes if name not in known]
-    if other:
-        raise DataError(
-            f"the model does not know {len(other)} of the data's {len(classes)} classes: {_some(other)}. Its own are "
-            f"{_some(known)}. Classes are matched by name: name those of the data so, or leave the others out"
-        )
-    if len(set(known)) < len(known):
-        raise DataError(
-            "the model has several classes of one name, so those of other data cannot be matched by name: "
-            f"{_some([name for name in known if list(known).count(name) > 1])}"
-        )
-    return [list(known).index(name) for name in classes]
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:8])
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ import torch
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.decoded import reader_of
+from app.data.draws import HostDraws
 from app.data.open import open_data
 from app.data.order import TrainBatches
 from app.data.source import Source
@@ -63,15 +64,14 @@ def measure(recipe: Recipe, *, seconds: float) -> Costs:
         raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")
     with _one_thread():
         order = _indices(recipe, source)
-        batches = [next(order) for _ in range(_fitting(source, order, seconds))]
+        batches = [next(order) for _ in range(_fitting(_fetching(recipe, source), order, seconds))]
         reader, prepare = reader_of(source), _preparation(recipe, source)
-        with_files = source.decodes and reader.file(0) is not None
+        with_files = source.workers and reader.file(0) is not None
         read_us = _cpu_us(batches, lambda indices: [reader.file(int(i)) for i in indices]) if with_files else 0.0
-        decoded_us = _cpu_us(batches, lambda indices: deque(reader(indices.tolist()), maxlen=0)) if source.decodes else 0.0
-        fetched_us = _cpu_us(batches, lambda indices: source.fetch(indices, indices))
+        decoded_us = _cpu_us(batches, lambda indices: deque(reader(indices.tolist()), maxlen=0)) if source.workers else 0.0
+        fetched_us = _cpu_us(batches, fetch := _fetching(recipe, source))
         decoded_us = min(decoded_us, fetched_us)  # with data.jpeg_decoder=reduced less is decoded than the reader does
-        fed = {"images": None, "labels": None, "samples": torch.from_numpy(batches[0])}
-        fed["images"], fed["labels"] = source.fetch(batches[0], batches[0])
+        fed = {**fetch(batches[0]), "samples": torch.from_numpy(batches[0])}
         augment_us = _cpu_us(batches, lambda _: prepare(fed))
     workers, with_workers_per_s = _with_workers(recipe, source, seconds)
     return Costs(
@@ -112,12 +112,17 @@ def _order(recipe: Recipe, source: Source) -> TrainBatches:
     )
 
 
-def _fitting(source: Source, order: Iterator[np.ndarray], seconds: float) -> int:
+def _fetching(recipe: Recipe, source: Source) -> Callable[[np.ndarray], dict[str, torch.Tensor]]:
+    """Return what fetches a batch of indices as the first epoch of a training does."""
+    return lambda indices: source.fetch(indices, HostDraws(recipe.seed, indices))
+
+
+def _fitting(fetch: Callable[[np.ndarray], Any], order: Iterator[np.ndarray], seconds: float) -> int:
     """Return how many batches are fetched in `seconds`, from one that is fetched here, once to warm up and once more."""
     indices = next(order)
-    source.fetch(indices, indices)
+    fetch(indices)
     start_s = time.perf_counter()
-    source.fetch(indices, indices)
+    fetch(indices)
     return max(1, min(1000, int(seconds / max(1e-6, time.perf_counter() - start_s))))
 
 
@@ -139,10 +144,10 @@ def _preparation(recipe: Recipe, source: Source) -> Callable[[Any], Any]:
 
 def _with_workers(recipe: Recipe, source: Source, seconds: float) -> tuple[int, float]:
     """Return the number of workers that training on this machine would start, and pictures a second as it is fed."""
-    if not source.decodes:  # training looks batches up itself
-        return 0, _per_second(map(loader.Samples(source).__getitems__, _order(recipe, source)), seconds)
+    if not source.workers:  # training looks batches up itself
+        return 0, _per_second(map(loader.Fetching(source, seed=recipe.seed).__getitems__, _order(recipe, source)), seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fed = loader.build(source, _order(recipe, source), local_world_size=1, device=device)
+    fed = loader.build(source, _order(recipe, source), seed=recipe.seed, local_world_size=1, device=device)
     batches = iter(fed)
     for _ in range(2 * fed.num_workers):  # what the workers had ready when the measurement began
         next(batches)

@@ -120,7 +120,7 @@ def _facts(source: Source, seen: Seen, looked_at: int) -> dict[str, Any]:
             "mean": None if mean is None else mean.round(4).tolist(),
             "std": None if mean is None else np.sqrt(np.mean(seen.squares, 0) - mean**2).round(4).tolist(),
         }
-    return facts | {"decoded": source.decodes, "fingerprint": source.fingerprint, "unreadable": seen.unreadable}
+    return facts | {"decoded": source.workers, "fingerprint": source.fingerprint, "unreadable": seen.unreadable}
 
 
 def _range(sizes: list[int]) -> dict[str, int]:

@@ -115,8 +115,8 @@ def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:
 
     def fetch(piece: range) -> tuple[np.ndarray, np.ndarray]:
         indices = np.arange(piece.start, piece.stop)
-        images, targets = source.fetch(indices, indices)
-        return images.numpy(), targets.numpy()
+        batch = source.fetch(indices, None)
+        return batch["images"].numpy(), batch["labels"].numpy()
 
     def chunks() -> Iterator[np.ndarray]:
         done = 0

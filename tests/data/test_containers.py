@@ -9,7 +9,7 @@ import pytest
 import torch
 from packed import CLASSES, FORMATS, opened, pack, records, write_database, write_examples, write_folder
 from processes import read_lines, train
-from sources import check_contract, check_workers_and_pickling, everything
+from sources import check_contract, check_workers_and_pickling, everything, fetched
 
 # The same samples
 
@@ -21,10 +21,10 @@ def test_a_container_is_the_image_folder(pictures: Path, packed: dict[str, Path]
         opened("imagefolder", pictures, crop=0.3), opened(source, packed[source], crop=0.3), strict=True
     ):
         check_contract(found)
-        assert found.decodes
+        assert found.workers
         assert found.classes == expected.classes == CLASSES
         indices, samples = np.arange(9)[::-1].copy(), np.arange(9)[::-1] + 18
-        for one, other in zip(expected.fetch(indices, samples), found.fetch(indices, samples), strict=True):
+        for one, other in zip(fetched(expected, indices, samples), fetched(found, indices, samples), strict=True):
             assert torch.equal(one, other)
         check_workers_and_pickling(found)
 

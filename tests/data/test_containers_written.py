@@ -140,7 +140,7 @@ def test_the_index_is_made_again_when_a_shard_has_changed(pictures: Path, tmp_pa
     shard.write_bytes(content)  # as long as before
     assert len(indexes() & first) == 1
     assert len(indexes()) == 2
-    assert opened("webdataset", tmp_path).train.fetch(np.array([0]), np.array([0]))[1].item() == 2
+    assert opened("webdataset", tmp_path).train.fetch(np.array([0]), None)["labels"].item() == 2
 
 
 def test_where_the_data_cannot_be_written_the_index_is_kept_in_the_cache(

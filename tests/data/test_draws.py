@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.data.draws import Draws, SampleDraws, integers_on_host, mix64_tensor
+from app.data.draws import Draws, HostDraws, SampleDraws, mix64_tensor
 from app.data.hash64 import GOLDEN64, derive_key, mix64
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -16,7 +16,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SPLITMIX64 = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
 
 seeds = st.integers(0, 2**63 - 1)
-samples = st.integers(0, 2**62)
+samples = st.integers(-1, 2**62)
 
 
 def signed(value):
@@ -62,8 +62,14 @@ def test_plain_python_and_the_host_draw_the_same(seed, numbers, purpose, high):
     single = [SampleDraws(seed, number) for number in numbers]
     assert draws.uniform(purpose).tolist() == [one.uniform(purpose) for one in single]
     assert draws.integers(purpose, high).tolist() == [one.integers(purpose, high) for one in single]
-    on_host = integers_on_host(seed, np.array(numbers, np.int64), purpose, high)
-    assert (on_host.dtype, on_host.tolist()) == (np.int64, draws.integers(purpose, high).tolist())
+    on_host = HostDraws(seed, np.array(numbers, np.int64))
+    integers, uniform = on_host.integers(purpose, high), on_host.uniform(purpose)
+    assert (integers.dtype, integers.tolist()) == (np.int64, draws.integers(purpose, high).tolist())
+    assert (uniform.dtype, uniform.tolist()) == (np.float32, draws.uniform(purpose).tolist())
+    highs = np.arange(1, len(numbers) + 1)
+    assert on_host.integers(purpose, highs).tolist() == draws.integers(purpose, torch.from_numpy(highs)).tolist()
+    assert [on_host.of(place).uniform(purpose) for place in range(len(numbers))] == uniform.tolist()
+    assert on_host.samples.tolist() == numbers
 
 
 @settings(deadline=None)

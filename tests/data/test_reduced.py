@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, JpegImagePlugin
-from sources import check_workers_and_pickling
+from sources import check_workers_and_pickling, fetched
 
 from app.data import jpeg
+from app.data.draws import SampleDraws
 from app.data.framing import Framing
 from app.data.open import Data, open_data
 from app.data.reduced import reduced
@@ -34,10 +35,10 @@ def file_of(width: int, height: int, *, seed: int = 0, mode: str = "RGB") -> byt
     return file.getvalue()
 
 
-def whole(content: bytes, framing: Framing, sample: int) -> torch.Tensor:
+def whole(content: bytes, framing: Framing, draws: SampleDraws) -> torch.Tensor:
     with Image.open(io.BytesIO(content)) as picture:
         array = np.array(picture)
-    return framing.random(torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1), sample)
+    return framing.random(torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1), draws)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_images_are_nearly_those_of_whole_pictures(folder: Path, crop: float | None) -> None:
     for small, full in zip(opened(folder, "reduced", crop=crop), opened(folder, "libjpeg", crop=crop), strict=True):
         indices = np.arange(len(full))
-        (found, labels), (expected, expected_labels) = small.fetch(indices, indices), full.fetch(indices, indices)
+        (found, labels), (expected, expected_labels) = fetched(small, indices), fetched(full, indices)
         assert torch.equal(labels, expected_labels)
         difference = (found.float() - expected.float()).abs().mean((1, 2, 3))
         assert difference.max() < MOST
@@ -90,7 +91,7 @@ def test_images_are_nearly_those_of_whole_pictures(folder: Path, crop: float | N
 def test_a_picture_is_decoded_as_small_as_the_image_allows(drafts: list[tuple[int, int]]) -> None:
     for size, least, expected in [(16, 300, (38, 38)), (16, 127, (32, 32)), (16, 63, (32, 32)), (16, 31, None)]:
         drafts.clear()
-        image = reduced(file_of(least, least), Framing(image_size=size), 0, channels=3)
+        image = reduced(file_of(least, least), Framing(image_size=size), None, channels=3)
         assert (image is None) == (expected is None)
         assert drafts == ([] if expected is None else [expected])
 
@@ -107,10 +108,11 @@ def test_a_picture_is_decoded_as_small_as_the_image_allows(drafts: list[tuple[in
 def test_any_crop_of_any_picture(
     width: int, height: int, sample: int, mode: str, min_area: float | None, resize_size: int | None
 ) -> None:
-    framing = Framing(image_size=SIDE, resize_size=resize_size, min_area=min_area, seed=5)
+    framing = Framing(image_size=SIDE, resize_size=resize_size, min_area=min_area)
+    draws = SampleDraws(5, sample)
     content = file_of(width, height, mode=mode)
-    image = reduced(content, framing, sample, channels=3 if mode == "RGB" else 1)
-    expected = whole(content, framing, sample)
+    image = reduced(content, framing, draws, channels=3 if mode == "RGB" else 1)
+    expected = whole(content, framing, draws)
     if image is not None:
         assert image.shape == expected.shape
         assert (image.float() - expected.float()).abs().mean() < MOST
@@ -126,7 +128,7 @@ def test_a_damaged_picture_is_named_by_who_decodes_it_whole(folder: Path, tmp_pa
     train = opened(tmp_path, "reduced").train
     for index in (1, 2):
         try:
-            train.fetch(np.array([index]), np.array([index]))
+            train.fetch(np.array([index]), None)
         except DataError as error:
             assert f"{index}.jpg cannot be read as an image" in str(error)  # noqa: PT017 - Pillow fills in for the second
         else:

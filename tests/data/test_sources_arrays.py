@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from hypothesis import given
 from hypothesis import strategies as st
-from sources import check_contract, check_workers_and_pickling, damage, everything, recipe, write_mnist
+from sources import check_contract, check_workers_and_pickling, damage, everything, fetched, recipe, write_mnist
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as F
 
@@ -39,7 +39,7 @@ def test_digits_are_the_first_1797_of_the_original_and_split_by_five() -> None:
     train, test = open_data(recipe("digits"))
     assert (len(train), len(test)) == (1438, 359)
     assert (train.channels, train.image_size, train.classes) == (1, (8, 8), tuple("0123456789"))
-    assert not train.decodes
+    assert not train.workers
     for source in (train, test):
         check_contract(source)
         images, _ = everything(source)
@@ -69,13 +69,13 @@ def test_digits_come_out_of_workers() -> None:
 @pytest.mark.parametrize("batch_size", [4, 500])
 def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     source = open_data(recipe_file.load("digits").recipe).train
-    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 6 * 2 * 64)  # of shares of 2 samples, 6
+    monkeypatch.setattr(loader, "_TOGETHER_BYTES", 6 * 2 * (64 + 8))  # of shares of 2 samples, 6
     batches = list(EvalBatches(size=len(source), batch_size=batch_size))
-    ranks = [list(loader.InProcess(source, batches, rank=rank, world_size=2)) for rank in range(2)]
+    ranks = [list(loader.InProcess(source, batches, seed=None, rank=rank, world_size=2)) for rank in range(2)]
     assert [len(rank) for rank in ranks] == [len(batches)] * 2
     for numbers, *shares in zip(batches, *ranks, strict=True):
         real = numbers >= 0
-        images, labels = source.fetch(numbers[real], numbers[real])
+        images, labels = fetched(source, numbers[real])
         assert torch.cat([share["samples"] for share in shares]).tolist() == numbers.tolist()
         assert np.concatenate([share["numbers"] for share in shares]).tolist() == numbers.tolist()
         assert torch.equal(torch.cat([share["images"] for share in shares])[torch.from_numpy(real)], images)
@@ -85,7 +85,7 @@ def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: py
 def test_the_host_keeps_the_numbers_of_what_accelerate_sends_to_a_device() -> None:
     source = open_data(recipe_file.load("digits").recipe).train
     batches = list(EvalBatches(size=len(source), batch_size=500))
-    fed = list(loader.build(source, batches, local_world_size=1, device=torch.device("cpu")))
+    fed = list(loader.build(source, batches, seed=None, local_world_size=1, device=torch.device("cpu")))
     assert len(fed) == len(batches)
     for numbers, batch in zip(batches, fed, strict=True):
         sent = send_to_device(batch, "meta")
@@ -106,8 +106,8 @@ def test_arrays_can_be_cropped_at_random() -> None:
     asked = replace(recipe("digits", image_size=8), augment=AugmentRecipe(resized_crop_min_area=0.3))
     train, test = open_data(asked)
     plain_train, plain_test = open_data(recipe("digits"))
-    assert train.decodes
-    assert not test.decodes
+    assert train.workers
+    assert not test.workers
     assert not torch.equal(everything(train)[0], everything(plain_train)[0])
     assert torch.equal(everything(train)[1], everything(plain_train)[1])
     assert torch.equal(everything(test)[0], everything(plain_test)[0])
@@ -207,14 +207,14 @@ def test_fake_data_equals_torchvisions() -> None:
         images, labels = everything(source)
         assert torch.equal(images, torch.stack([F.pil_to_tensor(reference[index][0]) for index in range(len(source))]))
         assert labels.tolist() == [reference[index][1] for index in range(len(source))]
-    assert train.decodes
+    assert train.workers
     assert train.fingerprint != test.fingerprint
 
 
 def test_fake_data_leaves_the_random_state_alone() -> None:
     train, _ = open_data(recipe("fakedata", image_size=4))
     before = torch.get_rng_state()
-    train.fetch(np.arange(3), np.arange(3))
+    train.fetch(np.arange(3), None)
     assert torch.equal(torch.get_rng_state(), before)
 
 

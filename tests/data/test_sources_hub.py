@@ -111,7 +111,7 @@ def test_rows_are_those_of_the_library(tmp_path: Path, write) -> None:
         expected, expected_labels = reference(rows)
         assert torch.equal(images, expected)
         assert labels.tolist() == expected_labels
-    assert not opened[0].decodes, "so little data is kept in memory"
+    assert not opened[0].workers, "so little data is kept in memory"
 
 
 def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_sizes_may_differ_when_one_is_asked_for(tmp_path: Path) -> None:
     rows = datasets.concatenate_datasets([pictures(3), pictures(2, shape=(9, 7, 3))])
     path = save(tmp_path / "rows", DatasetDict(train=rows, test=rows))
     train, test = open_data(recipe(path, image_size=8, crop=0.5))
-    assert train.decodes
-    assert not test.decodes
+    assert train.workers
+    assert not test.workers
     images, _ = everything(test)
     for index, row in enumerate(rows):
         resized = F.resize(F.pil_to_tensor(row["image"]), [8], antialias=True)
@@ -217,8 +217,8 @@ def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.Mo
     in_memory, _ = open_data(recipe(path))
     monkeypatch.setattr(decoded, "DECODED_ONCE_BYTES", 9 * 6 * 5 * 3 - 1)
     source, test = open_data(recipe(path))
-    assert source.decodes
-    assert not test.decodes
+    assert source.workers
+    assert not test.workers
     assert source.fingerprint == in_memory.fingerprint
     assert torch.equal(everything(source)[0], everything(in_memory)[0])
     check_workers_and_pickling(source)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sources import check_contract, check_workers_and_pickling, everything
+from sources import check_contract, check_workers_and_pickling, everything, fetched
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
@@ -65,7 +65,7 @@ def test_pictures_are_those_of_torchvision(folder: Path, resize_size: int | None
     for source, split in zip(open_data(recipe(folder, resize_size=resize_size)), ("train", "test"), strict=True):
         reference = ImageFolder(str(folder / split))
         check_contract(source)
-        assert source.decodes
+        assert source.workers
         assert (len(source), source.channels, source.image_size) == (12, 3, (24, 24))
         assert source.classes == tuple(reference.classes)
         images, labels = everything(source)
@@ -173,7 +173,7 @@ def test_cropped_pictures_are_torchvisions(folder: Path) -> None:
     train, _ = open_data(recipe(folder, crop=0.1, seed=5))
     reference = ImageFolder(str(folder / "train"))
     indices, samples = np.arange(12), np.arange(12) + 3 * 12
-    images, _ = train.fetch(indices, samples)
+    images, _ = fetched(train, indices, samples, seed=5)
     for index, sample in zip(indices.tolist(), samples.tolist(), strict=True):
         original = F.pil_to_tensor(reference[index][0])
         top, left, height, width = crop_box(*original.shape[1:], SampleDraws(5, sample), min_area=0.1)
@@ -184,14 +184,21 @@ def test_cropped_pictures_are_torchvisions(folder: Path) -> None:
 def test_a_crop_depends_on_the_seed_and_the_sample_number_alone(folder: Path) -> None:
     train, test = open_data(recipe(folder, crop=0.1))
     indices = np.arange(12)
-    first_epoch, _ = train.fetch(indices, indices)
+    first_epoch, _ = fetched(train, indices)
     shuffled = np.random.default_rng(0).permutation(12)
-    assert torch.equal(train.fetch(shuffled, shuffled)[0], first_epoch[shuffled])
-    assert torch.equal(train.fetch(indices[7:8], indices[7:8])[0], first_epoch[7:8])
-    assert not torch.equal(train.fetch(indices, indices + 12)[0], first_epoch)
-    other_seed, _ = open_data(recipe(folder, crop=0.1, seed=1))
-    assert not torch.equal(other_seed.fetch(indices, indices)[0], first_epoch)
-    assert torch.equal(test.fetch(indices, indices)[0], test.fetch(indices, indices + 12)[0])
+    assert torch.equal(fetched(train, shuffled)[0], first_epoch[shuffled])
+    assert torch.equal(fetched(train, indices[7:8])[0], first_epoch[7:8])
+    assert not torch.equal(fetched(train, indices, indices + 12)[0], first_epoch)
+    assert not torch.equal(fetched(train, indices, seed=1)[0], first_epoch)
+    assert torch.equal(fetched(test, indices)[0], fetched(test, indices, indices + 12)[0])
+
+
+def test_without_draws_the_crop_is_the_centre(folder: Path) -> None:
+    cropped, plain = open_data(recipe(folder, crop=0.1)).train, open_data(recipe(folder)).train
+    fields, expected = cropped.fetch(np.arange(12), None), plain.fetch(np.arange(12), None)
+    assert list(fields) == ["images", "labels"]
+    assert all(torch.equal(fields[name], expected[name]) for name in fields)
+    assert not torch.equal(fields["images"], everything(cropped)[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
@@ -280,9 +287,9 @@ def test_an_unreadable_picture_is_named_when_it_is_fetched(tmp_path: Path, kind:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:200] if kind == "truncated" else b"<html>not found")
-    train.fetch(np.arange(4), np.arange(4))
+    train.fetch(np.arange(4), None)
     with pytest.raises(DataError, match=rf"^{path} cannot be read as an image \(.+\); replace it or leave it out$"):
-        train.fetch(np.arange(12), np.arange(12))
+        train.fetch(np.arange(12), None)
 
 
 def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,13 +25,16 @@ import pytest
 import torch
 from processes import ONE_THREAD, SCRIPTS, Finished, Started, read, read_lines
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from app.checkpoints import step_folders
 from app.data import loader, transfer
 from app.data.arrays import ArraySource
+from app.data.draws import HostDraws
 from app.data.loader import Batch, Failure, Unwritten
 from app.data.open import open_data
 from app.data.order import EvalBatches, TrainBatches
+from app.data.source import Source
 from app.data.split import Images
 from app.data.transfer import PLACES, Ahead, Brought, Side
 from app.errors import DataError
@@ -95,7 +98,28 @@ def noise(side: int = 8) -> ArraySource:
 
 
 def looked_up(source: ArraySource, batch: int, *, steps: int = 40) -> loader.InProcess:
-    return loader.InProcess(source, order(len(source), batch, steps=steps), rank=0, world_size=1)
+    return loader.InProcess(source, order(len(source), batch, steps=steps), seed=1, rank=0, world_size=1)
+
+
+def fetched_by_workers(source: Source, numbers: Any, *, workers: int) -> DataLoader:
+    fetching = loader.Fetching(source, seed=None)
+    return DataLoader(fetching, batch_sampler=numbers, collate_fn=loader._as_is, num_workers=workers)
+
+
+class Sums:
+    """Samples that are no pictures: worked out where they are used, with fields of any names."""
+
+    facts: Mapping[str, Any] = {"terms": 2}
+    fingerprint, workers = "sums", False
+
+    def __len__(self) -> int:
+        return 20
+
+    def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
+        if 13 in indices:
+            raise DataError("sample 13 is missing")
+        terms = indices[:, None] + (np.zeros(2) if draw is None else draw.integers("term", 100)[:, None] * [1, 0])
+        return {"terms": torch.from_numpy(terms), "total": torch.from_numpy(terms.sum(1))}
 
 
 def order(size: int, batch: int, *, steps: int) -> TrainBatches:
@@ -158,9 +182,9 @@ def test_looked_up_batches_are_those_of_the_plain_feed(
 def test_batches_of_workers_are_those_of_the_plain_feed(device: torch.device) -> None:
     source = open_data(recipe_file.load("digits").recipe).test
     numbers = EvalBatches(size=len(source), batch_size=50)  # the last one is padded
-    built = torch.utils.data.DataLoader(loader.Samples(source), batch_sampler=numbers, collate_fn=loader._as_is, num_workers=2)
+    built = fetched_by_workers(source, numbers, workers=2)
     found = list(Ahead(functools.partial(loader.unwritten, built), device))
-    assert same_all(found, list(loader.InProcess(source, numbers, rank=0, world_size=1)))
+    assert same_all(found, list(loader.InProcess(source, numbers, seed=None, rank=0, world_size=1)))
 
 
 @pytest.mark.usefixtures("_alone")
@@ -192,6 +216,22 @@ def test_a_ring_that_does_not_wait_for_its_copies_is_seen_here(chance: random.Ra
     with Lagging(chance, longest_s=3e-3, event=Lagging.Unseen) as side:
         found = list(Ahead(fed.unwritten, CPU, side=side))
     assert not same_all(found, list(fed))
+
+
+def test_samples_that_are_not_looked_up_are_fetched_where_they_are_used() -> None:
+    numbers = [np.array([3, 24, 7, -1]), np.array([5, 13, 6, 8])]
+    for seed in (None, 5):
+        ranks = [loader.InProcess(Sums(), numbers, seed=seed, rank=rank, world_size=2) for rank in range(2)]
+        (first, lost), (second, rest) = plain = [list(fed) for fed in ranks]
+        assert list(first) == ["terms", "total", "samples", "numbers"]
+        assert lost == Failure("sample 13 is missing")
+        assert rest["samples"].tolist() == [6, 8]
+        drawn = np.zeros(4) if seed is None else HostDraws(seed, numbers[0]).integers("term", 100)
+        terms = torch.cat([first["terms"], second["terms"]])
+        assert terms.tolist() == [[index + more, index] for index, more in zip((3, 4, 7, 19), drawn, strict=True)]
+        for fed, expected in zip(ranks, plain, strict=True):
+            for one, other in zip(Ahead(fed.unwritten, CPU), expected, strict=True):
+                assert one == other if isinstance(one, Failure) else all(map(np.array_equal, one.values(), other.values()))
 
 
 def test_sizes_may_change_and_nothing_is_also_a_feed() -> None:
@@ -260,7 +300,7 @@ def test_a_killed_worker_is_told() -> None:
     numbers = TrainBatches(
         size=len(source), seed=1, global_batch_size=8, micro_batches_per_step=1, first_step=0, last_step=10**6
     )
-    built = torch.utils.data.DataLoader(loader.Samples(source), batch_sampler=numbers, collate_fn=loader._as_is, num_workers=1)
+    built = fetched_by_workers(source, numbers, workers=1)
     fed = iter(Ahead(functools.partial(loader.unwritten, built), CPU))
     next(fed)
     (worker,) = (process for process in torch.multiprocessing.active_children())

@@ -29,7 +29,7 @@ def recounted(weights: Path, run_dir: Path) -> list[float]:
     shares, start = [], 0
     for end in [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]:
         samples = torch.cat(steps[start:end])
-        images, labels = source.fetch((samples % len(source)).numpy(), samples.numpy())
+        images, labels = source.fetch((samples % len(source)).numpy(), None).values()
         with torch.no_grad():
             best = model((images / 255.0 - recipe.data.mean[0]) / recipe.data.std[0]).argmax(1)
         shares.append(float((best == labels).double().mean()))

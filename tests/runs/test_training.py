@@ -95,7 +95,7 @@ def some_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An image folder of the test digits 3, 7 and 9: their labels there are 0, 1 and 2."""
     root = tmp_path_factory.mktemp("some") / "digits"
     source = open_data(Recipe()).test
-    images, labels = source.fetch(np.arange(len(source)), np.arange(len(source)))
+    images, labels = source.fetch(np.arange(len(source)), None).values()
     for index, (image, label) in enumerate(zip(images.numpy(), labels.tolist(), strict=True)):
         for split in ("train", "test"):
             if label in (3, 7, 9):

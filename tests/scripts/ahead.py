@@ -14,8 +14,8 @@ from app.train import main
 plain = building._fed
 
 
-def fed_ahead(*arguments: Any) -> Ahead:
-    fed = plain(*arguments)
+def fed_ahead(*arguments: Any, **keys: Any) -> Ahead:
+    fed = plain(*arguments, **keys)
     unwritten = fed.unwritten if isinstance(fed, loader.InProcess) else functools.partial(loader.unwritten, fed)
     return Ahead(unwritten, arguments[0].device)
 

@@ -39,8 +39,8 @@ class Pictures:
 
     classes = ("a", "b")
 
-    def fetch(self, indices: Any, _numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(len(indices), 1, 4, 4, dtype=torch.uint8), torch.zeros(len(indices))
+    def fetch(self, indices: Any, _draw: Any) -> dict[str, torch.Tensor]:
+        return {"images": torch.zeros(len(indices), 1, 4, 4, dtype=torch.uint8)}
 
 
 def lines(ours: Claim) -> None:

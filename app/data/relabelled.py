@@ -1,0 +1,75 @@
+"""Data of which a model numbers the classes otherwise: other samples than those it was trained on, matched by class names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from app.data.arrays import ArraySource
+from app.data.pictures import PictureSource, Reader
+from app.data.source import Source
+from app.errors import DataError
+
+
+def relabelled(source: Source, classes: Sequence[str]) -> Source:
+    """Return the source with the labels of a model whose classes these are.
+
+    Raises:
+        DataError: The model does not know one of the source's classes, or has two of one name.
+    """
+    known = tuple(classes)
+    if known == source.classes:
+        return source
+    numbers = np.array(_labels_by_name(source.classes, known), dtype=np.int64)
+    if isinstance(source, ArraySource):
+        return replace(source, labels=numbers[source.labels], classes=known)
+    assert isinstance(source, PictureSource), source
+    return replace(source, read=_Relabelled(source.read, numbers), classes=known)
+
+
+@dataclass(frozen=True, eq=False)
+class _Relabelled:
+    """Reads pictures whose labels become others."""
+
+    read: Reader
+    numbers: np.ndarray
+    """int64 [classes of the data]: the label that each becomes."""
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """All labels, as `Reader` says."""
+        labels = self.read.labels
+        return None if labels is None else self.numbers[labels]
+
+    def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+        """Yield pictures and labels, as `Reader` says."""
+        for picture, label in self.read(indices):
+            yield picture, int(self.numbers[label])
+
+    def file(self, index: int) -> bytes | None:
+        """Return the picture's file, as `Reader` says."""
+        return self.read.file(index)
+
+
+def _labels_by_name(classes: Sequence[str], known: Sequence[str]) -> list[int]:
+    """Return where each of the classes is among those that a model knows, by its name. Raises DataError."""
+    other = [name for name in classes if name not in known]
+    if other:
+        raise DataError(
+            f"the model does not know {len(other)} of the data's {len(classes)} classes: {_some(other)}. Its own are "
+            f"{_some(known)}. Classes are matched by name: name those of the data so, or leave the others out"
+        )
+    if len(set(known)) < len(known):
+        raise DataError(
+            "the model has several classes of one name, so those of other data cannot be matched by name: "
+            f"{_some([name for name in known if list(known).count(name) > 1])}"
+        )
+    return [list(known).index(name) for name in classes]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

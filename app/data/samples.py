@@ -1,0 +1,63 @@
+"""What the feed asks of a split of any data: whole batches by index, random by sample number alone.
+
+Nothing here knows what a sample is. `app.data.source` says what the splits of pictures are beyond this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+
+from app.data.draws import HostDraws
+
+Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+"""Shape and type of each field of a batch."""
+
+
+class Samples(Protocol):
+    """One split of a data set, opened and checked. It may be pickled, or forked into the workers of a DataLoader.
+
+    It neither shuffles nor knows of processes. Optional: `remedy`, a text that says what else helps where training waits for
+    these samples ("make the pictures smaller").
+    """
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What a model must know of the samples, as JSON holds it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same data on every machine, and another for other data."""
+
+    @property
+    def workers(self) -> bool:
+        """Whether `fetch` makes samples one by one, so that worker processes help; False for a look-up."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
+        """Return the fields of a batch, each [B, ...]. What is returned depends on the arguments alone.
+
+        Args:
+            indices: int64 [B], in 0 .. len - 1.
+            draw: Random numbers for these B samples; None: nothing is random, as in an evaluation.
+
+        Raises:
+            DataError: A sample cannot be read; the text names the file, or the split and the index.
+        """
+
+
+@runtime_checkable
+class LooksUp(Protocol):
+    """What `Samples` that are arrays have besides: batches are written where their memory is, a device's for instance."""
+
+    @property
+    def layout(self) -> Layout:
+        """Shape, without the batch, and type of each field."""
+
+    def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
+        """Write what `fetch` returns for int64 [B] into the field's arrays, each [B, ...]."""
