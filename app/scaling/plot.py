@@ -46,17 +46,17 @@ def draw(folder: Path, report: Report) -> None:
     height = _INCHES[1] + 2 * _LEGEND_LINE_INCHES * len(report.advice)
     figure = Figure(figsize=(_INCHES[0], height), layout="constrained")
     speed, share = figure.subplots(1, 2)
-    in_images = all(run.samples_per_s is not None for row in report.rows for run in row.runs)
+    with_rates = all(run.samples_per_s is not None for row in report.rows for run in row.runs)
     for number, advice in enumerate(report.advice):
         style, shift = _STYLES[number % len(_STYLES)], _APART ** (number - (len(report.advice) - 1) / 2)
-        _draw_speed(speed, advice, style, shift=shift, in_images=in_images)
+        _draw_speed(speed, advice, style, shift=shift, with_rates=with_rates)
         _draw_share(share, advice, style, shift=shift)
     measured = sorted({row.devices for row in report.rows if row.runs})
     devices = [*measured, *(2 * number for number in measured[-1:])]
     for axes in (speed, share):
         _devices_axis(axes, devices)
     speed.set_yscale("log")
-    speed.set_ylabel("images/s" if in_images else "speed-up over the smallest size")
+    speed.set_ylabel("samples/s" if with_rates else "speed-up over the smallest size")
     speed.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     speed.yaxis.set_minor_formatter(NullFormatter())
@@ -86,10 +86,10 @@ def _curve(advice: Advice) -> Array:
     return np.geomspace(advice.method.base.devices, 2 * advice.method.rows[-1].devices, 60)
 
 
-def _draw_speed(axes: Axes, advice: Advice, style: _Style, *, shift: float, in_images: bool) -> None:
+def _draw_speed(axes: Axes, advice: Advice, style: _Style, *, shift: float, with_rates: bool) -> None:
     method, rows = advice.method, advice.method.rows
     # What a speed-up of 1 is on the axis.
-    unit = (method.base.mean("samples_per_s") or 0.0) if in_images else 1.0
+    unit = (method.base.mean("samples_per_s") or 0.0) if with_rates else 1.0
     rates = [unit * method.speed_up(row) for row in rows]
     deviations = [rate * (row.deviation("seconds") or 0.0) / row.seconds for rate, row in zip(rates, rows, strict=True)]
     label = f"{method.name}, deviation" if any(deviations) else method.name

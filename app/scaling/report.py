@@ -50,8 +50,8 @@ def _figures(report: Report, row: Row) -> dict[str, Any]:
         "devices": row.devices,
         "method": row.method,
         "repeats": len(row.runs),
-        "images_per_s": row.mean("samples_per_s"),
-        "images_per_s_deviation": row.deviation("samples_per_s"),
+        "samples_per_s": row.mean("samples_per_s"),
+        "samples_per_s_deviation": row.deviation("samples_per_s"),
         "seconds": row.seconds if method else None,
         "seconds_deviation": row.deviation("seconds"),
         "speed_up": method.speed_up(row) if method else None,
@@ -96,7 +96,7 @@ def _json_advice(advice: Advice) -> dict[str, Any]:
     return {"recommended": told, "fit": {"laws": laws, "shares": shares, "foretold": [asdict(one) for one in advice.foretold]}}
 
 
-_COLUMNS = ("nodes", "devices per node", "method", "images/s", "{work} [s]", "speed-up", "efficiency", "data wait",
+_COLUMNS = ("nodes", "devices per node", "method", "samples/s", "{work} [s]", "speed-up", "efficiency", "data wait",
             "communication", "memory [GiB]", "device-hours", "runs")  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _line(report: Report, row: Row) -> str:
     runs = "<br>".join(f"`{run.source}`" for run in row.runs)
     cells = [
         cell("nodes", "d", 1), cell("devices_per_node", "d", 1) if row.devices_per_node else str(row.devices), row.method,
-        spread("images_per_s"), spread("seconds"), cell("speed_up", ".2f"), cell("efficiency", ".2f") + between,
+        spread("samples_per_s"), spread("seconds"), cell("speed_up", ".2f"), cell("efficiency", ".2f") + between,
         cell("data_wait_share", ".1%"), cell("communication_share", ".1%"), cell("memory_bytes", ".2f", 2**-30),
         cell("device_hours", ".4g"), runs or "failed",
     ]  # fmt: skip
@@ -154,7 +154,7 @@ def sentence(report: Report, row: Row) -> str:
     if not row.runs:
         return f"{where}: {'; '.join(row.problems)}"
     figures = _figures(report, row)
-    rate = "" if figures["images_per_s"] is None else f"{_text(figures['images_per_s'])} images/s, "
+    rate = "" if figures["samples_per_s"] is None else f"{_text(figures['samples_per_s'])} samples/s, "
     low, high = figures["efficiency_low"], figures["efficiency_high"]
     between = "" if low is None or low == high else f" ({low:.2f} to {high:.2f})"
     return f"{where}: {rate}{report.work} in {_text(figures['seconds'])} s, efficiency {figures['efficiency']:.2f}{between}"

@@ -185,7 +185,7 @@ def test_a_sweep_in_an_allocation_runs_on_as_many_of_its_nodes_as_are_asked_for(
     assert (row["nodes"], row["devices_per_node"], row["devices"]) == (2, 1, 2)
     (run,) = row["runs"]
     assert [rank.split()[0] for rank in read(out / run["source"] / "run.json")["ranks"]] == ["node1", "node2"]
-    assert row["images_per_s"] > 0
+    assert row["samples_per_s"] > 0
     assert "multi_gpu, 2 devices on 2 nodes: " in finished.output
     assert "srun --nodes=1 --ntasks=1 " in finished.output
     assert "# node 0, node1:\n" in finished.output
