@@ -118,7 +118,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "data": (_data, "look at data, pack it smaller or in another form, measure how fast it is fed"),
     "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),
     "report": (_report, "write all that a run folder tells as one HTML page"),
-    "curves": (_curves, "draw loss and accuracy of runs, while training and on the test set"),
+    "curves": (_curves, "draw the loss and the score of runs, while training and on the test set"),
     "compare": (_compare, "say what differs between two runs, and whether they were the same one"),
     "timeline": (_timeline, "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),
     "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),

@@ -23,7 +23,7 @@ FLOORS: list[list[str]] = [
     ["app.own_layers"],
     ["app.models", "app.optim", "app.data", "app.ranks"],
     ["app.record", "app.device", "app.scores", "app.console", "app.data_tools"],
-    ["app.predictions", "app.building", "app.guard", "app.trackers"],
+    ["app.predictions", "app.building", "app.guard", "app.trackers", "app.tasks"],
     ["app.metrics", "app.doctor"],
     ["app.checkpoints", "app.profiling"],
     ["app.loop", "app.opening"],

@@ -9,7 +9,7 @@
     ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/record/ledger.py)
     checkpoints/      what the run can go on from (app/checkpoints/step_folders.py)
     result.json       at the end: steps, samples, test scores, throughput
-    test_predictions/ at the end: which classes were taken for which, and some test pictures (app/predictions.py)
+    test_predictions/ at the end: what the task leaves of its predictions on the test set
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     starts/           which start of the run the folder belongs to, and what that is writing (app/record/claim.py)
@@ -59,6 +59,17 @@ def refusal(path: Path, done: str, error: OSError) -> str:
     """Return the sentence that `path` cannot be `done` ("written", "read", "removed"), why, and what helps."""
     advice = _ADVICE.get(error.errno or 0, "Look at the file system it is on.")
     return f"{path} cannot be {done}: {error.strerror or error}. {advice}"
+
+
+def monitor(about: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the score by which a run is judged, as its run.json (`about`) tells, and whether the best is its `max` or `min`.
+
+    None if it does not tell.
+    """
+    match about.get("monitor", ["test_accuracy", "max"]):
+        case [str(name), ("max" | "min") as best]:
+            return name, best
+    return None
 
 
 def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:

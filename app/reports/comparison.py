@@ -17,6 +17,7 @@ from app.recipe.recipe_file import NOT_LEARNT
 from app.record import ledger
 from app.record.goodput import account
 from app.record.loss_curves import relative_differences
+from app.reports.named_scores import quantities, scores
 from app.reports.past_run import PastRun
 
 Pair = tuple[Any, Any]
@@ -238,10 +239,8 @@ def _results(run: PastRun) -> dict[str, Any]:
     spent = account(run.events) if run.events and isinstance(run.events[0], ledger.Start) else None
     return {
         "steps": last.get("step"),
-        "test_accuracy": tested.get("test_accuracy"),
-        "test_loss": tested.get("test_loss"),
-        "accuracy": last.get("accuracy"),
-        "loss": last.get("loss"),
+        **scores(run, tested),
+        **{quantity: last[quantity] for quantity in reversed(quantities([run])) if quantity in last},
         "samples_per_s": statistics.median(rates) if rates else None,
         "compute_s": spent.compute_s if spent else None,
         "wall_s": spent.wall_s if spent else None,

@@ -1,4 +1,4 @@
-"""`samerun curves RUN...`: training and validation loss and accuracy of several runs on one page, as PDF and PNG.
+"""`samerun curves RUN...`: loss and score of several runs, in training and on the test set, on one page, as PDF and PNG.
 
 Reads run folders and nothing else. What a run does not have is a sentence on stderr, and everything else is drawn.
 """
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from app.errors import RunFolderError
 from app.reports import past_run, plots
+from app.reports.named_scores import quantities
 from app.reports.past_run import PastRun
 
 _DPI = 150
@@ -37,8 +38,8 @@ def main(argv: list[str]) -> int:
     files = _write(page, options.out / "curves", "pdf", "png")
     if options.each:
         for run, name in zip(drawn, plots.labels(drawn), strict=True):
-            for quantity in plots.QUANTITIES:
-                page, _ = plots.page([run], quantities=[quantity], xs=options.x[:1])
+            for quantity in quantities([run]):
+                page, _ = plots.page([run], only=[quantity], xs=options.x[:1])
                 files += _write(page, options.out / f"{quantity}_{name.replace('/', '-')}", "pdf")
     sys.stdout.write("".join(f"{file}\n" for file in files))
     return 0
@@ -94,7 +95,7 @@ def _xs(text: str) -> Sequence[plots.X]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun curves",
-        description="Draw training and validation loss and accuracy of runs on one page: curves.pdf and curves.png.",
+        description="Draw the loss and the score of runs, while training and on the test set, as curves.pdf and curves.png.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
@@ -102,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--x", type=_xs, metavar="X", default=plots.XS, help="what to draw against, a column each (default: epoch,samples,time)"
     )
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
-    parser.add_argument("--each", action="store_true", help="also loss_NAME.pdf and accuracy_NAME.pdf of each run, against the "
-                        "first of --x"
+    parser.add_argument("--each", action="store_true", help="also loss_NAME.pdf and SCORE_NAME.pdf of each run, such as "
+                        "accuracy_NAME.pdf, against the first of --x"
                         )  # fmt: skip
     return parser

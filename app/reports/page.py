@@ -21,12 +21,15 @@ from matplotlib.figure import Figure
 
 from app.errors import RunFolderError, SamerunError
 from app.record import run_folder
-from app.reports import past_run, plots, predicted, tables, time_split
+from app.reports import past_run, plots, tables, time_split
+from app.reports.named_scores import heading, quantities, value_text, words
 from app.reports.past_run import PastRun
 from app.reports.state import State, duration, moment, state_of
+from app.reports.task_page import page_of
 
 FILE = "report.html"
 T = TypeVar("T")
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _MOST_POINTS = 400
 """Of a line; more would be a grey band."""
 
@@ -90,25 +93,26 @@ def render(run: PastRun, now: float) -> tuple[str, list[str]]:
         return None
 
     state = attempt("The state of the run", lambda: state_of(run, now))
-    found = attempt("What it predicted", lambda: predicted.read(run.folder))
-    complaints += found.complaints if found else []
+    task_page = page_of(run)
+    own = attempt("What its task left", lambda: task_page.read(run.folder)) if task_page else None
+    complaints += own.complaints if own else []
     since = state.since if state else None
-    parts = {name: attempt(what, build) for name, (what, build) in _parts(run, state, found).items()}
-    html = _template().render(
+    parts = {name: attempt(what, build) for name, (what, build) in _parts(run, state).items()}
+    html = _template(task_page.TEMPLATE if task_page and own else _TEMPLATE).render(
         title=str(run.about.get("recipe") or run.name),
         folder=run.name,
         made=moment(now),
         last=None if since is None else moment(since),
         ago=None if since is None else duration(now - since),
         state=state,
-        found=found,
+        own=own,
         **parts,
         complaints=complaints,
     )
     return html, complaints
 
 
-def _parts(run: PastRun, state: State | None, found: predicted.Predicted | None) -> Mapping[str, tuple[str, Callable[[], Any]]]:
+def _parts(run: PastRun, state: State | None) -> Mapping[str, tuple[str, Callable[[], Any]]]:
     """What the template shows, by its name there: what it is called where it is broken, and what builds it."""
     return {
         "facts": ("The headline", lambda: tables.facts(run, state)),
@@ -119,22 +123,23 @@ def _parts(run: PastRun, state: State | None, found: predicted.Predicted | None)
         "versions": ("The list of versions, of run.json,", lambda: tables.versions(run)),
         "command": ("The command, of run.json,", lambda: tables.command(run)),
         "starts": ("The list of starts, of ledger.jsonl,", lambda: tables.starts(run, state)),
-        "confusion": ("The confusion matrix", lambda: tables.confusion(found)),
-        "confusion_plot": ("The confusion matrix", lambda: _confusion_plot(found)),
-        "classes": ("The accuracy by class, of result.json,", lambda: tables.classes(run)),
+        "scores": ("The scores, of result.json and evaluations.jsonl,", lambda: tables.tested(run)),
+        "named": ("The tables of result.json", lambda: tables.named(run)),
         "recipe": ("The recipe", lambda: tables.recipe(run)),
     }
 
 
-def _template() -> jinja2.Template:
+def _template(path: Path) -> jinja2.Template:
+    """The template, which may extend ours; its filter `svg` makes of a figure what the source of a picture can be."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader([_TEMPLATE.parent, path.parent]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.jinja")
+    environment.filters["svg"] = _svg_uri
+    return environment.get_template(path.name)
 
 
 def _svg_uri(figure: Figure) -> str:
@@ -145,15 +150,14 @@ def _svg_uri(figure: Figure) -> str:
 
 def _curves(run: PastRun) -> list[Plot]:
     drawn: list[Plot] = []
-    quantities: tuple[plots.Quantity, ...] = ("loss", "accuracy")
-    for quantity in quantities:
+    for quantity in quantities([run]):
         if not any(plots.curve(run, part, quantity).y for part in plots.PARTS):
             continue
         figure = Figure(figsize=(_WIDE, _HIGH), layout="constrained")
         axes = figure.subplots()
-        notes = plots.draw(axes, [run], quantity)
+        notes = " ".join(dict.fromkeys(plots.draw(axes, [run], quantity)))
         axes.legend(frameon=False, fontsize=9)
-        drawn.append(Plot(quantity.capitalize(), _svg_uri(figure), _told(run, quantity), " ".join(dict.fromkeys(notes))))
+        drawn.append(Plot(heading(words(quantity)), _svg_uri(figure), _told(run, quantity), notes))
     drawn += _by_step(run, "learning_rate", "Learning rate", "learning rate")
     drawn += _by_step(run, "samples_per_s", "Speed", "samples/s")
     return drawn
@@ -179,17 +183,15 @@ def _by_step(run: PastRun, key: str, title: str, label: str) -> list[Plot]:
     return [Plot(title, _svg_uri(figure), told, note)]
 
 
-def _told(run: PastRun, quantity: plots.Quantity) -> str:
+def _told(run: PastRun, quantity: str) -> str:
     """What a curve shows, for who cannot see it."""
     sentences = []
     for part in plots.PARTS:
         curve = plots.curve(run, part, quantity)
         if curve.y:
-            shown = [
-                f"{100 * value:.2f} %" if quantity == "accuracy" else f"{value:.4f}" for value in (curve.y[0], curve.y[-1])
-            ]
-            sentences.append(f"{part} {quantity} from {shown[0]} to {shown[1]} over {curve.x[-1]:.3g} epochs")
-    return f"{'; '.join(sentences).capitalize()}."
+            first, last = (value_text(quantity, value, curve.y) for value in (curve.y[0], curve.y[-1]))
+            sentences.append(f"{part} {words(quantity)} from {first} to {last} over {curve.x[-1]:.3g} epochs")
+    return heading(f"{'; '.join(sentences)}.")
 
 
 def _split(run: PastRun) -> Split | None:
@@ -205,11 +207,3 @@ def _split(run: PastRun) -> Split | None:
     figure = time_split.draw(stretches, size=(_WIDE, 1.25 * _HIGH))
     alt = f"The time of the whole run: {told}."
     return Split(Plot("The training loop, over its steps", _svg_uri(figure), alt), shares)
-
-
-def _confusion_plot(found: predicted.Predicted | None) -> Plot | None:
-    if found is None or found.left_out or len(found.classes) <= predicted.TABLE_CLASSES:
-        return None
-    right = sum(count for (label, said), count in found.counts.items() if label == said)
-    alt = f"{len(found.classes)} classes; {right:,} of {sum(found.counts.values()):,} samples lie on the diagonal."
-    return Plot("Confusion matrix", _svg_uri(predicted.draw_confusion(found, side=_WIDE)), alt)

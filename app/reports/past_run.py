@@ -52,6 +52,11 @@ class PastRun:
         return self.folder.resolve().name
 
     @property
+    def monitor(self) -> tuple[str, str] | None:
+        """The score by which the run is judged, and whether its best is `max` or `min`; None if run.json does not tell."""
+        return run_folder.monitor(self.about)
+
+    @property
     def total_steps(self) -> int | None:
         """Steps of the whole run, as its last start knew them; None if no start is recorded."""
         return next((event.total_steps for event in reversed(self.events) if isinstance(event, ledger.Start)), None)

@@ -1,8 +1,10 @@
-"""Loss and accuracy of past runs as lines on matplotlib axes.
+"""Loss and scores of past runs as lines on matplotlib axes.
 
-    draw(axes, [run], "loss")                          training as a line, validation as a line with markers
-    draw(axes, runs, "accuracy", x="time", parts=["validation"])
-    figure, notes = page(runs, xs=["epoch", "time"])   all of it, with one legend
+    draw(axes, [run], "loss")                          training as a line, test as a line with markers
+    draw(axes, runs, "accuracy", x="time", parts=["test"])
+    figure, notes = page(runs, xs=["epoch", "time"])   the loss and what the runs are judged by, with one legend
+
+A quantity is the loss or the name of a score, without `test_`; which scores there are, the runs tell.
 
 A run is told by its line style and marker, so that it can be printed in grey; of runs that lie upon each other, each later
 line is thinner than those below. Whatever a run does not have is left out, and what `curve` returns says so.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,24 +24,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from app.record import ledger
+from app.reports.named_scores import LOSS, is_share, quantities, test_key, words
 from app.reports.past_run import Line, PastRun
 
-Quantity = Literal["loss", "accuracy"]
-Part = Literal["training", "validation"]
+Part = Literal["training", "test"]
 X = Literal["epoch", "samples", "time"]
-QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 PARTS: tuple[Part, ...] = get_args(Part)
 XS: tuple[X, ...] = get_args(X)
 
-_PLACES: Mapping[tuple[Part, Quantity], str] = {
-    ("training", "loss"): "loss",
-    ("training", "accuracy"): "accuracy",
-    ("validation", "loss"): "test_loss",
-    ("validation", "accuracy"): "test_accuracy",
-}
-_UNITS: Mapping[Quantity, str] = {"loss": "nats", "accuracy": "%"}
 _TIME_UNITS = ((7200.0, 3600.0, "h"), (600.0, 60.0, "min"), (0.0, 1.0, "s"))  # from so many seconds on: seconds in it, name
-_LOG_FROM = 10.0  # largest loss over smallest, from which on what happens at the end would be a flat line otherwise
+_LOG_FROM = 10.0  # largest over smallest, from which on what happens at the end would be a flat line otherwise
 
 # Four line styles, dark at first and then lighter; in colour, those of Okabe and Ito, which all eyes tell apart.
 _LINES = ("-", "--", "-.", ":")
@@ -56,21 +50,27 @@ class Curve:
     x: Sequence[float]
     """Epochs (fractional), samples, or seconds since the first start of the run."""
     y: Sequence[float]
-    """Loss in nats, or accuracy as a share, 0..1."""
+    """As it was recorded."""
     notes: Sequence[str]
     """A sentence for whatever is not there, or is not quite what was asked for."""
 
 
-def curve(run: PastRun, part: Part, quantity: Quantity, *, x: X = "epoch") -> Curve:
+def curve(run: PastRun, part: Part, quantity: str, *, x: X = "epoch") -> Curve:
     """Return one curve of a run, without the points that have no value or no place."""
     lines: Sequence[Line] = run.metrics if part == "training" else run.evaluations
-    key = _PLACES[part, quantity]
+    key = quantity if part == "training" else test_key(quantity)
     lines = [line for line in lines if _is_number(line.get(key))]
     if not lines:
-        return Curve(x=[], y=[], notes=[f"{run.name}: no {part} {quantity} is recorded."])
+        return Curve(x=[], y=[], notes=[f"{run.name}: no {part} {words(quantity)} is recorded."])
     places, note = {"epoch": _epochs, "samples": _samples, "time": _seconds}[x](run, lines)
     points = [(place, float(line[key])) for place, line in zip(places, lines, strict=True) if place is not None]
     return Curve(x=[place for place, _ in points], y=[value for _, value in points], notes=[note] if note else [])
+
+
+def parts_of(runs: Sequence[PastRun], quantity: str) -> list[Part]:
+    """Return the parts that a quantity of these runs is expected of: not every task has its score of the training data too."""
+    is_trained = quantity == LOSS or any(quantity in line for run in runs for line in run.metrics)
+    return list(PARTS) if is_trained else ["test"]
 
 
 def _epochs(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
@@ -129,26 +129,36 @@ def labels(runs: Sequence[PastRun]) -> list[str]:
 
 
 def draw(
-    axes: Axes, runs: Sequence[PastRun], quantity: Quantity, *, x: X = "epoch", parts: Sequence[Part] = PARTS
+    axes: Axes, runs: Sequence[PastRun], quantity: str, *, x: X = "epoch", parts: Sequence[Part] | None = None
 ) -> list[str]:
-    """Draw the curves of the runs, with labels for a legend, and return the sentences about what is missing."""
+    """Draw the curves of the runs, with labels for a legend, and return the sentences about what is missing.
+
+    `parts` are by default those that are expected of it.
+    """
+    parts = parts_of(runs, quantity) if parts is None else parts
     curves = [[_readable(run, curve(run, part, quantity, x=x)) for part in parts] for run in runs]
+    drawn = [value for of_run in curves for found in of_run for value in found.y]
+    in_percent = is_share(quantity, drawn)
+    factor = 100.0 if in_percent else 1.0
     scale, x_label = _scale_of(runs, x)
     for number, (name, of_run) in enumerate(zip(labels(runs), curves, strict=True)):
         for part, found in zip(parts, of_run, strict=True):
             if not found.y:
                 continue
             label = part if len(runs) == 1 else name if len(parts) == 1 else f"{name}, {part}"
-            factor = 100.0 if quantity == "accuracy" else 1.0
             places, values = [place / scale for place in found.x], [factor * value for value in found.y]
             axes.plot(places, values, label=_as_text(label), **_style(number, part, len(values), alone=len(parts) == 1))
     axes.set_xlabel(x_label)
-    axes.set_ylabel(f"{parts[0] + ' ' if len(parts) == 1 else ''}{quantity} ({_UNITS[quantity]})")
-    drawn = [value for of_run in curves for found in of_run for value in found.y]
+    axes.set_ylabel(f"{parts[0] + ' ' if len(parts) == 1 else ''}{words(quantity)}{' (%)' if in_percent else ''}")
     if not drawn:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center")
-    _set_scales(axes, x, is_log=bool(quantity == "loss" and drawn and 0 < _LOG_FROM * min(drawn) < max(drawn)))
+    _set_scales(axes, x, is_log=_falls(runs, quantity) and bool(drawn) and 0 < _LOG_FROM * min(drawn) < max(drawn))
     return [note for of_run in curves for found in of_run for note in found.notes]
+
+
+def _falls(runs: Sequence[PastRun], quantity: str) -> bool:
+    """Whether less of it is better, so that what matters is at the lower end of its axis."""
+    return quantity == LOSS or any(run.monitor == (test_key(quantity), "min") for run in runs)
 
 
 def _readable(run: PastRun, found: Curve) -> Curve:
@@ -173,7 +183,7 @@ def _scale_of(runs: Sequence[PastRun], x: X) -> tuple[float, str]:
     """What the places are divided by to be shown, and the label of the axis: the same in all panels of these runs."""
     if x != "time":
         return 1.0, {"epoch": "epoch", "samples": "samples seen"}[x]
-    last_s = max((curve(run, part, "loss", x=x).x[-1:] or [0.0])[0] for run in runs for part in PARTS)
+    last_s = max((curve(run, part, LOSS, x=x).x[-1:] or [0.0])[0] for run in runs for part in PARTS)
     seconds, unit = next((seconds, unit) for least_s, seconds, unit in _TIME_UNITS if last_s >= least_s)
     return seconds, f"time since the start ({unit})"
 
@@ -213,20 +223,23 @@ def _set_scales(axes: Axes, x: X, *, is_log: bool) -> None:
 
 
 def page(
-    runs: Sequence[PastRun], *, quantities: Sequence[Quantity] = QUANTITIES, xs: Sequence[X] = ("epoch",)
+    runs: Sequence[PastRun], *, only: Sequence[str] | None = None, xs: Sequence[X] = ("epoch",)
 ) -> tuple[Figure, list[str]]:
     """Return a figure with a column for each of `xs`, and the sentences about what is missing.
 
-    Of one run, training and validation share a panel; of several, each has its own. One legend stands above all panels.
+    It has the loss and what the runs are judged by, or `only` these quantities. Of one run, training and test share a panel;
+    of several, each has its own. One legend stands above all panels.
     """
-    rows: list[tuple[Quantity, Sequence[Part]]]
-    rows = [(quantity, own) for quantity in quantities for own in ([PARTS] if len(runs) == 1 else [[part] for part in PARTS])]
+    rows: list[tuple[str, Sequence[Part]]] = []
+    for quantity in quantities(runs) if only is None else only:
+        parts = parts_of(runs, quantity)
+        rows += [(quantity, parts)] if len(runs) == 1 else [(quantity, [part]) for part in parts]
     figure = Figure(figsize=(max(7.0, 4.6 * len(xs)), 0.7 + 2.5 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), len(xs), sharex="col", sharey="row", squeeze=False)
     notes: list[str] = []
-    for (quantity, parts), places in zip(rows, grid, strict=True):
+    for (quantity, own), places in zip(rows, grid, strict=True):
         for axes, x in zip(places, xs, strict=True):
-            notes += draw(axes, runs, quantity, x=x, parts=parts)
+            notes += draw(axes, runs, quantity, x=x, parts=own)
             axes.label_outer()
     entries = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if entries:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from app.errors import RunFolderError
 from app.record import goodput as accounting
 from app.record import ledger, run_folder
-from app.reports import predicted
+from app.reports.named_scores import LOSS, heading, is_share, last_scores, scores, test_key, value_text, words
 from app.reports.past_run import PastRun
-from app.reports.state import State, duration, moment
+from app.reports.state import State, duration, is_number, moment
 
 Row = tuple[str, str]
 
@@ -54,8 +54,15 @@ class Goodput(NamedTuple):
     meanings: list[Row]
 
 
-class Classes(NamedTuple):
-    """The accuracy of classes, and what stands above the table."""
+class Scores(NamedTuple):
+    """The scores of the test set, and of which weights they are."""
+
+    caption: str
+    rows: list[Row]
+
+
+class Named(NamedTuple):
+    """Values by name, such as the accuracy of each class, and what stands above the table."""
 
     caption: str
     rows: list[Bar]
@@ -63,13 +70,9 @@ class Classes(NamedTuple):
 
 def facts(run: PastRun, state: State | None) -> list[Row]:
     """The few numbers that everybody asks for first."""
-    last = next(reversed(run.evaluations), {})
-    scores: Mapping[str, Any] = run.result or last
-    rows = []
-    if scores.get("test_accuracy") is not None:
-        rows.append(("test accuracy", f"{100 * scores['test_accuracy']:.2f} %"))
-    if scores.get("test_loss") is not None:
-        rows.append(("test loss", f"{scores['test_loss']:.4f} nats"))
+    known = last_scores(run)
+    main = [*([run.monitor[0]] if run.monitor else []), test_key(LOSS)]
+    rows = [(words(key), value_text(key, known[key])) for key in dict.fromkeys(main) if key in known]
     if state:
         rows.append(("steps", f"{state.step:,}" + (f" of {state.total_steps:,}" if state.total_steps else "")))
     speed = run.result.get("samples_per_s") or next((line.get("samples_per_s") for line in reversed(run.metrics)), None)
@@ -172,28 +175,40 @@ def starts(run: PastRun, state: State | None) -> list[list[str]]:
     return rows
 
 
-def confusion(found: predicted.Predicted | None) -> list[list[tuple[int, float]]] | None:
-    """Rows of the table: each count, and its share of the row; None where there is nothing, or too much for a table."""
-    if found is None or len(found.classes) > predicted.TABLE_CLASSES:
-        return None
-    rows = [[found.counts.get((label, said), 0) for said in range(len(found.classes))] for label in range(len(found.classes))]
-    return [[(count, count / (sum(row) or 1)) for count in row] for row in rows]
-
-
-_MOST_CLASSES = 20
-
-
-def classes(run: PastRun) -> Classes | None:
-    """Return the accuracy of each class; of many classes those with the lowest, the lowest first."""
-    scored = run.result.get("test_class_accuracy", {})
-    known = [(name, accuracy) for name, accuracy in scored.items() if accuracy is not None]
+def tested(run: PastRun) -> Scores | None:
+    """Return every score of the test set: of the final weights, or of the last evaluation of a run that has not ended."""
+    final = scores(run, run.result)
+    known = final or last_scores(run)
     if not known:
         return None
-    caption = "Accuracy by class"
-    if len(known) > _MOST_CLASSES:
-        caption = f"The {_MOST_CLASSES} of {len(known)} classes with the lowest accuracy"
-        known = sorted(known, key=lambda pair: pair[1])[:_MOST_CLASSES]
-    return Classes(caption, [Bar(name, [f"{100 * accuracy:.1f} %"], float(accuracy)) for name, accuracy in known])
+    of = f"Of the final weights, over {run.result['test_samples']:,} samples" if final else "Of the last evaluation"
+    return Scores(of, [(words(key), value_text(key, value)) for key, value in known.items()])
+
+
+_MOST_NAMED = 20
+
+
+def named(run: PastRun) -> list[Named]:
+    """Return a table of each value of the result that has names below it; of many names the lowest and the highest values."""
+    tables = []
+    for key, values in run.result.items():
+        below = values.items() if isinstance(values, dict) else ()
+        known = {str(name): float(value) for name, value in below if is_number(value)}
+        if known:
+            tables.append(_named(key, known))
+    return tables
+
+
+def _named(key: str, known: Mapping[str, float]) -> Named:
+    caption, shown = heading(words(key)), list(known.items())
+    if len(shown) > _MOST_NAMED:
+        each = _MOST_NAMED // 2
+        caption += f": the {each} lowest and the {each} highest of {len(shown):,}"
+        shown = sorted(shown, key=lambda pair: pair[1])
+        shown = [*shown[:each], *shown[-each:]]
+    values = list(known.values())
+    longest = 1.0 if is_share(key, values) else max(0.0, *values) or 1.0
+    return Named(caption, [Bar(name, [value_text(key, value, values)], max(0.0, value) / longest) for name, value in shown])
 
 
 def recipe(run: PastRun) -> list[Row]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.record import ledger
+from app.reports.named_scores import scores, value_text, words
 from app.reports.past_run import Line, PastRun
 from app.reports.state import State, duration, is_number, moment
 
@@ -46,14 +48,11 @@ def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableT
     remaining_s = None if state.word != "going on" else remaining(run, state)
     if remaining_s is not None:
         rows.append(("done in", f"{duration(remaining_s)}, at {moment(now + remaining_s)}"))
-    for key, name, form in (
-        ("loss", "loss", "{:.4f}"),
-        ("samples_per_s", "samples/s", "{:,.0f}"),
-        ("learning_rate", "learning rate", "{:.3g}"),
-    ):
-        rows += _told(run.metrics, key, name, form)
-    rows += _told(run.evaluations, "test_accuracy", "test accuracy", "{:.4f}")
-    rows += _told(run.evaluations, "test_loss", "test loss", "{:.4f}")
+    rows += _told(run.metrics, "loss", "loss", "{:.4f}".format)
+    rows += _told(run.metrics, "samples_per_s", "samples/s", "{:,.0f}".format)
+    rows += _told(run.metrics, "learning_rate", "learning rate", "{:.3g}".format)
+    for key in scores(run, run.evaluations[-1]) if run.evaluations else ():
+        rows += _told(run.evaluations, key, words(key), partial(value_text, key))
     shares = [f"{name} {percent(last[key])}" for key, name in _SHARES.items() if is_number(last.get(key))]
     if shares:
         rows.append(("time", ", ".join(shares)))
@@ -78,13 +77,13 @@ def _progress(run: PastRun, state: State) -> RenderableType:
     return both
 
 
-def _told(lines: Sequence[Line], key: str, name: str, form: str) -> list[tuple[str, RenderableType]]:
+def _told(lines: Sequence[Line], key: str, name: str, text: Callable[[float], str]) -> list[tuple[str, RenderableType]]:
     """A row with the last value of a column and its course, if it has any values."""
     values = [float(line[key]) for line in lines if is_number(line.get(key))]
     if not values:
         return []
     both = Table.grid(padding=(0, 2))
-    both.add_row(Text(sparkline(values).ljust(_SPARKS), no_wrap=True), form.format(values[-1]))
+    both.add_row(Text(sparkline(values).ljust(_SPARKS), no_wrap=True), text(values[-1]))
     return [(name, both)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rich.live import Live
 from app.errors import RunFolderError
 from app.record import ledger
 from app.reports import past_run
+from app.reports.named_scores import scores, value_text, words
 from app.reports.past_run import Line, PastRun
 from app.reports.state import State, is_number, state_of
 from app.reports.view import percent, view
@@ -109,7 +110,7 @@ class Lines:
                 news.append((event.time, f"step {event.step} is saved"))
         self._num_events = len(run.events)
         news += self._new("metrics", run.metrics, lambda line: metrics_line(line, state.total_steps))
-        news += self._new("evaluations", run.evaluations, evaluation_line)
+        news += self._new("evaluations", run.evaluations, lambda line: evaluation_line(line, scores(run, line)))
         for time_s, text in sorted(news, key=lambda pair: pair[0]):
             _say(time_s, text)
         if state.word in ("finished", "stopped", "silent") and state.word != self._state:
@@ -149,10 +150,9 @@ _METRICS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def evaluation_line(line: Line) -> str:
-    """Return what a line of evaluations says; what it does not have is left out."""
-    scores = {"test_accuracy": "test accuracy {:.4f}", "test_loss": "test loss {:.4f}"}
-    told = [text.format(line[key]) for key, text in scores.items() if is_number(line.get(key))]
+def evaluation_line(line: Line, found: Mapping[str, float]) -> str:
+    """Return what a line of evaluations says, which has these scores."""
+    told = [f"{words(key)} {value_text(key, value)}" for key, value in found.items()]
     return f"evaluated after step {line['step']}: " + (", ".join(told) or "no scores")
 
 

@@ -1,7 +1,7 @@
 """TensorBoard: scalars, pictures and hyperparameters in RUN/tensorboard, one folder for all starts of a run.
 
 A start that goes on tells TensorBoard to forget what an earlier one wrote of later steps, or still writes. For its HPARAMS page
-TensorBoard needs the hyperparameters, and the names of scalars of the same folder to show beside them: the test scores.
+TensorBoard needs the hyperparameters, and the names of scalars of the same folder to show beside them: the run's main scores.
 
 The records are TensorBoard's own; its writer of files is not used, since it opens a file anew, by its name, for each record.
 """
@@ -23,7 +23,6 @@ from app.record import run_folder
 from app.record.claim import Claim
 from app.trackers.tracked import Tracked
 
-_SCORES = ("test_accuracy", "test_loss")
 _HPARAMS_SUFFIX = ".hparams"
 _FORMAT = "brain.Event:2"
 
@@ -42,7 +41,7 @@ class TensorBoard:
         for earlier in folder.glob(f"*{_HPARAMS_SUFFIX}"):
             run.claim.remove(f"{folder.name}/{earlier.name}")
         begun = f"{folder.name}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        experiment, session, _ = hparams(settings, dict.fromkeys(_SCORES, 0.0))
+        experiment, session, _ = hparams(settings, dict.fromkeys(run.scores, 0.0))
         _Events(run.claim, f"{begun}.0{_HPARAMS_SUFFIX}").add(
             Event(file_version=_FORMAT), *(Event(summary=summary) for summary in (experiment, session))
         )

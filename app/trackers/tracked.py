@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,13 @@ class Tracked:
     """The last step of each that is still there: what came after the checkpoint is taken again."""
     known: Mapping[str, str]
     """The run's id in each tracker that has it from an earlier start."""
+
+    @property
+    def scores(self) -> Sequence[str]:
+        """The scores that trackers may show beside the settings of the run: the one by which it is judged, and the loss."""
+        path = self.folder / run_folder.RUN
+        judged = run_folder.monitor(run_folder.read_json(path)) if path.exists() else None
+        return list(dict.fromkeys([*(judged[:1] if judged else ()), "test_loss"]))
 
     @property
     def folder(self) -> Path:

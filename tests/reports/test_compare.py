@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from another_task import rainfall
 from processes import REPOSITORY, train
 
 from app.record import ledger
@@ -93,6 +94,15 @@ def test_what_differs_is_named(digits_run: Path, copied: Path, capsys) -> None:
     assert "the losses up to step 20 are the same to 0.0001, and those of step 25 are the first that are not" in said
     for text in ("optim.lr", "0.25", "test_accuracy", "samples_per_s", "copied"):
         assert text in printed
+
+
+def test_the_results_are_the_scores_that_either_has(digits_run: Path, tmp_path: Path) -> None:
+    one, other = past_run.read(digits_run), past_run.read(rainfall(digits_run, tmp_path / "rain"))
+    results = compare(one, other, tolerance=1e-4).results
+    assert results["test_rmse"] == ("absent", other.result["test_rmse"])
+    assert results["test_top5_accuracy"] == (one.result["test_top5_accuracy"], "absent")
+    assert results["loss"] == (one.metrics[-1]["loss"],) * 2
+    assert results["accuracy"] == (one.metrics[-1]["accuracy"], "absent")
 
 
 @pytest.mark.parametrize(("factor", "tolerance", "same"), [(1 + 2e-6, 1e-5, True), (1 + 2e-5, 1e-5, False), (0.0, 1e9, False)])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from another_task import rainfall
 from browser import PROGRAM, Browser
 from processes import REPOSITORY, read
 
@@ -54,12 +55,12 @@ def broken(digits_run: Path, folder: Path) -> Path:
     return folder
 
 
-def looked_at(browser: Browser, path: Path, *, width: int = 390, scripts: bool = True) -> dict[str, Any]:
+def looked_at(browser: Browser, path: Path, *, width: int = 390, scripts: bool = True, images: int = 10) -> dict[str, Any]:
     seen = browser.look(path, LOOK, width=width, scripts=scripts)
     assert seen.complaints == []
     assert seen.requests == []
     found: dict[str, Any] = seen.found
-    assert found["images"] > 9
+    assert found["images"] >= images
     assert found["width"] == width  # nothing is cut off at the side
     assert (found["blank"], found["unnamed"], found["tables"], found["scripts"]) == (0, 0, 0, 0)
     return found
@@ -83,7 +84,8 @@ def test_a_finished_run_has_all_of_it_in_one_file(browser: Browser, digits_run: 
     assert samerun(["report", str(digits_run), "--out", str(out)]) == 0
     assert out.stat().st_size < 1_000_000
     accuracy = read(digits_run / "result.json")["test_accuracy"]
-    sections = ["Curves", "Where the time went", "Predictions on the test set", "One start", "What it ran on", "Recipe"]
+    tested = ["Scores on the test set", "Predictions on the test set"]
+    sections = ["Curves", "Where the time went", *tested, "One start", "What it ran on", "Recipe"]
     for width, scripts in ((390, True), (1280, True), (390, False)):
         found = looked_at(browser, out, width=width, scripts=scripts)
         assert found["headings"] == ["digits", *sections]
@@ -108,11 +110,30 @@ def test_of_a_broken_folder_each_fault_is_a_sentence_and_the_rest_is_drawn(
     title, missing, *sections = found["headings"]
     assert title == "<script>alert(1)</script>"
     assert missing == "What is missing or broken"
-    assert sections == ["Curves", "Where the time went", "Predictions on the test set", "Recipe"]
+    assert sections == ["Curves", "Where the time went", "Scores on the test set", "Predictions on the test set", "Recipe"]
     for told in ("ledger.jsonl is missing", "result.json cannot be read", "a line is broken or cut", "1 of the pictures"):
         assert told in found["text"], told
     for told in ("The topology, of run.json", "The list of versions, of run.json"):
         assert told in found["text"], told
+
+
+def test_the_page_of_another_task_has_its_own_scores(browser: Browser, digits_run: Path, tmp_path: Path) -> None:
+    folder = rainfall(digits_run, tmp_path / "rain")
+    assert samerun(["report", str(folder)]) == 0
+    found = looked_at(browser, folder / "report.html", images=5)
+    sections = ["Curves", "Where the time went", "Scores on the test set", "One start", "What it ran on", "Recipe"]
+    assert found["headings"] == ["digits", *sections]
+    words = " ".join(found["text"].split())
+    for told in (
+        "test rmse 1.0331",
+        "test bias -0.2500",
+        "Of the final weights, over 359 samples",
+        "Test station error: the 10 lowest and the 10 highest of 29",
+        "station 9 3.5000 station 19 8.5000",
+        "Test month accuracy name value May 50.00 %",
+    ):
+        assert told in words, told
+    assert "class" not in words
 
 
 @pytest.mark.parametrize("name", ["run.json", "outcome.json", "result.json", "test_predictions/predictions.json"])

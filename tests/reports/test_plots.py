@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from another_task import rainfall
 from matplotlib.figure import Figure
 
 from app.reports import past_run, plots
+from app.reports.named_scores import value_text
 from app.reports.past_run import PastRun
 
 
@@ -26,7 +28,7 @@ def rewritten(path: Path, *without: str) -> None:
 
 def test_points_stand_where_they_belong(digits_run: Path) -> None:
     run = past_run.read(digits_run)
-    found = plots.curve(run, "validation", "accuracy")
+    found = plots.curve(run, "test", "accuracy")
     assert (list(found.x), list(found.notes)) == ([1.0, 2.0], [])
     assert list(found.y) == [line["test_accuracy"] for line in run.evaluations]
     training = plots.curve(run, "training", "loss")
@@ -54,7 +56,7 @@ def test_what_is_missing_is_said_and_the_rest_is_drawn(copied: Path, name: str) 
     figure, notes = plots.page([run], xs=plots.XS)
     assert notes
     assert sum(len(axes.lines) for axes in figure.axes) >= 2
-    epochs = plots.curve(run, "training" if name == "evaluations.jsonl" else "validation", "loss").x
+    epochs = plots.curve(run, "training" if name == "evaluations.jsonl" else "test", "loss").x
     assert list(epochs[-1:]) in ([2.0], [1.0])  # where an epoch's size is not known, the line's epoch: the second
 
 
@@ -77,13 +79,52 @@ def test_runs_are_told_apart_without_colour(digits_run: Path) -> None:
     looks = {(line.get_linestyle(), line.get_marker()) for line in figure.axes[1].lines}
     assert len(looks) == 8
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list("01234567")
-    assert [axes.get_ylabel() for axes in figure.axes][1] == "validation loss (nats)"
+    assert [axes.get_ylabel() for axes in figure.axes][1] == "test loss"
 
 
-def test_training_and_validation_of_one_run_are_told_apart_without_colour(digits_run: Path) -> None:
+def test_training_and_test_of_one_run_are_told_apart_without_colour(digits_run: Path) -> None:
     axes = Figure().subplots()
     assert plots.draw(axes, [past_run.read(digits_run)], "loss") == []
-    assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("training", "None"), ("validation", "o")]
+    assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("training", "None"), ("test", "o")]
+
+
+def test_a_run_is_drawn_by_what_its_task_is_judged_by(digits_run: Path, tmp_path: Path) -> None:
+    run = past_run.read(rainfall(digits_run, tmp_path / "rain"))
+    figure, notes = plots.page([run])
+    loss, score = figure.axes
+    assert notes == []  # that there is no such score of the training data is no fault
+    assert [axes.get_ylabel() for axes in (loss, score)] == ["loss", "test rmse"]
+    assert list(score.lines[0].get_ydata()) == [line["test_rmse"] for line in run.evaluations]
+    assert (len(loss.lines), len(score.lines)) == (2, 1)
+
+
+def test_runs_of_two_tasks_share_the_loss_alone(digits_run: Path, tmp_path: Path) -> None:
+    runs = [past_run.read(digits_run), past_run.read(rainfall(digits_run, tmp_path / "rain"))]
+    figure, notes = plots.page(runs)
+    found = {axes.get_ylabel(): len(axes.lines) for axes in figure.axes}
+    assert found == {"training loss": 2, "test loss": 2, "training accuracy (%)": 1, "test accuracy (%)": 1, "test rmse": 1}
+    assert notes == [
+        "rain: no training accuracy is recorded.",
+        "rain: no test accuracy is recorded.",
+        "digits: no test rmse is recorded.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("test_accuracy", 0.98886, "98.89 %"),
+        ("test_accuracy", 98.886, "98.8860"),
+        ("test_iou", 0.98886, "0.9889"),
+        ("test_loss", 0.0, "0.0000"),
+        ("test_loss", 0.00012345, "0.0001234"),
+        ("test_perplexity", 123456.7, "1.235e+05"),
+        ("test_r2", -0.5, "-0.5000"),
+    ],
+)
+def test_a_score_is_a_number_and_an_accuracy_a_share(key: str, value: float, expected: str) -> None:
+    assert value_text(key, value) == expected
+    assert value_text("class_accuracy", 0.5, [0.5, 1.5]) == "0.5000"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from another_task import rainfall
 from processes import REPOSITORY, TIMEOUT_S, clean_environment, read_lines, start
 
 from app.errors import STOPPED, RunFolderError
@@ -105,6 +106,19 @@ def test_once_shows_what_is_there_and_says_what_is_not(
     shown = capsys.readouterr()
     assert re.search(r"steps +5, epoch 0", shown.out)
     assert "a line is broken or cut" in shown.err
+
+
+def test_a_run_of_another_task_tells_its_own_scores(
+    digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = rainfall(digits_run, tmp_path / "rain")
+    assert samerun(["watch", "--once", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"test rmse .* 1\.0331", shown)
+    assert "accuracy" not in shown
+    assert samerun(["watch", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"evaluated after step 44: test rmse 1\.0331, test loss \d\.\d{4}\n", shown)
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:

@@ -1,4 +1,4 @@
-"""What a run left of its predictions on the test set (app/predictions.py writes it), for people to look at."""
+"""What a run left of its predictions on the test set (app/predictions.py writes it), for the page of `samerun report`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from app.errors import RunFolderError
 from app.files import regular
 from app.record import run_folder
 
-TABLE_CLASSES = 12
+TEMPLATE = Path(__file__).with_name("predictions.html.jinja")
+_TABLE_CLASSES = 12
 """Up to so many classes the confusion matrix is a table of numbers; of more it is a picture."""
+_SIDE_INCHES = 4.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,26 @@ class Predicted:
     spread: Sequence[Picture]
     mistakes: Sequence[Picture]
     complaints: Sequence[str]
+
+    @property
+    def confusion(self) -> list[list[tuple[int, float]]] | None:
+        """Rows of the table: each count, and its share of the row; None where there is too much for a table."""
+        every = range(len(self.classes))
+        if len(every) > _TABLE_CLASSES:
+            return None
+        rows = [[self.counts.get((label, said), 0) for said in every] for label in every]
+        return [[(count, count / (sum(row) or 1)) for count in row] for row in rows]
+
+    @property
+    def picture(self) -> Figure | None:
+        """The confusion matrix of many classes; None where it is a table, or not all of it is known."""
+        return None if self.left_out or len(self.classes) <= _TABLE_CLASSES else _draw_confusion(self)
+
+    @property
+    def told(self) -> str:
+        """What the picture shows, for who cannot see it."""
+        right = sum(count for (label, said), count in self.counts.items() if label == said)
+        return f"{len(self.classes)} classes; {right:,} of {sum(self.counts.values()):,} samples lie on the diagonal."
 
     @property
     def frequent_mistakes(self) -> list[tuple[str, str, int]]:
@@ -76,7 +98,7 @@ def read(folder: Path) -> Predicted | None:
 def _picture(place: Path, classes: Sequence[str], row: Mapping[str, Any]) -> Picture:
     probability = float(row["probability"])
     return Picture(
-        source=png_uri(_bytes(place / f"{int(row['sample'])}.png")),
+        source=_png_uri(_bytes(place / f"{int(row['sample'])}.png")),
         label=classes[row["label"]],
         predicted=classes[row["predicted"]],
         certainty="> 99.9 %" if probability >= 0.9995 else f"{probability:.1%}".replace("%", " %"),
@@ -91,19 +113,19 @@ def _bytes(path: Path) -> bytes | None:
         return None
 
 
-def png_uri(content: bytes | None) -> str | None:
-    """Return a PNG file as a data URI, which needs no file beside the page; None for what is no PNG."""
+def _png_uri(content: bytes | None) -> str | None:
+    """A PNG file as a data URI, which needs no file beside the page; None for what is no PNG."""
     if content is None or not content.startswith(b"\x89PNG\r\n") or b"IEND" not in content[-12:]:
         return None
     return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
-def draw_confusion(found: Predicted, *, side: float) -> Figure:
-    """Return the confusion matrix as a picture, `side` inches wide: the share of a label's samples, darker where it is more."""
+def _draw_confusion(found: Predicted) -> Figure:
+    """The confusion matrix as a picture: the share of a label's samples, darker where it is more."""
     size = len(found.classes)
     totals = [sum(found.counts.get((label, said), 0) for said in range(size)) or 1 for label in range(size)]
     shares = [[100 * found.counts.get((label, said), 0) / totals[label] for said in range(size)] for label in range(size)]
-    figure = Figure(figsize=(side, 0.84 * side), layout="constrained")
+    figure = Figure(figsize=(_SIDE_INCHES, 0.84 * _SIDE_INCHES), layout="constrained")
     axes = figure.subplots()
     # The square root shows a mistake of one per cent beside a diagonal of nearly a hundred.
     image = axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=100), interpolation="nearest")

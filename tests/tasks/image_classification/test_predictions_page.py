@@ -1,0 +1,62 @@
+"""What the page of a run shows of a classifier of pictures: few classes as a table, many as a picture, nothing unknown."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from app.errors import RunFolderError
+from app.reports import page as report
+from app.reports import past_run
+from app.tasks.image_classification import page
+
+
+def left(folder: Path, *, num_classes: int, samples_left_out: int = 0) -> Path:
+    """What a run leaves of a model that takes every 7th class for the next one."""
+    pairs = [[label, (label + (label % 7 == 6)) % num_classes, 3 + label % 2] for label in range(num_classes)]
+    told = {"classes": [f"c{number}" for number in range(num_classes)], "pairs": pairs, "spread": [], "mistakes": []}
+    (folder / "test_predictions").mkdir(parents=True)
+    (folder / "test_predictions" / "predictions.json").write_text(json.dumps({**told, "samples_left_out": samples_left_out}))
+    return folder
+
+
+def test_few_classes_are_a_table_and_many_a_picture(tmp_path: Path) -> None:
+    few = page.read(left(tmp_path / "few", num_classes=8))
+    assert few is not None
+    assert few.confusion is not None
+    assert few.confusion[6] == [(0, 0.0)] * 7 + [(3, 1.0)]
+    assert few.frequent_mistakes == [("c6", "c7", 3)]
+    assert few.picture is None
+    many = page.read(left(tmp_path / "many", num_classes=30))
+    assert many is not None
+    assert many.confusion is None
+    assert many.picture is not None
+    assert many.told == "30 classes; 91 of 105 samples lie on the diagonal."
+
+
+def test_a_matrix_of_which_not_all_is_known_is_not_drawn(tmp_path: Path) -> None:
+    found = page.read(left(tmp_path, num_classes=30, samples_left_out=5))
+    assert found is not None
+    assert (found.confusion, found.picture, len(found.frequent_mistakes)) == (None, None, 4)
+
+
+def test_the_page_has_the_picture(digits_run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(digits_run, tmp_path / "run", ignore=shutil.ignore_patterns("test_predictions")))
+    without, _ = report.render(past_run.read(folder), now=0.0)
+    html, complaints = report.render(past_run.read(left(folder, num_classes=30)), now=0.0)
+    assert complaints == []
+    assert "91 of 105 samples lie on the diagonal" in html
+    assert ".pictures li {" in html
+    assert "Predictions on the test set" not in without
+    assert ".pictures" not in without
+
+
+def test_what_is_no_count_is_refused(tmp_path: Path) -> None:
+    path = left(tmp_path, num_classes=3) / "test_predictions" / "predictions.json"
+    path.write_text(path.read_text().replace("[[0, 0, 3]", "[[0, 9, 3]"))
+    with pytest.raises(RunFolderError, match="a class is not among the 3 of the file"):
+        page.read(tmp_path)
+    assert page.read(tmp_path / "nothing") is None
