@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ LONG_FILES = ["test_slurm_lab", "test_same_run", "test_resume", "test_requeue_la
               "test_doctor", "test_submit_lab", "test_training", "test_watchdog", "test_scale", "test_bench", "test_control",
               "test_shards", "test_requeue", "test_kills"]  # fmt: skip
 
+SHOWN_FILES = 40
 NO_GPU = "needs a CUDA device"
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says more of the machine than of the code
@@ -39,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail if a test was skipped for anything but a missing GPU: for machines that have all the tests need",
     )
     parser.addoption("--seed", type=int, help="of the moments at which runs are killed: a test that failed has printed its own")
+    parser.addoption("--seconds-per-file", action="store_true", help=f"print the {SHOWN_FILES} files that took longest")
     parser.addoption("--figures", help="file for what tests have measured; without it, it is printed")
 
 
@@ -133,3 +136,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if unexpected:
         reporter.write_line(f"skipped although everything is expected here: {', '.join(unexpected)}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--seconds-per-file"):
+        return
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):  # three for a test: it is set up, called and torn down
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("seconds per file")
+    for path in sorted(seconds, key=lambda path: -seconds[path])[:SHOWN_FILES]:
+        terminalreporter.write_line(f"{seconds[path]:8.1f}  {path}")
+    terminalreporter.write_line(f"{sum(seconds.values()):8.1f}  in all {len(seconds)} files, of all workers")
