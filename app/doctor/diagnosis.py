@@ -34,7 +34,7 @@ class Node:
     clock_ms: float = 0.0
     """Its clock minus rank 0's."""
     clock_error_ms: float = 0.0
-    """How far that may be off: half of the fastest round trip to rank 0."""
+    """How far that may be off."""
     link_to: str = ""
     """The next node in the ring of all; empty where there is one node."""
     link_gb_per_s: float | None = None

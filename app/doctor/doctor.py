@@ -17,6 +17,7 @@ import socket
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
@@ -114,7 +115,7 @@ def _examine(
 ) -> Examination:
     """Measure everything, each thing no longer than `waiting` lets it, and return it on all ranks."""
     from app.doctor import probe
-    from app.ranks import handshake
+    from app.ranks import clocks, handshake
     from app.ranks.runtime import Runtime
 
     plan = BatchPlan(global_batch_size=launched.world_size, world_size=launched.world_size, accumulation=1)
@@ -132,12 +133,14 @@ def _examine(
         summed_points, summed_hits = probe.all_reduce_sum([points, hits], device)
         all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
     with waiting("clocks and links"):
-        clock_ms, clock_error_ms = probe.compare_clock(first_ranks, device)
+        clock = clocks.compare(runtime, runtime.from_main(time.time_ns()))
         link_gb_per_s = probe.time_link(first_ranks, device)
     with waiting("writing to the run folder"):
         node = probe.write_files(run_dir) if launched.local_rank == 0 else None
         if node is not None:
-            node = replace(node, clock_ms=clock_ms, clock_error_ms=clock_error_ms, link_gb_per_s=link_gb_per_s)
+            node = replace(
+                node, clock_ms=clock.ahead_ns / 1e6, clock_error_ms=clock.error_ns / 1e6, link_gb_per_s=link_gb_per_s
+            )
         free_bytes, total_bytes = probe.memory(device)
         own = Rank(
             rank=launched.rank,

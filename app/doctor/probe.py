@@ -34,7 +34,6 @@ _POINTS_ON_ACCELERATOR = (2**24, 64)
 _SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24)}
 _SIZES_BYTES_ON_ACCELERATOR = (2**20, 2**24, 2**28)
 _WARM_UPS, _REPEATS = 2, 5
-_CLOCK_EXCHANGES = 10
 _LINK_REPEATS = 3
 _PIECE_BYTES, _PIECES, _MOST_WRITE_S = 2**22, 16, 5.0
 
@@ -106,35 +105,6 @@ def time_all_reduces(device: torch.device) -> Iterator[tuple[int, list[float], b
                 elapsed_s.append(time.perf_counter() - start_s)
             right = right and bool((buffer == ranks * (ranks + 1) / 2).all())  # exact in float32 up to 5,792 ranks
         yield size_bytes, elapsed_s, right
-
-
-def compare_clock(first_ranks: Sequence[int], device: torch.device) -> tuple[float, float]:
-    """Return this node's clock minus rank 0's, and how far that may be off, in ms; zeros on all but `first_ranks`.
-
-    Rank 0's clock is asked several times; the fastest answer counts, as read in the middle of its round trip (Cristian,
-    Probabilistic clock synchronization, 1989).
-    """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    moment = torch.zeros(1, dtype=torch.int64, device=device)
-    found = 0.0, 0.0
-    for other in first_ranks[1:]:
-        exchanges = []
-        for _ in range(_CLOCK_EXCHANGES if rank in (0, other) else 0):
-            if rank == 0:
-                dist.recv(moment, src=other)
-                _wait_for(device)
-                dist.send(moment.fill_(time.time_ns()), dst=other)
-            else:
-                asked_ns, start_s = time.time_ns(), time.perf_counter()
-                dist.send(moment, dst=0)
-                dist.recv(moment, src=0)
-                theirs_ns = int(moment.item())
-                round_trip_ms = (time.perf_counter() - start_s) * 1e3
-                exchanges.append((round_trip_ms / 2, (asked_ns - theirs_ns) / 1e6 + round_trip_ms / 2))
-        if exchanges:
-            error_ms, clock_ms = min(exchanges)
-            found = clock_ms, error_ms
-    return found
 
 
 def time_link(first_ranks: Sequence[int], device: torch.device) -> float | None:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from app.profiling.account import Collective
-from app.profiling.clocks import Axis
 from app.profiling.raw import Arrow, Event, Lane
+from app.ranks.clocks import Axis
 
 _LANES = 1000
 """Threads and streams that a rank may have."""

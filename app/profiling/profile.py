@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, record_function
 
 from app.errors import RecipeError, RunFolderError
 from app.metrics.clock import Clock, Phase
-from app.profiling import clocks, merge, rank_file
+from app.profiling import merge, rank_file
 from app.profiling.account import BACKWARD, DATA_WAIT, FORWARD, LOG, OPTIMIZER, STEP
+from app.ranks import clocks
 from app.ranks.runtime import Runtime
 from app.recipe.schema import ProfileRecipe
 from app.record import run_folder
@@ -134,13 +135,13 @@ class _Recording:
         # Kineto tells stderr when it begins, when it ends, and that there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if runtime.device.type == "cuda" else [])]
-        self._runtime, self._host = runtime, socket.gethostname()
+        self._runtime = runtime
         self._step: Any = None
         self._phase: Any = None
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.prepare_trace()  # CUPTI takes seconds for it
         self._zero_ns: int = runtime.from_main(time.time_ns())
-        self._begin = self._offset()
+        self._begin = time.time_ns(), clocks.compare(runtime, self._zero_ns)
         self._synchronize()
         self._profiler.start_trace()
 
@@ -160,14 +161,15 @@ class _Recording:
         """Stop, and return what it takes to put the trace beside those of the other ranks. All ranks call it."""
         self._synchronize()
         self._profiler.stop_trace()
-        begin, end = self._begin, self._offset()
+        begin_ns, begin = self._begin
+        end = clocks.compare(self._runtime, self._zero_ns)
         launched, device = self._runtime.launched, self._runtime.device
-        axis = clocks.Axis(self._zero_ns, begin_ns=begin[0], begin=begin[1], end_ns=end[0], end=end[1])
+        axis = clocks.Axis(self._zero_ns, begin_ns=begin_ns, begin=begin, end_ns=time.time_ns(), end=end)
         return axis, rank_file.Who(
             recorded=self._zero_ns / 1e9,
             rank=launched.rank,
             world_size=launched.world_size,
-            host=self._host,
+            host=socket.gethostname(),
             device="cpu" if device.type == "cpu" else str(device),
             strategy=launched.strategy,
         )
@@ -189,18 +191,6 @@ class _Recording:
         if self._phase is not None:
             self._phase.__exit__(None, None, None)
             self._phase = None
-
-    def _offset(self) -> tuple[int, clocks.Offset]:
-        """This moment, and how far this clock is ahead of rank 0's."""
-        launched = self._runtime.launched
-        own = clocks.bounds(
-            self._runtime.greatest,
-            lambda: time.time_ns() - self._zero_ns,
-            host=self._host,
-            rank=launched.rank,
-            world_size=launched.world_size,
-        )
-        return time.time_ns(), clocks.offset(launched.rank, self._runtime.gather(own))
 
     def _synchronize(self) -> None:
         """Let a GPU finish: what belongs to no step of the window is in none, and all that does is recorded."""

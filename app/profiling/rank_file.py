@@ -19,8 +19,8 @@ from typing import Any
 from app.errors import RunFolderError
 from app.profiling import raw
 from app.profiling.account import PARTS, Process
-from app.profiling.clocks import Axis
 from app.profiling.lines import Lines
+from app.ranks.clocks import Axis
 
 PATTERN = "rank-*.json.gz"
 _OPENING, _CLOSING = '{"displayTimeUnit": "ms", "samerun": %s, "traceEvents": [\n', "]}\n"

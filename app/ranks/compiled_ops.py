@@ -1,11 +1,11 @@
-"""DeepSpeed's C++ operators, which it compiles on first use, loaded so that a process killed meanwhile blocks nobody.
+"""DeepSpeed's C++ operator for CPUs, which it compiles on first use, loaded so that a process killed meanwhile blocks nobody.
 
 torch guards the folder of such an operator by a file named `lock`. A process that is killed while it compiles, or merely
 loads, leaves it behind, and every later one on this home folder would wait for it for ever, without a word. So the operators
 are loaded before DeepSpeed asks for them, by one process at a time under a lock of the kernel's, which ends with its holder:
 whoever has that finds a `lock` only if it is a dead process's.
 
-Compiling may take minutes, in which nothing else is heard of a run: that it goes on is said, and how long it took before.
+Compiling may take minutes, in which nothing else is heard of a run: that it goes on is said.
 
 torch compiles with whatever `ninja` is on the PATH, where a virtual environment's need not be, and one version compiles
 again what another one has: so it is always the one that DeepSpeed brought along.
@@ -19,15 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from app.errors import PresetError
 from app.files.own_folder import refuse_prepared
 
 _GUARD = "samerun.flock"
-_SECONDS = "samerun.seconds"
-"""File beside an operator: how long it took to compile it, in seconds."""
 _PATIENCE_S, _SAY_EVERY_S = 3.0, 20.0
 
 
@@ -40,37 +38,26 @@ def load() -> None:
     """
     from deepspeed.accelerator import get_accelerator
 
-    if get_accelerator().device_name() == "cpu":
-        _load("ShareMemCommBuilder")
-
-
-def _load(*names: str) -> None:
-    from deepspeed.accelerator import get_accelerator
-
+    if get_accelerator().device_name() != "cpu":
+        return
     with _alone() as root, _own_ninja():
-        for name in names:
-            builder = get_accelerator().create_op_builder(name)
-            if builder is not None and builder.is_compatible(verbose=False):
-                for leftover in root.glob(f"**/{builder.name}/lock"):
-                    leftover.unlink()
-                with _told(builder.name, root):
-                    builder.load(verbose=False)
+        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+        if builder is not None and builder.is_compatible(verbose=False):
+            for leftover in root.glob(f"**/{builder.name}/lock"):
+                leftover.unlink()
+            with _told(builder.name, root):
+                builder.load(verbose=False)
 
 
 @contextmanager
 def _told(name: str, root: Path) -> Iterator[None]:
     """Say on stderr that an operator is compiled in the block, unless it is over in moments, and again as this goes on."""
-    known = max(root.glob(f"**/{name}/{_SECONDS}"), default=root / name / _SECONDS)
-    before = "it may take some minutes"
-    with suppress(OSError, ValueError):  # nobody has compiled it here
-        before = f"it took {float(known.read_text()):.0f} s the last time here"
-    began_s, is_over, is_said = time.monotonic(), threading.Event(), threading.Event()
+    began_s, is_over = time.monotonic(), threading.Event()
 
     def go_on() -> None:
         if is_over.wait(_PATIENCE_S):
             return
-        is_said.set()
-        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version: {before}")
+        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version: it may take some minutes")
         while not is_over.wait(_SAY_EVERY_S):
             _say(f"compiling DeepSpeed's {name} goes on, for {time.monotonic() - began_s:.0f} s now")
 
@@ -81,11 +68,8 @@ def _told(name: str, root: Path) -> Iterator[None]:
     finally:
         is_over.set()
         teller.join()
-    if is_said.is_set():
-        took_s = time.monotonic() - began_s
+    if (took_s := time.monotonic() - began_s) > _PATIENCE_S:
         _say(f"compiled DeepSpeed's {name} in {took_s:.0f} s")
-        with suppress(OSError):  # then the next start has no time to tell
-            known.write_text(f"{took_s:.1f}\n")
 
 
 def _say(text: str) -> None:

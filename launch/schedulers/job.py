@@ -6,7 +6,9 @@ turn. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import shlex
+import subprocess
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.place.environment import number
@@ -22,6 +24,16 @@ ATTEMPT = "SAMERUN_ATTEMPT"
 
 class NotDoneError(Exception):
     """The scheduler does not do, or tell, what it was asked for; the text is its answer."""
+
+
+def ask(command: Sequence[str], **variables: str) -> str:
+    """Run a scheduler's program, with these variables added, and return what it prints. Raises NotDoneError if it fails."""
+    told = [f"{name}={value}" for name, value in variables.items()]
+    try:
+        return subprocess.run(["env", *told, *command], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        raise NotDoneError(f"`{shlex.join(command)}` fails: {said}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

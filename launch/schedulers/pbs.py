@@ -39,10 +39,6 @@ class JobDescription:
     """Moment of the qsub by the PBS server's clock, without time zone."""
     started: datetime | None = None
     """Beginning of this run by the PBS server's clock, without time zone; None before it."""
-    run_count: int = 0
-    """Runs so far, this one included: above 1 it was requeued. Nothing in the environment tells."""
-    rerunnable: bool = False
-    """Whether PBS may requeue it (`qsub -r y`, the default)."""
     gpus: Mapping[str, int]
     """GPUs (`ngpus`) on each of its hosts, by the names of PBS's nodes; empty before it runs."""
 
@@ -173,8 +169,6 @@ def parse_job(text: str, *, job_id: str) -> JobDescription:
             walltime_s=_seconds(asked["walltime"]) if "walltime" in asked else None,
             submitted=_moment(attributes.get("ctime")),
             started=_moment(attributes.get("stime")),
-            run_count=int(attributes.get("run_count", 0)),
-            rerunnable=attributes.get("Rerunable") == "True",
             gpus=_gpus(attributes.get("exec_vnode", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

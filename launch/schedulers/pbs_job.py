@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import re
-import shlex
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from app.errors import TopologyError
 from app.place.environment import number
 from launch.schedulers import pbs
 from launch.schedulers.hosts import NODE_RANK
-from launch.schedulers.job import Job, NotDoneError, Requeued, Times
+from launch.schedulers.job import Job, NotDoneError, Requeued, Times, ask
 
 FIRST_JOB = "SAMERUN_FIRST_JOB"
 """Variable: number of the job whose run this job goes on with."""
@@ -39,11 +37,11 @@ def find(
     environment: Mapping[str, str],
     *,
     describe_job: Callable[[str], str | None] = pbs.qstat,
-    qsub: Callable[[Sequence[str], Mapping[str, str]], str] | None = None,
+    qsub: Callable[..., str] = ask,
 ) -> Job | None:
     """Return the PBS job that `environment` is part of, or None outside PBS.
 
-    `describe_job` asks for `qstat -f -F json`, `qsub` submits with variables added to this process's and returns the new id.
+    `describe_job` asks for `qstat -f -F json`, `qsub` submits as `ask` does, and returns the new id.
     """
     if "PBS_JOBID" not in environment:
         return None
@@ -53,7 +51,7 @@ def find(
         name="_".join([environment.get(FIRST_JOB, number_and_index[0]), *number_and_index[1:]]),
         times=functools.partial(_times, environment["PBS_JOBID"], describe_job),
         requeues=number(environment, REQUEUES),
-        requeue=functools.partial(_resubmit, environment, describe_job, qsub or _qsub) if is_script else None,
+        requeue=functools.partial(_resubmit, environment, describe_job, qsub) if is_script else None,
     )
 
 
@@ -81,7 +79,7 @@ def _unix(moment: datetime | None) -> float | None:
 def _resubmit(
     environment: Mapping[str, str],
     describe_job: Callable[[str], str | None],
-    qsub: Callable[[Sequence[str], Mapping[str, str]], str],
+    qsub: Callable[..., str],
     signals: Collection[int],
 ) -> Requeued:
     job_id = environment["PBS_JOBID"]
@@ -97,7 +95,7 @@ def _resubmit(
         raise NotDoneError(f"`qstat -f -F json {job_id}` does not describe the job ({error!r})") from error
     variables = {REQUEUES: str(number(environment, REQUEUES) + 1)}
     variables[FIRST_JOB] = environment.get(FIRST_JOB, job_id.partition(".")[0])
-    return Requeued(f"PBS job {qsub(command, variables)} goes on with it")
+    return Requeued(f"PBS job {qsub(command, **variables).strip()} goes on with it")
 
 
 def successor(attributes: Mapping[str, Any], *, submitted_in: str, requeues: int) -> list[str]:
@@ -123,13 +121,3 @@ def successor(attributes: Mapping[str, Any], *, submitted_in: str, requeues: int
     given = [name for name in attributes.get("Variable_List", {}) if not name.startswith("PBS_")]
     names = dict.fromkeys([REQUEUES, FIRST_JOB, *(name for name in given if name not in _OF_A_LOGIN)])
     return [*command, "-v", ",".join(names), str(script)]
-
-
-def _qsub(command: Sequence[str], variables: Mapping[str, str]) -> str:
-    told = [f"{name}={value}" for name, value in variables.items()]
-    try:
-        finished = subprocess.run(["env", *told, *command], capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise NotDoneError(f"`{shlex.join(command)}` fails: {said}") from error
-    return finished.stdout.strip()

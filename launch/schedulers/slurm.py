@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -21,6 +20,7 @@ from app.place.environment import HOST_SUFFIX, port_of_job, with_suffix
 from app.place.slurm_variables import JOB, STEP, UNSET, Slurm, is_in_step
 from app.place.topology import Topology
 from launch.schedulers.allocation import Allocation
+from launch.schedulers.job import NotDoneError, ask
 from launch.schedulers.local import count_accelerators
 
 
@@ -46,7 +46,7 @@ def find(
     has_srun = shutil.which("srun") is not None if has_srun is None else has_srun
     _refuse_what_cannot_be(slurm, hostname or socket.gethostname(), has_srun)
     num_nodes = slurm.number(slurm.names.num_nodes)
-    gpus = _gpus_per_node(slurm, num_nodes, processes_per_node, describe_job or _scontrol)
+    gpus = _gpus_per_node(slurm, num_nodes, processes_per_node, describe_job or _describe)
     topology = _topology(slurm, num_nodes, _processes(slurm, processes_per_node, *gpus)).on_first(nodes)
     start, start_origin = (
         ((), "") if slurm.in_task else _srun(slurm, topology.num_nodes, min(gpus[0], topology.processes_per_node))
@@ -224,12 +224,8 @@ def _srun(slurm: Slurm, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str
     return ("srun", *options), where
 
 
-def _scontrol(job_id: int) -> str:
-    command = ["scontrol", "show", "--details", "job", str(job_id)]
+def _describe(job_id: int) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise TopologyError(
-            f"{JOB.job_id} is {job_id}, but `{' '.join(command)}` fails: {said}. If the job is over, leave its shell. {UNSET}"
-        ) from error
+        return ask(["scontrol", "show", "--details", "job", str(job_id)])
+    except NotDoneError as error:
+        raise TopologyError(f"{JOB.job_id} is {job_id}, but {error}. If the job is over, leave its shell. {UNSET}") from error

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from app.place.environment import number
 from app.place.slurm_variables import JOB, is_in_step, is_shell
-from launch.schedulers.job import Job, NotDoneError, Requeued, Times
+from launch.schedulers.job import Job, NotDoneError, Requeued, Times, ask
 
 _HOLD_S = 15
 """Seconds in the queue before the next start: time enough for the job's last processes and its epilog. If they take
@@ -27,7 +26,11 @@ Scontrol = Callable[[Sequence[str]], str]
 """Runs scontrol with these arguments and returns what it prints. Raises NotDoneError with what it says if it fails."""
 
 
-def find(environment: Mapping[str, str], *, scontrol: Scontrol | None = None) -> Job | None:
+def _scontrol(arguments: Sequence[str]) -> str:
+    return ask(["scontrol", *arguments], SLURM_TIME_FORMAT="%s")
+
+
+def find(environment: Mapping[str, str], *, scontrol: Scontrol = _scontrol) -> Job | None:
     """Return the Slurm job that `environment` is part of, or None outside Slurm.
 
     `scontrol` runs the program of that name. It is asked for nothing before it is needed: at once only in an array and in a
@@ -38,7 +41,6 @@ def find(environment: Mapping[str, str], *, scontrol: Scontrol | None = None) ->
     in_shell = is_shell(environment)
     in_step = is_in_step(environment) and not in_shell
     in_script = not in_step and not in_shell and JOB.node in environment  # the shell of salloc is on no node
-    scontrol = scontrol or _scontrol
     # Each task would ask; what started them has asked, or they do without.
     described = _Description(environment[JOB.job_id], None if in_step else scontrol)
     job_id, requeues = _job_id(environment, described), _requeues(environment, described)
@@ -145,12 +147,3 @@ def _is_at_its_limit(facts: Mapping[str, str]) -> bool:
         return False
     days, hours, minutes, seconds = (int(part or 0) for part in limit.groups())
     return ended_s - started_s >= ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def _scontrol(arguments: Sequence[str]) -> str:
-    command = ["env", "SLURM_TIME_FORMAT=%s", "scontrol", *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise NotDoneError(f"`{' '.join(command[2:])}` fails: {said}") from error

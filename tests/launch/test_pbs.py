@@ -290,7 +290,6 @@ def as_json(name):
         if separator:
             *outer, inner = key.split(".")
             (job.setdefault(outer[0], {}) if outer else job)[inner] = value
-    job["run_count"] = int(job["run_count"])
     return json.dumps({"Jobs": {job_id: job}}), job_id
 
 
@@ -300,8 +299,6 @@ def test_the_captured_json():
     assert job == pbs.JobDescription(
         submitted=datetime(2026, 11, 21, 10, 7, 16),
         started=datetime(2026, 11, 21, 10, 7, 16),
-        run_count=1,
-        rerunnable=True,
         gpus={"node1": 0, "node2": 0},
     )
     assert job.ends is None
@@ -312,16 +309,16 @@ def test_the_captured_json():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("walltime", (20, datetime(2026, 11, 21, 10, 4, 5), 1, {"node1": 0, "node2": 0})),
-        ("rerun", (180, datetime(2026, 11, 21, 10, 8, 38), 2, {"node1": 0, "node2": 0})),
-        ("ngpus", (None, None, 1, {"node1": 2, "node2": 2})),
-        ("free-4x1", (None, None, 1, {"node1": 0, "node2": 0})),
+        ("walltime", (20, datetime(2026, 11, 21, 10, 4, 5), {"node1": 0, "node2": 0})),
+        ("rerun", (180, datetime(2026, 11, 21, 10, 8, 38), {"node1": 0, "node2": 0})),
+        ("ngpus", (None, None, {"node1": 2, "node2": 2})),
+        ("free-4x1", (None, None, {"node1": 0, "node2": 0})),
     ],
 )
 def test_captured_jobs(name, expected):
     text, job_id = as_json(name)
     job = pbs.parse_job(text, job_id=job_id)
-    assert (job.walltime_s, job.ends, job.run_count, job.gpus) == expected
+    assert (job.walltime_s, job.ends, job.gpus) == expected
 
 
 @pytest.mark.parametrize(

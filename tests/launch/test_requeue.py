@@ -142,7 +142,7 @@ def pbs_found(qsub=None, job=JOB, **said):
 def test_a_pbs_job_submits_its_successor():
     calls = []
 
-    def qsub(command, variables):
+    def qsub(command, **variables):
         calls.append((command, variables))
         return "8.head"
 

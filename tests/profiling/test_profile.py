@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from processes import Finished
 
 from app.errors import RecipeError
-from app.profiling import clocks, merge, rank_file, raw, spans, summary
+from app.profiling import merge, rank_file, raw, spans, summary
 from app.profiling.account import Process
 from app.profiling.profile import check_window
 from app.profiling.rank_file import Header, RankFile, path_of
+from app.ranks import clocks
 from app.recipe.schema import ProfileRecipe
 from launch import cli
 

@@ -1,16 +1,22 @@
-"""How far the clocks of other hosts are from the main process's, from the moments at which all ranks meet.
+"""How far the clocks of other hosts are from rank 0's, from the moments at which all ranks meet.
 
 Nobody leaves a meeting before everybody has come. If rank i left at `out_i` by its clock and rank 0 came at `in_0` by its own,
 then rank i's clock is ahead by no more than `out_i - in_0`; and by no less than `in_i - out_0`. Every meeting gives such
 bounds, and the narrowest hold: the error is at most half their distance, whatever the network does (as in F. Cristian,
-"Probabilistic clock synchronization", Distributed Computing 3, 1989, with a collective for the message). Standard library only.
+"Probabilistic clock synchronization", Distributed Computing 3, 1989, with a collective for the message).
 """
 
 from __future__ import annotations
 
 import math
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from app.ranks.runtime import Runtime  # torch, which `samerun timeline` does without
 
 _MEETINGS = 20
 """Enough for one in which nobody was late: a few milliseconds through gloo."""
@@ -31,6 +37,22 @@ class Bounds:
     host: str
     least_ns: float
     most_ns: float
+
+
+def compare(runtime: Runtime, zero_ns: int) -> Offset:
+    """Return how far this host's clock is ahead of rank 0's. All ranks call this.
+
+    `zero_ns` is a Unix time a short while ago, the same on all ranks.
+    """
+    launched = runtime.launched
+    own = bounds(
+        runtime.greatest,
+        lambda: time.time_ns() - zero_ns,
+        host=socket.gethostname(),
+        rank=launched.rank,
+        world_size=launched.world_size,
+    )
+    return offset(launched.rank, runtime.gather(own))
 
 
 def bounds(meet: Callable[[Sequence[float]], list[float]], now_ns: Callable[[], int], *, host: str, rank: int,
