@@ -45,7 +45,6 @@ _TERMS: Mapping[str, Callable[[Array], Array]] = {
 # Quantiles 0.975 of the t distribution, for 1 to 10 degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _Z = 1.959964
-_PARALLEL, _SERIAL = "1/n", "1"
 _LAWS: Mapping[str, tuple[str, ...]] = {
     "serial": ("1/n", "1"),
     "waiting": ("1/n", "log2(n)/n"),
@@ -78,16 +77,6 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """What the time on a number of devices is spent on; the three are 1 together."""
-
-    parallel: float
-    serial: float
-    communication: float
-    """All that grows with the number of devices, or falls less than the work of each."""
-
-
-@dataclass(frozen=True)
 class Fit:
     """All laws, and what they say together."""
 
@@ -114,16 +103,6 @@ class Fit:
         fitted = [functools.partial(_seconds, coefficients) for coefficients in self._plausible]
         every = np.stack([relative(self.seconds), *map(relative, fitted)])
         return every[0], every.min(0), every.max(0)
-
-    def shares(self, devices: int) -> Shares:
-        """Return what the time on so many devices is spent on, by the weighted mean of the laws."""
-        here = np.array(float(devices))
-        found = {"parallel": 0.0, "serial": 0.0, "communication": 0.0}
-        for law in self.laws:
-            for term, seconds in law.coefficients_s.items():
-                kind = {_PARALLEL: "parallel", _SERIAL: "serial"}.get(term, "communication")
-                found[kind] += law.weight * float(seconds * _TERMS[term](here) / law.seconds(here))
-        return Shares(**found)
 
 
 def fit(devices: Sequence[int], seconds: Sequence[float]) -> Fit | None:
@@ -181,7 +160,7 @@ def _coefficients(terms: Sequence[str], devices: Array, seconds: Array) -> dict[
     found: list[tuple[float, dict[str, float]]] = []
     for number in range(1, len(terms) + 1):
         for subset in itertools.combinations(range(len(terms)), number):
-            if _PARALLEL not in (given := {terms[place] for place in subset}) and _SERIAL not in given:
+            if not {"1/n", "1"} & {terms[place] for place in subset}:
                 continue
             values = np.linalg.lstsq(rows[:, subset], np.ones(len(rows)), rcond=None)[0]
             if (values >= 0).all():

@@ -90,10 +90,8 @@ def _json_advice(advice: Advice) -> dict[str, Any]:
     told: dict[str, Any] = {"devices": advice.devices, "nodes": advice.nodes, "why": advice.why}
     if advice.fit is None:
         return {"recommended": told, "fit": None}
-    sizes = [one.devices for one in advice.foretold]
-    shares = {str(devices): asdict(advice.fit.shares(devices)) for devices in sizes}
     laws = [asdict(law) for law in advice.fit.laws]
-    return {"recommended": told, "fit": {"laws": laws, "shares": shares, "foretold": [asdict(one) for one in advice.foretold]}}
+    return {"recommended": told, "fit": {"laws": laws, "foretold": [asdict(one) for one in advice.foretold]}}
 
 
 _COLUMNS = ("nodes", "devices per node", "method", "samples/s", "{work} [s]", "speed-up", "efficiency", "data wait",
@@ -178,11 +176,7 @@ def _conclusions(report: Report, advice: Advice) -> Iterator[str]:
     if advice.fit is None:
         yield f"No law was fitted: that needs {LEAST_SIZES} sizes.\n"
         return
-    base, largest = advice.foretold[0].devices, advice.foretold[-3].devices
-    here, there = advice.fit.shares(base), advice.fit.shares(largest)
-    on_base = f"{here.serial:.2%} of the time on {_counted(base, 'device')} is serial, {here.communication:.2%}"
-    on_largest = f"on {largest}, {there.serial:.1%} and {there.communication:.1%}, and {there.parallel:.1%} parallel work"
-    yield f"By the fit, {on_base} communication and waiting; {on_largest}.\n"
+    largest = advice.foretold[-3].devices
     yield f"| devices | {report.work} by the fit [s] | may be [s] | efficiency | may be |"
     yield "|---|---|---|---|---|"
     for one in advice.foretold:
