@@ -31,7 +31,7 @@ from pathlib import Path
 from app.options.values import above_zero, positive
 from app.place.topology import Topology
 from launch import preset
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 
 _WAYS = {"samerun": "samerun", "accelerate": "`save_state`"}
 _MIB = 2**20

@@ -106,9 +106,9 @@ def _parity(argv: list[str]) -> int:
 
 
 def _scale(argv: list[str]) -> int:
-    from app.scaling import command
+    from app.scaling import scale_command
 
-    return command.main(argv, own_environment(), say=_say)
+    return scale_command.main(argv, own_environment(), say=_say)
 
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {

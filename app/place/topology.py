@@ -1,7 +1,7 @@
 """Where a run happens: how many processes, on which nodes, and where they meet.
 
 A `Topology` is found by one of the modules of `launch/` from this machine or from a scheduler's environment, and turned
-into an `accelerate launch` command line by `launch/command.py`. It says nothing of what is learnt. A value that cannot
+into an `accelerate launch` command line by `launch/node_command.py`. It says nothing of what is learnt. A value that cannot
 be right is refused here, with the place it came from.
 
 Standard library only: it is made on login nodes, before torch is there.

@@ -19,7 +19,7 @@ from typing import Any
 from app.errors import RunFolderError
 from app.profiling import raw
 from app.profiling.account import PARTS, Process
-from app.profiling.lines import Lines
+from app.profiling.trace_lines import TraceLines
 from app.ranks.clocks import Axis
 
 PATTERN = "rank-*.json.gz"
@@ -71,7 +71,7 @@ def path_of(folder: Path, rank: int) -> Path:
 
 def write(folder: Path, trace: Path, axis: Axis, who: Who) -> None:
     """Write a rank's file, whole or not at all, from torch's trace of it."""
-    process, lines = Process(), Lines(who.rank, axis)
+    process, lines = Process(), TraceLines(who.rank, axis)
     names: dict[raw.Lane, str] = {}
     arrows, gloo = [], []
     for item in raw.read(trace):

@@ -10,7 +10,7 @@ from app.record.ledger import Evaluated, Event, Saved, Start, Steps, counting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goodput:
+class TimeSpent:
     """Seconds of a run, up to the last line of its ledger, as the main process saw them."""
 
     queue_s: float | None = None
@@ -45,9 +45,9 @@ class Goodput:
         return self.compute_s / self.wall_s if self.wall_s else 0.0
 
 
-def account(events: Sequence[Event]) -> Goodput:
+def account(events: Sequence[Event]) -> TimeSpent:
     """Return where the time went of a run with these lines, of which the first is a start."""
-    spent = dict.fromkeys((part.name for part in fields(Goodput)), 0.0)
+    spent = dict.fromkeys((part.name for part in fields(TimeSpent)), 0.0)
     now: float | None = None
     for start, lines in _starts(events):
         now = _until_launched(start, now, spent)
@@ -57,7 +57,7 @@ def account(events: Sequence[Event]) -> Goodput:
     spent["lost_work_s"] = sum(all_work.values()) - sum(counting_work.values())
     if all(event.submitted is None for event in events if isinstance(event, Start)):
         del spent["queue_s"]
-    return Goodput(**spent)
+    return TimeSpent(**spent)
 
 
 def _starts(events: Sequence[Event]) -> list[tuple[Start, list[Event]]]:

@@ -18,7 +18,7 @@ from app.record import run_folder
 
 
 @dataclass(frozen=True)
-class Case:
+class Variant:
     """One way to run the recipe."""
 
     preset: str
@@ -32,7 +32,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """What a run did, by step; index 0 is step 1."""
 
     losses: tuple[float, ...]
@@ -43,7 +43,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CurveDifference:
     """How a curve differs from the reference. Steps count from 1."""
 
     largest_difference: float
@@ -61,7 +61,7 @@ class Comparison:
         return exact and self.largest_difference <= tolerance
 
 
-def read_curve(run_dir: Path, case: Case, *, steps: int) -> Curve:
+def read_curve(run_dir: Path, case: Variant, *, steps: int) -> LossCurve:
     """Return what the finished run in `run_dir` did in steps 1 to `steps`.
 
     Raises RunFolderError if it was not the run that `case` asked for, or if a step is missing, repeated or out of order.
@@ -75,7 +75,7 @@ def read_curve(run_dir: Path, case: Case, *, steps: int) -> Curve:
         raise RunFolderError(f"{run_dir / run_folder.RESULT} says {result.get('steps')} steps, where {steps} were asked for")
     metrics = _read_steps(run_dir / run_folder.METRICS, ("loss", "learning_rate"), steps=steps)
     samples = _read_steps(run_dir / run_folder.SAMPLES, ("samples",), steps=steps)
-    return Curve(
+    return LossCurve(
         losses=tuple(float(line["loss"]) for line in metrics),
         learning_rates=tuple(float(line["learning_rate"]) for line in metrics),
         samples=tuple(tuple(line["samples"]) for line in samples),
@@ -101,11 +101,11 @@ def _shortened(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))} ... {steps[-1]}"
 
 
-def compare(reference: Curve, curve: Curve) -> Comparison:
+def compare(reference: LossCurve, curve: LossCurve) -> CurveDifference:
     """Compare two curves of the same, positive number of steps."""
     differences = relative_differences(reference.losses, curve.losses)
     at = max(range(len(differences)), key=differences.__getitem__)
-    return Comparison(
+    return CurveDifference(
         largest_difference=differences[at],
         at_step=at + 1,
         learning_rates_differ_at=_first_difference(reference.learning_rates, curve.learning_rates),

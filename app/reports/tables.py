@@ -85,7 +85,7 @@ def facts(run: PastRun, state: State | None) -> list[Row]:
     return rows
 
 
-def _spent(run: PastRun) -> accounting.Goodput | None:
+def _spent(run: PastRun) -> accounting.TimeSpent | None:
     if not run.events:
         return None
     if not isinstance(run.events[0], ledger.Start):

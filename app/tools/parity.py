@@ -28,10 +28,10 @@ from app.place.topology import Topology
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
-from app.record.loss_curves import Case, Curve, compare, read_curve, relative_differences
+from app.record.loss_curves import LossCurve, Variant, compare, read_curve, relative_differences
 from app.reports.state import duration
 from launch import preset
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 
 _START_S = 10.0
 """Of a run to its first step and from its last one to its end: 6 to 8 s measured on two cores, 10 to 14 s under DeepSpeed."""
@@ -54,22 +54,22 @@ _OWN_KEYS = {
 class Outcome:
     """What became of a case."""
 
-    case: Case
+    case: Variant
     elapsed_s: float
     """From starting the command to its end, imports included."""
-    curve: Curve | None = None
+    curve: LossCurve | None = None
     failure: str = ""
     """Why there is no curve."""
 
 
 def choose_cases(
     recipe: Recipe, *, presets: Sequence[str], processes: Iterable[int], accumulations: Iterable[int]
-) -> tuple[list[Case], list[str]]:
+) -> tuple[list[Variant], list[str]]:
     """Return every combination that can run, and a sentence for each one that cannot. Raises PresetError."""
     cases, skipped = [], []
     loaded = {name: preset.load(name) for name in presets}
     for (name, file), number, accumulation in itertools.product(loaded.items(), processes, accumulations):
-        case = Case(name, number, accumulation)
+        case = Variant(name, number, accumulation)
         if file.is_single_process and number > 1:
             skipped.append(f"{case}: preset {name} starts one process")
         elif reason := _cannot_divide(recipe, case):
@@ -79,7 +79,7 @@ def choose_cases(
     return cases, skipped
 
 
-def _cannot_divide(recipe: Recipe, case: Case) -> str:
+def _cannot_divide(recipe: Recipe, case: Variant) -> str:
     """Why the global batch cannot be divided as the case asks; empty if it can."""
     size, parts, even = recipe.train.global_batch_size, case.processes * case.accumulation, recipe.augment.mixes_pairs
     if min(case.processes, case.accumulation) < 1:
@@ -92,7 +92,9 @@ def _cannot_divide(recipe: Recipe, case: Case) -> str:
     return "" if plan.accumulation == case.accumulation else f"the batch plan would take {plan.accumulation} passes"
 
 
-def run_case(case: Case, recipe: Recipe, *, name_or_path: str, overrides: Sequence[str], steps: int, folder: Path) -> Outcome:
+def run_case(
+    case: Variant, recipe: Recipe, *, name_or_path: str, overrides: Sequence[str], steps: int, folder: Path
+) -> Outcome:
     """Run the case in `folder`/CASE, its output in `folder`/CASE.log, and read what it did."""
     run_dir, log = folder / str(case), folder / f"{case}.log"
     topology = Topology(processes_per_node=case.processes, origins={"processes_per_node": "--processes"})
@@ -174,7 +176,7 @@ def main(argv: list[str]) -> int:
         keep.mkdir(parents=True, exist_ok=True)
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="samerun-parity-") as folder:
         outcomes: list[Outcome] = []
-        for number, case in enumerate([Case("cpu", 1, 1), *cases]):
+        for number, case in enumerate([Variant("cpu", 1, 1), *cases]):
             said = f"{number}/{len(cases)} {case if number else f'{case}, the reference'}"
             console.print(f"{said}: {time_left(outcomes, 1 + len(cases), steps=options.steps)}", markup=False)
             place = Path(folder) / ("cases" if number else "reference")

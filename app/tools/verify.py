@@ -22,7 +22,7 @@ from app.errors import RecipeError, RunFolderError
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.record import ledger, run_folder
-from app.record.goodput import Goodput, account
+from app.record.goodput import TimeSpent, account
 from app.record.ledger import Evaluated, Event, Start, Steps
 
 _MOST_SPANS = 10
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
     return 0 if verdict.is_good else 1
 
 
-def verify(run_dir: Path) -> tuple[Verdict, Goodput]:
+def verify(run_dir: Path) -> tuple[Verdict, TimeSpent]:
     """Return what a run's ledger shows, and where the time went.
 
     Raises RunFolderError if there is no ledger, or not its beginning, and RecipeError if the run's recipe cannot be read.
@@ -201,7 +201,7 @@ def _first_and_last(span: Any) -> list[int]:
     return [span.start, span.stop - 1]
 
 
-def _table(spent: Goodput) -> str:
+def _table(spent: TimeSpent) -> str:
     rows = {
         "queue": spent.queue_s,
         "start-up": spent.startup_s,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from app.place.topology import Topology
 from launch import preset
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 
 
 def variables_of(names: Sequence[str], *, folder: Path, on_cpu: bool) -> dict[str, dict[str, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from app.errors import STOPPED, HangError
 from launch.schedulers.job import ATTEMPT, Job, NotDoneError
 from launch.start import signals, supervise
-from launch.start.outcome import Outcome, OutcomeFile
+from launch.start.outcome import OutcomeFile, RunOutcome
 from launch.start.supervise import Ending
 
 
@@ -67,7 +67,7 @@ def _may_restart(ending: Ending, say: Callable[[str], None]) -> bool:
     return not (ending.exit_code == 0 or ending.signals or repeats)
 
 
-def _after_stop(plan: Plan, outcome: Outcome, ending: Ending, say: Callable[[str], None]) -> int:
+def _after_stop(plan: Plan, outcome: RunOutcome, ending: Ending, say: Callable[[str], None]) -> int:
     """Have the scheduler run the job again if the run is to go on, or say how to."""
     job = plan.job
     if not outcome.go_on:

@@ -22,7 +22,7 @@ from app.errors import TopologyError
 from app.options.command_line import Parser
 from app.options.values import above_zero
 from app.place.topology import Topology
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 from launch.run_module import program
 from launch.schedulers import detect, local
 from launch.start import meeting_key, signals, supervise

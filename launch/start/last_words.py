@@ -16,7 +16,7 @@ from launch.run_module import FAILED_FIRST
 
 _REMEMBERED_LINES = 200
 
-# A line of a process (`command.py` asks torchrun for its rank and host; on one machine, whose terminal it writes to itself,
+# A line of a process (`node_command.py` asks torchrun for its rank and host; on one machine, whose terminal it writes to,
 # there is only the `[rank1]: ` that torch adds to a traceback), or of a launcher, after srun's label with the number of the
 # task if there is one.
 _LINE = re.compile(

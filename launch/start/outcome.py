@@ -15,7 +15,7 @@ _FILE = "outcome.json"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What the main rank wrote at the end."""
 
     outcome: str
@@ -37,13 +37,13 @@ class OutcomeFile:
         self._file = run_dir / _FILE
         self._before = self._content()
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RunOutcome | None:
         """Return the outcome that was written since, or None if there is none."""
         content = self._content()
         if content is None or content == self._before:
             return None
         said = json.loads(content)
-        return Outcome(**{name: said[name] for name in Outcome.__dataclass_fields__})
+        return RunOutcome(**{name: said[name] for name in RunOutcome.__dataclass_fields__})
 
     def _content(self) -> bytes | None:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from app.place.topology import Topology
 from app.recipe.batching import BatchPlan
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 from launch.preset import Preset
 from launch.run_module import program
 from launch.schedulers.allocation import Allocation

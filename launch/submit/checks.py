@@ -19,7 +19,7 @@ from app.recipe.recipe_file import load as load_recipe
 from app.recipe.recipe_file import replaced
 from app.recipe.schema import Recipe
 from launch import preset
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 from launch.start import run_checks
 from launch.submit import script
 from launch.submit.array import Combination

@@ -16,7 +16,7 @@ import pytest
 from processes import ALONE, ONE_THREAD, REPOSITORY, Started, accelerate, clean_environment
 
 from app.place.topology import Topology
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 from launch.preset import load
 
 pytestmark = pytest.mark.multiproc

@@ -15,7 +15,7 @@ from accelerate.commands.menu import BulletMenu
 from app.errors import PresetError
 from app.place.topology import Topology
 from launch import cli, preset
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 
 GPUS = {"type of machine": "multi-GPU", "How many GPU": "4"}
 ZERO = {**GPUS, "use DeepSpeed": "yes"}

@@ -22,7 +22,7 @@ from processes import placed
 from app.errors import PresetError, RunFolderError, TopologyError
 from app.place.topology import Topology
 from launch import cli, preset
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 from launch.schedulers import local
 from launch.start import launch
 

@@ -19,7 +19,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_la
 from app.errors import PresetError
 from app.place.topology import Topology
 from launch import preset, run_module
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 
 FOLDER = Path(preset.__file__).parent.parent / "accelerate_configs"
 NAMES = sorted(path.stem for path in FOLDER.rglob("*.yaml"))

@@ -24,7 +24,7 @@ from processes import placed
 
 from app.errors import TopologyError
 from launch import preset
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 from launch.schedulers import detect, slurm
 from launch.start.launch import launch
 

@@ -14,7 +14,7 @@ import pytest
 from processes import REPOSITORY, clean_environment
 
 from app.place.topology import Topology
-from launch.command import accelerate_argv
+from launch.node_command import accelerate_argv
 from launch.preset import load
 
 WATCHED = """

@@ -16,7 +16,7 @@ import pytest
 from processes import REPOSITORY, Started, read, read_lines
 
 from app.errors import DataError, RecipeError, RunFolderError, TopologyError
-from app.scaling import command, figures, fit, sweep
+from app.scaling import figures, fit, scale_command, sweep
 from app.scaling.advice import advise
 from app.scaling.figures import Measured, Method, Row
 
@@ -139,7 +139,7 @@ def test_the_largest_number_of_devices_that_is_efficient_enough_is_recommended()
 def test_times_of_a_file_make_the_same_report(tmp_path, capsys):
     path = tmp_path / "published.csv"
     path.write_text("devices,seconds\n" + "".join(f"{n},{seconds}\n" for n, seconds in PUBLISHED.items()))
-    assert command.main(["--from", str(path), "--out", str(tmp_path / "out")], {}, say=print) == 0
+    assert scale_command.main(["--from", str(path), "--out", str(tmp_path / "out")], {}, say=print) == 0
     assert "published: 41 devices for an efficiency of at least 0.80" in capsys.readouterr().out
     foretold = read(tmp_path / "out" / "report.json")["methods"]["published"]["fit"]["foretold"]
     (seconds,) = (one["seconds"] for one in foretold if one["devices"] == 128)
@@ -157,7 +157,7 @@ def scale(*arguments, environment=None):
     """Run `samerun scale` here; return its exit code and what it said."""
     said = []
     told = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
-    code = command.main([*map(str, arguments)], environment or told, say=said.append)
+    code = scale_command.main([*map(str, arguments)], environment or told, say=said.append)
     return code, said
 
 
@@ -237,8 +237,8 @@ def test_a_failed_case_is_a_row_that_says_why(copied):
     assert (len(one["runs"]), three["runs"]) == (1, [])
     assert "which 3 processes cannot divide" in three["problems"][0]
     folder = sweep.read(copied)
-    assert command._missing(folder, retry=False) == []
-    assert [str(case) for case in command._missing(folder, retry=True)] == ["multi_gpu-1x1-2"]
+    assert scale_command._missing(folder, retry=False) == []
+    assert [str(case) for case in scale_command._missing(folder, retry=True)] == ["multi_gpu-1x1-2"]
 
 
 def test_an_interrupted_sweep_ends_its_case_which_begins_anew(tmp_path):
@@ -257,7 +257,7 @@ def test_an_interrupted_sweep_ends_its_case_which_begins_anew(tmp_path):
     assert (finished.returncode, "the same command goes on" in finished.output) == (130, True), finished.output
     assert psutil.wait_procs(others, timeout=10)[1] == []
     assert int(steps.read_text()) < 99
-    names = [str(case) for case in command._missing(sweep.read(out), retry=False)]
+    names = [str(case) for case in scale_command._missing(sweep.read(out), retry=False)]
     assert names == ["multi_gpu-1x1-1", "multi_gpu-1x2-1"]
     assert scale("--from", out)[0] == 1
     assert "multi_gpu-1x1-1: it has not run" in (out / "report.md").read_text()
@@ -331,8 +331,8 @@ def test_each_case_is_a_job_of_its_own_and_is_collected_later(tmp_path, monkeypa
 
 
 def test_weak_scaling_grows_the_global_batch_with_the_processes(tmp_path):
-    options = command._parser().parse_intermixed_args([*SWEEP, "--weak", "train.global_batch_size=48"])
-    folder = sweep.open_for(tmp_path / "weak", command._asked(options), {})
+    options = scale_command._parser().parse_intermixed_args([*SWEEP, "--weak", "train.global_batch_size=48"])
+    folder = sweep.open_for(tmp_path / "weak", scale_command._asked(options), {})
     size = folder.sweep.sizes[1]
     assert "train.global_batch_size=96" in folder.own_overrides(size)
     assert [str(case) for case in folder.sweep.cases] == ["multi_gpu-1x1-weak-1", "multi_gpu-1x2-weak-1"]

@@ -19,19 +19,19 @@ from rich.console import Console
 
 from app.errors import PresetError, RecipeError, RunFolderError
 from app.recipe.schema import AugmentRecipe, Recipe, TrainRecipe
-from app.record.loss_curves import Case, Curve, compare, read_curve, relative_differences
+from app.record.loss_curves import LossCurve, Variant, compare, read_curve, relative_differences
 from app.tools import parity
 from app.tools.parity import Outcome, choose_cases, curves_table, summary_table
 from launch import cli
 
-CASE = Case("multi_gpu", 2, 1)
+CASE = Variant("multi_gpu", 2, 1)
 
 
 def curve(losses, rates=None, samples=None):
     steps = len(losses)
     rates = rates or [0.1 * (step + 1) for step in range(steps)]
     samples = samples or [(2 * step, 2 * step + 1) for step in range(steps)]
-    return Curve(tuple(losses), tuple(rates), tuple(map(tuple, samples)))
+    return LossCurve(tuple(losses), tuple(rates), tuple(map(tuple, samples)))
 
 
 REFERENCE = curve([2.0, 1.0, 0.5])
@@ -202,7 +202,7 @@ def printed(table):
 
 
 def outcomes(*curves):
-    cases = [Case("cpu", 1, 1), Case("multi_gpu", 2, 1), Case("fsdp2", 2, 2), Case("deepspeed_zero3", 2, 1)]
+    cases = [Variant("cpu", 1, 1), Variant("multi_gpu", 2, 1), Variant("fsdp2", 2, 2), Variant("deepspeed_zero3", 2, 1)]
     return [
         Outcome(case=case, elapsed_s=1.5, curve=found, failure="" if found else "exit code 3")
         for case, found in zip(cases, curves, strict=False)
@@ -221,9 +221,9 @@ def test_the_tables_show_what_differs():
 
 
 def test_in_a_pipe_the_widest_summary_is_whole(capsys):
-    case = Case("deepspeed_zero3_offload", 16, 4)
+    case = Variant("deepspeed_zero3_offload", 16, 4)
     other = curve([9.0, 1.1, 0.5], samples=[(1, 0), (3, 2), (5, 4)])
-    reference = Outcome(case=Case("cpu", 1, 1), elapsed_s=1.5, curve=REFERENCE)
+    reference = Outcome(case=Variant("cpu", 1, 1), elapsed_s=1.5, curve=REFERENCE)
     outcome = Outcome(case=case, elapsed_s=12345.6, curve=other)
     assert parity.report(parity.console_of(columns=1), reference, [outcome], tolerance=1e-5) == 1
     shown = capsys.readouterr().out

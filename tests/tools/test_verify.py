@@ -22,7 +22,7 @@ from app.recipe import recipe_file
 from app.recipe.schema import Recipe, TrainRecipe
 from app.record import ledger
 from app.record.claim import claim
-from app.record.goodput import Goodput, account
+from app.record.goodput import TimeSpent, account
 from app.record.ledger import End, Evaluated, Event, Saved, Start, Steps
 from app.tools.verify import Verdict, examine, verify
 from launch import cli
@@ -179,7 +179,7 @@ def test_a_history_is_proven_and_every_second_is_in_its_part(history: History) -
     assert str(verdict).startswith(f"every one of the {history.total_steps} global batches was applied exactly once, over ")
     for _, part, seconds in history.work:
         history.spent[part] += seconds
-    for part in fields(Goodput):
+    for part in fields(TimeSpent):
         assert (getattr(spent, part.name) or 0.0) == pytest.approx(history.spent[part.name], abs=1e-6), part.name
     assert spent.wall_s == pytest.approx(history.now - 1000.0)
     assert (spent.queue_s is None) == all(event.submitted is None for event in history.events if isinstance(event, Start))
@@ -280,7 +280,7 @@ def test_a_restart_in_the_same_job_has_no_queue_and_a_clock_that_went_back_spend
     events = [start(0, 4, time=18.0, launched=17.0, **job), steps(1, 2, time=20.0),
               start(1, 4, time=27.0, launched=25.0, **job), steps(2, 2, time=28.0),
               start(2, 4, time=21.0, launched=20.0, **job), steps(3, 4, time=22.0)]  # fmt: skip
-    assert account(events) == Goodput(queue_s=5, startup_s=2 + 2 + 2, lost_work_s=0.5, down_s=5, compute_s=0.5 + 1 + 1)
+    assert account(events) == TimeSpent(queue_s=5, startup_s=2 + 2 + 2, lost_work_s=0.5, down_s=5, compute_s=0.5 + 1 + 1)
 
 
 # The command -----------------------------------------------------------------------------------------------------------------

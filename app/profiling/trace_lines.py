@@ -25,7 +25,7 @@ _NOISE = {"External id", "Record function id", "Ev Idx"}
 """Arguments that number the events for the profiler itself: a third of the file."""
 
 
-class Lines:
+class TraceLines:
     """The lines of one rank."""
 
     def __init__(self, rank: int, axis: Axis) -> None:
