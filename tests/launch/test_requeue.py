@@ -175,8 +175,8 @@ def test_a_log_with_a_name_of_its_own_is_not_replaced():
 def test_a_deleted_pbs_job_has_no_successor_and_one_at_its_limit_has():
     with pytest.raises(NotDoneError, match="as after qdel"):
         pbs_found(job=JOB | {"stime": time.strftime("%a %b %d %H:%M:%S %Y")}).requeue([signal.SIGTERM])
-    assert pbs_found(lambda *_: "8.head").requeue([signal.SIGTERM]).exit_code == 0
-    assert pbs_found(lambda *_: "8.head", PBS_ARRAY_INDEX="1", PBS_ARRAY_ID="2[].head").requeue([]).exit_code == 0
+    assert pbs_found(lambda *_, **__: "8.head").requeue([signal.SIGTERM]).exit_code == 0
+    assert pbs_found(lambda *_, **__: "8.head", PBS_ARRAY_INDEX="1", PBS_ARRAY_ID="2[].head").requeue([]).exit_code == 0
 
 
 @pytest.mark.parametrize(
