@@ -31,7 +31,7 @@ from app.errors import RecipeError, RunFolderError, SamerunError, TrainingError
 from app.options.values import above_zero, names, numbers, positive
 from app.place.cores import machine
 from app.recipe import recipe_file
-from benchmarks import plots, turns, whole
+from benchmarks import turns, whole
 from benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Row, results, table, versions, write
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
@@ -50,13 +50,12 @@ class Entry:
     program: str
     augmented: bool = False
     overrides: tuple[str, ...] = ()
-    """Recipe values of its own: where it finds the same data in a container."""
+    """Recipe values of its own."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Of the environment, as a preset sets them."""
 
 
 _SWITCHES = {
-    "channels_last": Entry("samerun, channels_last", "samerun", overrides=("train.channels_last=true",)),
     "channels_first": Entry("samerun, channels_first", "samerun", overrides=("train.channels_last=false",)),
     "bf16": Entry("samerun, bf16", "samerun", variables={"ACCELERATE_MIXED_PRECISION": "bf16"}),
     "compile": Entry("samerun, compiled", "samerun", variables={"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
@@ -65,7 +64,7 @@ _SWITCHES = {
 
 
 def main(argv: list[str]) -> int:
-    """Measure, show the tables, write bench.csv, bench.json and the plot, and return 0."""
+    """Measure, show the tables, write bench.csv and bench.json, and return 0."""
     options = _parser().parse_intermixed_args(argv)
     options.argv = argv
     console = Console() if sys.stdout.isatty() else Console(width=144)
@@ -92,7 +91,6 @@ def main(argv: list[str]) -> int:
             write(folder, _about(options), rows, found)
         whole_runs = _whole_runs([entry for entry in entries if entry.name not in failed], work, options, console)
     write(folder, {**_about(options), "whole_runs": whole_runs}, rows, found)
-    plots.draw(found, folder / "bench")
     console.print(f"{_about(options)['machine']}\nwritten to {folder}", markup=False, highlight=False)
     return 0
 
@@ -117,11 +115,6 @@ def _entries(options: argparse.Namespace, console: Console) -> list[Entry]:
         if switch not in _SWITCHES:
             raise RecipeError(f"--switches has {switch!r}: choose from {', '.join(_SWITCHES)}.")
         entries.append(_SWITCHES[switch])
-    for container in filter(None, options.containers.split(",")):
-        source, sign, path = container.partition("=")
-        if not sign:
-            raise RecipeError(f"--containers has {container!r}: expected SOURCE=PATH, such as imagefolder=my/pictures.")
-        entries.append(Entry(f"samerun on {source}", "samerun", overrides=(f"data.source={source}", f"data.path={path}")))
     return entries
 
 
@@ -253,14 +246,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--augmented", action="store_true", help="also Samerun and Accelerate with the recipe's random crops "
                         "and flips")  # fmt: skip
     parser.add_argument("--switches", type=names, default=[], metavar="NAMES", help="also Samerun with each of "
-                        "channels_last, channels_first, bf16, compile; comma-separated")  # fmt: skip
-    parser.add_argument("--containers", default="", metavar="SOURCE=PATH,...", help="also Samerun on the same data in other "
-                        "containers: a data.source and its data.path each")  # fmt: skip
+                        "channels_first, bf16, compile; comma-separated")  # fmt: skip
     parser.add_argument("--starts", type=positive, metavar="N", help="also the CPU seconds from the start of each program to "
                         "its first step, with the first model and threads: so many starts, in turns")  # fmt: skip
     parser.add_argument("--epoch", action="store_true", help="also the CPU seconds of a process that trains an epoch and "
                         "evaluates, with the first model and threads")  # fmt: skip
-    parser.add_argument("--out", metavar="DIR", help="folder for bench.csv, bench.json and the plot (default: bench-TIME)")
+    parser.add_argument("--out", metavar="DIR", help="folder for bench.csv and bench.json (default: bench-TIME)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all programs")
     return parser
 

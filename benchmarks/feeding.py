@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import gzip
 import os
-import re
 import statistics
 import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from app.data.source import Source
 from app.data.split import Images
 from app.data.writers import WRITERS
 from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
+from benchmarks.memory import peak_anonymous_bytes
 
 _BATCH = 128
 _LOOK_UPS = 4000
@@ -106,41 +105,9 @@ def look_at_all(recipe: Recipe) -> None:
         source.fetch(indices, None)
 
 
-def peak_anonymous_bytes(work: Callable[[], None]) -> int:
-    """Return by how much the memory of a process that does `work` grew at most, without what is a file's (RssAnon of proc(5)).
-
-    The process is a fork of this one, which watches it from outside. Raises RuntimeError if the work fails.
-    """
-    wait, go = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(wait, 1)
-        failed = 1
-        try:
-            work()
-            failed = 0
-        finally:
-            os._exit(failed)
-    before = peak = _anonymous_bytes(child)
-    os.write(go, b"x")
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        peak = max(peak, _anonymous_bytes(child))
-        time.sleep(0.001)
-    os.close(wait)
-    os.close(go)
-    if ended[1] != 0:
-        raise RuntimeError(f"the measured process ended with status {ended[1]}")
-    return peak - before
-
-
 def _say_memory(kind: str, size: int, recipe: Recipe) -> None:
     first, later = (peak_anonymous_bytes(functools.partial(look_at_all, recipe)) / 2**20 for _ in range(2))
     _say(f"{kind:10} {size:9,} samples: {first:5.1f} MiB of its own when first opened, {later:5.1f} later")
-
-
-def _anonymous_bytes(process: int) -> int:
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
-    return 1024 * int(found[1]) if found else 0  # a process that has ended has none
 
 
 def _look_up_us(source: Source, seed: int) -> float:

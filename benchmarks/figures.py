@@ -89,7 +89,6 @@ class Result:
     """CPU time of a step beyond the limit's, in us."""
     times_ours: Spread
     """CPU time of a step, divided by that of Samerun: of Samerun with augmentation, where the program has it."""
-    rounds: int
 
 
 def results(rows: Sequence[Row]) -> list[Result]:
@@ -114,7 +113,6 @@ def _result(rounds: Mapping[int, Row], limits: Mapping[int, Row], ours: Mapping[
         ratio=Spread.of([limit / own for own, limit in pairs]),
         own_us=Spread.of([own - limit for own, limit in pairs]),
         times_ours=Spread.of([row.cpu_us_per_step / ours[number].cpu_us_per_step for number, row in rounds.items()]),
-        rounds=len(rounds),
     )
 
 
@@ -165,7 +163,7 @@ def write(folder: Path, about: Mapping[str, Any], rows: Sequence[Row], found: It
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that take part and are installed."""
-    packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm")
+    packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm", "safetensors")
     return {name: version(name) for name in packages if importlib.util.find_spec(name)}
 
 

@@ -1,4 +1,4 @@
-"""What saving costs, against `accelerator.save_state`: `python -m benchmarks.saving [--state-gb 1.2] [--out FILE]`.
+"""What saving costs, against `accelerator.save_state`: `python -m benchmarks.saving [--state-gb 1.2]`.
 
 The model is a stack of linear layers with AdamW, whose weights and moments are as large as wanted, on 1 and on 2 processes
 under DDP. How to read the table, of which every line is the slowest rank, or the one with most memory:
@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
 from app.options.values import above_zero, positive
+from app.place.cores import machine
 from app.place.topology import Topology
+from benchmarks.figures import versions
 from launch import preset
 from launch.node_command import accelerate_argv
 
@@ -53,11 +52,8 @@ def main(argv: list[str]) -> int:
     for processes in options.processes:
         figures = _measure(processes, layers, options)
         lines += _rows(processes, figures)
-    lines += ["", _machine(), ""]
-    text = "\n".join(lines)
-    sys.stdout.write(text)
-    if options.out:
-        options.out.write_text(text)
+    lines += ["", f"{machine()}; {', '.join(f'{name} {number}' for name, number in versions().items())}.", ""]
+    sys.stdout.write("\n".join(lines))
     return 0
 
 
@@ -96,18 +92,6 @@ def _rows(processes: int, figures: dict[str, list[float]]) -> list[str]:
     return [*rows, f"| {processes} | ratio | {' | '.join(ratios)} | | |"]
 
 
-def _machine() -> str:
-    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "accelerate", "safetensors"))
-    return (
-        f"{os.cpu_count()} cores of {_processor()}, Linux {platform.release()}, Python {platform.python_version()}, {packages}."
-    )
-
-
-def _processor() -> str:
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    return names[0] if names else platform.machine()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description="Measure what saving costs.")
     parser.add_argument(
@@ -119,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
         "--folder", type=Path, help="where to save: the disk that is measured (default: that of temporary files)"
     )
     parser.add_argument("--times-only", action="store_true", help="how long saves take, without what they need of memory")
-    parser.add_argument("--out", type=Path, help="file for the table")
     return parser
 
 

@@ -34,6 +34,7 @@ from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe, TrainRecipe
 from app.record.claim import Claim, claim
 from app.trackers.trackers import Trackers
+from benchmarks.memory import status_bytes
 
 WIDTH = 2048
 """Of the square layers, in units: each is 4.2 million weights, 50 MB with the two moments of AdamW."""
@@ -129,13 +130,13 @@ def _memory(case: Case, task: str, layers: int) -> dict[str, list[float]]:
     is_load = task.startswith("load")
     if not is_load:
         case.step()
-    before, anonymous_before = _status("VmRSS"), _status("RssAnon")
+    before, anonymous_before = status_bytes("VmRSS"), status_bytes("RssAnon")
     # A fresh optimizer gets its moments by loading: they are state.
     state_bytes = layers * LAYER_STATE_BYTES * 2 // 3 if is_load else 0
     with _anonymous_peak() as anonymous:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): begins VmHWM anew
         tasks[task]()
-        peak = _status("VmHWM")
+        peak = status_bytes("VmHWM")
     found = (peak - before - state_bytes, max(anonymous) - anonymous_before - state_bytes)
     resident, own = (max(of_ranks) for of_ranks in zip(*case.runtime.gather(found), strict=True))
     return {f"{task} extra_bytes": [resident], f"{task} extra_anonymous_bytes": [own]}
@@ -150,11 +151,11 @@ def _load_ours(case: Case) -> None:
 @contextmanager
 def _anonymous_peak() -> Iterator[list[int]]:
     """Sample the bytes of this process that are no file's, while the block runs."""
-    sampled, done = [_status("RssAnon")], threading.Event()
+    sampled, done = [status_bytes("RssAnon")], threading.Event()
 
     def sample() -> None:
         while not done.wait(_SAMPLE_S):
-            sampled.append(_status("RssAnon"))
+            sampled.append(status_bytes("RssAnon"))
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -163,12 +164,6 @@ def _anonymous_peak() -> Iterator[list[int]]:
     finally:
         done.set()
         thread.join()
-
-
-def _status(name: str) -> int:
-    """A size of this process in bytes, as Linux counts it (proc(5), /proc/pid/status)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
-    return int(line.split()[1]) * 1024
 
 
 def main() -> None:

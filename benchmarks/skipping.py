@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 from app.data import loader
 from app.data.open import open_data
@@ -19,6 +18,7 @@ from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
+from benchmarks.memory import status_bytes
 
 SAMPLES, BATCH = 10**12, 256
 _DATA = ("data.source=fakedata", "data.image_size=8", "data.fake_channels=1", f"data.fake_train_samples={SAMPLES}")
@@ -30,9 +30,9 @@ def main() -> None:
     runtime = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=BATCH, world_size=1, accumulation=1))
     _first_batch(runtime, recipe, 0)  # the first time everything is imported
     for sample in (0, 10**9, SAMPLES):
-        before_bytes = _resident_peak_bytes()
+        before_bytes = status_bytes("VmHWM")
         order_s, whole_s = _first_batch(runtime, recipe, sample // BATCH)
-        grown_bytes = _resident_peak_bytes() - before_bytes
+        grown_bytes = status_bytes("VmHWM") - before_bytes
         sys.stdout.write(
             f"from sample {sample:>17,}: order {order_s * 1000:.2f} ms, first batch {whole_s * 1000:.1f} ms, "
             f"{grown_bytes / 2**20:.1f} MiB more at the peak\n"
@@ -64,12 +64,6 @@ def _first_batch(runtime: Runtime, recipe: Recipe, step: int) -> tuple[float, fl
     whole_s = time.perf_counter() - start_s
     assert batch["samples"].tolist() == numbers.tolist()
     return order_s, whole_s
-
-
-def _resident_peak_bytes() -> int:
-    """The largest resident size of this process until now (proc(5), VmHWM)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def shape_of(data: Data) -> tuple[int, int, int, int]:
     if not isinstance(data.train, ArraySource) or not isinstance(data.test, ArraySource):
         raise RecipeError(
             "what is compared with are loops over tensors in memory, and the recipe's data is decoded when it is needed: "
-            "choose a recipe such as fashion_mnist, and name other data by --containers."
+            "choose a recipe such as fashion_mnist."
         )
     return data.train.channels, *data.train.image_size, len(data.train.classes)
 

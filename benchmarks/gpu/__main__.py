@@ -25,9 +25,8 @@ from app.errors import SamerunError
 from app.place.cores import machine
 from benchmarks import saving
 from benchmarks.figures import versions
-from benchmarks.gpu import resnet, shipped, small
+from benchmarks.gpu import resnet, settings, shipped, small
 from benchmarks.gpu.part import PARTS, run
-from benchmarks.gpu.settings import DRY_RUN, parser
 
 _MEASURED: dict[str, Callable[[argparse.Namespace, Path], int]] = {
     "eager": resnet.eager,
@@ -57,10 +56,7 @@ print(f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.
 
 def main(argv: list[str]) -> int:
     """Do the parts; return 0 if each of them was done whole and no test failed."""
-    reader = parser(list(PARTS))
-    if reader.parse_args(argv).dry_run:
-        reader.set_defaults(**DRY_RUN)
-    options = reader.parse_args(argv)
+    options = settings.read(list(PARTS), argv)
     return _measure(options) if options.measure else _do_parts(argv, options)
 
 

@@ -45,8 +45,6 @@ def test_a_small_bench_gives_a_whole_report(tmp_path):
         limits = programs[LIMIT]["cpu_us_per_step_of_rounds"]
         ratios = [limit / own for limit, own in zip(limits, found["cpu_us_per_step_of_rounds"], strict=True)]
         assert found["share_of_limit"]["median"] == pytest.approx(statistics.median(ratios))
-    for ending, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
-        assert (tmp_path / f"bench.{ending}").read_bytes().startswith(start)
 
 
 @pytest.mark.multiproc
@@ -95,7 +93,6 @@ def test_ratios_are_those_of_the_same_round():
     assert limit.ratio == Spread(1.0, 1.0, 1.0)
     assert ours.ratio == Spread(0.8, 0.8, 0.8)
     assert ours.own_us == Spread(25.0, 25.0, 137.5)
-    assert ours.rounds == 3
     assert (ours.times_ours.median, augmented.times_ours.median) == (1.0, 1.0)
     assert peer.times_ours == Spread(2.0, 2.0, 6.0)
     assert augmented_peer.times_ours == Spread(1.5, 1.5, 1.5)

@@ -23,7 +23,8 @@ from app.data.open import open_data
 from app.data.split import Images, Unstored, open_split, pictures_in_a_chunk, write_split
 from app.errors import DataError
 from app.recipe.schema import DataRecipe, Recipe
-from benchmarks.feeding import look_at_all, made_up, peak_anonymous_bytes
+from benchmarks.feeding import look_at_all, made_up
+from benchmarks.memory import peak_anonymous_bytes
 
 SHAPE = (40, 3, 6, 5)
 PIXELS = np.random.default_rng(0).integers(0, 256, SHAPE).astype(np.uint8)
