@@ -48,7 +48,8 @@ def broken(digits_run: Path, folder: Path) -> Path:
     (folder / "ledger.jsonl").unlink()
     (folder / "outcome.json").unlink()
     (folder / "result.json").write_text('{"test_accuracy": ')
-    (folder / "run.json").write_text('{"recipe": "<script>alert(1)</script>", "ranks": 4, "versions": [], "world_size": "2"}')
+    told = {"task": "image_classification", "monitor": ["test_accuracy", "max"], "recipe": "<script>alert(1)</script>"}
+    (folder / "run.json").write_text(json.dumps({**told, "ranks": 4, "versions": [], "world_size": "2"}))
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join([*lines[:-1], lines[-1][:30]]))
     (folder / "test_predictions" / "0.png").write_bytes((folder / "test_predictions" / "0.png").read_bytes()[:60])
@@ -146,8 +147,13 @@ def test_a_file_that_holds_something_else_is_a_sentence(digits_run: Path, tmp_pa
 
 
 def test_neither_page_nor_watching_needs_torch_and_watching_no_plots() -> None:
-    for module, heavy in (("page", {"torch", "accelerate"}), ("watch", {"torch", "accelerate", "matplotlib"})):
-        check = f"import sys, app.reports.{module}; sys.exit(str({heavy} & set(sys.modules) or ''))"
+    heavy_of = {
+        "app.reports.page": {"torch", "accelerate"},
+        "app.tasks.image_classification.page": {"torch", "accelerate"},
+        "app.reports.watch": {"torch", "accelerate", "matplotlib"},
+    }
+    for module, heavy in heavy_of.items():
+        check = f"import sys, {module}; sys.exit(str({heavy} & set(sys.modules) or ''))"
         finished = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert finished.stderr.strip() == ""
 
