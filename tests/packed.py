@@ -12,7 +12,6 @@ from PIL import Image
 from sources import everything
 from torchvision.datasets import ImageFolder
 
-from app.data import containers
 from app.data.open import Data, open_data
 from app.data.record import Record
 from app.data.writers import WRITERS
@@ -75,7 +74,6 @@ def write_examples(path: Path, samples: list[Record], *, image: str, label: str)
 def write_database(path: Path, samples: list[Record], *, subdir: bool = True, **also: bytes) -> None:
     import lmdb  # here, as other tests do not need it
 
-    containers.let_go()  # within a process LMDB opens nothing twice
     with lmdb.open(str(path), map_size=1 << 24, subdir=subdir) as environment, environment.begin(write=True) as transaction:
         labels = np.array([record.label for record in samples], "<i8")
         values = {b"__labels__": labels.tobytes(), b"__len__": str(len(samples)).encode()}

@@ -1,12 +1,11 @@
 """What all containers share: WebDataset, HDF5, LMDB and TFRecord files, read by sample number.
 
 Sample i is the i-th record of the split, and its picture is decoded as that of an image folder is: a recipe gives the same
-run over any of them. Each format opens a split as `Records`; handles on files are opened by the process that reads.
+run over any of them. Each format opens a split as `Records`; files are opened by the process that reads them.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -14,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -93,7 +92,6 @@ def open_records(recipe: Recipe, open_split: Callable[[Path, str, str], Records]
     if data.path is None:
         raise RecipeError(f"data.source={data.source} needs data.path: the folder that holds the files of both splits")
     folder = Path(data.path)
-    let_go()  # of files that may have been replaced since
     splits = [
         open_split(folder, split, key)
         for split, key in ((data.train_split, "data.train_split"), (data.test_split, "data.test_split"))
@@ -163,30 +161,33 @@ class Handle(Protocol):
         """Let go of the file."""
 
 
-_HANDLES: dict[tuple[object, Path], Handle] = {}
+class Opened(Generic[H]):
+    """A file that a library opens, when it is first used in a process.
 
-
-def opened(opening: Callable[[Path], H], path: Path) -> H:
-    """Return what `opening` opens of a file: opened once in this process.
-
-    No handle crosses a fork, as LMDB demands: before one all are closed, and both processes open what they need again.
+    Its handle is used in no other process, as LMDB demands: after a fork, or pickled, the file is opened again.
     """
-    handle = _HANDLES.get((opening, path))
-    if handle is None:
-        _let_go_before_forks()
-        handle = _HANDLES[opening, path] = opening(path)
-    return cast(H, handle)
 
+    def __init__(self, opening: Callable[[Path], H], path: Path) -> None:
+        self.path = path
+        self._opening = opening
+        self._own: tuple[int, H] | None = None
+        """The process that opened the file, and the handle."""
 
-def let_go() -> None:
-    """Close all handles; what still needs one opens it again."""
-    while _HANDLES:
-        _HANDLES.popitem()[1].close()
+    def __call__(self) -> H:
+        """Return the handle. Raises what `opening` does."""
+        if self._own is None or self._own[0] != os.getpid():
+            self.close()
+            self._own = os.getpid(), self._opening(self.path)
+        return self._own[1]
 
+    def close(self) -> None:
+        """Let go of the file until it is used again."""
+        if self._own is not None:
+            (_, handle), self._own = self._own, None
+            handle.close()
 
-@functools.cache
-def _let_go_before_forks() -> None:
-    os.register_at_fork(before=let_go)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_own": None}
 
 
 class Files:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from app.data.containers import decoded, open_records, opened
+from app.data.containers import Opened, decoded, open_records
 from app.data.extras import extra
 from app.data.rows import picture_of
 from app.data.source import Source, first_line
@@ -32,7 +32,7 @@ SUFFIXES = (".h5", ".hdf5")
 class Hdf5Records:
     """The rows of a split."""
 
-    path: Path
+    opened: Opened[OpenFile]
     classes: tuple[str, ...] | None
     labels: np.ndarray
     """int64 [N]."""
@@ -44,7 +44,7 @@ class Hdf5Records:
     @property
     def where(self) -> str:
         """The file."""
-        return str(self.path)
+        return str(self.opened.path)
 
     def picture(self, index: int, channels: int) -> Tensor:
         """Return a picture, as `Records` says; pixels keep their channels."""
@@ -57,8 +57,8 @@ class Hdf5Records:
         return row.tobytes() if self.encoded else str(row.shape).encode() + row.tobytes()
 
     def _row(self, index: int) -> np.ndarray:
-        with _reading(self.path, f"sample {index} of {self.path}"):
-            return np.asarray(opened(OpenFile, self.path).dataset(self.images)[index])
+        with _reading(self.opened.path, f"sample {index} of {self.where}"):
+            return np.asarray(self.opened().dataset(self.images)[index])
 
 
 def open_hdf5(recipe: Recipe) -> tuple[Source, Source]:
@@ -72,10 +72,11 @@ def _open_split(images: Sequence[str], labels: Sequence[str], folder: Path, spli
     if path is None:
         raise DataError(f"{folder} holds no file {split}{SUFFIXES[0]} for {key}={split}; correct data.path or {key}")
     with _reading(path, str(path)):
-        return _records(path, opened(OpenFile, path).file, images, labels)
+        return _records(Opened(OpenFile, path), images, labels)
 
 
-def _records(path: Path, file: Any, images: Sequence[str], labels: Sequence[str]) -> Hdf5Records:
+def _records(opened: Opened[OpenFile], images: Sequence[str], labels: Sequence[str]) -> Hdf5Records:
+    path, file = opened.path, opened().file
     image_set, label_set = _dataset(file, images, path, "image"), _dataset(file, labels, path, "label")
     encoded = _holds_files(image_set)
     if not encoded and (image_set.dtype != np.uint8 or image_set.ndim not in (3, 4)):
@@ -89,7 +90,7 @@ def _records(path: Path, file: Any, images: Sequence[str], labels: Sequence[str]
             f"{path}: {label_set.name} is {label_set.dtype} {list(label_set.shape)}, but must be whole numbers, one for "
             f"each of the {len(image_set)} rows of {image_set.name}; mend it"
         )
-    return Hdf5Records(path, _classes(file), targets.astype(np.int64), image_set.name, encoded)
+    return Hdf5Records(opened, _classes(file), targets.astype(np.int64), image_set.name, encoded)
 
 
 @contextmanager

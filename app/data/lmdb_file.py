@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
 
-from app.data.containers import class_names, decoded, open_records, opened
+from app.data.containers import Opened, class_names, decoded, open_records
 from app.data.extras import extra
 from app.data.source import Source, first_line
 from app.errors import DataError
@@ -38,7 +39,7 @@ def key_of(index: int) -> bytes:
 class LmdbRecords:
     """The records of a split."""
 
-    path: Path
+    opened: Database
     classes: tuple[str, ...] | None
     labels: np.ndarray
     """int64 [N]."""
@@ -46,7 +47,7 @@ class LmdbRecords:
     @property
     def where(self) -> str:
         """The database."""
-        return str(self.path)
+        return str(self.opened.path)
 
     def picture(self, index: int, channels: int) -> Tensor:
         """Return a picture, as `Records` says."""
@@ -54,7 +55,7 @@ class LmdbRecords:
 
     def content(self, index: int) -> bytes:
         """Return a picture's file, as `Records` says."""
-        return _value(self.path, key_of(index))
+        return _value(self.opened, key_of(index))
 
 
 def open_lmdb(recipe: Recipe) -> tuple[Source, Source]:
@@ -66,18 +67,48 @@ def _open_split(folder: Path, split: str, key: str) -> LmdbRecords:
     path = next((place for place in (folder / split, folder / f"{split}.lmdb") if place.exists()), None)
     if path is None:
         raise DataError(f"{folder} holds no database {split}.lmdb for {key}={split}; correct data.path or {key}")
-    _check_size(path)
-    stored, length = _value(path, LABELS), _value(path, LENGTH)
-    with _reading(path) as transaction:
+    opened = database(path)
+    opened.close()  # it may have been written again since
+    try:
+        return _records(opened)
+    except DataError:
+        opened.close()
+        raise
+
+
+def _records(opened: Database) -> LmdbRecords:
+    _check_size(opened)
+    stored, length = _value(opened, LABELS), _value(opened, LENGTH)
+    with _reading(opened) as transaction:
         classes = transaction.get(CLASSES)
         entries = transaction.stat()["entries"] - 2 - (classes is not None)
     if length != b"%d" % entries or len(stored) != LABEL_TYPE.itemsize * entries:
         raise DataError(
-            f"{path} holds {entries} pictures, but its __labels__ are {len(stored)} bytes and its __len__ is {length[:20]!r}; "
-            "write it as docs/data.md says"
+            f"{opened.path} holds {entries} pictures, but its __labels__ are {len(stored)} bytes and its __len__ is "
+            f"{length[:20]!r}; write it as docs/data.md says"
         )
-    names = None if classes is None else class_names(classes, f"__classes__ of {path}")
-    return LmdbRecords(path, names, np.frombuffer(stored, LABEL_TYPE).astype(np.int64))
+    names = None if classes is None else class_names(classes, f"__classes__ of {opened.path}")
+    return LmdbRecords(opened, names, np.frombuffer(stored, LABEL_TYPE).astype(np.int64))
+
+
+class Database(Opened[Any]):
+    """A database that is opened when it is used; `database` gives it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return database, (self.path,)
+
+
+_DATABASES: WeakValueDictionary[tuple[Path, int], Database] = WeakValueDictionary()
+"""Those that have readers here, by path and inode. LMDB opens a database once in a process: all readers of it share it."""
+
+
+def database(path: Path) -> Database:
+    """Return the database at a path, the same to all readers in this process. Raises DataError if there is none."""
+    try:
+        key = path.resolve(), path.stat().st_ino
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); replace it") from error
+    return _DATABASES.setdefault(key, Database(open_database, path))
 
 
 def open_database(path: Path) -> Any:
@@ -92,29 +123,29 @@ def open_database(path: Path) -> Any:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[Any]:
+def _reading(opened: Database) -> Iterator[Any]:
     """Give a transaction. Raises DataError if what is read in it is damaged."""
     import lmdb
 
     try:
-        with opened(open_database, path).begin() as transaction:
+        with opened().begin() as transaction:
             yield transaction
     except lmdb.Error as error:
-        raise DataError(f"{path} is damaged ({first_line(error)}); replace it") from error
+        raise DataError(f"{opened.path} is damaged ({first_line(error)}); replace it") from error
 
 
-def _check_size(path: Path) -> None:
+def _check_size(opened: Database) -> None:
     """Check that the file is as long as it says: to read beyond its end would end the process without a word."""
-    environment = opened(open_database, path)
+    environment, path = opened(), opened.path
     file = path / "data.mdb" if path.is_dir() else path
     size_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if file.stat().st_size < size_bytes:
         raise DataError(f"{file} was cut: it has {file.stat().st_size} bytes, and {size_bytes} were written; replace it")
 
 
-def _value(path: Path, key: bytes) -> bytes:
-    with _reading(path) as transaction:
+def _value(opened: Database, key: bytes) -> bytes:
+    with _reading(opened) as transaction:
         value: bytes | None = transaction.get(key)
     if value is None:
-        raise DataError(f"{path} has no record {key.decode()}; write it as docs/data.md says")
+        raise DataError(f"{opened.path} has no record {key.decode()}; write it as docs/data.md says")
     return value

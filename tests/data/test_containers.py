@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,31 @@ def test_a_container_is_the_image_folder(pictures: Path, packed: dict[str, Path]
         for one, other in zip(fetched(expected, indices, samples), fetched(found, indices, samples), strict=True):
             assert torch.equal(one, other)
         check_workers_and_pickling(found)
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
+def test_readers_of_one_file_do_not_disturb_each_other(packed: dict[str, Path], source: str) -> None:
+    data = opened(source, packed[source], test_split="train")
+    again = opened(source, packed[source]).train
+    expected, _ = everything(data.train)
+    for found in (data.test, again, pickle.loads(pickle.dumps(data.train)), data.train):
+        assert torch.equal(everything(found)[0], expected)
+    del data
+    check_workers_and_pickling(again)
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_a_file_that_was_replaced_is_read_anew(pictures: Path, tmp_path: Path, source: str) -> None:
+    old = opened(source, pack(pictures, tmp_path / "packed", source)).train
+    before, _ = everything(old)
+    shutil.rmtree(tmp_path / "packed")
+    write_folder(tmp_path / "pictures", mode="L")
+    pack(tmp_path / "pictures", tmp_path / "packed", source)
+    expected = opened("imagefolder", tmp_path / "pictures").train
+    assert torch.equal(everything(opened(source, tmp_path / "packed").train)[0], everything(expected)[0])
+    assert not torch.equal(before, everything(expected)[0])
+    assert len(old) == 9
 
 
 def test_all_containers_of_the_same_pictures_have_one_fingerprint(packed: dict[str, Path]) -> None:
