@@ -26,9 +26,9 @@ from app.errors import PresetError
 from app.optim import schedule
 from app.ranks import numerics
 from app.ranks.runtime import Runtime
-from app.recipe import model_names
 from app.recipe.schema import Recipe
 from app.scores import Evaluation, evaluate
+from app.tasks.image_classification import model_names
 
 
 def open_data(runtime: Runtime, recipe: Recipe) -> Data:
@@ -43,7 +43,7 @@ def open_data(runtime: Runtime, recipe: Recipe) -> Data:
             path = staged(recipe).data.path
     paths = {there: found for there, was_first, found in runtime.gather((host, is_first, path)) if was_first}
     with runtime.together():
-        return open_staged(replace(recipe, data=replace(recipe.data, path=paths[host])))
+        return open_staged(recipe.with_sections(data=replace(recipe.data, path=paths[host])))
 
 
 def build_model(runtime: Runtime, recipe: Recipe, source: Source) -> torch.nn.Module:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from app.errors import RecipeError
 from app.own_layers import HALF
-from app.recipe import model_names
-from app.recipe.schema import ModelRecipe
+from app.tasks.image_classification import model_names
+from app.tasks.image_classification.sections import ModelRecipe
 
 _MAX_GROUPS = 8
 

@@ -20,7 +20,7 @@ from app.data.framing import Framing, resize
 from app.data.pictures import decode
 from app.errors import SamerunError, leave_with
 from app.options.values import positive
-from app.recipe.schema import AugmentRecipe, DataRecipe
+from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from app.data.record import Record
 from app.data.source import Source
 from app.data.split import Images
 from app.data.writers import WRITERS
-from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
+from app.recipe.schema import Recipe
+from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 from benchmarks.memory import peak_anonymous_bytes
 
 _BATCH = 128
@@ -69,7 +70,7 @@ def made_up(folder: Path, size: int, *, compress: bool) -> Recipe:
     for images, labels, count in ((idx.FILES[0], idx.FILES[1], size), (idx.FILES[2], idx.FILES[3], _BATCH)):
         _write(folder / images, (count, 28, 28), compress=compress)
         _write(folder / labels, (count,), compress=compress)
-    return Recipe(data=DataRecipe(source="mnist", path=str(folder)))
+    return Recipe(sections=Sections(data=DataRecipe(source="mnist", path=str(folder))))
 
 
 def made_up_pictures(folder: Path, size: int) -> Recipe:
@@ -84,7 +85,8 @@ def made_up_pictures(folder: Path, size: int) -> Recipe:
         Image.new("RGB", (16, 16)).save(first)
         for number in range(1, _PER_FOLDER):
             os.link(first, place / f"{number}.jpg")
-    return Recipe(data=DataRecipe(source="imagefolder", path=str(folder), test_split="train", image_size=8), augment=_CROPPED)
+    data = DataRecipe(source="imagefolder", path=str(folder), test_split="train", image_size=8)
+    return Recipe(sections=Sections(data=data, augment=_CROPPED))
 
 
 def _packed(recipe: Recipe, folder: Path) -> Recipe:
@@ -94,7 +96,7 @@ def _packed(recipe: Recipe, folder: Path) -> Recipe:
     records = (Record(f"{file.parent.name}/{file.stem}", file.read_bytes(), "jpg", int(file.parent.name)) for file in files)
     classes = [str(label) for label in range(len(files) // _PER_FOLDER)]
     WRITERS["webdataset"](folder, "train", classes, records)
-    return replace(recipe, data=replace(recipe.data, source="webdataset", path=str(folder)))
+    return recipe.with_sections(data=replace(recipe.data, source="webdataset", path=str(folder)))
 
 
 def look_at_all(recipe: Recipe) -> None:

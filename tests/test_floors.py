@@ -16,14 +16,15 @@ OURS = ("app", "launch", "benchmarks")
 # From the ground up. Each entry is a room: a folder, or a module alone.
 FLOORS: list[list[str]] = [
     ["app.errors"],
-    ["app.files"],
+    ["app.files", "app.tasks", "app.tasks.image_classification.model_names"],
     ["app.place"],
     ["app.recipe"],
+    ["app.tasks.image_classification.sections"],
     ["app.options"],
     ["app.own_layers"],
     ["app.models", "app.optim", "app.data", "app.ranks"],
     ["app.record", "app.device", "app.scores", "app.console", "app.data_tools"],
-    ["app.predictions", "app.building", "app.guard", "app.trackers", "app.tasks"],
+    ["app.predictions", "app.building", "app.guard", "app.trackers", "app.tasks.image_classification"],
     ["app.metrics", "app.doctor"],
     ["app.checkpoints", "app.profiling"],
     ["app.loop", "app.opening"],
@@ -34,8 +35,8 @@ FLOORS: list[list[str]] = [
     ["app.scaling"],
     ["benchmarks"],
 ]
-LAUNCHER_FLOOR = 4  # launch/ sees the floors up to this one
-STARTERS_FLOOR = 15  # those from this one on start processes with it
+LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
+STARTERS_FLOOR = 16  # those from this one on start processes with it
 # The rooms of launch/, each of which sees those before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
     ("launch.preset", "launch.run_module", "launch.node_command"),
@@ -53,12 +54,9 @@ def modules() -> dict[str, Path]:
 
 
 def place(module: str) -> tuple[int, str] | None:
-    """The floor and the room of a module."""
-    for floor, rooms in enumerate(FLOORS):
-        for room in rooms:
-            if module == room or module.startswith(f"{room}."):
-                return floor, room
-    return None
+    """The floor and the room of a module; a room within another has its own floor."""
+    found = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms if f"{module}.".startswith(f"{room}.")]
+    return max(found, key=lambda it: len(it[1]), default=None)
 
 
 def imports(file: Path, *, for_types: bool = True) -> set[str]:

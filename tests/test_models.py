@@ -15,7 +15,7 @@ from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
-from app.recipe.schema import ModelRecipe
+from app.tasks.image_classification.sections import ModelRecipe
 
 ZOO = torchvision.models.list_models(module=torchvision.models)
 

@@ -13,8 +13,9 @@ from app.optim import from_recipe
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
-from app.recipe.schema import AugmentRecipe, DataRecipe, OptimRecipe
+from app.recipe.schema import OptimRecipe
 from app.scores import evaluate
+from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 CLASSES = 7
 

@@ -17,9 +17,10 @@ from app import models
 from app.checkpoints import tensor_file
 from app.data.source import Source
 from app.errors import RunFolderError
-from app.recipe.schema import ModelRecipe, Recipe
+from app.recipe.schema import Recipe
 from app.record import run_folder
 from app.record.claim import Claim
+from app.tasks.image_classification.sections import ModelRecipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,24 +15,12 @@ from app.checkpoints import step_folders
 from app.errors import CheckpointError
 from app.optim import schedule
 from app.optim.schedule import Length
-from app.recipe import recipe_file
+from app.recipe import recipe_file, recipe_keys
 from app.recipe.schema import Recipe, TrainRecipe
 
-# Beside what is not learnt at all: how long, and where the same data lies.
-_MAY_CHANGE = (*recipe_file.NOT_LEARNT, "train.epochs", "train.steps", "data.path")
-
-_AS_BEFORE: Mapping[str, Any] = {
-    "data.color": "auto",
-    "data.hub_config": None,
-    "data.hub_revision": None,
-    "data.jpeg_decoder": "libjpeg",
-    "train.max_gradient_spike": None,
-    "train.tf32": False,
-}
-"""The value, as JSON has it, with which a key that came later does what the program did before it had that key.
-
-A key that decides what is learnt and is not here refuses every checkpoint that was written before it came.
-"""
+_LENGTH = frozenset({"train.epochs", "train.steps"})
+_MOST_KEYS = 5
+"""That a refusal names."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +37,11 @@ class Resumed:
 def check_same_run(folder: Path, recipe: Recipe, data: Mapping[str, str], length: Length) -> Resumed:
     """Check that a run of this recipe, of this length over data of these facts, may go on from the checkpoint in `folder`.
 
-    Raises CheckpointError, naming all that differs, if it is of another run, and if it is past the end of this one.
+    Raises CheckpointError, naming all that differs, if it is of another run or another version of this program, and if it is
+    past the end of this run.
     """
     state = step_folders.Reader(folder).state
+    _check_version(folder, state["recipe"], recipe)
     differing = [*_differing_keys(state["recipe"], recipe), *_differing_data(state["data"], data)]
     if differing:
         raise CheckpointError(
@@ -69,30 +59,26 @@ def check_same_run(folder: Path, recipe: Recipe, data: Mapping[str, str], length
     return Resumed(folder, step, _other_rates(recipe, before, length, step))
 
 
+def _check_version(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise CheckpointError if the program that wrote the checkpoint had other keys for what decides what is learnt."""
+    now = recipe_file.flat(recipe)
+    if before.get("task", recipe.task) != recipe.task:
+        return  # which has other keys anyway
+    unshared = sorted((before.keys() ^ now.keys()) - recipe_keys.not_learnt(recipe.task))
+    if unshared:
+        names = ", ".join(unshared[:_MOST_KEYS]) + (", ..." if len(unshared) > _MOST_KEYS else "")
+        raise CheckpointError(
+            f"{folder} was written by another version of Samerun: only one of the two has the recipe keys {names}. Finish the "
+            "run with that version, or begin anew in another --run-dir."
+        )
+
+
 def _differing_keys(before: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """Say of each key that decides what is learnt how it differs from a checkpoint's."""
-    flat = recipe_file.flat(recipe)
-    now = {key: list(value) if isinstance(value, tuple) else value for key, value in flat.items()}  # as JSON has it
-    found = []
-    for key in dict.fromkeys([*before, *now]):
-        if key.startswith(_MAY_CHANGE):
-            continue
-        if key not in before:
-            found += _newer_key(key, now[key])
-        elif key not in now:
-            found.append(f"{key} was {before[key]!r}, and this version of Samerun has no such key")
-        elif before[key] != now[key]:
-            found.append(f"{key} was {before[key]!r} and is {now[key]!r}")
-    return found
-
-
-def _newer_key(key: str, value: Any) -> list[str]:
-    """Say what a key asks for that the program which wrote the checkpoint did not do."""
-    unknown = f"{key} is {value!r}, and the version of Samerun that wrote the checkpoint did not have that key"
-    if key not in _AS_BEFORE:
-        return [f"{unknown}, and no value of it is the same as none"]
-    as_before = _AS_BEFORE[key]
-    return [] if value == as_before else [f"{unknown}: {key}={'null' if as_before is None else as_before} is what it did"]
+    """Say of each key that decides what is learnt how it differs from a checkpoint's. How long, and where, may change."""
+    now = recipe_file.flat(recipe)
+    may_change = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task) | _LENGTH
+    shared = [key for key in now if key in before and key not in may_change]
+    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in shared if before[key] != now[key]]
 
 
 def _differing_data(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

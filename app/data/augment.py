@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from app.data.draws import Draws, HostDraws
 from app.data.randaugment import OPERATIONS, pixels_at, randaugment
 from app.errors import RecipeError
-from app.recipe.schema import AugmentRecipe, DataRecipe
+from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 # Zhong et al. 2017, "Random erasing" (arXiv:1708.04896), with the defaults of torchvision's RandomErasing.
 _ERASED_AREA = (0.02, 0.33)  # share of the image

@@ -23,7 +23,8 @@ from app.data.tar_shards import open_tar_shards
 from app.data.tfrecords import open_tfrecords
 from app.data.turns import alone
 from app.errors import DataError, RecipeError
-from app.recipe.schema import DataRecipe, Recipe
+from app.recipe.schema import Recipe
+from app.tasks.image_classification.sections import DataRecipe
 
 OPEN = {
     "digits": open_digits,
@@ -99,7 +100,7 @@ def open_stored(recipe: Recipe) -> Data:
     size = (data.image_size or 1) if needs_size else None
     augment = replace(recipe.augment, resized_crop_min_area=None)
     as_they_are = replace(data, image_size=size, resize_size=None, jpeg_decoder="libjpeg")
-    stored = replace(recipe, data=as_they_are, augment=augment)
+    stored = recipe.with_sections(data=as_they_are, augment=augment)
     return Data(*OPEN[data.source](stored))
 
 

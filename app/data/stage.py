@@ -49,7 +49,7 @@ def located(recipe: Recipe) -> Recipe:
     """
     if recipe.data.path is None:
         return recipe
-    return replace(recipe, data=replace(recipe.data, path=_filled_in("data.path", recipe.data.path)))
+    return recipe.with_sections(data=replace(recipe.data, path=_filled_in("data.path", recipe.data.path)))
 
 
 def staged(recipe: Recipe) -> Recipe:
@@ -81,7 +81,7 @@ def staged(recipe: Recipe) -> Recipe:
             "node that can be written, or leave data.stage_to out"
         ) from error
     inside = place / source.name  # the name itself may tell what it is, by its ending
-    return replace(recipe, data=replace(recipe.data, path=str(inside)))
+    return recipe.with_sections(data=replace(recipe.data, path=str(inside)))
 
 
 def _filled_in(key: str, text: str) -> str:

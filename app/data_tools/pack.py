@@ -106,7 +106,7 @@ def _open(recipe: Recipe, asked: Packing) -> Data:
     if asked.shrinking is not None:
         raise RecipeError("--max-side is for files; for arrays data.image_size=N says the size that all pictures get")
     augment = replace(recipe.augment, resized_crop_min_area=None)
-    return Data(*OPEN[recipe.data.source](located(replace(recipe, augment=augment))))
+    return Data(*OPEN[recipe.data.source](located(recipe.with_sections(augment=augment))))
 
 
 def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:

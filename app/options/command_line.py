@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from app import tasks
 from app.errors import UsageError
 from app.options.values import positive
 from app.recipe import recipe_keys
@@ -92,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         after = words[words.index(word) + 1 :][:1]
         if not equals and after and not after[0].startswith("-") and "=" not in after[0]:
             value = after[0]
-        keys = recipe_keys.kinds()
+        keys = recipe_keys.kinds(tasks.DEFAULT)
         of_recipe = [key for key in keys if name in (key, key.rpartition(".")[2])]
         known = list(dict.fromkeys((*self.options(), *also)))
         if not of_recipe:

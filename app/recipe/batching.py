@@ -41,56 +41,63 @@ class BatchPlan:
             global_batch_size=recipe.train.global_batch_size,
             world_size=world_size,
             max_micro_batch=recipe.train.max_micro_batch,
-            even=recipe.augment.mixes_pairs,
+            neighbours=recipe.sections.neighbours,
+            why_neighbours=recipe.sections.why_neighbours,
         )
 
     @classmethod
     def fit(
-        cls, *, global_batch_size: int, world_size: int, max_micro_batch: int | None = None, even: bool = False
+        cls,
+        *,
+        global_batch_size: int,
+        world_size: int,
+        max_micro_batch: int | None = None,
+        neighbours: int = 1,
+        why_neighbours: str = "",
     ) -> BatchPlan:
         """Return the plan with the fewest forward passes whose micro-batch is at most `max_micro_batch` samples.
 
-        `even` asks for an even micro-batch, for augmentations that mix neighbouring samples.
+        Every micro-batch holds whole groups of so many `neighbours`, for the reason given (mixup mixes pairs).
         Raises RecipeError, which names the world sizes that would do, when no plan exists.
         """
-        accumulation = _fewest_passes(global_batch_size, world_size, max_micro_batch, even)
+        accumulation = _fewest_passes(global_batch_size, world_size, max_micro_batch, neighbours)
         if accumulation is None:
-            raise RecipeError(_refusal(global_batch_size, world_size, max_micro_batch, even))
+            raise RecipeError(_refusal(global_batch_size, world_size, max_micro_batch, neighbours, why_neighbours))
         return cls(global_batch_size=global_batch_size, world_size=world_size, accumulation=accumulation)
 
 
-def _fewest_passes(global_batch_size: int, world_size: int, max_micro_batch: int | None, even: bool) -> int | None:
+def _fewest_passes(global_batch_size: int, world_size: int, max_micro_batch: int | None, neighbours: int) -> int | None:
     share, rest = divmod(global_batch_size, world_size)
     if rest or share == 0:
         return None
     for accumulation in range(1, share + 1):
         micro_batch, rest = divmod(share, accumulation)
         fits = max_micro_batch is None or micro_batch <= max_micro_batch
-        if not rest and fits and not (even and micro_batch % 2):
+        if not rest and fits and micro_batch % neighbours == 0:
             return accumulation
     return None
 
 
-def _refusal(global_batch_size: int, world_size: int, max_micro_batch: int | None, even: bool) -> str:
+def _refusal(global_batch_size: int, world_size: int, max_micro_batch: int | None, neighbours: int, why_neighbours: str) -> str:
     def works(size: int) -> bool:
-        return _fewest_passes(global_batch_size, size, max_micro_batch, even) is not None
+        return _fewest_passes(global_batch_size, size, max_micro_batch, neighbours) is not None
 
-    if even and max_micro_batch == 1:
+    if max_micro_batch is not None and max_micro_batch < neighbours:
         return (
-            "train.max_micro_batch is 1, and mixup and cutmix mix pairs of a micro-batch: set train.max_micro_batch to 2 or "
-            "more, or augment.mixup=0 and augment.cutmix=0"
+            f"train.max_micro_batch is {max_micro_batch}, and {why_neighbours}: set train.max_micro_batch to {neighbours} or "
+            "more, or switch that off"
         )
     legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and works(size)]
     below = [size for size in legal if size < world_size][-4:]
     above = [size for size in legal if size > world_size][:4]
     conditions = "equal micro-batches"
-    if even:
-        conditions = "equal and even micro-batches (mixup and cutmix mix pairs)"
+    if neighbours > 1:
+        conditions = f"equal micro-batches of a multiple of {neighbours} ({why_neighbours})"
     if max_micro_batch is not None:
         conditions += f" of at most {max_micro_batch} samples (train.max_micro_batch)"
     choices = ", ".join(map(str, [*below, *above]))
     remedy = f"use {choices} processes, or" if choices else "no number of processes can:"
     return (
         f"train.global_batch_size is {global_batch_size}, which {world_size} processes cannot divide into {conditions}: "
-        f"{remedy} change train.global_batch_size (a multiple of {world_size * (2 if even else 1)} always works)"
+        f"{remedy} change train.global_batch_size (a multiple of {world_size * neighbours} always works)"
     )

@@ -13,35 +13,22 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from app import tasks
 from app.errors import RecipeError
 from app.files import yaml_text
 from app.recipe import recipe_keys as keys
 from app.recipe.recipe_keys import flat
-from app.recipe.schema import ALTERNATIVES, Recipe
+from app.recipe.schema import ALTERNATIVES, Recipe, sections_of
 
 _SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT, _COMMAND_LINE = "default", "command line"
-
-# What decides nothing of what is learnt: what is written down, how often is evaluated, how data gets here, what bounds memory,
-# in which order a kernel adds up.
-NOT_LEARNT = (
-    "log.",
-    "checkpoint.",
-    "profile.",
-    "data.download",
-    "data.stage_to",
-    "train.evaluate_every_epochs",
-    "train.max_micro_batch",
-    "train.max_skipped_steps",
-    "train.deterministic",
-)
 
 
 @dataclass(frozen=True)
@@ -69,12 +56,15 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
         RecipeError: everything that is wrong with the file, the overrides and the values, one problem a line.
     """
     path = _find(name_or_path)
+    file = path.name if path.parent == _SHIPPED else str(path)
+    _, root = yaml_text.compose(path, name=file, error=RecipeError)
+    task = _task(root, file, overrides)
     problems: list[str] = []
-    in_file, on_command_line = _read_file(path, problems), _read_overrides(overrides, problems)
+    in_file, on_command_line = _read_file(root, file, task, problems), _read_overrides(overrides, task, problems)
     for one, other in (*ALTERNATIVES, *((other, one) for one, other in ALTERNATIVES)):
         if one in on_command_line and not keys.is_null(on_command_line[one].node):
             in_file.pop(other, None)
-    recipe, origins = _check(in_file | on_command_line, problems)
+    recipe, origins = _check(in_file | on_command_line, task, problems)
     return LoadedRecipe(recipe, path.stem, origins)
 
 
@@ -112,7 +102,8 @@ def render(loaded: LoadedRecipe) -> str:
 
 def digest(recipe: Recipe) -> str:
     """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
-    return _digest({key: value for key, value in flat(recipe).items() if not key.startswith(NOT_LEARNT)})
+    not_learnt = keys.not_learnt(recipe.task)
+    return _digest({key: value for key, value in flat(recipe).items() if key not in not_learnt})
 
 
 def digest_of_all(recipe: Recipe) -> str:
@@ -124,14 +115,14 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def reference() -> str:
-    """Every key with its default, its type and its meaning, as `recipe.py` says it."""
-    meanings, blocks, section = keys.meanings(), [], ""
-    for key, default in flat(Recipe()).items():
+def reference(task: str = tasks.DEFAULT) -> str:
+    """Every key of a recipe for a task with its default, its type and its meaning, as the dataclasses say it."""
+    meanings, blocks, section = keys.meanings(task), [], ""
+    for key, default in flat(keys.build({"task": task})).items():
         if (head := key.rpartition(".")[0]) != section:
             section = head
             blocks.append(f"\n{section}: {meanings[section]}")
-        blocks.append(f"  {key}={_yaml(default)}  ({keys.kinds()[key].describe()})\n      {meanings[key]}")
+        blocks.append(f"  {key}={_yaml(default)}  ({keys.kinds(task)[key].describe()})\n      {meanings[key]}")
     return "\n".join(blocks)
 
 
@@ -143,12 +134,29 @@ class _Given:
     origin: str
 
 
-def _check(given: Mapping[str, _Given], problems: list[str]) -> tuple[Recipe, dict[str, str]]:
+def _task(root: yaml.Node, file: str, overrides: Sequence[str]) -> str:
+    """The task that the command line or the file names, which decides the keys that there are. Raises RecipeError."""
+    named = [(tasks.DEFAULT, DEFAULT)]
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if yaml_text.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not keys.is_null(value):
+            named.append((value.value, f"{file}:{key.start_mark.line + 1}"))
+    for word in overrides:
+        key, _, text = (part.strip(" '\"") for part in word.partition("="))
+        named += [(text, _COMMAND_LINE)] if key == "task" and text else []
+    task, origin = named[-1]
+    try:
+        sections_of(task)
+    except RecipeError as error:
+        raise RecipeError(f"{error} ({origin})") from None
+    return task
+
+
+def _check(given: Mapping[str, _Given], task: str, problems: list[str]) -> tuple[Recipe, dict[str, str]]:
     """Read every value as its type and build the recipe. Raises RecipeError with `problems` and all that it finds itself."""
     problems, values, broken = list(problems), {}, set()
-    origins = {key: given[key].origin if key in given else DEFAULT for key in keys.kinds()}
+    origins = {key: given[key].origin if key in given else DEFAULT for key in keys.kinds(task)}
     for key, item in given.items():
-        kind = keys.kinds()[key]
+        kind = keys.kinds(task)[key]
         try:
             values[key] = kind.read(item.node)
         except ValueError:
@@ -160,19 +168,19 @@ def _check(given: Mapping[str, _Given], problems: list[str]) -> tuple[Recipe, di
         recipe = keys.build(values)
     except RecipeError as error:
         # A key that could not be read stands at its default here, so what is said about it may not be true.
-        problems += [_with_origins(text, origins) for text in error.problems if broken.isdisjoint(_keys_in(text))]
+        problems += [_with_origins(text, origins) for text in error.problems if broken.isdisjoint(_keys_in(text, origins))]
     if problems:
         raise RecipeError(*problems)
     return recipe, origins
 
 
-def _keys_in(text: str) -> list[str]:
-    return [word for word in re.findall(r"\w+(?:\.\w+)*", text) if word in keys.kinds()]
+def _keys_in(text: str, known: Collection[str]) -> list[str]:
+    return [word for word in re.findall(r"\w+(?:\.\w+)*", text) if word in known]
 
 
 def _with_origins(problem: str, origins: Mapping[str, str]) -> str:
     """The problem, with where the values it speaks of came from."""
-    found = {key: origins[key] for key in _keys_in(problem) if origins[key] != DEFAULT}
+    found = {key: origins[key] for key in _keys_in(problem, origins) if origins[key] != DEFAULT}
     if len(set(found.values())) > 1:
         return f"{problem} ({', '.join(f'{key}: {origin}' for key, origin in found.items())})"
     return f"{problem} ({next(iter(found.values()))})" if found else problem
@@ -193,26 +201,26 @@ def _find(name_or_path: str) -> Path:
     raise RecipeError(f"recipe {name_or_path}: {what}; {hint}the package has {', '.join(names())}")
 
 
-def _read_file(path: Path, problems: list[str]) -> dict[str, _Given]:
+def _read_file(root: yaml.Node, file: str, task: str, problems: list[str]) -> dict[str, _Given]:
     """Every value of a recipe file by its key; what is wrong with the keys is added to `problems`."""
-    file = path.name if path.parent == _SHIPPED else str(path)
-    _, root = yaml_text.compose(path, name=file, error=RecipeError)
     if keys.is_null(root) or (isinstance(root, yaml.MappingNode) and not root.value):
         raise RecipeError(f"{file}: the file is empty: a recipe holds lines of `key: value`, such as `seed: 0`")
     given: dict[str, _Given] = {}
     seen: dict[str, str] = {}
-    for key, item in _entries(root, "", file, problems):
+    for key, item in _entries(root, "", file, keys.sections(task), problems):
         if key in seen:
             problems.append(f"{key} is given twice ({seen[key]} and {item.origin}): keep one of them")
-        elif key in keys.kinds():
+        elif key in keys.kinds(task):
             given[key] = item
-        elif key not in keys.sections():
-            problems.append(f"{key} ({item.origin}): there is no such key; {keys.suggest(key)}")
+        elif key not in keys.sections(task):
+            problems.append(f"{key} ({item.origin}): there is no such key; {keys.suggest(key, task)}")
         seen.setdefault(key, item.origin)
     return given
 
 
-def _entries(node: yaml.Node | None, section: str, file: str, problems: list[str]) -> Iterator[tuple[str, _Given]]:
+def _entries(
+    node: yaml.Node | None, section: str, file: str, sections: Collection[str], problems: list[str]
+) -> Iterator[tuple[str, _Given]]:
     """Every key of a mapping, of its sections too, and as often as it stands there: PyYAML itself would keep the last only."""
     if node is None or keys.is_null(node):
         return  # an empty file, or a section of which every line is a comment
@@ -230,11 +238,11 @@ def _entries(node: yaml.Node | None, section: str, file: str, problems: list[str
             continue
         key = f"{section}.{name}" if section else name
         yield key, _Given(value, f"{file}:{line}")
-        if key in keys.sections():
-            yield from _entries(value, key, file, problems)
+        if key in sections:
+            yield from _entries(value, key, file, sections, problems)
 
 
-def _read_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, _Given]:
+def _read_overrides(overrides: Sequence[str], task: str, problems: list[str]) -> dict[str, _Given]:
     """Every value of the command line by its key; what is wrong with the keys is added to `problems`."""
     given: dict[str, _Given] = {}
     for override in _joined(overrides, problems):
@@ -242,11 +250,11 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, 
         key = key.strip("'\"")  # a key in quotes is a key, as in a file
         if not equals:
             problems.append(f"{override!r} ({_COMMAND_LINE}): expected key=value, as in optim.lr=0.1")
-        elif key in keys.sections():
-            one = next(known for known in keys.kinds() if known.startswith(f"{key}."))
+        elif key in keys.sections(task):
+            one = next(known for known in keys.kinds(task) if known.startswith(f"{key}."))
             problems.append(f"{override!r} ({_COMMAND_LINE}): {key} is a section; give its keys one by one, as in {one}=...")
-        elif key not in keys.kinds():
-            problems.append(f"{key} ({_COMMAND_LINE}): there is no such key; {keys.suggest(key)}")
+        elif key not in keys.kinds(task):
+            problems.append(f"{key} ({_COMMAND_LINE}): there is no such key; {keys.suggest(key, task)}")
         elif key in given:
             both = f"{keys.shown(given[key].node)} and {text}"
             problems.append(f"{key} is given twice ({_COMMAND_LINE}: {both}): keep one of them")

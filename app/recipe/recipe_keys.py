@@ -1,4 +1,4 @@
-"""The keys of a recipe: what each may hold, read off the dataclasses of `recipe.py` and nowhere written twice.
+"""The keys of a recipe: what each may hold, read off the dataclasses of `schema.py` and of the task, and nowhere written twice.
 
 A value is read as the type of its field, not as what YAML 1.1 makes of it: `1e-3` is a number where a number is expected,
 `no` is text where text is expected, and nothing becomes a date. Standard library and PyYAML only, like `recipe_file.py`,
@@ -11,16 +11,19 @@ import ast
 import difflib
 import functools
 import inspect
+import itertools
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from app.recipe import schema as recipe_module
-from app.recipe.schema import Recipe
+from app import tasks
+from app.errors import RecipeError
+from app.recipe.schema import ALL_KEYS, Recipe, sections_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Kind:
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
-        """Take a type annotation of `recipe.py` apart."""
+        """Take the type annotation of a field apart."""
         arguments = get_args(hint)
         if get_origin(hint) is Literal:
             return cls(str, choices=arguments)
@@ -129,39 +132,79 @@ def _items(node: yaml.Node) -> list[yaml.Node]:
     return [yaml.ScalarNode(node.tag, part.strip()) for part in node.value.split(",")] if is_plain(node) else [node]
 
 
-@functools.cache
-def sections() -> Mapping[str, type]:
-    """The sections of a recipe and the dataclass of each, in the order of `recipe.py`."""
-    return {name: hint for name, hint in get_type_hints(Recipe).items() if isinstance(hint, type) and is_dataclass(hint)}
+OF_NO_SECTION = ("seed", "task")
 
 
 @functools.cache
-def kinds() -> Mapping[str, Kind]:
-    """Every key of a recipe, as `seed` or `optim.lr`, in the order of `recipe.py`."""
-    found: dict[str, Kind] = {}
-    for name, hint in get_type_hints(Recipe).items():
-        fields = (
-            {f"{name}.{field}": inner for field, inner in get_type_hints(hint).items()} if name in sections() else {name: hint}
-        )
-        found |= {key: Kind.of(inner) for key, inner in fields.items()}
+def sections(task: str) -> Mapping[str, type]:
+    """The sections of a recipe for a task, its own first, and the dataclass of each, in the order of their sources."""
+    return _dataclasses(sections_of(task)) | _dataclasses(Recipe)
+
+
+def _dataclasses(cls: type) -> dict[str, type]:
+    return {name: hint for name, hint in get_type_hints(cls).items() if isinstance(hint, type) and is_dataclass(hint)}
+
+
+@functools.cache
+def kinds(task: str) -> Mapping[str, Kind]:
+    """Every key of a recipe for a task, as `seed` or `optim.lr`, in the order of the sections."""
+    found = {name: Kind.of(get_type_hints(Recipe)[name]) for name in OF_NO_SECTION}
+    for section, cls in sections(task).items():
+        hints = get_type_hints(cls)
+        found |= {f"{section}.{field.name}": Kind.of(hints[field.name]) for field in fields(cls)}
     return found
 
 
+@functools.cache
+def not_learnt(task: str) -> frozenset[str]:
+    """The keys that decide nothing of what is learnt, as the sections say it."""
+    return _said(task, "not_learnt")
+
+
+@functools.cache
+def places(task: str) -> frozenset[str]:
+    """The keys that say where something lies of which a fingerprint is compared, as the sections say it."""
+    return _said(task, "places")
+
+
+def _said(task: str, name: str) -> frozenset[str]:
+    found: set[str] = set()
+    for section, cls in sections(task).items():
+        said = getattr(cls, name, ())
+        found |= {f"{section}.{field.name}" for field in fields(cls) if said == ALL_KEYS or field.name in said}
+    return frozenset(found)
+
+
 def build(values: Mapping[str, Any]) -> Recipe:
-    """A recipe with these values, by key, and defaults elsewhere. Raises RecipeError as `Recipe` does."""
-    arguments = {key: value for key, value in values.items() if "." not in key}
-    for section, cls in sections().items():
+    """A recipe with these values, by key, and defaults elsewhere. Raises RecipeError as `Recipe` and the task's sections do."""
+    of_application = {key: value for key, value in values.items() if "." not in key}
+    own = sections_of(of_application.get("task", tasks.DEFAULT))
+    of_task: dict[str, Any] = {}
+    for section, cls in sections(of_application.get("task", tasks.DEFAULT)).items():
         prefix = f"{section}."
-        arguments[section] = cls(**{key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)})
-    return Recipe(**arguments)
+        built = cls(**{key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)})
+        (of_task if section in _dataclasses(own) else of_application)[section] = built
+    problems: list[str] = []
+    try:
+        of_application["sections"] = own(**of_task)
+    except RecipeError as error:
+        problems, of_application["sections"] = list(error.problems), own()  # so that the rest is checked as well
+    try:
+        recipe = Recipe(**of_application)
+    except RecipeError as error:
+        problems += error.problems
+    if problems:
+        raise RecipeError(*problems)
+    return recipe
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
     """Every key with its value as bool, int, float, str, None or a list of those: equal recipes give equal JSON."""
     values: dict[str, Any] = {}
-    for key, kind in kinds().items():
+    for key, kind in kinds(recipe.task).items():
         section, _, name = key.rpartition(".")
-        value = getattr(getattr(recipe, section) if section else recipe, name)
+        holder = recipe.sections if hasattr(recipe.sections, section) else recipe
+        value = getattr(getattr(holder, section) if section else recipe, name)
         if kind.length is not None:
             value = [kind.scalar(element) for element in value]
         values[key] = value if value is None or kind.length is not None else kind.scalar(value)
@@ -172,34 +215,39 @@ _EARLIER = {"log.train_accuracy": "log.train_scores", "log.images": "log.example
 """Keys of before, whose names do not resemble those of now."""
 
 
-def suggest(key: str) -> str:
+def suggest(key: str, task: str) -> str:
     """For a key that does not exist: the nearest that do."""
     if key in _EARLIER:
         return f"did you mean {_EARLIER[key]}?"
+    known = list(kinds(task))
     leaf, section = key.rpartition(".")[2], key.partition(".")[0]
     by_leaf: dict[str, list[str]] = {}
-    for known in kinds():
-        by_leaf.setdefault(known.rpartition(".")[2], []).append(known)
+    for one in known:
+        by_leaf.setdefault(one.rpartition(".")[2], []).append(one)
     near_leaves = difflib.get_close_matches(leaf, by_leaf, n=3, cutoff=0.7)
-    nearest = [known for near in near_leaves for known in by_leaf[near]]
+    nearest = [one for near in near_leaves for one in by_leaf[near]]
     # `optim.epochs` is more likely a wrong section than `optim.eps`, and `optm.lr` a slip in the whole key.
-    nearest += difflib.get_close_matches(key, [*kinds(), *sections()], n=2, cutoff=0.8)
+    nearest += difflib.get_close_matches(key, [*known, *sections(task)], n=2, cutoff=0.8)
     if nearest:
         return f"did you mean {' or '.join(list(dict.fromkeys(nearest))[:3])}?"
-    if section in sections():
-        return f"{section} has " + ", ".join(known.partition(".")[2] for known in kinds() if known.startswith(f"{section}."))
-    return "a recipe has " + ", ".join(get_type_hints(Recipe))
+    if section in sections(task):
+        return f"{section} has " + ", ".join(one.partition(".")[2] for one in known if one.startswith(f"{section}."))
+    return "a recipe has " + ", ".join([*OF_NO_SECTION, *sections(task)])
 
 
-def meanings() -> dict[str, str]:
-    """The text under each field in `recipe.py`, by key, on one line."""
-    texts = {}
-    names = {cls.__name__: f"{section}." for section, cls in sections().items()} | {Recipe.__name__: ""}
-    for node in ast.parse(inspect.getsource(recipe_module)).body:
-        if isinstance(node, ast.ClassDef) and node.name in names:
-            for field, after in zip(node.body, node.body[1:], strict=False):
-                match field, after:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        texts[names[node.name] + name] = " ".join(text.split())
-    section_texts = {section: inspect.getdoc(cls) or "" for section, cls in sections().items()}
-    return {key: texts[key] for key in kinds()} | section_texts
+def meanings(task: str) -> dict[str, str]:
+    """The text under each field of the sections' dataclasses, by key, on one line; and of each section, by its name."""
+    texts = {section: inspect.getdoc(cls) or "" for section, cls in sections(task).items()}
+    for prefix, cls in {"": Recipe, **{f"{section}.": cls for section, cls in sections(task).items()}}.items():
+        classes = [node for node in _parsed(cls.__module__) if isinstance(node, ast.ClassDef)]
+        (body,) = (node.body for node in classes if node.name == cls.__name__)
+        for field, after in itertools.pairwise(body):
+            match field, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[prefix + name] = " ".join(text.split())
+    return texts
+
+
+@functools.cache
+def _parsed(module: str) -> list[ast.stmt]:
+    return ast.parse(inspect.getsource(sys.modules[module])).body

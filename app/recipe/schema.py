@@ -1,122 +1,37 @@
 """What is learnt: the recipe, typed and frozen.
 
 A recipe knows nothing of machines: no device, no number of processes, no address. Its keys are `section.field`, as in
-`optim.lr=0.1`; every key, its default and its meaning (with the unit) stand below, and `--help` prints them from here.
-`recipe_file.load` builds a `Recipe` from a YAML file and `key=value` overrides.
+`optim.lr=0.1`. Those that any task has stand below, each with its default and its meaning (with the unit), and `--help` prints
+them from here; a task has sections of its own (`app/tasks`). `recipe_file.load` builds a `Recipe` from a YAML file and
+`key=value` overrides.
+
+A section may say of its keys, in two class variables:
+`not_learnt`: these decide nothing of what is learnt, but what is written down, how often is evaluated, how data gets here, what
+bounds memory, in which order a kernel adds up;
+`places`: these say where something lies of which a fingerprint is compared, so that a resumed run may find it elsewhere.
 
 Standard library only: it is read on login nodes, before torch is there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import importlib
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
+from app import tasks
 from app.errors import RecipeError
 from app.recipe import ranges
 
-
-@dataclass(frozen=True, kw_only=True)
-class DataRecipe:
-    """The samples: where they are and what they look like."""
-
-    source: Literal[
-        "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface",
-        "webdataset", "hdf5", "lmdb", "tfrecord", "arrays",
-    ] = "digits"  # fmt: skip
-    """Kind of data. `digits` comes with the package; `huggingface` is whatever the `datasets` library opens; `arrays` is what
-    `samerun data pack --to arrays` writes."""
-    path: str | None = None
-    """File, folder or hub name; `~` and variables are filled in. None looks in the usual places (`docs/data.md` lists them)."""
-    hub_config: str | None = None
-    """Configuration of the data set (huggingface): of the hub, or that the README.md of a folder names. None: the only one."""
-    hub_revision: str | None = None
-    """Commit of the data set of the hub (huggingface), all 40 digits of it, which pins what is read. None: the newest."""
-    stage_to: str | None = None
-    """Folder on a disk of the node, such as $SLURM_TMPDIR, that data.path is copied to before training, once. None: no copy."""
-    download: bool = False
-    """Whether missing data may be downloaded, by one process per node."""
-    train_split: str = "train"
-    """Name of the training split: a sub-folder for imagefolder, a split for huggingface, file names begin with it elsewhere."""
-    test_split: str = "test"
-    """Name of the test split, as for train_split."""
-    image_column: str = "image"
-    """Column, dataset or feature that holds the images (huggingface, hdf5, tfrecord)."""
-    label_column: str = "label"
-    """Column, dataset or feature that holds the labels (huggingface, hdf5, tfrecord)."""
-    color: Literal["auto", "rgb", "gray"] = "auto"
-    """What picture files are decoded to. auto: RGB, but gray for huggingface if all pictures that are sampled are gray."""
-    jpeg_decoder: Literal["libjpeg", "reduced"] = "libjpeg"
-    """Whose pixels JPEG files have. reduced: libjpeg's at 1/2 to 1/8 of the size, where the image asked for is no larger, so
-    that large photographs take less time; needs data.image_size."""
-    image_size: int | None = None
-    """Side in pixels of the square image the model sees. None: as stored, for data whose images all have one size."""
-    resize_size: int | None = None
-    """For evaluation: length in pixels the shorter side gets before the centre crop to image_size. None: image_size."""
-    mean: tuple[float, ...] = (0.5,)
-    """Mean to subtract, per channel (or one for all), of pixel values scaled to 0..1."""
-    std: tuple[float, ...] = (0.25,)
-    """Standard deviation to divide by, per channel (or one for all), of pixel values scaled to 0..1."""
-    fake_train_samples: int = 1280
-    """Size of the training set in samples (fakedata)."""
-    fake_test_samples: int = 256
-    """Size of the test set in samples (fakedata)."""
-    fake_classes: int = 10
-    """Number of classes (fakedata)."""
-    fake_channels: int = 3
-    """Number of image channels (fakedata)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentRecipe:
-    """Random changes to training images; each is a function of (seed, epoch, sample) alone. All off by default."""
-
-    crop_padding: int = 0
-    """Pixels of zero padding on each side before a random crop back to the image's size."""
-    resized_crop_min_area: float | None = None
-    """Smallest share of the picture's area that a random resized crop keeps (0.08 is usual on ImageNet). None: no such crop."""
-    flip: float = 0.0
-    """Probability of a left-right flip."""
-    randaugment_ops: int = 0
-    """Number of RandAugment operations in a row for each image."""
-    randaugment_magnitude: float = 9.0
-    """Strength of RandAugment operations, 0..10, as in the paper; torchvision's default of 9 in 31 steps is 3 here."""
-    erase: float = 0.0
-    """Probability of erasing a random rectangle."""
-    mixup: float = 0.0
-    """Alpha of the Beta distribution of mixup's weights. 0: off."""
-    cutmix: float = 0.0
-    """Alpha of the Beta distribution of cutmix's areas. 0: off. With mixup as well, each pair gets one of the two."""
-    label_smoothing: float = 0.0
-    """Share of the target probability spread evenly over all classes, 0..1."""
-
-    @property
-    def mixes_pairs(self) -> bool:
-        """Whether neighbouring samples are mixed, which needs an even micro-batch."""
-        return self.mixup > 0 or self.cutmix > 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRecipe:
-    """The network."""
-
-    name: str = "convnet"
-    """`convnet`, or any classification model of torchvision by its name (resnet18, vit_b_16, ...)."""
-    norm: Literal["group", "batch", "identity"] = "group"
-    """Normalisation of the convnet; identity: none. Batch statistics depend on the micro-batch, group statistics do not."""
-    activation: Literal["relu", "gelu"] = "relu"
-    """Activation of the convnet. With gelu and average pooling it has no kinks, at which rounding decides a gradient."""
-    pooling: Literal["max", "average"] = "max"
-    """How the convnet halves the image."""
-    channels: tuple[int, int] = (32, 64)
-    """Output channels of the convnet's two convolutions."""
-    hidden: int = 128
-    """Width of the convnet's hidden linear layer, in units."""
+ALL_KEYS = ("*",)
+"""For `not_learnt`, of a section none of whose keys decides what is learnt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """How long, and in which batches."""
+    """How long, in which batches, and in which arithmetic."""
+
+    not_learnt: ClassVar = ("evaluate_every_epochs", "max_micro_batch", "max_skipped_steps", "deterministic")
 
     global_batch_size: int = 128
     """Samples in one optimizer step, over all processes."""
@@ -194,6 +109,8 @@ class OptimRecipe:
 class LogRecipe:
     """What is written down while training."""
 
+    not_learnt: ClassVar = ALL_KEYS
+
     every_steps: int = 50
     """Steps between two lines of metrics.jsonl; a line costs about what one or two steps of a tiny model do."""
     train_scores: bool = True
@@ -208,6 +125,8 @@ class LogRecipe:
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecipe:
     """When the state of the run is written down, to be resumed from (`--resume`)."""
+
+    not_learnt: ClassVar = ALL_KEYS
 
     every_steps: int | None = None
     """Steps between two checkpoints. None: steps do not count."""
@@ -228,6 +147,8 @@ class CheckpointRecipe:
 class ProfileRecipe:
     """A trace of some steps, of all processes on one time axis (docs/reports.md)."""
 
+    not_learnt: ClassVar = ALL_KEYS
+
     steps: str | None = None
     """First and last step to record, as in 10:20: both are, and 1 is the first of the run. None: no trace."""
 
@@ -242,15 +163,29 @@ class ProfileRecipe:
         return first, last
 
 
+def sections_of(task: str) -> type:
+    """Return the dataclass of a task's own sections. Raises RecipeError if there is no task of that name."""
+    if task not in tasks.SHIPPED:
+        raise RecipeError(f"task is {task!r}: there is no such task; there is {', '.join(tasks.SHIPPED)}")
+    found: type = importlib.import_module(f"{tasks.SHIPPED[task]}.sections").Sections
+    return found
+
+
+def _default_sections() -> Any:
+    return sections_of(tasks.DEFAULT)()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """All that decides what is learnt. The same recipe gives the same run on any topology."""
 
     seed: int = 0
     """Seed of the initial weights, the order of the samples and their augmentation."""
-    data: DataRecipe = field(default_factory=DataRecipe)
-    augment: AugmentRecipe = field(default_factory=AugmentRecipe)
-    model: ModelRecipe = field(default_factory=ModelRecipe)
+    task: str = tasks.DEFAULT
+    """What is learnt, by its name. A task has sections of its own, here data, augment and model."""
+    sections: Any = field(default_factory=_default_sections)
+    """The task's own sections: its `Sections`. Beside them it says how many `neighbours` of the order of samples are computed
+    with together, so that every micro-batch holds whole groups of them, and in a sentence `why_neighbours`."""
     train: TrainRecipe = field(default_factory=TrainRecipe)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)
@@ -258,9 +193,29 @@ class Recipe:
     profile: ProfileRecipe = field(default_factory=ProfileRecipe)
 
     def __post_init__(self) -> None:
+        assert isinstance(self.sections, sections_of(self.task)), f"these are no sections of {self.task}"
         problems = ranges.problems_of(self)
         if problems:
             raise RecipeError(*problems)
+
+    def with_sections(self, **changes: Any) -> Recipe:
+        """Return the recipe with these of the task's sections in the place of its own."""
+        return replace(self, sections=replace(self.sections, **changes))
+
+    @property
+    def data(self) -> Any:
+        """The task's section of that name."""
+        return self.sections.data
+
+    @property
+    def augment(self) -> Any:
+        """The task's section of that name."""
+        return self.sections.augment
+
+    @property
+    def model(self) -> Any:
+        """The task's section of that name."""
+        return self.sections.model
 
 
 # Pairs of keys of which only one may be given: two units of the same duration.

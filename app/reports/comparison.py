@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.recipe.recipe_file import NOT_LEARNT
+from app import tasks
+from app.recipe import recipe_keys
 from app.record import ledger
 from app.record.goodput import account
 from app.record.loss_curves import relative_differences
@@ -97,7 +98,8 @@ class Comparison:
     @property
     def learnt(self) -> list[str] | None:
         """The keys in which the recipes differ and that decide what is learnt; None if a recipe cannot be read."""
-        return None if self.recipe is None else [key for key in self.recipe if not key.startswith(NOT_LEARNT)]
+        not_learnt = frozenset[str]().union(*map(recipe_keys.not_learnt, tasks.SHIPPED))
+        return None if self.recipe is None else [key for key in self.recipe if key not in not_learnt]
 
     @property
     def is_same(self) -> bool | None:

@@ -81,14 +81,16 @@ def choose_cases(
 
 def _cannot_divide(recipe: Recipe, case: Variant) -> str:
     """Why the global batch cannot be divided as the case asks; empty if it can."""
-    size, parts, even = recipe.train.global_batch_size, case.processes * case.accumulation, recipe.augment.mixes_pairs
+    size, parts = recipe.train.global_batch_size, case.processes * case.accumulation
     if min(case.processes, case.accumulation) < 1:
         return "processes and accumulation start at 1"
     if size % parts:
         return f"{size} samples (train.global_batch_size) cannot be divided by {parts}"
-    if even and size // parts % 2:
-        return f"{size} samples (train.global_batch_size) / {parts} is odd, and mixup and cutmix mix pairs"
-    plan = BatchPlan.fit(global_batch_size=size, world_size=case.processes, max_micro_batch=size // parts, even=even)
+    neighbours, why = recipe.sections.neighbours, recipe.sections.why_neighbours
+    if size // parts % neighbours:
+        return f"{size} samples (train.global_batch_size) / {parts} is no multiple of {neighbours}, and {why}"
+    most = size // parts
+    plan = BatchPlan.fit(global_batch_size=size, world_size=case.processes, max_micro_batch=most, neighbours=neighbours)
     return "" if plan.accumulation == case.accumulation else f"the batch plan would take {plan.accumulation} passes"
 
 

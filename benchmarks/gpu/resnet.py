@@ -152,7 +152,7 @@ def _arithmetic(options: argparse.Namespace) -> tuple[float, float | None]:
 
     from app import models
     from app.metrics import flops
-    from app.recipe.schema import ModelRecipe
+    from app.tasks.image_classification.sections import ModelRecipe
 
     size = (options.image_size, options.image_size)
     model = models.build(ModelRecipe(name=options.model), channels=3, image_size=size, num_classes=_CLASSES)

@@ -15,7 +15,7 @@ from app.data.augment import Preparation, erased_mask, mixing_weights
 from app.data.draws import Draws
 from app.data.randaugment import OPERATIONS, randaugment
 from app.errors import RecipeError
-from app.recipe.schema import AugmentRecipe, DataRecipe
+from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 CHANGES = {
     "nothing": AugmentRecipe(),

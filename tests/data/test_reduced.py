@@ -19,7 +19,8 @@ from app.data.framing import Framing
 from app.data.open import Data, open_data
 from app.data.reduced import reduced
 from app.errors import DataError, RecipeError
-from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
+from app.recipe.schema import Recipe
+from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 SIDE = 16
 SIZES = [(300, 200), (150, 400), (31, 40), (129, 128)]  # width, height in pixels
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(root: Path, decoder: str, *, crop: float | None = None) -> Data:
     data = DataRecipe(source="imagefolder", path=str(root), image_size=SIDE, resize_size=20, jpeg_decoder=decoder)
-    return open_data(Recipe(seed=1, data=data, augment=AugmentRecipe(resized_crop_min_area=crop)))
+    return open_data(Recipe(seed=1, sections=Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop))))
 
 
 @pytest.fixture
@@ -137,9 +138,9 @@ def test_a_damaged_picture_is_named_by_who_decodes_it_whole(folder: Path, tmp_pa
 
 def test_a_size_is_needed() -> None:
     with pytest.raises(RecipeError, match=r"data\.jpeg_decoder=reduced needs data\.image_size"):
-        Recipe(data=DataRecipe(source="webdataset", jpeg_decoder="reduced"))
+        Recipe(sections=Sections(data=DataRecipe(source="webdataset", jpeg_decoder="reduced")))
 
 
 def test_pixels_are_not_decoded() -> None:
     with pytest.raises(RecipeError, match=r"data\.jpeg_decoder is reduced, and data\.source=fakedata holds pixels"):
-        open_data(Recipe(data=DataRecipe(source="fakedata", image_size=8, jpeg_decoder="reduced")))
+        open_data(Recipe(sections=Sections(data=DataRecipe(source="fakedata", image_size=8, jpeg_decoder="reduced"))))

@@ -7,7 +7,6 @@ import pickle
 import re
 import urllib.error
 import urllib.request
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -27,7 +26,7 @@ from app.data.order import EvalBatches
 from app.data.source import check_labels, fingerprint, spread
 from app.errors import DataError, RecipeError
 from app.recipe import recipe_file
-from app.recipe.schema import AugmentRecipe, DataRecipe
+from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -103,7 +102,7 @@ def test_arrays_are_resized_once_as_torchvision_would() -> None:
 
 
 def test_arrays_can_be_cropped_at_random() -> None:
-    asked = replace(recipe("digits", image_size=8), augment=AugmentRecipe(resized_crop_min_area=0.3))
+    asked = recipe("digits", image_size=8).with_sections(augment=AugmentRecipe(resized_crop_min_area=0.3))
     train, test = open_data(asked)
     plain_train, plain_test = open_data(recipe("digits"))
     assert train.workers

@@ -22,7 +22,8 @@ from app.data.framing import RATIOS, Framing, crop_box
 from app.data.open import open_data
 from app.data.pictures import decode
 from app.errors import DataError, RecipeError
-from app.recipe.schema import AugmentRecipe, DataRecipe, Recipe
+from app.recipe.schema import Recipe
+from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 SIZES = [(40, 30), (31, 47), (64, 64), (25, 90)]  # width, height in pixels
 
@@ -47,7 +48,7 @@ def write_folder(
 def recipe(path: Path | None, *, crop: float | None = None, seed: int = 0, **keys) -> Recipe:
     keys = {"image_size": 24, **keys}
     data = DataRecipe(source="imagefolder", path=None if path is None else str(path), **keys)
-    return Recipe(seed=seed, data=data, augment=AugmentRecipe(resized_crop_min_area=crop))
+    return Recipe(seed=seed, sections=Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop)))
 
 
 @pytest.fixture(scope="module")

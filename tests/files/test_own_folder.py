@@ -15,7 +15,8 @@ from app.data.stage import staged
 from app.errors import DataError, PresetError
 from app.files.own_folder import own, refuse_prepared
 from app.ranks import compiled_ops
-from app.recipe.schema import DataRecipe, Recipe
+from app.recipe.schema import Recipe
+from app.tasks.image_classification.sections import DataRecipe, Sections
 
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of another user")
@@ -95,8 +96,9 @@ def test_staging_refuses_it(everybodys: Path, tmp_path: Path, how: str) -> None:
     prepared(everybodys / "samerun-0", how)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x").write_bytes(b"x")
+    data = DataRecipe(source="mnist", path=str(tmp_path / "data"), stage_to=str(everybodys))
     with pytest.raises(DataError, match=rf"cannot be copied to data\.stage_to={everybodys}: .* user {STRANGER}, who may"):
-        staged(Recipe(data=DataRecipe(source="mnist", path=str(tmp_path / "data"), stage_to=str(everybodys))))
+        staged(Recipe(sections=Sections(data=data)))
 
 
 def keep_a_split() -> None:

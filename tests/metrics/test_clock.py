@@ -12,7 +12,7 @@ from processes import read_lines, train
 from app import models
 from app.metrics import flops
 from app.metrics.clock import Clock
-from app.recipe.schema import ModelRecipe
+from app.tasks.image_classification.sections import ModelRecipe
 
 SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share", "communication_share")
 RUN = ("--recipe", "digits", "train.steps=40", "log.every_steps=10")

@@ -6,7 +6,8 @@ from torch import nn
 
 from app import models
 from app.optim import from_recipe
-from app.recipe.schema import ModelRecipe, OptimRecipe
+from app.recipe.schema import OptimRecipe
+from app.tasks.image_classification.sections import ModelRecipe
 
 
 class Tiny(nn.Module):

@@ -12,7 +12,7 @@ from torchvision import models as zoo
 from app.errors import TrackerError, UsageError
 from app.options import tracker_names
 from app.options.train_options import parser
-from app.recipe import model_names
+from app.tasks.image_classification import model_names
 from launch import cli
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import RecipeError
+from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
 
 
@@ -12,22 +13,24 @@ from app.recipe.batching import BatchPlan
     global_batch_size=st.integers(1, 512),
     world_size=st.integers(1, 64),
     max_micro_batch=st.none() | st.integers(1, 64),
-    even=st.booleans(),
+    neighbours=st.integers(1, 3),
 )
 def test_a_plan_divides_the_global_batch_or_says_why_not(
-    global_batch_size: int, world_size: int, max_micro_batch: int | None, even: bool
+    global_batch_size: int, world_size: int, max_micro_batch: int | None, neighbours: int
 ) -> None:
-    asked = {"global_batch_size": global_batch_size, "max_micro_batch": max_micro_batch, "even": even}
+    asked = {"global_batch_size": global_batch_size, "max_micro_batch": max_micro_batch, "neighbours": neighbours}
     # By trying everything: the largest micro-batch that divides the share of a process and keeps the conditions.
     shares = [micro for micro in range(1, global_batch_size + 1) if global_batch_size % (world_size * micro) == 0]
-    fitting = [micro for micro in shares if micro <= (max_micro_batch or micro) and not (even and micro % 2)]
+    fitting = [micro for micro in shares if micro <= (max_micro_batch or micro) and micro % neighbours == 0]
     if fitting:
         plan = BatchPlan.fit(world_size=world_size, **asked)
         assert plan.micro_batch == max(fitting)
         assert plan.micro_batch * plan.accumulation * plan.world_size == global_batch_size
     else:
-        hopeless = even and max_micro_batch == 1
-        why = "set train.max_micro_batch to 2 or more" if hopeless else f"which {world_size} processes cannot divide"
+        hopeless = max_micro_batch is not None and max_micro_batch < neighbours
+        why = (
+            f"set train.max_micro_batch to {neighbours} or more" if hopeless else f"which {world_size} processes cannot divide"
+        )
         with pytest.raises(RecipeError, match=why):
             BatchPlan.fit(world_size=world_size, **asked)
 
@@ -41,6 +44,8 @@ def test_the_refusal_names_world_sizes_that_do() -> None:
 
 
 def test_mixing_pairs_needs_even_micro_batches() -> None:
-    assert BatchPlan.fit(global_batch_size=64, world_size=2, max_micro_batch=9, even=True).micro_batch == 8
-    with pytest.raises(RecipeError, match="mixup and cutmix mix pairs"):
-        BatchPlan.fit(global_batch_size=64, world_size=64, even=True)
+    assert BatchPlan.fit(global_batch_size=64, world_size=2, max_micro_batch=9, neighbours=2).micro_batch == 8
+    mixed = recipe_file.load("digits", ["augment.mixup=0.2"]).recipe
+    assert BatchPlan.of(mixed, 32).micro_batch == 2
+    with pytest.raises(RecipeError, match=r"a multiple of 2 \(augment\.mixup and augment\.cutmix mix pairs"):
+        BatchPlan.of(mixed, 64)

@@ -218,7 +218,7 @@ def test_wrong_type_of_a_mapping_and_of_an_endless_list(write):
         ("log.train_accuracy=false", "did you mean log.train_scores?"),
         ("log.images=0", "did you mean log.examples?"),
         ("batch_size=1", "did you mean train.global_batch_size?"),
-        ("xyz=1", "a recipe has seed, data, augment, model, train, optim, log"),
+        ("xyz=1", "a recipe has seed, task, data, augment, model, train, optim, log"),
         ("optim.lr", "'optim.lr' (command line): expected key=value, as in optim.lr=0.1"),
         ("optim={lr: 1}", "optim is a section; give its keys one by one, as in optim.name=..."),
     ],

@@ -17,8 +17,8 @@ from app.errors import CheckpointError
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
-from app.recipe.schema import ModelRecipe
 from app.record.claim import claim
+from app.tasks.image_classification.sections import ModelRecipe
 
 BATCH_NORM = ModelRecipe(norm="batch", hidden=16)
 HEAD = {"head.weight", "head.bias"}

@@ -24,8 +24,8 @@ from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, SamerunError
 from app.guard.watchdog import Watchdog
 from app.predictions import Prediction, Predictions, write_predictions
-from app.recipe.schema import ModelRecipe
 from app.record.claim import Claim, claim
+from app.tasks.image_classification.sections import ModelRecipe
 from app.trackers.tensorboard import TensorBoard
 from app.trackers.tracked import tracked
 

@@ -18,8 +18,9 @@ from processes import Started
 from rich.console import Console
 
 from app.errors import PresetError, RecipeError, RunFolderError
-from app.recipe.schema import AugmentRecipe, Recipe, TrainRecipe
+from app.recipe.schema import Recipe, TrainRecipe
 from app.record.loss_curves import LossCurve, Variant, compare, read_curve, relative_differences
+from app.tasks.image_classification.sections import AugmentRecipe, Sections
 from app.tools import parity
 from app.tools.parity import Outcome, choose_cases, curves_table, summary_table
 from launch import cli
@@ -169,16 +170,18 @@ def test_combinations_that_cannot_be_are_named():
 
 
 def test_mixing_pairs_skips_odd_micro_batches():
-    recipe = Recipe(train=TrainRecipe(global_batch_size=12), augment=AugmentRecipe(mixup=0.2))
+    recipe = Recipe(train=TrainRecipe(global_batch_size=12), sections=Sections(augment=AugmentRecipe(mixup=0.2)))
     cases, skipped = choose_cases(recipe, presets=["multi_gpu"], processes=[2, 4], accumulations=[1])
     assert list(map(str, cases)) == ["multi_gpu-2x1"]
-    assert "odd" in skipped[0]
+    assert "is no multiple of 2, and augment.mixup" in skipped[0]
 
 
 @given(st.integers(1, 96), st.booleans())
 def test_every_case_divides_the_batch_as_it_says(size, mixes):
     size *= 2
-    recipe = Recipe(train=TrainRecipe(global_batch_size=size), augment=AugmentRecipe(mixup=0.2 if mixes else 0.0))
+    recipe = Recipe(
+        train=TrainRecipe(global_batch_size=size), sections=Sections(augment=AugmentRecipe(mixup=0.2 if mixes else 0.0))
+    )
     cases, skipped = choose_cases(recipe, presets=["multi_gpu"], processes=range(6), accumulations=range(4))
     assert len(cases) + len(skipped) == 24
     for case in cases:

@@ -1,0 +1,1 @@
+"""Which of some classes is in a picture."""
