@@ -153,6 +153,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.ranks.runtime",
             "app.ranks.agreement",
             "app.ranks.devices",
+            "app.ranks.units",
             "app.ranks.handshake",
             "app.metrics.communication",
             "app.optim.from_recipe",
