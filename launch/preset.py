@@ -51,17 +51,13 @@ _SECTION_KEYS = {
 
 # Keys that Accelerate knows and a preset must not hold, with what to do instead.
 _MACHINE = "it belongs to the machine: leave it out, {} says it"
-_NO_TPU = "no preset is for TPUs: leave it out"
 _IGNORED = "accelerate launch ignores it in a file: leave it out, and give --{} on its command line if it is needed"
 _REFUSED = {
     "machine_rank": _MACHINE.format("--machine_rank"),
     "main_process_ip": _MACHINE.format("--main_process_ip"),
     "main_process_port": _MACHINE.format("--main_process_port"),
     "gpu_ids": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
-    "rdzv_backend": _IGNORED.format("rdzv_backend"),
-    "same_network": _IGNORED.format("same_network"),
-    "enable_cpu_affinity": _IGNORED.format("enable_cpu_affinity"),
-    "downcast_bf16": _IGNORED.format("downcast_bf16"),
+    **{key: _IGNORED.format(key) for key in ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")},
     "fp8_config": "8-bit numbers are not supported: leave it out, and set mixed_precision to bf16",
     "gradient_accumulation_steps": "it is derived from the recipe: leave it out; train.max_micro_batch=N bounds memory",
     "gradient_clipping": "clipping is learnt behaviour: leave it out and set optim.clip_norm in the recipe",
@@ -69,15 +65,13 @@ _REFUSED = {
     "deepspeed_inclusion_filter": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
     "deepspeed_exclusion_filter": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
     "fsdp_sharding_strategy": "it is FSDP 1's: leave it out and set fsdp_reshard_after_forward",
-    "fsdp_backward_prefetch": "FSDP2 has no such setting: leave it out",
-    "fsdp_forward_prefetch": "FSDP2 has no such setting: leave it out",
-    "fsdp_use_orig_params": "FSDP2 has no such setting: leave it out",
-    "fsdp_sync_module_states": "FSDP2 has no such setting: leave it out",
-    "tpu_env": _NO_TPU,
-    "tpu_name": _NO_TPU,
-    "tpu_zone": _NO_TPU,
-    "tpu_use_cluster": _NO_TPU,
-    "tpu_use_sudo": _NO_TPU,
+    **dict.fromkeys(
+        ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states"),
+        "FSDP2 has no such setting: leave it out",
+    ),
+    **dict.fromkeys(
+        ("tpu_env", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo"), "no preset is for TPUs: leave it out"
+    ),
 }
 
 # The values of those that say nothing, as `accelerate config` writes them into every file.

@@ -56,20 +56,21 @@ def _launch_processes() -> None:
     try:
         _run(ACCELERATE)
     except subprocess.CalledProcessError as error:  # one process
-        sys.exit(_as_shells_say(error.returncode))
+        sys.exit(as_shells_say(error.returncode))
     except Exception as error:
         if (kind := type(error).__name__) not in ("ChildFailedError", "SignalException"):
             raise
         sys.stderr.write(f"{kind}: {error}\n")
         torchruns: Any = error
         if kind == "SignalException":
-            sys.exit(_as_shells_say(-torchruns.sigval))
+            sys.exit(as_shells_say(-torchruns.sigval))
         rank, failure = torchruns.get_first_failure()
         sys.stderr.write(FAILED_FIRST.format(rank=rank, host=socket.getfqdn(), code=failure.exitcode) + "\n")
-        sys.exit(_as_shells_say(failure.exitcode))
+        sys.exit(as_shells_say(failure.exitcode))
 
 
-def _as_shells_say(code: int) -> int:
+def as_shells_say(code: int) -> int:
+    """Return an exit code as Python has it, -9 after SIGKILL, as shells do: 137."""
     return 128 - code if code < 0 else code
 
 

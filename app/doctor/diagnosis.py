@@ -113,6 +113,11 @@ class Examination:
         return 4 * self.summed_hits / self.summed_points if self.summed_points else math.nan
 
     @property
+    def hosts(self) -> list[str]:
+        """Where each rank is."""
+        return [rank.host for rank in self.ranks]
+
+    @property
     def nodes(self) -> dict[str, Node]:
         """What was measured once on a node, by host."""
         return {rank.host: rank.node for rank in self.ranks if rank.node is not None}
@@ -149,16 +154,11 @@ def diagnose(examination: Examination) -> list[Problem]:
     ]
 
 
-def exclude_line(examination: Examination, problems: Sequence[Problem]) -> str | None:
-    """Return the option of Slurm that leaves out the nodes with problems; None if there are none, or no others."""
-    return exclude_option(list(dict.fromkeys(rank.host for rank in examination.ranks)), problems)
-
-
 def exclude_option(hosts: Sequence[str], problems: Sequence[Problem]) -> str | None:
-    """Return the same for these hosts, each named once."""
+    """Return the option of Slurm that leaves out the nodes with problems; None if there are none, or no others."""
     blamed = {problem.host for problem in problems}
-    left_out = [host for host in hosts if host in blamed]
-    return f"--exclude={','.join(left_out)}" if 0 < len(left_out) < len(hosts) else None
+    left_out = [host for host in dict.fromkeys(hosts) if host in blamed]
+    return f"--exclude={','.join(left_out)}" if 0 < len(left_out) < len(set(hosts)) else None
 
 
 def far_below(values: Mapping[Key, float]) -> dict[Key, float]:

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.doctor.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_line, exclude_option
+from app.doctor.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_option
 from app.errors import SamerunError, TopologyError
 from app.guard.lifeline import Lifeline
 from app.options.values import above_zero
@@ -71,7 +71,7 @@ def as_json(examination: Examination, problems: Sequence[Problem]) -> dict[str, 
         **asdict(examination),
         "pi": examination.pi,
         "problems": _as_objects(problems),
-        "exclude": exclude_line(examination, problems),
+        "exclude": exclude_option(examination.hosts, problems),
     }
 
 
@@ -242,7 +242,7 @@ def _show(examination: Examination, problems: Sequence[Problem]) -> None:
     say("rank 0 has " + ", ".join(f"{name} {version}" for name, version in examination.ranks[0].versions.items()))
     for note in examination.notes:
         say(f"note: {note}")
-    _show_problems(problems, exclude_line(examination, problems), say=say)
+    _show_problems(problems, exclude_option(examination.hosts, problems), say=say)
 
 
 def _show_problems(problems: Sequence[Problem], exclude: str | None, *, say: Callable[[str], object]) -> None:

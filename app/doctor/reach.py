@@ -21,12 +21,12 @@ import torch.distributed as dist
 from app.doctor.diagnosis import Problem
 from app.doctor.probe import address_towards
 from app.place.launched import Launched
+from app.place.topology import listed
 
 _CONNECT_S = 5.0
 """Longest time of one connection: Linux repeats a lost first packet after 1 and 3 seconds."""
 _AT_ONCE = 32
 _PREFIX = "samerun-doctor"
-_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,9 @@ def unreachable(broken: Sequence[BrokenLink], hosts: Sequence[str]) -> list[Prob
             there, back = (blamed, other) in ways, (other, blamed) in ways
             described.append(f"{other} ({'either way' if there and back else 'from it' if there else 'to it'})")
         why = next(why for way, why in ways.items() if blamed in way)
-        more = f" and {len(described) - _NAMED} more" if len(described) > _NAMED else ""
         problems.append(
             Problem(
-                text=f"no connection with {', '.join(described[:_NAMED])}{more}, as at {why}. A firewall or a wrong route is "
+                text=f"no connection with {listed(described)}, as at {why}. A firewall or a wrong route is "
                 "between them; where another network joins the nodes, name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
                 host=blamed,
             )

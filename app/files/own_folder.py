@@ -1,4 +1,4 @@
-"""Folders for what can be made again, in places that others can write to: nobody else may have prepared them.
+"""Folders that nobody else has made: a new one, and one for what can be made again, in a place that others can write to.
 
 Whoever makes a folder of a name that can be foreseen, in /tmp for instance, could hand us data of his choice, keep us waiting
 at a lock, or have us write where a link of his points. So such a folder is ours, or it is not used. Standard library only.
@@ -34,6 +34,19 @@ def own(folder: Path) -> Path:
     if stat.S_IMODE(status.st_mode) != 0o700:
         folder.chmod(0o700)
     return folder
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder of this name, or of this name and a number, that nobody else has made. Raises OSError."""
+    number, candidate = 1, path
+    while True:
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        else:
+            return candidate
 
 
 def refuse_prepared(folder: Path) -> None:

@@ -9,6 +9,12 @@ from app.errors import TopologyError
 HOST_SUFFIX = "SAMERUN_HOST_SUFFIX"
 """Variable: what turns a host's name into its name in the fast network, where a site has names for that (JUWELS: `i`)."""
 
+END_TIME = "SAMERUN_END_TIME"
+"""Variable: when the job's time is over, in Unix seconds. The ranks save and stop before it. Where no scheduler says it, a
+user may: `SAMERUN_END_TIME=$(date -d '+2 hours' +%s)`."""
+SUBMIT_TIME, START_TIME = "SAMERUN_SUBMIT_TIME", "SAMERUN_START_TIME"
+"""Variables: when the job was submitted, and when it was started this time, in Unix seconds."""
+
 LAUNCHER = "SAMERUN_LAUNCHER"
 """Variable: the `samerun launch` that sees to a process on its machine, as the id of its process, a dash and a random word."""
 
@@ -44,6 +50,11 @@ def port_of_job(number: int, part: int = 0, *, apart: int = 97) -> int:
     those of the jobs submitted after it for the next 96.
     """
     return 12000 + (number + apart * part) % 20000
+
+
+def short(host: str) -> str:
+    """Return the name of a host without its domain."""
+    return host.partition(".")[0]
 
 
 def with_suffix(host: str, environment: Mapping[str, str]) -> str:

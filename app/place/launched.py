@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from app.errors import PresetError, TopologyError
 from app.place import started_ranks
-from app.place.environment import check_threads, number, said
+from app.place.environment import END_TIME, START_TIME, SUBMIT_TIME, check_threads, number, said
 from app.place.slurm_variables import JOB
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
@@ -26,7 +26,6 @@ PRECISIONS = ("no", "bf16", "fp16")
 """Accelerate's words for those of the forward and backward pass that runs may have; `no` is float32."""
 NO_FP16_ON_CPU = "fp16 is for GPUs, and on a CPU Accelerate would train in float32 without a word; use no, or bf16"
 
-_END_TIME = "SAMERUN_END_TIME"
 _LONGEST_ALLOCATION_S = 10 * 365 * 24 * 3600.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _ACCELERATE_LAUNCH = ("accelerate-launch", "accelerate.commands.launch")
@@ -81,8 +80,8 @@ def read_job(environ: Mapping[str, str]) -> SchedulerJob:
 
     return SchedulerJob(
         name=next((environ[name] for name in (JOB.job_id, "PBS_JOBID", "JOB_ID") if name in environ), None),
-        submitted=time_of("SAMERUN_SUBMIT_TIME"),
-        allocated=time_of("SAMERUN_START_TIME"),
+        submitted=time_of(SUBMIT_TIME),
+        allocated=time_of(START_TIME),
     )
 
 
@@ -135,7 +134,7 @@ def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence
 
 def end_time_s(environ: Mapping[str, str]) -> float | None:
     """Return when the allocation ends, in Unix seconds, if it is known. Raises TopologyError for a time that is none."""
-    text = environ.get(_END_TIME)
+    text = environ.get(END_TIME)
     if text is None:
         return None
     try:
@@ -146,7 +145,7 @@ def end_time_s(environ: Mapping[str, str]) -> float | None:
         return float(text)
     now = f"{time.time():.0f} by the clock of {socket.gethostname()}"
     raise TopologyError(
-        f"{_END_TIME} is {text!r}: it must be when the allocation ends, in Unix seconds, and it is {now}. Unset it if it was "
+        f"{END_TIME} is {text!r}: it must be when the allocation ends, in Unix seconds, and it is {now}. Unset it if it was "
         "left by another job; set the clock if that is wrong."
     )
 

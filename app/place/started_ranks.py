@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import TopologyError
-from app.place.environment import number, port_of_job, said, with_suffix
+from app.place.environment import number, port_of_job, said, short, with_suffix
 from app.place.slurm_variables import JOB, STEP, Slurm
 
 
@@ -187,7 +187,7 @@ def _head(
             "of the hosts"
         )
     own = next((environment[name] for name in _OWN_NAMES if name in environment), "")
-    if rank == 0 and _short(own) in map(_short, hosts) and _short(own) != _short(hosts[0]):
+    if rank == 0 and short(own) in map(short, hosts) and short(own) != short(hosts[0]):
         raise TopologyError(
             f"rank 0 is on {own}, and the others would look for it on {hosts[0]}, the first host of {origin}: say where it is, "
             f"as in `{starter.tell.format('MASTER_ADDR', own)}`, or give {starter.name} the hosts in their order"
@@ -220,7 +220,3 @@ def _port(environment: Mapping[str, str], starter: _Starter) -> tuple[int, str]:
         return _DEFAULT_PORT, "default"
     origin = said(environment, *there)
     return port_of_job(zlib.crc32(origin.encode())), origin
-
-
-def _short(name: str) -> str:
-    return name.partition(".")[0]

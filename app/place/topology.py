@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.errors import TopologyError
@@ -60,6 +60,12 @@ class Topology:
     def described(self, name: str) -> str:
         """One value with its origin, for messages: `processes_per_node is 2 (--processes)`."""
         return f"{name} is {getattr(self, name)!r} ({self.origins.get(name, 'default')})"
+
+
+def listed(names: Sequence[object], most: int = 8) -> str:
+    """Return names of hosts or ranks with commas, the first `most` of them: `node1, node2 and 6 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def _problems(topology: Topology) -> list[str]:

@@ -6,13 +6,15 @@ Standard library only.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import RunFolderError
+from app.place.topology import listed
 from app.profiling import rank_file, summary
 from app.profiling.rank_file import Header, RankFile
 from app.record.run_folder import refusal, write_text
@@ -63,7 +65,7 @@ def _write_timeline(folder: Path, files: Sequence[RankFile]) -> str:
     first = files[0].header
     about = {"ranks": len(files), "world_size": first.world_size, "steps": first.steps}
     path, temporary = folder / TIMELINE, folder / f".{TIMELINE}.{os.getpid()}"
-    num_bytes = rank_file.write_trace(temporary, about, _events(files))
+    num_bytes = rank_file.write_trace(temporary, about, itertools.chain.from_iterable(file.events() for file in files))
     temporary.replace(path)
     size = f"{_size(path.stat().st_size)} ({_size(num_bytes)} uncompressed)"
     return f"{size}, for ui.perfetto.dev or chrome://tracing"
@@ -85,16 +87,12 @@ def _open(folder: Path) -> tuple[list[RankFile], list[str]]:
         broken = "; ".join(complaints) or "it holds no files of ranks"
         raise RunFolderError(f"{folder} has no profile that can be read: {broken}. Train with profile.steps=10:20 to get one.")
     there = {file.header.rank for file in files}
-    missing = [str(rank) for rank in range(files[0].header.world_size) if rank not in there]
+    missing = [rank for rank in range(files[0].header.world_size) if rank not in there]
     if missing:
-        few = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-        complaints.append(f"{len(missing)} of {files[0].header.world_size} ranks are missing in the timeline: {few}.")
+        complaints.append(
+            f"{len(missing)} of {files[0].header.world_size} ranks are missing in the timeline: {listed(missing)}."
+        )
     return files, complaints
-
-
-def _events(files: Sequence[RankFile]) -> Iterator[str]:
-    for file in files:
-        yield from file.events()
 
 
 def _size(num_bytes: int) -> str:

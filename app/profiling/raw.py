@@ -19,6 +19,7 @@ from typing import Any
 
 _CHUNK = 1 << 20
 _BASE = re.compile(r'"baseTimeNanoseconds":\s*(\d+)')
+_BETWEEN = re.compile(r"[ \n\r\t,]*")
 _EVENTS = re.compile(r'"traceEvents":\s*\[')
 
 Lane = tuple[Any, Any, bool]
@@ -111,7 +112,7 @@ def _open(path: Path) -> tuple[int, Iterator[dict[str, Any]]]:
         with file:
             position = 0
             while True:
-                position = _skip(rest, position)
+                position = _BETWEEN.match(rest, position).end()  # type: ignore[union-attr]  # it matches nothing as well
                 if position < len(rest) and rest[position] == "]":
                     return
                 try:
@@ -124,9 +125,3 @@ def _open(path: Path) -> tuple[int, Iterator[dict[str, Any]]]:
                     rest, position, at_end = rest[position:] + chunk, 0, not chunk
 
     return int(base[1]) if base else 0, events()
-
-
-def _skip(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \n\r\t,":
-        position += 1
-    return position

@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 from app.errors import TopologyError
 from app.place.launched import Launched
+from app.place.topology import listed
 
 _MEETING = timedelta(minutes=30)
 """How long to wait for the others: torch's own time for gloo. Nodes read Python from a busy disk for minutes."""
-_NAMED = 8
-"""How many ranks a sentence names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,7 @@ def check(devices: Sequence[Device]) -> None:
         named = [
             f"{_ranks([each.rank for each in takers])} on {takers[0].host} would share {takers[0].name} "
             f"(of {takers[0].visible} visible there)"
-            for takers in shared[:_NAMED]
+            for takers in shared[:8]
         ]
         raise TopologyError(
             f"{'; '.join(named)}: start at most one process for each device that a node shows (--processes, "
@@ -116,5 +115,4 @@ def confined(devices: Sequence[Device]) -> str | None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"

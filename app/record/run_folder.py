@@ -36,6 +36,7 @@ from typing import Any
 from app.errors import RunFolderError
 from app.files import regular
 from app.files.lines import Lines, is_count, parsed
+from app.files.own_folder import new_folder
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
@@ -90,7 +91,7 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
             _refuse_folders(path)
             return path
         path.parent.mkdir(exist_ok=True)
-        return _new(path)
+        return new_folder(path)
     except OSError as error:
         raise RunFolderError(
             f"the run folder {path} cannot be written: {error.strerror or error}. Choose another --run-dir."
@@ -144,19 +145,6 @@ def last_steps(path: Path) -> dict[str, int]:
         if (path / name).exists()
     }
     return {name: last for name, last in steps.items() if last is not None}
-
-
-def _new(path: Path) -> Path:
-    """Make a folder of this name, or of this name and a number, that nobody else has made. Raises OSError."""
-    number, candidate = 1, path
-    while True:
-        try:
-            candidate.mkdir()
-        except FileExistsError:
-            number += 1
-            candidate = path.with_name(f"{path.name}-{number}")
-        else:
-            return candidate
 
 
 def write_text(path: Path, text: str) -> None:

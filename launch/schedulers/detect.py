@@ -6,8 +6,7 @@ scheduler's variables say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from app.errors import TopologyError
 from app.place.environment import check_threads
@@ -16,17 +15,8 @@ from launch.schedulers import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import Job
 
-
-class Finder(Protocol):
-    """What `slurm.find` is."""
-
-    def __call__(
-        self, environment: Mapping[str, str], *, processes_per_node: int | None = None, nodes: int | None = None
-    ) -> Allocation | None:
-        """Return the allocation that an environment is part of, or None if it is of another kind. Raises TopologyError."""
-
-
-FINDERS: tuple[Finder, ...] = (hosts.find, slurm.find, pbs.find, grid_engine.find)
+# Each returns None for an environment of another kind.
+FINDERS: tuple[Callable[..., Allocation | None], ...] = (hosts.find, slurm.find, pbs.find, grid_engine.find)
 
 # How many processes something else started, each of which would launch a whole run. A task of srun is no such case: Slurm's
 # own variables tell whether it is the only one of its node, and PMI's are there for every task.

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from app.errors import TopologyError
-from app.place.environment import number, port_of_job
+from app.place.environment import END_TIME, number, port_of_job
 from launch.schedulers import hosts
 from launch.schedulers.allocation import Allocation
-from launch.schedulers.job import END_TIME, Job, Requeued, Times
+from launch.schedulers.job import Job, Requeued, Times
 from launch.schedulers.local import count_accelerators
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from app.errors import TopologyError
 from app.place.environment import number, with_suffix
-from app.place.topology import Topology
+from app.place.topology import Topology, listed
 from launch.run_module import program
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.local import count_accelerators
@@ -134,14 +134,10 @@ def _even(counts: Mapping[str, int], origin: str) -> int:
     alike: dict[int, list[str]] = defaultdict(list)
     for host, count in counts.items():
         alike[count].append(host)
-    seen = "; ".join(f"{count} on {_listed(hosts)}" for count, hosts in sorted(alike.items()))
+    seen = "; ".join(f"{count} on {listed(hosts, 4)}" for count, hosts in sorted(alike.items()))
     least = max(min(counts.values()), 1)
     choices = "--processes-per-node 1" if least == 1 else f"--processes-per-node 1 to {least}"
     raise TopologyError(
         f"the hosts are not alike: {seen} ({origin}). `accelerate launch` starts the same number of processes on every one of "
         f"them: say {choices} ({least * len(counts)} processes in all), or ask for equal hosts"
     )
-
-
-def _listed(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts) if len(hosts) <= 4 else f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"

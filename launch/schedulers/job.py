@@ -11,13 +11,8 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.place.environment import number
+from app.place.environment import END_TIME, START_TIME, SUBMIT_TIME, number
 
-END_TIME = "SAMERUN_END_TIME"
-"""Variable: when the job's time is over, in Unix seconds. The ranks save and stop before it. Where no scheduler says it, a
-user may: `SAMERUN_END_TIME=$(date -d '+2 hours' +%s)`."""
-SUBMIT_TIME, START_TIME = "SAMERUN_SUBMIT_TIME", "SAMERUN_START_TIME"
-"""Variables: when the job was submitted, and when it was started this time, in Unix seconds."""
 ATTEMPT = "SAMERUN_ATTEMPT"
 """Variable: to which start of a run a process belongs, different for every start."""
 

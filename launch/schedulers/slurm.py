@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from app.errors import TopologyError
-from app.place.environment import HOST_SUFFIX, port_of_job, with_suffix
+from app.place.environment import HOST_SUFFIX, port_of_job, short, with_suffix
 from app.place.slurm_variables import JOB, STEP, UNSET, Slurm, is_in_step
 from app.place.topology import Topology
 from launch.schedulers.allocation import Allocation
@@ -81,7 +81,7 @@ def _refuse_what_cannot_be(slurm: Slurm, hostname: str, has_srun: bool) -> None:
     environment = slurm.environment
     job = slurm.said(JOB.job_id)
     node = environment.get(JOB.node, "")
-    if not has_srun and (not slurm.in_task or _short(node) != _short(hostname)):
+    if not has_srun and (not slurm.in_task or short(node) != short(hostname)):
         there = f"{slurm.said(JOB.node)}, but this machine is {hostname}" if node else f"this machine is {hostname}"
         raise TopologyError(
             f"{job} is set, {there} and has no srun: the variables are left over from a job, or were copied. {UNSET}"
@@ -97,10 +97,6 @@ def _refuse_what_cannot_be(slurm: Slurm, hostname: str, has_srun: bool) -> None:
             "would start all processes of its node. Use `srun --ntasks-per-node=1 samerun launch ...`, or leave out srun: "
             "`samerun launch` in a batch script or salloc calls it rightly"
         )
-
-
-def _short(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def _refuse_other_order(slurm: Slurm, hosts: tuple[str, ...], node_rank: int) -> None:

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from app.place.topology import listed
 from launch.start.resolved import Resolved
 
 
@@ -21,13 +22,8 @@ def introduce(resolved: Resolved, say: Callable[[str], None]) -> None:
         )
     say(str(resolved.plan))
     if resolved.allocation and resolved.allocation.start:
-        where = f"{resolved.allocation.scheduler} on {_listed(resolved.topology.hosts)}"
+        where = f"{resolved.allocation.scheduler} on {listed(resolved.topology.hosts)}"
         say(f"{where}; {resolved.allocation.start_origin}, so {resolved.allocation.start[0]} starts it on each node")
-
-
-def _listed(hosts: tuple[str, ...]) -> str:
-    shown = ", ".join(hosts[:8])
-    return shown if len(hosts) <= 8 else f"{shown} and {len(hosts) - 8} more"
 
 
 def commands(resolved: Resolved) -> Iterator[str]:
@@ -49,7 +45,7 @@ def explanation(resolved: Resolved, environment: Mapping[str, str]) -> Iterator[
     where = resolved.allocation.scheduler if resolved.allocation else "this machine"
     rows = [("runs in", where, "its variables" if resolved.allocation else "no scheduler's variables"), *rows]
     if topology.hosts:
-        rows.append(("hosts", _listed(topology.hosts), topology.origins.get("hosts", "default")))
+        rows.append(("hosts", listed(topology.hosts), topology.origins.get("hosts", "default")))
     rows += [
         ("world_size", topology.world_size, "num_nodes x processes_per_node"),
         ("preset", resolved.preset.name, resolved.preset_origin),

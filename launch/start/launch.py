@@ -8,7 +8,6 @@ is watched (`supervise.py`) and started again where that is wanted (`attempts.py
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import shlex
 import sys
@@ -19,7 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.errors import STOPPED, RunFolderError, TopologyError
+from app.files.own_folder import new_folder
 from app.options.command_line import Parser
+from app.options.values import not_negative
 from app.place.launched import end_time_s
 from app.place.topology import Topology
 from app.recipe.batching import BatchPlan
@@ -91,17 +92,12 @@ def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
 
 def _new_run_dir(recipe: str) -> Path:
     """Make a run folder `runs/<recipe>-<time>` that is no other start's. Raises RunFolderError."""
-    stem = Path("runs", f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    for number in itertools.count(1):
-        run_dir = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        try:
-            run_dir.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RunFolderError(f"the run folder {run_dir} cannot be made: {error.strerror}. Choose a --run-dir.") from error
-        return run_dir
-    raise AssertionError
+    path = Path("runs", f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return new_folder(path)
+    except OSError as error:
+        raise RunFolderError(f"the run folder {path} cannot be made: {error.strerror}. Choose a --run-dir.") from error
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.Namespace]:
@@ -273,19 +269,13 @@ def _parser() -> Parser:
     parser.add_argument("--resume", metavar="auto|never|PATH", help="go on from a checkpoint: auto takes the newest of the run "
                         "folder, if it has one; PATH is a run folder or a checkpoint (default: auto, where the run folder is "
                         "not a new one each time)")  # fmt: skip
-    parser.add_argument("--max-restarts", type=_count, default=0, metavar="N", help="start the run again in this job, or on "
-                        "this machine, after a crash: a process that was killed, a hang, a lost connection (default: 0)"
+    parser.add_argument("--max-restarts", type=not_negative, default=0, metavar="N", help="start the run again in this job, or "
+                        "on this machine, after a crash: a process that was killed, a hang, a lost connection (default: 0)"
                         )  # fmt: skip
-    parser.add_argument("--max-requeues", type=_count, default=20, metavar="N", help="have the scheduler run the job again "
-                        "when its time is over or it is preempted (default: 20)")  # fmt: skip
+    parser.add_argument("--max-requeues", type=not_negative, default=20, metavar="N", help="have the scheduler run the job "
+                        "again when its time is over or it is preempted (default: 20)")  # fmt: skip
     parser.add_argument("--mixed-precision", choices=PRECISIONS, help="instead of the preset's, which is fp32 in those shipped")
     parser.add_argument("--dry-run", action="store_true", help="check all, print the command of every node, and stop")
     parser.add_argument("--explain", action="store_true", help="print every value and where it came from, and stop")
     parser.take_accelerates_words()
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
-    return int(text)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.errors import TopologyError
-from app.place.topology import Topology
+from app.place.topology import Topology, listed
 from launch.start.meeting_key import GREETING, Key, is_proof, signer
 
 if TYPE_CHECKING:
@@ -88,12 +88,11 @@ def _listen(topology: Topology, ports: Sequence[int]) -> socket.socket:
 
 def _missing_sentence(topology: Topology, guests: visitors.Guests, key: Key, timeout_s: float) -> str:
     names = [_name(topology, rank) for rank in sorted(guests.missing)]
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     gone = [_name(topology, rank) for rank in sorted(guests.gone & guests.missing)]
-    left = f"; {', '.join(gone[:8])} had, and ended before the others were there" if gone else ""
+    left = f"; {listed(gone)} had, and ended before the others were there" if gone else ""
     strangers = f"; {guests.strangers} who did not know the key of {key.origin} were turned away" if guests.strangers else ""
     return (
-        f"{shown} did not reach node 0 in {timeout_s:.0f} s ({topology.described('head_address')}, "
+        f"{listed(names)} did not reach node 0 in {timeout_s:.0f} s ({topology.described('head_address')}, "
         f"{topology.described('port')}{left}{strangers}): see what that says of itself, or do without (under Slurm: "
         f"--exclude={','.join(names)})"
     )

@@ -30,6 +30,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from app.errors import TopologyError
+from launch.run_module import as_shells_say
 from launch.schedulers import hosts
 from launch.start import handover
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
         _stop([host_starter(starter, host, script) for host, script in scripts.items()], seconds=grace_s + 5)
         for host in left:
             started[host].kill()
-    return 128 - code if code < 0 else code  # a starter that was killed itself: -9 is 137, as a shell says it
+    return as_shells_say(code)  # a starter that was killed itself: -9 is 137, as a shell says it
 
 
 def host_command(
@@ -105,16 +106,16 @@ def host_starter(starter: str, host: str, script: str) -> list[str]:
     return [*words, shlex.join(["/bin/bash", "-c", script])] if starter == "ssh" else [*words, "/bin/bash", "-c", script]
 
 
-def stop_script(marks: Mapping[str, str], *, kill_after_s: float | None = None) -> str:
+def stop_script(marks: Mapping[str, str], *, kill_after_s: float) -> str:
     """Return a script of bash that says SIGTERM to every process with these variables in its environment, then SIGKILL to
     those that are left after some seconds.
 
     So it finds those whose parent is gone, and needs no file with a number that may have become another process's.
     """
     find, stop = f"find() {{ {_find(marks)}; }}", 'stop() { find; [ -z "$pids" ] || kill -s "$1" $pids 2>/dev/null; }'
-    looks = 0 if kill_after_s is None else math.ceil(kill_after_s / _LOOK_EVERY_S)
+    looks = math.ceil(kill_after_s / _LOOK_EVERY_S)
     wait = f'for ((look = 0; look < {looks}; look++)); do find; [ -z "$pids" ] && break; sleep {_LOOK_EVERY_S}; done'
-    return f"{find}; {stop}; stop TERM" + ("" if kill_after_s is None else f"; {wait}; stop KILL") + "; true"
+    return f"{find}; {stop}; stop TERM; {wait}; stop KILL; true"
 
 
 def signal_script(marks: Mapping[str, str], number: int) -> str:

@@ -26,7 +26,7 @@ from typing import IO
 from app.errors import SamerunError
 from app.place import terminal
 from app.place.environment import LAUNCHER
-from launch.run_module import ACCELERATE
+from launch.run_module import ACCELERATE, as_shells_say
 from launch.start import signals
 from launch.start.last_words import Culprit, Watch
 
@@ -139,7 +139,7 @@ def run(
     if culprit is not None:
         _tell(culprit.verdict, *culprit.last_words)
         code = culprit.exit_code
-    return Ending(exit_code=_as_shells_say(code), signals=running.got, lost_node=watch.lost_node)
+    return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=watch.lost_node)
 
 
 def _runs(started: subprocess.Popen[bytes]) -> bool:
@@ -189,7 +189,3 @@ def _copied(started: subprocess.Popen[bytes], source: IO[bytes], target: IO[byte
             yield from (line.decode(errors="replace") for line in lines)
         if has_ended:
             return
-
-
-def _as_shells_say(code: int) -> int:
-    return 128 - code if code < 0 else code

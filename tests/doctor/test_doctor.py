@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from processes import REPOSITORY, TIMEOUT_S, clean_environment
 
 from app.doctor import probe, reach
-from app.doctor.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_line, exclude_option, far_below, is_pi
+from app.doctor.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_option, far_below, is_pi
 from app.doctor.reach import BrokenLink
 from app.errors import TopologyError
 from app.place.launched import Launched
@@ -76,7 +76,7 @@ def changed(examination: Examination, rank: int, *, node: dict | None = None, **
 @pytest.mark.parametrize("hosts", [("a",), ("a", "b"), HOSTS])
 def test_nothing_is_wrong_with_a_healthy_cluster(hosts):
     assert diagnose(healthy(hosts)) == []
-    assert exclude_line(healthy(hosts), []) is None
+    assert exclude_option(healthy(hosts).hosts, []) is None
 
 
 SICK = {
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_named_alone_with_its_node(change, words):
         examination = replace(examination, summed_hits=sum(rank.hits for rank in examination.ranks))
     (problem,) = diagnose(examination)
     assert [word for word in words if word not in str(problem)] == []
-    assert exclude_line(examination, [problem]) == "--exclude=b"
+    assert exclude_option(examination.hosts, [problem]) == "--exclude=b"
 
 
 def test_a_clock_that_cannot_be_read_well_is_not_blamed():
@@ -135,7 +135,7 @@ def test_a_node_is_slow_whose_both_links_are():
 def test_a_sum_that_is_not_the_sum_is_nobodys_fault():
     (problem,) = diagnose(replace(healthy(), summed_hits=healthy().summed_hits + 1))
     assert str(problem).startswith("the all-reduce of hits and points gives")
-    assert exclude_line(healthy(), [problem]) is None
+    assert exclude_option(healthy().hosts, [problem]) is None
     (problem,) = diagnose(replace(healthy(), all_reduces=[AllReduce(size_bytes=64, gb_per_s=(1.0,), wrong_ranks=(4,))]))
     assert str(problem) == "rank 4 on c: the all-reduce of 64 bytes gave it a wrong sum"
 
@@ -146,7 +146,7 @@ def test_what_all_nodes_share_is_no_reason_to_leave_them_out():
         examination = changed(examination, rank, node={"free_disk_bytes": 0})
     problems = diagnose(examination)
     assert [problem.host for problem in problems] == list(HOSTS)
-    assert exclude_line(examination, problems) is None
+    assert exclude_option(examination.hosts, problems) is None
 
 
 def test_the_memory_of_a_machine_is_spoken_of_once():
