@@ -107,8 +107,6 @@ class Preset:
     """Nodes, likewise."""
     for_one_node: str = ""
     """Why it cannot be used on several nodes; empty: it can."""
-    passed_over: tuple[str, ...] = ()
-    """Keys that belong to the machine, with values that say nothing or are those of the launch."""
 
     @property
     def is_single_process(self) -> bool:
@@ -137,7 +135,6 @@ def load(name_or_path: str) -> Preset:
         num_processes=settings.get("num_processes"),
         num_machines=settings.get("num_machines"),
         for_one_node=_for_one_node(settings),
-        passed_over=tuple(key for key in settings if key == "num_machines" or _says_nothing(key, settings[key])),
     )
 
 

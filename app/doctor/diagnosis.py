@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -145,7 +145,6 @@ def diagnose(examination: Examination) -> list[Problem]:
     return [
         *(Problem(text=text, host=rank.host, rank=rank.rank) for rank in examination.ranks for text in rank.wrong_answers),
         *_wrong_sums(examination),
-        *_shared_devices(examination.ranks),
         *_differences(examination.ranks),
         *_wrong_clocks(examination.nodes),
         *_bad_folders(examination.nodes),
@@ -202,18 +201,6 @@ def _wrong_sums(examination: Examination) -> list[Problem]:
             text = f"the all-reduce of {all_reduce.size_bytes} bytes gave it a wrong sum"
             problems.append(Problem(text=text, host=examination.ranks[rank].host, rank=rank))
     return problems
-
-
-def _shared_devices(ranks: Sequence[Rank]) -> list[Problem]:
-    users: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in ranks:
-        if rank.device != "cpu":
-            users[rank.host, rank.device].append(rank.rank)
-    return [
-        Problem(text=f"{device} is used by ranks {', '.join(map(str, by))}: start one process per device", host=host)
-        for (host, device), by in users.items()
-        if len(by) > 1
-    ]
 
 
 def _differences(ranks: Sequence[Rank]) -> list[Problem]:

@@ -65,21 +65,6 @@ def find(
     return None
 
 
-def share(total: int, environment: Mapping[str, str], *, nodes: int | None = None) -> int:
-    """Return the processes on each node where --num_processes, as Accelerate has it, says how many there are in all.
-
-    Raises TopologyError where they cannot be the same number on every node.
-    """
-    allocation = find(environment, nodes=nodes)
-    num_nodes = allocation.topology.num_nodes if allocation else 1
-    if total % num_nodes:
-        raise TopologyError(
-            f"--num_processes is {total}, the number of processes in all, on {num_nodes} nodes: it must be a multiple of "
-            f"{num_nodes}, as every node gets the same number"
-        )
-    return total // num_nodes
-
-
 def job(environment: Mapping[str, str]) -> Job | None:
     """Return the scheduler's job that `environment` is part of, or None."""
     return slurm_job.find(environment) or pbs_job.find(environment) or grid_engine.find_job(environment)

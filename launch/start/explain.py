@@ -14,12 +14,6 @@ from launch.start.resolved import Resolved
 def introduce(resolved: Resolved, say: Callable[[str], None]) -> None:
     """Say what is run, and where."""
     say(f"preset {resolved.preset.name} ({resolved.preset_origin}), {resolved.topology.described('processes_per_node')}")
-    if resolved.preset.passed_over:
-        keys = ", ".join(resolved.preset.passed_over)
-        say(
-            f"preset {resolved.preset.name} can be used as it is: of the machine it says what the launch says, "
-            f"or nothing ({keys})"
-        )
     say(str(resolved.plan))
     if resolved.allocation and resolved.allocation.start:
         where = f"{resolved.allocation.scheduler} on {listed(resolved.topology.hosts)}"
@@ -28,10 +22,9 @@ def introduce(resolved: Resolved, say: Callable[[str], None]) -> None:
 
 def commands(resolved: Resolved) -> Iterator[str]:
     """Yield the lines of --dry-run: the command that this process would start and, across an allocation, each node's own."""
+    yield shlex.join(resolved.command()) + "\n"
     if not resolved.is_started_elsewhere:
-        yield shlex.join(resolved.accelerate_argv()) + "\n"
         return
-    yield shlex.join(resolved.start()) + "\n"
     quote = functools.lru_cache(shlex.quote)  # of thousands of nodes, most words are the same
     for node_rank, host in enumerate(resolved.topology.hosts):
         yield f"# node {node_rank}, {host}:\n{' '.join(map(quote, resolved.accelerate_argv(node_rank)))}\n"

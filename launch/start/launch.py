@@ -86,7 +86,7 @@ def _is_lost(environment: Mapping[str, str]) -> Callable[[], bool]:
 
 def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
     """Run it from where it was typed."""
-    say(shlex.join(resolved.start() if resolved.is_started_elsewhere else resolved.accelerate_argv()))
+    say(shlex.join(resolved.command()))
     return attempts.run(_attempts(resolved, environment, say), say)
 
 
@@ -127,9 +127,7 @@ def _attempts(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     assert resolved.run_dir is not None
     by_hand = [] if resolved.options.run_dir else ["--run-dir", resolved.run_dir]
     return attempts.Plan(
-        command=lambda again: (
-            resolved.start(again=again) if resolved.is_started_elsewhere else resolved.accelerate_argv(again=again)
-        ),
+        command=lambda again: resolved.command(again=again),
         environment={**times.told(environment), **(meeting_key.new() if resolved.is_started_elsewhere else {})},
         pass_on=pass_on,
         run_dir=Path(resolved.run_dir),
@@ -196,15 +194,21 @@ def divide_total(options: argparse.Namespace, environment: Mapping[str, str], *,
     """Take --num_processes, Accelerate's number of all processes, as the number on this machine or on each node."""
     if options.num_processes is None:
         return
+    allocation = detect.find(environment, nodes=nodes)
+    num_nodes = allocation.topology.num_nodes if allocation else 1
+    each, left = divmod(options.num_processes, num_nodes)
+    if left:
+        raise TopologyError(
+            f"--num_processes is {options.num_processes}, the number of processes in all, on {num_nodes} nodes: it must be a "
+            f"multiple of {num_nodes}, as every node gets the same number"
+        )
     by_hand = options.processes if options.processes_per_node is None else options.processes_per_node
-    each = detect.share(options.num_processes, environment, nodes=nodes)
     if by_hand not in (None, each):
         raise TopologyError(
             f"--num_processes is {options.num_processes}, {each} on each node, and the options say {by_hand} as well"
         )
     if by_hand is None:
-        is_here = detect.find(environment, nodes=nodes) is None
-        options.processes, options.processes_per_node = (each, None) if is_here else (None, each)
+        options.processes, options.processes_per_node = (None, each) if allocation else (each, None)
 
 
 def _run_dir(options: argparse.Namespace, job: Job | None, recipe_name: str) -> tuple[str | None, str]:

@@ -57,6 +57,10 @@ class Resolved:
             self.topology, self.preset, [*app_args, *self.passed_on], mixed_precision=precision, node_rank=node_rank
         )
 
+    def command(self, *, again: bool = False) -> list[str]:
+        """Return what this process starts; `again`: to go on with the run."""
+        return self.start(again=again) if self.is_started_elsewhere else self.accelerate_argv(again=again)
+
     def start(self, *, again: bool = False) -> list[str]:
         """Return what starts `samerun launch` on every node; each is told what it would not find by itself."""
         assert self.allocation is not None

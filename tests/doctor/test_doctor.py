@@ -86,7 +86,6 @@ SICK = {
         ["rank 3 on b: cuda:1 has 20.0 GiB of free memory, the others 79.0"],
     ),
     "fewer hits": ({"rank": 3, "hits": HITS - 20_000}, ["rank 3 on b: 4 x", "is not pi", "cuda:1 computes wrongly"]),
-    "a device twice": ({"rank": 3, "device": "cuda:0"}, ["b: cuda:0 is used by ranks 2, 3"]),
     "another driver": (
         {"rank": 3, "versions": {"torch": "2.15.0", "driver": "570.9"}},
         ["b: driver is 570.9; 5 of 6 ranks have 580.1"],
