@@ -8,19 +8,18 @@ accelerator give other bits each time, the kernel is one that may; then it is no
 from __future__ import annotations
 
 import platform
-import re
 import socket
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from app.device.known_answers import Answer, Computed, Element, Operation, compute, first_difference
 from app.errors import DeviceError
+from app.place.cores import of_processor
 from app.ranks.runtime import Runtime
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -231,9 +230,6 @@ def kind_of(device: torch.device) -> str:
         return f"{found.name}, {found.multi_processor_count} multiprocessors, torch {torch.__version__}"
     if device.type != "cpu":
         return f"{device.type}, torch {torch.__version__}"
-    about = Path("/proc/cpuinfo")
-    text = about.read_text() if about.exists() else ""
-    lines = [re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE) for name in ("model name", "flags", "Features", "cache size")]
-    told = " ".join(line[1].strip() for line in lines if line)
+    told = " ".join(filter(None, map(of_processor, ("model name", "flags", "Features", "cache size"))))
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{platform.machine()} {told}, {capability}, {torch.get_num_threads()} threads, torch {torch.__version__}"

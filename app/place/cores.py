@@ -23,18 +23,22 @@ def of_this_process(local_world_size: int) -> int:
 
 def machine() -> str:
     """Return cores, processor, system and Python, in one line."""
-    file = Path("/proc/cpuinfo")
-    named = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if "model name" in line]
-    processor = named[0] if named else platform.machine()
+    processor = of_processor("model name") or platform.machine()
     return f"{len(os.sched_getaffinity(0))} cores of {processor}, {platform.system()} {platform.release()}, Python " + (
         platform.python_version()
     )
 
 
+def of_processor(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return what Linux tells of the first processor under a name, such as `model name`; empty where it does not."""
+    found = re.search(rf"^{name}\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1].strip() if found else ""
+
+
 def lacks_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this is known to be a processor without instructions for bf16 numbers; only x86 tells."""
-    flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
-    return flags is not None and not {"avx512_bf16", "amx_bf16"} & set(flags[1].split())
+    flags = of_processor("flags", cpuinfo).split()
+    return bool(flags) and not {"avx512_bf16", "amx_bf16"} & set(flags)
 
 
 def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, quota: float | None) -> int:
