@@ -41,8 +41,10 @@ def new_folder(path: Path) -> Path:
     number, candidate = 1, path
     while True:
         try:
-            candidate.mkdir()
+            candidate.mkdir(parents=True)
         except FileExistsError:
+            if not path.parent.is_dir():  # a link that leads nowhere
+                raise
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
         else:

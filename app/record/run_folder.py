@@ -90,7 +90,6 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
             path.mkdir(parents=True, exist_ok=True)
             _refuse_folders(path)
             return path
-        path.parent.mkdir(exist_ok=True)
         return new_folder(path)
     except OSError as error:
         raise RunFolderError(

@@ -134,7 +134,7 @@ def _even(counts: Mapping[str, int], origin: str) -> int:
     alike: dict[int, list[str]] = defaultdict(list)
     for host, count in counts.items():
         alike[count].append(host)
-    seen = "; ".join(f"{count} on {listed(hosts, 4)}" for count, hosts in sorted(alike.items()))
+    seen = "; ".join(f"{count} on {listed(hosts, 3)}" for count, hosts in sorted(alike.items()))
     least = max(min(counts.values()), 1)
     choices = "--processes-per-node 1" if least == 1 else f"--processes-per-node 1 to {least}"
     raise TopologyError(

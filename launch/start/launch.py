@@ -94,7 +94,6 @@ def _new_run_dir(recipe: str) -> Path:
     """Make a run folder `runs/<recipe>-<time>` that is no other start's. Raises RunFolderError."""
     path = Path("runs", f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        path.parent.mkdir(exist_ok=True)
         return new_folder(path)
     except OSError as error:
         raise RunFolderError(f"the run folder {path} cannot be made: {error.strerror}. Choose a --run-dir.") from error
