@@ -185,7 +185,8 @@ class Recipe:
     """What is learnt, by its name. A task has sections of its own, here data, augment and model."""
     sections: Any = field(default_factory=_default_sections)
     """The task's own sections: its `Sections`. Beside them it says how many `neighbours` of the order of samples are computed
-    with together, so that every micro-batch holds whole groups of them, and in a sentence `why_neighbours`."""
+    with together, so that every micro-batch holds whole groups of them, and in a sentence `why_neighbours`; and by key the
+    `inputs`, files that have to be there before the run."""
     train: TrainRecipe = field(default_factory=TrainRecipe)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)

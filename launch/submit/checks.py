@@ -143,15 +143,12 @@ def divide(
 
 
 def _data_problems(recipe: Recipe) -> Iterator[str]:
-    """Whether data.path is there, where it is a path for sure: a name of the hub looks like a relative one.
-
-    What variables stand for is only known on the nodes.
-    """
-    path = Path(recipe.data.path or "").expanduser()
-    is_name = (recipe.data.source == "huggingface" and not path.is_absolute()) or "$" in str(path)
-    if not (is_name or recipe.data.download or os.access(path, os.R_OK)):
+    """What of the task's inputs is not there. What variables stand for is only known on the nodes."""
+    for key, path in recipe.sections.inputs.items():
+        if "$" in path or os.access(Path(path).expanduser(), os.R_OK):
+            continue
         yield (
-            f"data.path is {recipe.data.path!r}: there is no such file or folder, or you may not read it. Correct it, or if "
+            f"{key} is {path!r}: there is no such file or folder, or you may not read it. Correct it, or if "
             "only the nodes of the job have it, say --data-on-nodes"
         )
 

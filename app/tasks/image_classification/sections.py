@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from app.errors import RecipeError
@@ -137,6 +138,14 @@ class Sections:
     def neighbours(self) -> int:
         """How many neighbouring samples are computed with together: every micro-batch holds whole groups of them."""
         return 2 if self.augment.mixes_pairs else 1
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Files and folders that have to be there before the run, each by its key; `~` and variables are not filled in."""
+        path = self.data.path
+        # A name of the hub looks like a relative path.
+        is_name = self.data.source == "huggingface" and not Path(path or "").expanduser().is_absolute()
+        return {} if path is None or is_name or self.data.download else {"data.path": path}
 
 
 _RANGES: Mapping[str, Range] = {
