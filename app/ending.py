@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
+from app.building import Data
 from app.checkpoints import model_file, step_folders
 from app.checkpoints.shards import unwrapped
-from app.data.open import Data
+from app.evaluation import Evaluation
 from app.guard.control import NOTHING
 from app.loop import Stopped, Training
 from app.opening import Opened
-from app.predictions import predictions, write_predictions
 from app.ranks.runtime import Runtime
 from app.record import ledger, run_folder
-from app.scores import Evaluation
 
 
 def finish(training: Training, data: Data, opened: Opened, ended: Evaluation | Stopped) -> None:
     """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
     claim, run_dir = opened.claim, opened.claim.path
-    if training.profile is not None:
-        training.profile.close()
+    training.profile.close()
     if isinstance(ended, Stopped):
         saved = step_folders.path_of(run_dir, ended.step)
         words = (
@@ -42,20 +38,19 @@ def finish(training: Training, data: Data, opened: Opened, ended: Evaluation | S
     training.display.say(words)
     training.metrics.trackers.finish()
     claim.close()
-    training.runtime.close(training.model, training.optimizer, training.batches)
+    training.runtime.close(training.model, training.steps.optimizer, training.feed.batches)
 
 
 def _write_result(training: Training, data: Data, opened: Opened, scores: Evaluation) -> str:
     """Write them, and return the last words of the run."""
-    runtime, recipe, length = training.runtime, training.recipe, training.length
+    runtime, length = training.runtime, training.length
     training_s = training.metrics.clock.training_s
-    with training.average.applied() if training.average else nullcontext():
+    with training.average.applied():
         weights = whole_weights(runtime, training.model)
         with runtime.together():
             if runtime.is_main:
                 # Inside the block: under some strategies these are the live weights.
-                model_file.save(opened.claim, model_file.ModelConfig.of(recipe, data.train), weights)
-    predicted = predictions(runtime, scores, len(data.test))
+                model_file.save(opened.claim, model_file.described(training.recipe, data.train.facts), weights)
     samples_seen = length.total_steps * runtime.plan.global_batch_size
     steps = length.total_steps - training.first_step  # none where a finished run was taken up again
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
@@ -64,7 +59,7 @@ def _write_result(training: Training, data: Data, opened: Opened, scores: Evalua
         "samples_seen": samples_seen,
         **scores.as_metrics(),
         "test_samples": scores.samples,
-        "test_class_accuracy": dict(zip(data.test.classes, scores.class_accuracy, strict=True)),
+        **scores.as_tables(),
         "samples_per_s": samples_per_s,
         "training_s": training_s,
         "world_size": runtime.plan.world_size,
@@ -72,10 +67,13 @@ def _write_result(training: Training, data: Data, opened: Opened, scores: Evalua
     }
     with runtime.together():
         if runtime.is_main:
-            write_predictions(opened.claim, data.test, predicted)
+            if scores.rows is not None:
+                with opened.claim.staged(run_folder.PREDICTIONS) as folder:
+                    folder.mkdir()
+                    training.task.leave(folder, data.test, scores.rows)
             opened.claim.write_json(run_folder.RESULT, result)
     return (
-        f"test accuracy {scores.accuracy:.4f} on {scores.samples:,} samples; "
+        f"{scores.in_words(training.task.monitor[0])} on {scores.samples:,} samples; "
         f"{'no step was left to take' if samples_per_s is None else f'{samples_per_s:,.0f} samples/s'}\n"
         f"run folder {opened.claim.path}"
     )

@@ -11,16 +11,13 @@ import json
 import sys
 from pathlib import Path
 
-from app.checkpoints.model_file import ModelConfig
-from app.data.source import Source
-from app.errors import DataError, SamerunError, leave_with
+from app.errors import SamerunError, leave_with
+from app.evaluation import Evaluation
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
-from app.recipe.schema import Recipe
 from app.record import run_folder
-from app.scores import Evaluation
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -34,61 +31,45 @@ def main(argv: list[str] | None = None) -> None:
     launched = Launched()
     try:
         launched = read(own_environment())
-        classes, scores = _score(launched, arguments)
+        scores = _score(launched, arguments)
     except SamerunError as error:
         leave_with(error, launched.rank)
     if launched.rank == 0:
-        plain = {name: value for name, value in vars(scores).items() if name != "own"}
-        sys.stdout.write(json.dumps(plain) + "\n" if arguments.json else _table(classes, scores))
+        plain = {"samples": scores.samples, **scores.scores, **scores.tables}
+        sys.stdout.write(json.dumps(plain) + "\n" if arguments.json else _table(scores))
 
 
-def _score(launched: Launched, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Evaluation]:
+def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     import torch
 
     from app import building
     from app.checkpoints import model_file
-    from app.data.relabelled import relabelled
     from app.ranks.runtime import Runtime
 
-    model, config = model_file.load(arguments.run)
+    _, model, facts = model_file.load(arguments.run)
     recipe = recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
     share = max(1, recipe.train.global_batch_size // launched.world_size)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
     plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
     runtime = Runtime(launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic)
-    source = getattr(building.open_data(runtime, recipe), arguments.split)
-    _check_pictures(source, config, recipe)
-    source = relabelled(source, config.classes)
-    preparation = building.build_preparation(runtime, recipe, source)
+    task, data = building.open_data(runtime, recipe)
+    samples = task.matched(getattr(data, arguments.split), facts)
     model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.train.dtype)))
-    scores = building.evaluation_of(runtime, model, source, preparation)()
+    scores = building.evaluation_of(runtime, recipe, task, model, samples, split=arguments.split)()
     runtime.close()
-    return config.classes, scores
+    return scores
 
 
-def _check_pictures(source: Source, config: ModelConfig, recipe: Recipe) -> None:
-    """Raise DataError for pictures that the model was not made for; with data.image_size another size is what was asked for."""
-    sizes = f"{source.channels} channels and {source.image_size[0]}x{source.image_size[1]} pixels"
-    trained = f"{config.channels} channels and {config.image_size[0]}x{config.image_size[1]} pixels"
-    if source.channels != config.channels or (source.image_size != config.image_size and recipe.data.image_size is None):
-        raise DataError(
-            f"the pictures of data.source={recipe.data.source}, data.path={recipe.data.path} have {sizes}, and the run was "
-            f"trained on {trained}: data.color and data.image_size bring them there"
-        )
-
-
-def _table(classes: tuple[str, ...], scores: Evaluation) -> str:
-    lines = [
-        f"samples         {scores.samples:,}",
-        f"accuracy        {scores.accuracy:.4f}",
-        f"top-5 accuracy  {scores.top5_accuracy:.4f}",
-        f"loss            {scores.loss:.4f}",
-        "",
-        "accuracy by class",
-    ]
-    width = max(len(name) for name in classes)
-    for name, accuracy in zip(classes, scores.class_accuracy, strict=True):
-        lines.append(f"  {name:{width}}  " + ("no samples" if accuracy is None else f"{accuracy:.4f}"))
+def _table(scores: Evaluation) -> str:
+    words = {"samples": f"{scores.samples:,}"} | {
+        name.replace("_", " "): f"{score:.4f}" for name, score in scores.scores.items()
+    }
+    width = max(map(len, words))
+    lines = [f"{name:{width}}  {value}" for name, value in words.items()]
+    for name, table in scores.tables.items():
+        width = max(len(row) for row in table)
+        lines += ["", name.replace("_", " ")]
+        lines += [f"  {row:{width}}  {'no samples' if score is None else f'{score:.4f}'}" for row, score in table.items()]
     return "\n".join(lines) + "\n"
 
 

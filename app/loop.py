@@ -1,32 +1,26 @@
-"""The training loop: the only one, and the same for every preset, device and number of processes."""
+"""The training loop: the only one, and the same for every task, preset, device and number of processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from app.checkpoints.average import WeightAverage
+from app.checkpoints.average import NoAverage, WeightAverage
 from app.checkpoints.checkpoint import Checkpoints
 from app.console import Display
-from app.data.augment import Preparation
-from app.data.loader import Batch, Failure, batches_of
 from app.errors import TrainingError
+from app.evaluation import Evaluation
+from app.feed import Feed
 from app.guard.control import Control, Request
-from app.metrics.clock import Phase
 from app.metrics.metrics import Metrics
-from app.models import mean_loss
-from app.optim.from_recipe import set_learning_rate
 from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
-from app.profiling.profile import Profile
+from app.profiling.profile import NoProfile, Profile
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
-from app.scores import Evaluation
-from app.trackers.pictures import Pictures
+from app.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +29,18 @@ class Training:
 
     recipe: Recipe
     runtime: Runtime
+    task: Task
     model: torch.nn.Module
-    optimizer: Any
-    average: WeightAverage | None
-    batches: Iterable[Batch | Failure]
-    preparation: Preparation
+    steps: Steps
+    average: WeightAverage | NoAverage
+    feed: Feed
     length: Length
     learning_rate_at: Callable[[int], float]
-    seed_dropout: Callable[[int, int], None] | None
-    """Makes the random draws of a forward pass those of a step and a micro-batch in it."""
     evaluate: Callable[[], Evaluation]
     metrics: Metrics
-    pictures: Pictures
-    lap: Callable[[Phase], None]
-    """Ends a phase of a step."""
-    profile: Profile | None
+    profile: Profile | NoProfile
     display: Display
     checkpoints: Checkpoints
-    steps: Steps
-    samples_of: Callable[[int], list[int]]
-    """The indices of the samples of a step, counted from 0."""
     control: Control
     first_step: int
     """Steps that were taken before, in the run that this one resumes."""
@@ -71,24 +57,18 @@ class Stopped:
 
 def train(run: Training) -> Evaluation | Stopped:
     """Take every step of the recipe and return the scores of the final weights on the test set, unless asked to stop."""
-    metrics, profile = run.metrics, run.profile
-    run.model.train()
     scores: Evaluation | None = None
-    inputs: torch.Tensor | None = None
-    with closing(batches_of(run.batches)) as batches:  # what fetches them ahead of time ends here
+    run.model.train()
+    with run.feed:
         for step in range(run.first_step, run.length.total_steps):
-            if profile is not None:
-                profile.begin_step(step + 1)
-            set_learning_rate(run.optimizer, learning_rate := run.learning_rate_at(step))
-            taken, inputs = _take_step(run, step, batches, inputs)
-            if run.average is not None:
-                run.average.update(taken.skipped)
-            metrics.end_step(step + 1, taken)
-            epoch, is_last = step // run.length.steps_per_epoch, step + 1 == run.length.total_steps
+            run.profile.begin_step(step + 1)
+            taken = _take_step(run, step)
+            run.average.update(taken.skipped)
+            run.metrics.end_step(step + 1, taken, run.feed.total)
+            is_last = step + 1 == run.length.total_steps
             if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
-                run.display.show(metrics.log(step + 1, epoch=epoch, learning_rate=learning_rate))
-                _refuse_to_skip_on(run, step)
-            scores = _test(run, step + 1, epoch) if is_last or _ends_evaluated_epoch(run, step) else None
+                _log(run, step)
+            scores = _test(run, step + 1) if is_last or _ends_evaluated_epoch(run, step) else None
             request = run.control.agreed(step + 1)
             if request.save or run.checkpoints.is_due(step + 1, is_last=is_last, scores=scores):
                 run.checkpoints.save(step + 1, scores)
@@ -96,48 +76,31 @@ def train(run: Training) -> Evaluation | Stopped:
                 run.checkpoints.finish()
                 return Stopped(step + 1, request)
     run.checkpoints.finish()
-    return scores or _test(run, run.first_step, (run.first_step - 1) // run.length.steps_per_epoch)
+    return scores or _test(run, run.first_step)
 
 
-def _take_step(
-    run: Training, step: int, batches: Iterator[Batch], inputs: torch.Tensor | None
-) -> tuple[Step, torch.Tensor | None]:
-    """Take a step over the next batches, and return its inputs, to be given to the next step as memory for its own.
-
-    What else it needed is free when this returns.
-    """
-    lap = run.lap
-    for micro_batch in range(run.runtime.plan.accumulation):
-        run.runtime.alive(step=step)
-        lap("other")
-        batch = next(batches)
-        lap("data_wait")
-        if run.seed_dropout is not None:
-            run.seed_dropout(step, micro_batch)
+def _take_step(run: Training, step: int) -> Step:
+    """Take a step down the gradient of the mean loss of its global batch. What it needed is free when this returns."""
+    for batch, weight in run.feed.of_step(step):
         with run.steps.micro_batch():
-            inputs, targets = run.preparation.train(batch, inputs)
-            logits = run.model(inputs)
-            loss = mean_loss(logits, targets, label_smoothing=run.recipe.augment.label_smoothing)
-            run.steps.backward(loss)
-            lap("forward_backward")
-            if run.runtime.accelerator.sync_gradients:
-                taken = run.steps.take()
-                lap("optimizer")
-        run.metrics.add(loss, logits, targets, batch["samples"])
-        run.pictures.see(step, micro_batch, inputs, targets)
-    return taken, inputs
+            loss = run.task.loss(run.model, batch)
+            run.steps.backward(loss.mean, weight)
+        run.metrics.add(loss, batch["samples"])
+    return run.steps.take(run.learning_rate_at(step))
 
 
-def _refuse_to_skip_on(run: Training, step: int) -> None:
-    """Raise TrainingError if too many steps in a row were skipped; what was saved is on disk then."""
+def _log(run: Training, step: int) -> None:
+    """Write and show a line; raise TrainingError if too many steps in a row were skipped: what was saved is on disk then."""
+    epoch, rate = step // run.length.steps_per_epoch, run.learning_rate_at(step)
+    run.display.show(run.metrics.log(step + 1, epoch=epoch, learning_rate=rate))
     most = run.recipe.train.max_skipped_steps
     if run.metrics.skipped_in_row <= most:
         return
     run.checkpoints.finish()
-    samples = ", ".join(map(str, run.samples_of(step)[:8]))
+    samples = ", ".join(map(str, run.feed.samples_of(step)[:8]))
     raise TrainingError(
         f"the last {run.metrics.skipped_in_row} steps up to step {step + 1} were skipped, each for a loss or gradient that is "
-        f"not finite or a spike, and train.max_skipped_steps is {most} (learning rate {run.learning_rate_at(step):g}; "
+        f"not finite or a spike, and train.max_skipped_steps is {most} (learning rate {rate:g}; "
         f"{run.steps.verdict}; the last batch has the samples {samples}, ...). {run.checkpoints.latest}. Lower optim.lr, "
         "lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike, or look at these samples."
     )
@@ -149,9 +112,11 @@ def _ends_evaluated_epoch(run: Training, step: int) -> bool:
     return rest == 0 and every > 0 and epochs_done % every == 0
 
 
-def _test(run: Training, step: int, epoch: int) -> Evaluation:
-    with run.metrics.clock.paused(), run.average.applied() if run.average else nullcontext():
+def _test(run: Training, step: int) -> Evaluation:
+    """Score the weights after so many steps."""
+    epoch = (step - 1) // run.length.steps_per_epoch
+    with run.metrics.clock.paused(), run.average.applied():
         scores = run.evaluate()
     run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
-    run.display.say(f"epoch {epoch}: test accuracy {scores.accuracy:.4f}, test loss {scores.loss:.4f}")
+    run.display.say(f"epoch {epoch}: {scores.in_words(run.task.monitor[0], 'loss')}")
     return scores

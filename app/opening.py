@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
+from app.building import Data
 from app.checkpoints import checkpoint, step_folders
 from app.checkpoints.initial_weights import Initial
 from app.checkpoints.resumable import Resumed, check_same_run
-from app.data.open import Data
 from app.errors import CheckpointError, RunFolderError
 from app.optim.schedule import Length
 from app.place.launched import SchedulerJob
@@ -29,6 +29,7 @@ from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.record import ledger, run_folder
 from app.record.claim import Claim, claim
+from app.task import Task
 from app.trackers.tracked import tracked
 from app.trackers.trackers import Trackers
 
@@ -69,9 +70,10 @@ def find_checkpoint(
         return check_same_run(folder, loaded.recipe, data.facts, length)
 
 
-def open_run_folder(
+def open_run_folder(  # noqa: PLR0913  (keyword-only after the parts)
     runtime: Runtime,
     loaded: LoadedRecipe,
+    task: Task,
     wanted: str | None,
     *,
     trackers: Sequence[str],
@@ -101,7 +103,7 @@ def open_run_folder(
             if preset is not None:
                 ours.write_text(run_folder.PRESET, preset.text)
             before = _before(origin, ours.path / run_folder.RUN)
-            ours.write_json(run_folder.RUN, {**_describe(runtime, loaded, preset, hosts), **before})
+            ours.write_json(run_folder.RUN, {**_describe(runtime, loaded, task, preset, hosts), **before})
             ours.write_text(run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
             run = tracked(ours, project=loaded.name, first_step=_steps_before(origin), logged=logged)
             started.start(trackers, run, recipe_file.flat(loaded.recipe))
@@ -148,10 +150,14 @@ def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
     return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
 
 
-def _describe(runtime: Runtime, loaded: LoadedRecipe, preset: PresetFile | None, hosts: list[str]) -> dict[str, Any]:
-    plan = runtime.plan
+def _describe(
+    runtime: Runtime, loaded: LoadedRecipe, task: Task, preset: PresetFile | None, hosts: list[str]
+) -> dict[str, Any]:
+    plan, (monitored, good_end) = runtime.plan, task.monitor
     return {
         "recipe": loaded.name,
+        "task": "image_classification",
+        "monitor": [f"test_{monitored}", good_end],
         "recipe_digest": recipe_file.digest(loaded.recipe),
         "preset": preset.name if preset else None,
         "strategy": runtime.launched.strategy,

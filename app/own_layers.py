@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -108,3 +108,9 @@ def _replace(model: nn.Module, kind: type[M], with_own: Callable[[M], nn.Module]
                 own[layer] = with_own(layer).train(layer.training)
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, own[layer])
+
+
+def without_data(model: nn.Module) -> Callable[..., Any]:
+    """Return the model as a function of tensors of torch's meta device: calls cost no arithmetic, memory or random numbers."""
+    tensors = {key: tensor.to("meta") for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return lambda *inputs, **named: torch.func.functional_call(model, tensors, inputs, named)

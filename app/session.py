@@ -5,23 +5,21 @@ Every step that can fail on one rank alone is agreed upon by all of them (`Runti
 
 from __future__ import annotations
 
-import functools
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from app import building, console, models
+from app import building, console
+from app.building import Data
 from app.checkpoints import checkpoint, model_file
-from app.checkpoints.average import WeightAverage
+from app.checkpoints.average import NoAverage, WeightAverage
 from app.checkpoints.optimizer_check import check_optimizer
 from app.checkpoints.shards import Shards
 from app.console import Display
 from app.data import loader
-from app.data.augment import Preparation
-from app.data.notes import notes_on
-from app.data.open import Data
 from app.device import arithmetic, known_answers
+from app.feed import Feed
 from app.guard.control import Control
 from app.loop import Training
 from app.metrics import flops
@@ -32,14 +30,15 @@ from app.optim import from_recipe, schedule
 from app.optim.spikes import SpikeGuard
 from app.optim.steps import Steps
 from app.place import cores
-from app.profiling.profile import Profile, check_window
-from app.ranks import handshake
+from app.profiling.profile import NoProfile, Profile, check_window
+from app.ranks import handshake, random_layers
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
 from app.record.claim import Claim
-from app.trackers.pictures import Pictures
+from app.task import Form, Task
+from app.trackers.examples import Examples
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,12 @@ class Parts:
     """What all ranks agree upon before anything is written: the same model, data and length."""
 
     model: torch.nn.Module
-    preparation: Preparation
     length: schedule.Length
     flops_per_sample: float
     """Of a forward and backward pass; counted on the main process, 0 on the others."""
 
 
-def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
+def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Data) -> Parts:
     """Build the model on every rank, and check that recipe, data, weights and versions are the same on all."""
     recipe = loaded.recipe
     with runtime.together():
@@ -61,87 +59,103 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, data: Data) -> Parts:
             recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
         )
         check_window(recipe.profile, total_steps=length.total_steps)
-        model = building.build_model(runtime, recipe, data.train)
-        preparation = building.build_preparation(runtime, recipe, data.train)
-    narrow = known_answers.narrow_convolutions(model, channels=data.train.channels, image_size=data.train.image_size)
+        model = building.build_model(runtime, recipe, task, data.train.facts)
+        example = task.example(data.train.facts, Form(next(model.parameters()).dtype))
+    narrow = known_answers.narrow_convolutions(model, lambda called: task.loss(called, example))
     if narrow:
         arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)
     counted = 0.0
     if runtime.is_main:  # before it is divided among the ranks
-        counted = flops.of_training_sample(model, channels=data.train.channels, image_size=data.train.image_size)
+        counted = flops.of_training(model, lambda called: task.loss(called, example)) / len(example["samples"])
     handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, model))
-    return Parts(model, preparation, length, counted)
+    return Parts(model, length, counted)
 
 
-def prepare(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, opened: Opened) -> Training:
+def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Data, parts: Parts, opened: Opened) -> Training:
     """Distribute the model as the preset says, take up a checkpoint, and return everything that the loop uses."""
     recipe, length = loaded.recipe, parts.length
     resumed, claim = opened.resumed, opened.claim
     first_step = resumed.step if resumed else 0
-    display = _display(runtime, loaded, data, parts, claim.path)
+    display = _display(runtime, loaded, task, data, parts, claim.path)
     control = _control(runtime, recipe, parts, claim)
 
     rule = from_recipe.Rule.of(recipe.optim, parts.model)  # before the parameters are sharded
+    draws_in_passes = bool(random_layers.layers_with_dropout(parts.model))
     model, optimizer = runtime.prepare(parts.model, from_recipe.build(recipe.optim, parts.model))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
-    average = None if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
+    average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     metrics = _metrics(runtime, recipe, parts, model, opened, first_step=first_step)
-    shards = Shards(runtime.accelerator, model, optimizer, average)
+    shards = Shards(runtime.accelerator, model, optimizer, None if isinstance(average, NoAverage) else average)
     check_optimizer(runtime, rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
-    facts = {"data": data.facts, "model": asdict(model_file.ModelConfig.of(recipe, data.train))}
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
-    checkpoints = checkpoint.Checkpoints(runtime, claim, recipe, shards=shards, facts=facts, metrics=metrics, spikes=spikes)
-    checkpoints.on_disk = control.saved
+    checkpoints = checkpoint.Checkpoints(
+        runtime,
+        claim,
+        recipe,
+        shards=shards,
+        facts={"data": data.facts, "model": model_file.described(recipe, data.train.facts)},
+        monitor=task.monitor,
+        metrics=metrics,
+        spikes=spikes,
+        on_disk=control.saved,
+    )
     if resumed:
         checkpoints.restore(resumed.folder)
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
         if resumed.note:
             display.say(f"note: {resumed.note}")
     window = recipe.profile.window
-    profile = Profile(runtime, claim, metrics.clock, window=window, say=display.say) if window else None
-    steps = Steps(
-        runtime.accelerator,
-        model,
-        optimizer,
-        clip_norm=recipe.optim.clip_norm,
-        spikes=spikes,
-        before_backward=profile.name_backward if profile else None,
-    )
+    clock, say = metrics.clock, display.say
+    profile = Profile(runtime, claim, clock, window=window, say=say) if window else NoProfile(clock)
+    examples = Examples(opened.trackers, task.look, count=recipe.log.examples, steps_per_epoch=length.steps_per_epoch)
     return Training(
         recipe=recipe,
         runtime=runtime,
+        task=task,
         model=model,
-        optimizer=optimizer,
+        steps=Steps(
+            runtime.accelerator,
+            model,
+            optimizer,
+            clip_norm=recipe.optim.clip_norm,
+            spikes=spikes,
+            before_backward=profile.name_backward,
+            lap=profile.lap,
+        ),
         average=average,
-        checkpoints=checkpoints,
-        steps=steps,
-        samples_of=functools.partial(building.samples_of, recipe, len(data.train)),
-        control=control,
-        first_step=first_step,
-        batches=building.training_batches(runtime, recipe, data.train, length, first_step),
-        preparation=parts.preparation,
+        feed=Feed(
+            runtime,
+            recipe,
+            task,
+            data.train,
+            building.training_batches(runtime, recipe, data.train, length, first_step),
+            form=building.form_of(runtime, recipe, task),
+            draws_in_passes=draws_in_passes,
+            see=examples.see,
+            lap=profile.lap,
+        ),
         length=length,
         learning_rate_at=building.learning_rate_of(recipe, length),
-        seed_dropout=building.dropout_seeds(recipe.seed, runtime.launched.rank, parts.model),
-        evaluate=building.evaluation_of(runtime, model, data.test, parts.preparation),
+        evaluate=building.evaluation_of(runtime, recipe, task, model, data.test),
         metrics=metrics,
-        pictures=_pictures(recipe, data, parts, opened),
-        lap=profile.lap if profile else metrics.clock.lap,
         profile=profile,
         display=display,
+        checkpoints=checkpoints,
+        control=control,
+        first_step=first_step,
     )
 
 
-def _display(runtime: Runtime, loaded: LoadedRecipe, data: Data, parts: Parts, run_dir: Path) -> Display:
+def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Data, parts: Parts, run_dir: Path) -> Display:
     remedy = loader.remedy(data.train, local_world_size=runtime.launched.local_world_size, device=runtime.device)
     display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy)
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
     notes = [
         *runtime.notes,
-        *notes_on(data),
+        *task.notes(data.train, data.test),
         *schedule.notes_on(loaded.recipe.optim, parts.length),
-        *models.topology_dependence(parts.model),
+        *random_layers.topology_dependence(parts.model),
     ]
     if (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
         notes.append(
@@ -181,16 +195,6 @@ def _metrics(
         global_batch_size=runtime.plan.global_batch_size,
         log=recipe.log,
         first_step=first_step,
-    )
-
-
-def _pictures(recipe: Recipe, data: Data, parts: Parts, opened: Opened) -> Pictures:
-    return Pictures(
-        opened.trackers,
-        parts.preparation,
-        count=recipe.log.examples,
-        classes=data.train.classes,
-        steps_per_epoch=parts.length.steps_per_epoch,
     )
 
 

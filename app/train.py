@@ -75,14 +75,21 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     )
     handshake.check_group(runtime.accelerator, launched, plan)
     arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.train.dtype), known_answers.GENERAL)
-    data = building.open_data(runtime, recipe)
-    parts = session.agree(runtime, loaded, data)
+    task, data = building.open_data(runtime, recipe)
+    parts = session.agree(runtime, loaded, task, data)
     find = functools.partial(opening.find_checkpoint, runtime, loaded, data, parts.length, arguments.run_dir, arguments.resume)
     resumed = find()
-    initial = initial_weights.take_up(runtime, parts.model, arguments.init_from, resumed=resumed.folder if resumed else None)
+    initial = initial_weights.take_up(
+        runtime,
+        parts.model,
+        arguments.init_from,
+        head=task.head(parts.model),
+        resumed=resumed.folder if resumed else None,
+    )
     opened = opening.open_run_folder(
         runtime,
         loaded,
+        task,
         arguments.run_dir,
         trackers=trackers,
         origin=resumed or initial,
@@ -95,7 +102,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         training_samples=len(data.train),
         job=read_job(os.environ),
     )
-    training = session.prepare(runtime, loaded, data, parts, opened)
+    training = session.prepare(runtime, loaded, task, data, parts, opened)
     # The lifeline lives as long as the process. With the whole training it would keep the loaders, whose workers, which hear no
     # signal, Python would then wait for at its end.
     with training.control as control:

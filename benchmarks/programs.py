@@ -144,7 +144,8 @@ class _TalliedReader:
 def samerun(work: Work) -> None:
     """Train as `app.train` does, by its parts: all it starts is started. No recipe has the linear model, which is given."""
     # Imported here: the others are not to pay for it.
-    from app import ending, opening, session
+    from app import ending, opening, session, tasks
+    from app.building import Data
     from app.guard.watchdog import Watchdog
     from app.loop import train
     from app.place.launched import read
@@ -153,16 +154,16 @@ def samerun(work: Work) -> None:
 
     launched, recipe = read(os.environ), work.loaded.recipe
     runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size), clip_norm=recipe.optim.clip_norm)
-    data = work.data
+    task, data = tasks.of(recipe), Data(*work.data)
     if isinstance(data.train, PictureSource):
         tally = work.fed_by(num_workers(cores.of_this_process(launched.local_world_size), runtime.device))
         data = data._replace(train=dataclasses.replace(data.train, read=_TalliedReader(data.train.read, tally)))
-    parts = session.agree(runtime, work.loaded, data)
+    parts = session.agree(runtime, work.loaded, task, data)
     if work.task.model == LINEAR:
         parts = dataclasses.replace(parts, model=work.uncounted_model())
     place = runtime.from_main(tempfile.mkdtemp(prefix="run-", dir=work.task.folder))
-    opened = opening.open_run_folder(runtime, work.loaded, place, trackers=(), origin=None, look_again=None)
-    training = session.prepare(runtime, work.loaded, data, parts, opened)
+    opened = opening.open_run_folder(runtime, work.loaded, task, place, trackers=(), origin=None, look_again=None)
+    training = session.prepare(runtime, work.loaded, task, data, parts, opened)
     work.count(training.model)
     with training.control:
         with training.metrics.timed(), Watchdog(runtime, opened.claim, timeout_s=_LONGEST_ROUND_S):

@@ -79,7 +79,17 @@ def _build(layers: int, folder: Path) -> Case:
     ours = made or Claim(folder, place)
     gauges = Gauges(runtime.accelerator, model, flops_per_sample=0.0, peak_flops_per_s=None)
     metrics = Metrics(runtime.accelerator, ours, gauges, Trackers(), global_batch_size=world_size, log=recipe.log)
-    checkpoints = Checkpoints(runtime, ours, recipe, shards=shards, facts=facts, metrics=metrics, spikes=SpikeGuard(None))
+    checkpoints = Checkpoints(
+        runtime,
+        ours,
+        recipe,
+        shards=shards,
+        facts=facts,
+        monitor=("accuracy", "max"),
+        metrics=metrics,
+        spikes=SpikeGuard(None),
+        on_disk=lambda _: None,
+    )
     return Case(runtime, model, optimizer, checkpoints, folder)
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from app import models
 from app.data import transfer
 from app.data.arrays import ArraySource
 from app.data.idx import FILES, UNSIGNED_BYTE
@@ -28,6 +27,7 @@ from app.data.split import Images
 from app.errors import RecipeError
 from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
+from app.tasks.image_classification import models
 from benchmarks.figures import LINEAR
 from benchmarks.meter import Meter, Workers
 

@@ -271,6 +271,14 @@ def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str
     if section == "fsdp_config" and str(version) != "2":
         yield f"fsdp_version is {version}: it must be 2; version 1 is another program, which this one does not support"
         return  # most of its keys are of that program
+    wrap, layer = (
+        settings.get(f"fsdp_{key}", settings.get(key)) for key in ("auto_wrap_policy", "transformer_layer_cls_to_wrap")
+    )
+    if wrap == "TRANSFORMER_BASED_WRAP" and not layer:
+        yield (
+            "fsdp_auto_wrap_policy is TRANSFORMER_BASED_WRAP, and fsdp_transformer_layer_cls_to_wrap names no layer: "
+            "Accelerate would find none to shard; name one, or use SIZE_BASED_WRAP with fsdp_min_num_params, as fsdp2.yaml does"
+        )
     for key, value in settings.items():
         # Accelerate takes fsdp's keys with their prefix and without.
         full = f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp_") else key

@@ -15,9 +15,10 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-from app import models, tasks
+from app import tasks
 from app.errors import SamerunError
 from app.recipe import recipe_file, recipe_keys
+from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
 REPOSITORY = Path(__file__).parent.parent

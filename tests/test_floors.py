@@ -22,11 +22,14 @@ FLOORS: list[list[str]] = [
     ["app.tasks.image_classification.sections"],
     ["app.options"],
     ["app.own_layers"],
-    ["app.models", "app.optim", "app.data", "app.ranks"],
-    ["app.record", "app.device", "app.scores", "app.console", "app.data_tools"],
-    ["app.predictions", "app.building", "app.guard", "app.trackers", "app.tasks.image_classification"],
+    ["app.optim", "app.data", "app.ranks"],
+    ["app.task"],
+    ["app.record", "app.device", "app.evaluation", "app.console", "app.data_tools"],
+    ["app.tasks.image_classification"],
+    ["app.building", "app.guard", "app.trackers"],
     ["app.metrics", "app.doctor"],
     ["app.checkpoints", "app.profiling"],
+    ["app.feed"],
     ["app.loop", "app.opening"],
     ["app.session", "app.ending"],
     ["app.train"],
@@ -36,7 +39,7 @@ FLOORS: list[list[str]] = [
     ["benchmarks"],
 ]
 LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
-STARTERS_FLOOR = 16  # those from this one on start processes with it
+STARTERS_FLOOR = 18  # those from this one on start processes with it
 # The rooms of launch/, each of which sees those before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
     ("launch.preset", "launch.run_module", "launch.node_command"),
@@ -153,7 +156,6 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.ranks.runtime",
             "app.ranks.agreement",
             "app.ranks.devices",
-            "app.ranks.units",
             "app.ranks.handshake",
             "app.metrics.communication",
             "app.optim.from_recipe",

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from app.checkpoints.shards import Shards
+
+
+class NoAverage:
+    """What a run has without an average."""
+
+    def update(self, skipped: torch.Tensor | bool = False) -> None:
+        """Do nothing."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Leave the model its own weights."""
+        return nullcontext()
 
 
 class WeightAverage:

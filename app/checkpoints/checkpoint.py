@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,7 @@ from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
 from app.checkpoints.shards import Shards
 from app.errors import CheckpointError
+from app.evaluation import Evaluation
 from app.metrics.metrics import Metrics
 from app.optim.spikes import SpikeGuard
 from app.ranks.agreement import Ranks
@@ -27,7 +28,6 @@ from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.record.claim import Claim
-from app.scores import Evaluation
 
 NEVER, AUTO = "never", "auto"
 """Words of --resume; anything else is the path of a run folder or of one of its checkpoints."""
@@ -47,19 +47,22 @@ class Checkpoints:
         *,
         shards: Shards,
         facts: Mapping[str, Any],
+        monitor: tuple[str, Literal["max", "min"]],
         metrics: Metrics,
         spikes: SpikeGuard,
+        on_disk: Callable[[float], None],
     ) -> None:
         """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
 
         `data`, the fingerprints of the data sets, for `resumable`, and `model`, what rebuilds it, for `samerun export`.
 
-        `metrics` is told how long the training was held and how long the writing took. What `spikes` knows is saved too.
+        `monitor` is the score by which the best checkpoint is chosen, and which end of it is best. `metrics` is told how long
+        the training was held and how long the writing took. What `spikes` knows is saved too. `on_disk` is called on every
+        rank, in another thread, with the seconds from a step to its checkpoint on the disk.
         """
         self._runtime, self._claim, self._recipe = runtime, claim, recipe
         self._shards, self._facts, self._metrics, self._spikes = shards, dict(facts), metrics, spikes
-        self.on_disk: Callable[[float], None] = lambda _: None
-        """Called on every rank, in another thread, with the seconds from a step to its checkpoint on the disk."""
+        (self._monitored, self._good_end), self._on_disk = monitor, on_disk
         self._copies = _Copies()
         self._ranks = Ranks()
         self._writing: Future[None] | None = None
@@ -81,7 +84,7 @@ class Checkpoints:
         with self._metrics.clock.held():
             self._wait()
             if scores is not None and self._is_best(scores):
-                self._best = {"step": step, "test_accuracy": scores.accuracy}
+                self._best = {"step": step, self._monitored: scores.scores[self._monitored]}
             self._runtime.average_buffers(self._shards.model)
             pieces = self._copies.of(self._shards.owned_pieces())
             buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._shards.buffers().items()}
@@ -103,7 +106,10 @@ class Checkpoints:
     def _is_best(self, scores: Evaluation | None) -> bool:
         if not self._recipe.checkpoint.keep_best or scores is None:
             return False
-        return self._best is None or scores.accuracy > self._best["test_accuracy"]
+        if self._best is None:
+            return True
+        score, best = scores.scores[self._monitored], self._best[self._monitored]
+        return bool(score > best if self._good_end == "max" else score < best)
 
     def _wait(self) -> None:
         if self._writing is not None:
@@ -138,7 +144,7 @@ class Checkpoints:
         runtime.alive()
         written_s = held_s + time.perf_counter() - start_s
         self._metrics.record_saved(step, held_s=held_s, written_s=written_s)
-        self.on_disk(written_s)
+        self._on_disk(written_s)
 
     def restore(self, folder: Path) -> None:
         """Take up the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""

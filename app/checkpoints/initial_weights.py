@@ -1,7 +1,8 @@
 """Beginning with the weights of another run or of a file (`--init-from`), as for fine-tuning: weights and buffers, no more.
 
 Every tensor of the model has to be there in its shape, and no other: a network that is half another's trains without a
-word. Only the last layer, which says how many classes there are, may be missing or of another shape; then it stays new.
+word. Only one layer, the head, which says how many classes there are for instance, may be missing or of another shape; then it
+stays new.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ class _Stored:
     """Fills `values`, 1-D, with the tensor of a name, in their dtype."""
 
 
-def take_up(runtime: Runtime, model: torch.nn.Module, init_from: str | None, *, resumed: Path | None) -> Initial | None:
+def take_up(
+    runtime: Runtime, model: torch.nn.Module, init_from: str | None, *, head: str, resumed: Path | None
+) -> Initial | None:
     """Give the model, plain on the CPU of every rank, the weights that --init-from names; None: it names none.
 
     It is a file, a checkpoint or a run folder: then the weights that the run left, or those of its newest checkpoint, which
-    are the averaged ones if it has them. A run that goes on from a checkpoint, `resumed`, passes them over. Raises, on all
-    ranks, CheckpointError if they cannot be read or do not fit, and TopologyError if ranks read different ones.
+    are the averaged ones if it has them. The layer `head` alone may be another one. A run that goes on from a checkpoint,
+    `resumed`, passes them over. Raises, on all ranks, CheckpointError if they cannot be read or do not fit, and TopologyError
+    if ranks read different ones.
     """
     if init_from is None:
         return None
@@ -59,7 +63,7 @@ def take_up(runtime: Runtime, model: torch.nn.Module, init_from: str | None, *, 
     place = _find(runtime, Path(init_from))
     with runtime.together():
         stored = _of_checkpoint(place) if place.is_dir() else _of_file(place)
-        said = _load(model, stored, place)
+        said = _load(model, stored, place, head)
     handshake.check_agreement(runtime.gather, runtime.device, {"initial weights": handshake.weights_digest(model)})
     _say(runtime, said)
     return Initial(place)
@@ -110,11 +114,10 @@ def _of_checkpoint(folder: Path) -> _Stored:
 
 
 @torch.no_grad()
-def _load(model: torch.nn.Module, stored: _Stored, place: Path) -> str:
+def _load(model: torch.nn.Module, stored: _Stored, place: Path, head: str) -> str:
     """Fill the model and return the sentence that says with what. Raises CheckpointError, naming all that does not fit."""
     tensors = model.state_dict()
     shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    head = _last_layer(model)
     differing = [name for name in {**shapes, **stored.shapes} if shapes.get(name) != stored.shapes.get(name)]
     wrong = [_difference(name, stored.shapes, shapes) for name in differing if _layer(name) != head]
     if wrong:
@@ -129,14 +132,8 @@ def _load(model: torch.nn.Module, stored: _Stored, place: Path) -> str:
     said = f"the weights to begin with are those of {place}"
     if differing:
         how = "; ".join(_difference(name, stored.shapes, shapes) for name in differing)
-        said += f", but the last layer, {head}, is new, because the classes are others ({how})"
+        said += f", but the last layer, {head}, is new, because it is of another shape ({how})"
     return said
-
-
-def _last_layer(model: torch.nn.Module) -> str:
-    """The name of the layer that gives the classes: in every classification model the last one with parameters."""
-    names: list[str] = [name for name, layer in model.named_modules() if any(True for _ in layer.parameters(recurse=False))]
-    return names[-1]
 
 
 def _layer(name: str) -> str:

@@ -1,11 +1,12 @@
 """A trained model on disk: `model.safetensors` with plain parameter names, and `model.json`, which says what it is.
 
-The weights load into the plain torchvision or torch model of that name; nothing of this package is needed for that.
+The weights load into the plain model that the task builds, torchvision's of that name for instance; nothing of this package is
+needed for that.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,90 +14,53 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from app import models
+from app import tasks
 from app.checkpoints import tensor_file
-from app.data.source import Source
-from app.errors import RunFolderError
+from app.errors import RecipeError, RunFolderError
+from app.recipe import recipe_keys
 from app.recipe.schema import Recipe
 from app.record import run_folder
 from app.record.claim import Claim
-from app.tasks.image_classification.sections import ModelRecipe
+from app.task import Task
+
+_SECTIONS = ("data", "augment", "model")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """What rebuilds a model and feeds it."""
-
-    model: ModelRecipe
-    dtype: str
-    """Type of the weights, by its name in torch."""
-    channels: int
-    """Channels of the input image."""
-    image_size: tuple[int, int]
-    """Height and width of the input image in pixels."""
-    resize_size: int | None
-    """Length in pixels the shorter side gets before the centre crop to image_size; None: image_size."""
-    classes: tuple[str, ...]
-    """Names of the classes, in the order of the outputs."""
-    mean: tuple[float, ...]
-    """Mean that is subtracted from pixels scaled to 0..1, per channel or one for all."""
-    std: tuple[float, ...]
-    """Standard deviation that pixels are divided by after that, per channel or one for all."""
-
-    @classmethod
-    def of(cls, recipe: Recipe, source: Source) -> ModelConfig:
-        """Return the config of the model that a recipe trains on `source`."""
-        return cls(
-            model=recipe.model,
-            dtype=recipe.train.dtype,
-            channels=source.channels,
-            image_size=source.image_size,
-            resize_size=recipe.data.resize_size,
-            classes=source.classes,
-            mean=recipe.data.mean,
-            std=recipe.data.std,
-        )
-
-    def build(self) -> torch.nn.Module:
-        """Return the model, with new weights."""
-        model = models.build(self.model, channels=self.channels, image_size=self.image_size, num_classes=len(self.classes))
-        return model.to(getattr(torch, self.dtype))
+def described(recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what rebuilds the model of a recipe for samples with these facts, as JSON holds it."""
+    of_task = {key: value for key, value in recipe_keys.flat(recipe).items() if key.partition(".")[0] in _SECTIONS}
+    return {"recipe": of_task, "facts": dict(facts)}
 
 
-def save(claim: Claim, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
-    """Write the weights (name -> tensor) and the config into the run folder, each whole or not at all.
+def save(claim: Claim, description: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    """Write the weights (name -> tensor) and what `described` returned into the run folder, each whole or not at all.
 
     Raises CheckpointError or RunFolderError if the disk refuses.
     """
     with claim.staged(run_folder.MODEL) as path:
         tensor_file.write_tensors(path, list(weights.items()), tensor_file.OF_TORCH)
-    claim.write_json(run_folder.MODEL_CONFIG, asdict(config))
+    claim.write_json(run_folder.MODEL_CONFIG, dict(description))
 
 
-def load(run_dir: Path) -> tuple[torch.nn.Module, ModelConfig]:
-    """Return the trained model of a finished run, in evaluation mode on the CPU, and its config.
+def load(run_dir: Path) -> tuple[Task, torch.nn.Module, Mapping[str, Any]]:
+    """Return a finished run's task, its trained model, in evaluation mode on the CPU, and the facts of its samples.
 
     Raises RunFolderError if the run is not finished or a file of it is broken.
     """
-    config = _config(run_dir / run_folder.MODEL_CONFIG)
-    model = config.build()
-    path = run_dir / run_folder.MODEL
+    path, about = run_dir / run_folder.MODEL, run_dir / run_folder.MODEL_CONFIG
+    described = run_folder.read_json(about)
     try:
-        model.load_state_dict(load_file(path))
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in described["recipe"].items()}
+        task, facts = tasks.of(recipe_keys.build(values)), described["facts"]
+        model = task.model(facts)
+    except (KeyError, TypeError, ValueError, RecipeError) as error:
+        raise RunFolderError(f"{about} does not say what the model is: {error}.") from error
+    try:
+        weights = load_file(path)
+        model.to(next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point()))
+        model.load_state_dict(weights)
     except FileNotFoundError:
         raise RunFolderError(f"{path} is missing: {run_dir} is not the folder of a finished run.") from None
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise RunFolderError(f"{path} does not hold the weights of {config.model.name}: {error}") from error
-    return model.eval(), config
-
-
-def _config(path: Path) -> ModelConfig:
-    values: dict[str, Any] = run_folder.read_json(path)
-    try:
-        return ModelConfig(model=ModelRecipe(**_with_tuples(values.pop("model"))), **_with_tuples(values))
-    except (KeyError, TypeError) as error:
-        raise RunFolderError(f"{path} is not a model's config: {error}.") from error
-
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        raise RunFolderError(f"{path} does not hold the weights of the model that {about} describes: {error}") from error
+    return task, model.eval(), facts

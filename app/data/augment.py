@@ -7,8 +7,8 @@ topology as long as micro-batches are even and cut at even positions.
 
 Nothing here waits for the device: what the host has to know of a draw, it computes itself.
 
-    preparation = Preparation(recipe.data, recipe.augment, seed=recipe.seed, num_classes=10, channels=3)
-    inputs, targets = preparation.train(batch)      # batch: that of `loader.py`
+    preparation = Preparation(recipe.data, recipe.augment, num_classes=10, channels=3)
+    inputs, targets = preparation.train(batch, Draws(recipe.seed, batch["samples"]))    # batch: that of `loader.py`
     inputs = preparation.evaluate(batch)
 
 Random resized crops are not made here but where a picture is decoded: they need the whole picture.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from app.data.draws import Draws, HostDraws
+from app.data.draws import Draws
 from app.data.randaugment import OPERATIONS, pixels_at, randaugment
 from app.errors import RecipeError
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
@@ -39,12 +39,11 @@ _ERASE_TRIES = 10  # rectangles drawn until one fits into the image; if none doe
 class Preparation:
     """Prepares batches as the recipe says. Its only state are two constants, kept on the device of the last batch."""
 
-    def __init__(  # noqa: PLR0913  (keyword-only after the two recipes)
+    def __init__(
         self,
         data: DataRecipe,
         augment: AugmentRecipe,
         *,
-        seed: int,
         num_classes: int,
         channels: int,
         dtype: torch.dtype = torch.float32,
@@ -63,16 +62,22 @@ class Preparation:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=computing).view(-1, 1, 1)
         self._dtype = dtype
         self._augment = augment
-        self._seed = seed
         self._num_classes = num_classes
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         # `_normalised` says why a single channel's order is right by then.
         self._is_normalised_finished = dtype == computing and (channels == 1 or not channels_last)
 
-    def train(self, batch: Mapping[str, Any], memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def check(data: DataRecipe, *, channels: int) -> None:
+        """Raise RecipeError if data.mean or data.std has neither 1 nor `channels` values."""
+        _per_channel("data.mean", data.mean, channels)
+        _per_channel("data.std", data.std, channels)
+
+    def train(self, batch: Mapping[str, Any], draws: Draws, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return inputs [B, C, H, W] in the model's type, and targets.
 
-        A batch is one of `loader.py`. Its `numbers` are needed for RandAugment on another device than the CPU, and only there.
+        A batch is one of `loader.py`, `draws` are for its samples. RandAugment on another device than the CPU needs them on the
+        host as well.
 
         `memory` are inputs that nobody needs any more, such as those of the last step: these may be written over them, since
         what was just used is still in a processor's cache.
@@ -83,13 +88,12 @@ class Preparation:
         changes_images = augment.crop_padding > 0 or augment.flip > 0 or augment.randaugment_ops > 0
         if not (changes_images or augment.erase > 0 or augment.mixes_pairs):
             return self._finished(self._normalised(images, memory)), labels
-        draws = Draws(self._seed, batch["samples"])
-        inputs = self._normalised(self._changed(batch, draws), memory)
+        inputs = self._normalised(self._changed(images, draws), memory)
         if augment.erase > 0:
             inputs = inputs.masked_fill_(erased_mask(draws, augment.erase, images.shape[-2], images.shape[-1]), 0)
         if augment.mixes_pairs:
             targets = F.one_hot(labels, self._num_classes).to(inputs.dtype)
-            inputs, targets = self._mixed(inputs, targets, batch["samples"])
+            inputs, targets = self._mixed(inputs, targets, draws)
             return inputs.to(self._dtype, memory_format=self._memory_format), targets
         return self._finished(inputs), labels
 
@@ -116,10 +120,9 @@ class Preparation:
     def _finished(self, inputs: Tensor) -> Tensor:
         return inputs if self._is_normalised_finished else inputs.to(self._dtype, memory_format=self._memory_format)
 
-    def _changed(self, batch: Mapping[str, Any], draws: Draws) -> Tensor:
+    def _changed(self, images: Tensor, draws: Draws) -> Tensor:
         """Return the images uint8 [B, C, H, W] cropped, flipped and through RandAugment."""
         augment = self._augment
-        images: Tensor = batch["images"]
         if augment.crop_padding > 0:
             images = _crop(images, draws, augment.crop_padding)
         if augment.flip > 0:
@@ -128,24 +131,19 @@ class Preparation:
         for turn in range(augment.randaugment_ops):
             purpose = f"randaugment.operation.{turn}"
             operations = draws.integers(purpose, len(OPERATIONS))
-            counts = self._counts(operations, batch, purpose)
+            # How many of which there are. Those of a GPU the host draws once more by itself.
+            on_host = operations.numpy() if operations.is_cpu else draws.on_host.integers(purpose, len(OPERATIONS))
+            counts: list[int] = np.bincount(on_host, minlength=len(OPERATIONS)).tolist()
             negative = draws.uniform(f"randaugment.sign.{turn}") < 0.5
             images = randaugment(images, operations, negative, counts=counts, magnitude=augment.randaugment_magnitude)
         return images
 
-    def _counts(self, operations: Tensor, batch: Mapping[str, Any], purpose: str) -> list[int]:
-        """Return how many of the `operations`, int64 [B], are which. Those of a GPU the host draws once more by itself."""
-        num = len(OPERATIONS)
-        on_host = operations.numpy() if operations.is_cpu else HostDraws(self._seed, batch["numbers"]).integers(purpose, num)
-        counts: list[int] = np.bincount(on_host, minlength=num).tolist()
-        return counts
-
-    def _mixed(self, inputs: Tensor, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    def _mixed(self, inputs: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return inputs and targets [B, num_classes], each mixed with its neighbour's: itself by its share, 0..1."""
-        assert len(samples) % 2 == 0, f"pairs are mixed, but the micro-batch has {len(samples)} samples"
+        assert len(inputs) % 2 == 0, f"pairs are mixed, but the micro-batch has {len(inputs)} samples"
         height, width = inputs.shape[-2:]
-        weights, shares = mixing_weights(Draws(self._seed, samples[::2]), self._augment, height, width)
-        neighbour = torch.arange(len(samples), device=samples.device) ^ 1
+        weights, shares = mixing_weights(draws.every(2), self._augment, height, width)
+        neighbour = torch.arange(len(inputs), device=inputs.device) ^ 1
         weights = weights.to(inputs.dtype).repeat_interleave(2, 0).unsqueeze(1)
         shares = shares.to(inputs.dtype).repeat_interleave(2).unsqueeze(1)
         # lerp gives exactly one of its ends at weights 0 and 1: outside its box cutmix changes no bit.

@@ -12,6 +12,7 @@ except `beta` (float32 rounding).
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -28,14 +29,22 @@ _BITS24 = 2**24 - 1
 class Draws:
     """Random numbers for a batch of samples; shapes below are for sample numbers int64 [B]."""
 
-    def __init__(self, seed: int, samples: Tensor) -> None:
-        self._seed = seed
-        self._base = mix64_tensor(samples + _signed(_seed_key(seed)))
+    def __init__(self, seed: int, samples: Tensor, numbers: NDArray[np.int64] | None = None) -> None:
+        """`numbers` are the sample numbers on the host, which `on_host` needs: `samples` may be on another device."""
+        self._seed, self._samples, self._numbers = seed, samples, numbers
+
+    @functools.cached_property
+    def _base(self) -> Tensor:
+        return mix64_tensor(self._samples + _signed(_seed_key(self._seed)))
 
     def streams(self, count: int) -> Draws:
         """Return `count` independent sets of draws for each sample: all that they draw is [count, B]."""
         lanes = torch.arange(count, device=self._base.device).unsqueeze(1)
         return Draws(self._seed, self._base + lanes)
+
+    def every(self, count: int) -> Draws:
+        """Return the draws of the first of each `count` samples: of pairs that share one, for instance."""
+        return Draws(self._seed, self._samples[::count], None if self._numbers is None else self._numbers[::count])
 
     def bits(self, purpose: str) -> Tensor:
         """Return 64 random bits per sample: int64 [B]."""
@@ -48,6 +57,12 @@ class Draws:
     def integers(self, purpose: str, high: int | Tensor) -> Tensor:
         """Return int64 [B] in [0, high), for high of at least 1 (one number, or int64 [B]). Its bias is high / 2**63."""
         return (self.bits(purpose) & _MAX_INT64) % high
+
+    @property
+    def on_host(self) -> HostDraws:
+        """The same draws without waiting for the device."""
+        assert self._numbers is not None, "the sample numbers are on the device alone"
+        return HostDraws(self._seed, self._numbers)
 
     def beta(self, purpose: str, alpha: float) -> Tensor:
         """Return float32 [B] in [0, 1] from the distribution Beta(alpha, alpha), alpha > 0.

@@ -16,7 +16,7 @@ import torch
 from app.data import loader
 from app.data.augment import Preparation
 from app.data.decoded import reader_of
-from app.data.draws import HostDraws
+from app.data.draws import Draws, HostDraws
 from app.data.open import open_data
 from app.data.order import TrainBatches
 from app.data.source import Source
@@ -136,10 +136,8 @@ def _cpu_us(batches: list[np.ndarray], work: Callable[[np.ndarray], Any]) -> flo
 
 
 def _preparation(recipe: Recipe, source: Source) -> Callable[[Any], Any]:
-    preparation = Preparation(
-        recipe.data, recipe.augment, seed=recipe.seed, num_classes=len(source.classes), channels=source.channels
-    )
-    return preparation.train
+    preparation = Preparation(recipe.data, recipe.augment, num_classes=len(source.classes), channels=source.channels)
+    return lambda batch: preparation.train(batch, Draws(recipe.seed, batch["samples"]))
 
 
 def _with_workers(recipe: Recipe, source: Source, seconds: float) -> tuple[int, float]:

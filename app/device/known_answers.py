@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from app.own_layers import without_data
 from app.ranks import malloc, numerics
 
 _TF32_EPSILON = 2.0**-9
@@ -125,11 +126,12 @@ NARROW = (
 """What few models compute, and what torch 2.15 computes wrongly in bf16 on processors with instructions for it."""
 
 
-def narrow_convolutions(model: nn.Module, *, channels: int, image_size: tuple[int, int]) -> list[Operation]:
+def narrow_convolutions(model: nn.Module, forward: Callable[[Callable[..., Any]], Any]) -> list[Operation]:
     """Return the model's convolutions, of more than a pixel, on maps that are smaller than their stride; each kind once.
 
     Kernels made for larger maps have failed there: oneDNN 3.13 with bf16, where a padded map is narrower than the stride. The
-    sizes are found on torch's meta device, without arithmetic.
+    sizes are found on torch's meta device, without arithmetic: `forward` calls what it is given, in the model's place, with
+    inputs of that device.
     """
     found: dict[tuple[Any, ...], Operation] = {}
     names = {module: name for name, module in model.named_modules()}
@@ -150,13 +152,11 @@ def narrow_convolutions(model: nn.Module, *, channels: int, image_size: tuple[in
         )
 
     hooks = [module.register_forward_pre_hook(look) for module in names if isinstance(module, nn.Conv2d)]
-    tensors = {key: tensor.to("meta") for key, tensor in (*model.named_parameters(), *model.named_buffers())}
-    images = torch.empty(2, channels, *image_size, dtype=next(model.parameters()).dtype, device="meta")
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            torch.func.functional_call(model, tensors, (images,))
+            forward(without_data(model))
     finally:
         model.train(training)
         for hook in hooks:

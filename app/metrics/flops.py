@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from app.own_layers import without_data
 from app.ranks import numerics
 
 _BACKWARD = 2
@@ -68,23 +71,20 @@ _PEAKS = {
 }
 
 
-def of_training_sample(model: torch.nn.Module, *, channels: int, image_size: tuple[int, int]) -> float:
-    """Return the floating-point operations of a sample's forward and backward pass.
+def of_training(model: torch.nn.Module, forward: Callable[[Callable[..., Any]], Any]) -> float:
+    """Return the floating-point operations of a forward and backward pass.
 
     Counts what is in matrix products and convolutions, each product and each sum as one; recomputation does not count.
 
     Args:
         model: on any device, whole: not yet divided among processes.
-        channels: of an image.
-        image_size: height and width in pixels.
+        forward: calls what it is given, in the model's place, with inputs of torch's meta device.
     """
-    tensors = {key: tensor.to("meta") for key, tensor in (*model.named_parameters(), *model.named_buffers())}
-    images = torch.empty(2, channels, *image_size, dtype=next(model.parameters()).dtype, device="meta")
     # On tensors without data: no arithmetic, memory or random numbers are spent.
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        torch.func.functional_call(model, tensors, (images,))
-    forward: int = counter.get_total_flops()
-    return (1 + _BACKWARD) * forward / len(images)
+        forward(without_data(model))
+    done: int = counter.get_total_flops()
+    return float((1 + _BACKWARD) * done)
 
 
 def peak_per_s(device: torch.device, *, mixed_precision: str) -> float | None:

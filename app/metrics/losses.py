@@ -1,74 +1,92 @@
-"""The loss and the right answers of the steps that were applied, added up on the device: nothing waits for them."""
+"""The loss of the steps that were applied, and what else the task reports, added up on the device: nothing waits for them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
+
+from app.errors import TrainingError
+from app.task import Later, Loss
 
 
 class Losses:
-    """This process's part of the summed loss, and of the samples that were classified right, since they were last taken."""
+    """This process's part of the summed loss, and of the task's own sums, since they were last taken."""
 
-    # Adding up many steps at once costs what adding up one does, and few enough are kept that it needs no memory.
-    _STEPS = 64
-    _FEW_LOGITS = 16_384
+    _STEPS = 64  # Adding up many steps at once costs what adding up one does, and few enough are kept that it needs no memory.
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._passes: list[torch.Tensor] = []
-        self._answers: list[torch.Tensor] = []
-        self._labels: list[torch.Tensor] = []
-        self._count = 0
-        self._skipped: list[torch.Tensor | bool] = []
+    def __init__(self, device: torch.device, *, with_sums: bool = True) -> None:
+        """`with_sums`: whether the task's own sums are wanted."""
+        self._device, self._with_sums = device, with_sums
+        self.names: tuple[str, ...] | None = None
+        """Of the task's sums; known after the first pass."""
+        self._taken = torch.zeros(2, dtype=torch.float64, device=device)
+        self._passes: list[Loss] = []
+        self._skipped: list[Tensor | bool] = []
 
-    def add(self, loss: torch.Tensor, count: int) -> None:
-        """Take in the mean loss, a scalar, of one forward pass over `count` samples: as many in every pass."""
-        self._passes.append(loss.detach())
-        self._count = count
+    def add(self, loss: Loss) -> None:
+        """Take in the loss of one forward pass."""
+        sums = loss.sums if self._with_sums else {}
+        if self.names is None:
+            self.names = tuple(sums)
+            self._taken = torch.zeros(2 + 2 * len(sums), dtype=torch.float64, device=self._device)
+        elif self.names != tuple(sums):
+            raise TrainingError(
+                f"the task's loss reports {', '.join(sums) or 'nothing'}, and in its first pass it reported "
+                f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in the same order, in every pass"
+            )
+        self._passes.append(Loss(loss.mean.detach(), loss.count, sums))
 
-    def add_answers(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Take in what the same pass answered: logits [count, classes], and the right classes, int64 [count].
-
-        Many logits are not kept, only the largest of them; nor are those that a CUDA graph writes the next ones over.
-        """
-        answers = logits.detach()
-        self._answers.append(answers if answers.is_cpu and answers.numel() <= self._FEW_LOGITS else answers.argmax(1))
-        self._labels.append(labels)
-
-    def end_step(self, skipped: torch.Tensor | bool) -> None:
+    def end_step(self, skipped: Tensor | bool) -> None:
         """Finish a step; what was skipped (as `Step.skipped`) has no part in the sums. All steps have equally many passes."""
         self._skipped.append(skipped)
         if len(self._skipped) >= self._STEPS:
             self._add_up()
 
-    def take(self) -> torch.Tensor:
-        """Return the summed loss and the number of right answers, NaN without answers, float64 [2], and begin new ones."""
+    def take(self) -> Tensor:
+        """Return the summed loss and its count, and those of each of `names`, float64 [2 + 2 * names]; begin new ones."""
         if self._skipped:
             self._add_up()
-        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        taken, self._taken = self._taken, torch.zeros_like(self._taken)
         return taken
 
     def _add_up(self) -> None:
-        losses, right = torch.stack(self._passes), self._right()
-        spoilt = self._spoilt(len(losses))
-        if spoilt is not None:
-            losses, right = losses.masked_fill(spoilt, 0.0), right & ~spoilt.unsqueeze(1)
-        # Without answers the number of the right ones is not known.
-        num_right = right.sum().double() if self._answers else torch.full_like(self._sums[1], torch.nan)
-        self._sums = self._sums + torch.stack([self._count * losses.sum(dtype=torch.float64), num_right])
-        self._passes, self._answers, self._labels, self._skipped = [], [], [], []
+        spoilt = self._spoilt(len(self._passes))
+        sums = [_summed(*self._losses(), spoilt)]
+        for name in self.names or ():
+            sums.append(_summed(*self._of([loss.sums[name] for loss in self._passes]), spoilt))
+        self._taken = self._taken + torch.cat(sums)
+        self._passes, self._skipped = [], []
 
-    def _right(self) -> torch.Tensor:
-        """Which answers were right: bool [passes, count], or [1, 1] if there were none."""
-        if not self._answers:
-            return torch.zeros(1, 1, dtype=torch.bool, device=self._sums.device)
-        answers, labels = torch.stack(self._answers), torch.stack(self._labels)
-        return labels == (answers if answers.shape == labels.shape else answers.max(-1).indices)  # on CPU half of argmax's time
+    def _losses(self) -> tuple[Tensor, Tensor | float, float]:
+        """The losses of the passes, their counts, and by what to multiply."""
+        means, counts = torch.stack([loss.mean for loss in self._passes]), [loss.count for loss in self._passes]
+        if all(isinstance(count, int) and count == counts[0] for count in counts):
+            return means, 1.0, float(counts[0])  # a product once, after the sum: as it always was, to the last bit
+        each = torch.stack([torch.as_tensor(count, device=self._device) for count in counts]).double()
+        return torch.where(each > 0, means.double() * each, 0.0), each, 1.0
 
-    def _spoilt(self, num_passes: int) -> torch.Tensor | None:
+    def _of(self, passes: Sequence[Later]) -> tuple[Tensor, Tensor | float, float]:
+        stacked = (torch.stack(tensors) for tensors in zip(*(later.tensors for later in passes), strict=True))
+        found, counts = passes[0].of(*stacked)
+        return found, counts, 1.0
+
+    def _spoilt(self, num_passes: int) -> Tensor | None:
         """Which passes are of skipped steps, bool [passes]; None where it is known on the host that there are none."""
-        verdicts = [verdict for verdict in self._skipped if isinstance(verdict, torch.Tensor)]
+        verdicts = [verdict for verdict in self._skipped if isinstance(verdict, Tensor)]
         if not verdicts and not any(self._skipped):
             return None
         told = torch.stack(verdicts).bool() if verdicts else torch.tensor(self._skipped)
-        skipped = told.to(self._sums.device, non_blocking=True)
+        skipped = told.to(self._device, non_blocking=True)
         return skipped.repeat_interleave(num_passes // len(skipped))
+
+
+def _summed(values: Tensor, counts: Tensor | float, factor: float, spoilt: Tensor | None) -> Tensor:
+    """The sum of the values [P] and of the counts, that of each or [P], times the factor, float64 [2]; without the spoilt."""
+    if spoilt is not None:
+        values = values.masked_fill(spoilt, 0)
+        counts = torch.where(spoilt, 0.0, counts)
+    total = values.sum(dtype=torch.float64)
+    counted = counts.sum(dtype=torch.float64) if isinstance(counts, Tensor) else torch.full_like(total, counts * len(values))
+    return torch.stack([total, counted]) * factor

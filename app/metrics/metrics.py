@@ -1,4 +1,4 @@
-"""What a run measures of itself: loss and accuracy over whole global batches, the rate, where the time goes.
+"""What a run measures of itself: loss and the task's own sums over whole global batches, the rate, where the time goes.
 
 Nothing here makes the device wait between two logs: losses, digests and verdicts stay tensors until they are logged, and one
 collective each then covers all steps since the last log. Only the main process writes.
@@ -23,6 +23,7 @@ from app.optim.steps import Step
 from app.recipe.schema import LogRecipe
 from app.record import ledger, run_folder
 from app.record.claim import Claim
+from app.task import Loss
 from app.trackers.trackers import Trackers
 
 _RECORD_EVERY_S = 1.0
@@ -50,9 +51,10 @@ class Metrics:
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""
         self._accelerator, self._claim, self._global_batch_size = accelerator, claim, global_batch_size
-        self._counts_right, self._record_samples = log.train_scores, log.samples
+        self._record_samples = log.samples
         self._samples: list[int] = []
-        self._losses = Losses(accelerator.device)
+        self._losses = Losses(accelerator.device, with_sums=log.train_scores)
+        self._totals: list[float | torch.Tensor] = []
         self._fed = Fed()
         self._unseen: list[Step] = []
         self._seen_steps, self._ended_steps, self._grad_norm = first_step, first_step, math.nan
@@ -64,22 +66,21 @@ class Metrics:
         self._recorded_steps, self._recorded = first_step, NOTHING
         self._unrecorded_s = 0.0
 
-    def add(self, loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor) -> None:
-        """Take in one forward pass over B samples: its mean loss (scalar), what it gave and should have given, and its samples.
-
-        Logits are [B, K], targets those of `Preparation.train`, and samples their numbers, int64 [B].
-        """
-        self._losses.add(loss, samples.shape[0])
-        if self._counts_right and not targets.is_floating_point():
-            self._losses.add_answers(logits, targets)
+    def add(self, loss: Loss, samples: torch.Tensor) -> None:
+        """Take in one forward pass over B samples: its loss, and their numbers, int64 [B]."""
+        self._losses.add(loss)
         self._fed.add(samples)
         if self._record_samples:
             self._samples += self._accelerator.gather(samples).tolist()
 
-    def end_step(self, step: int, taken: Step) -> None:
-        """Finish step `step` (1 is the first), of which a skipped one has no part in the loss; write its samples if wanted."""
+    def end_step(self, step: int, taken: Step, total: float | torch.Tensor) -> None:
+        """Finish step `step` (1 is the first), of which a skipped one has no part in the loss; write its samples if wanted.
+
+        `total` is what the `Loss.count` of all its passes on all ranks were to add up to; a tensor is a scalar.
+        """
         self._fed.end_step()
         self._unseen.append(taken)
+        self._totals.append(total)
         self._ended_steps = step
         self._losses.end_step(taken.skipped)
         if self._record_samples:
@@ -97,9 +98,9 @@ class Metrics:
         spent = self.clock.spent()
         since = spent - self._logged
         samples = steps * self._global_batch_size
-        (loss_sum, right), readings = self._gauges.read(self._losses.take(), since, samples=samples)
-        counted = max(applied, 1) * self._global_batch_size
-        loss = loss_sum / counted
+        (loss_sum, counted, *sums), readings = self._gauges.read(self._losses.take(), since, samples=samples)
+        self._check_counts(counted)
+        loss = loss_sum / max(counted, 1)
         self._unrecorded_s += samples / readings["samples_per_s"]  # the mean of the ranks, so that they agree
         if self._unrecorded_s >= _RECORD_EVERY_S or not math.isfinite(loss):
             self._record_steps()
@@ -113,7 +114,7 @@ class Metrics:
             "samples_seen": step * self._global_batch_size,
             "epoch": epoch,
             "loss": loss if applied else None,
-            "accuracy": right / counted if applied and math.isfinite(right) else None,
+            **self._reported(sums),
             "learning_rate": learning_rate,
             "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
             "skipped_steps": self._skipped_to_log,
@@ -127,6 +128,22 @@ class Metrics:
         self._logged_steps, self._logged = step, spent
         self._write(run_folder.METRICS, line, shown=line)
         return line
+
+    def _check_counts(self, counted: float) -> None:
+        """Raise TrainingError, on all ranks, if the loss was not a mean over as much as the gradient took it for."""
+        skipped = {step - self._logged_steps - 1 for step in self._skipped_to_log}
+        expected = sum(float(total) for place, total in enumerate(self._totals) if place not in skipped)
+        self._totals = []
+        if counted != expected:
+            raise TrainingError(
+                f"the losses since step {self._logged_steps} are means over {counted:,.0f} in all, and the gradients were "
+                f"weighed as if over {expected:,.0f}: the task's Loss.count must be what its samples count"
+            )
+
+    def _reported(self, sums: Sequence[float]) -> dict[str, float | None]:
+        """The means of the task's own sums by name, of sums and counts in turns; None where nothing was counted."""
+        pairs = zip(self._losses.names or (), sums[::2], sums[1::2], strict=True)
+        return {name: total / count if count else None for name, total, count in pairs}
 
     def flush(self) -> None:
         """Write every step that has ended into the ledger. All ranks call it.

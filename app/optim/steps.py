@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -57,16 +57,20 @@ class Steps:
         clip_norm: float | None,
         spikes: SpikeGuard | None = None,
         before_backward: Callable[[], None] | None = None,
+        lap: Callable[[Literal["forward_backward", "optimizer", "other"]], None] = lambda _: None,
         looks: bool | None = None,
     ) -> None:
         """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have.
 
-        `spikes` tells which norm is a spike; None: none is. `before_backward` is called where a backward pass begins.
+        `spikes` tells which norm is a spike; None: none is. `before_backward` is called where a backward pass begins, `lap`
+        where a phase of a step ends.
         `looks` says whether the host waits for the norm of a gradient before its step. None: on a CPU, where that costs less
         than the fused kernels' reading of a tensor, and wherever they cannot be left the verdict.
         """
-        self._accelerator, self._model, self._optimizer, self._clip_norm = accelerator, model, optimizer, clip_norm
-        self._before_backward, self._spikes = before_backward, spikes or SpikeGuard(None)
+        self._accelerator, self._model, self._clip_norm = accelerator, model, clip_norm
+        self.optimizer = optimizer
+        """As it was given."""
+        self._before_backward, self._spikes, self._lap = before_backward, spikes or SpikeGuard(None), lap
         self._last_norm: torch.Tensor | float = math.nan
         wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)  # there is none but under DeepSpeed
         self._engine: Any = wrapped and wrapped.engine
@@ -75,6 +79,7 @@ class Steps:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         self._pass_gradient: torch.Tensor | None = None
+        self._pass_weight: float | None = None
         self._own: Any = optimizer.optimizer
         """DeepSpeed's optimizer, or torch's."""
         if self._engine is not None:
@@ -92,34 +97,49 @@ class Steps:
         """Return the block of one forward and backward pass: in all but a step's last, ranks keep their gradients."""
         return nullcontext() if self._accumulation == 1 else self._accelerator.accumulate(self._model)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of a micro-batch's mean loss, a scalar, to that of the step, which is the mean over its passes."""
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
+        """Add a pass's mean loss, a scalar, to the gradient of the step, with this weight: a number, or a scalar on the device.
+
+        The gradient of a step is the mean of what the ranks add, so the weight of a pass is its share of the global batch times
+        the number of ranks. DeepSpeed's engine divides by the number of passes, which is undone here and nowhere else.
+        """
         if self._before_backward is not None:
             self._before_backward()
         if self._engine is not None:
             self._engine.set_gradient_accumulation_boundary(is_boundary=self._accelerator.sync_gradients)
-            self._engine.backward(loss)
-            return
-        if self._pass_gradient is None:  # that of the step's loss for this one, kept: torch would make another each time
-            self._pass_gradient = torch.full_like(loss.detach(), 1 / self._accumulation)
-        scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.backward(self._pass_gradient)
+            is_divided = isinstance(weight, float) and weight == 1 / self._accumulation
+            self._engine.backward(loss if is_divided else loss * (weight * self._accumulation))
+        else:
+            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            scaled.backward(self._gradient_of_pass(loss, weight))
+        self._lap("forward_backward")
 
-    def take(self) -> Step:
+    def _gradient_of_pass(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+        """That of the step's loss for this one. A number's is kept: torch would make another each time."""
+        if isinstance(weight, torch.Tensor):
+            return weight.to(loss.dtype)
+        if self._pass_gradient is None or weight != self._pass_weight:
+            self._pass_gradient, self._pass_weight = torch.full_like(loss.detach(), weight), weight
+        return self._pass_gradient
+
+    def take(self, learning_rate: float) -> Step:
         """Clip the gradient, take the step if it may be, and forget it. Called by all ranks after the last backward pass.
 
         It may be if the gradient is finite and no spike.
         """
+        self._lap("other")
+        from_recipe.set_learning_rate(self.optimizer, learning_rate)
         if self._engine is not None:
             self._engine.step()  # clips, leaves out what is not finite, and forgets the gradient
             norm = float(self._engine.get_global_grad_norm())
-            step = Step(norm, not norm < self._spikes.limit or bool(self._optimizer.step_was_skipped))
+            step = Step(norm, not norm < self._spikes.limit or bool(self.optimizer.step_was_skipped))
         else:
             step = self._take_unless_spoilt()
             for parameter in self._parameters:
                 parameter.grad = None
         self._last_norm = step.grad_norm
         self._spikes.see(step.grad_norm, skipped=step.skipped)
+        self._lap("optimizer")
         return step
 
     @property

@@ -41,6 +41,20 @@ def check_window(recipe: ProfileRecipe, *, total_steps: int) -> None:
         )
 
 
+class NoProfile:
+    """What a run calls that is not profiled; `lap` ends a lap of the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.lap = clock.lap
+        self.name_backward: Callable[[], None] = lambda: None
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class Profile:
     """The profile of one start of a run."""
 
@@ -57,6 +71,7 @@ class Profile:
         self._runtime, self._claim, self._clock, self._say = runtime, claim, clock, say
         self._first, self._last = window
         self._recording: _Recording | None = None
+        self._ended: Phase = "other"
         self._is_over = False
 
     def lap(self, phase: Phase) -> None:
@@ -64,11 +79,12 @@ class Profile:
         self._clock.lap(phase)
         if self._recording is not None:
             self._recording.name(self._next(phase))
+        self._ended = phase
 
     def _next(self, ended: Phase) -> str:
-        if ended == "forward_backward":
-            return OPTIMIZER if self._runtime.accelerator.sync_gradients else LOG
-        return {"other": DATA_WAIT, "data_wait": FORWARD, "optimizer": LOG}[ended]
+        if ended == "other" and self._ended == "forward_backward" and self._runtime.accelerator.sync_gradients:
+            return OPTIMIZER
+        return {"other": DATA_WAIT, "data_wait": FORWARD, "forward_backward": LOG, "optimizer": LOG}[ended]
 
     def name_backward(self) -> None:
         """Name the backward pass that begins here, which no lap divides from the forward pass."""

@@ -9,13 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import DeepSpeedPlugin
-from torch import nn
 
 from app.errors import PresetError
 from app.recipe.batching import BatchPlan
-
-_BY_HIDDEN_SIZE = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-"""What is derived of the hidden size in a model's `config` where it is "auto" (accelerate 1.15, `_prepare_deepspeed`)."""
 
 
 def complete(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
@@ -40,16 +36,6 @@ def complete(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
             'it is derived from train.global_batch_size. Write "auto" there.'
         )
     return plugin
-
-
-def fit(plugin: DeepSpeedPlugin, model: nn.Module) -> None:
-    """Leave to DeepSpeed what is "auto" by the hidden size, where `model` tells none: Accelerate would raise an error."""
-    config = getattr(model, "config", None)
-    if not hasattr(config, "hidden_size") and not hasattr(config, "hidden_sizes"):
-        zero = plugin.deepspeed_config["zero_optimization"]
-        for key in _BY_HIDDEN_SIZE:
-            if zero.get(key) == "auto":
-                del zero[key]
 
 
 def _refuse_what_the_recipe_decides(config: Mapping[str, Any]) -> None:

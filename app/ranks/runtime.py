@@ -33,7 +33,7 @@ from torch.distributed import DistNetworkError
 
 from app.errors import PresetError, TopologyError
 from app.place.launched import NO_FP16_ON_CPU, Launched
-from app.ranks import compiled_ops, compiling, deepspeed_settings, devices, malloc, numerics, units
+from app.ranks import compiled_ops, compiling, deepspeed_settings, devices, malloc, numerics
 from app.ranks.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
 from app.recipe.batching import BatchPlan
 
@@ -142,15 +142,7 @@ class Runtime:
         self.alive()
 
     def prepare(self, *objects: Any) -> Any:
-        """Return the objects as `Accelerator.prepare` makes them: one alone, or a tuple.
-
-        Raises PresetError as `units.choose` does.
-        """
-        for model in (it for it in objects if isinstance(it, torch.nn.Module)):
-            if self.launched.strategy == "fsdp2":
-                units.choose(self.accelerator.state.fsdp_plugin, model)
-            elif self.launched.strategy == "deepspeed":
-                deepspeed_settings.fit(self.accelerator.state.deepspeed_plugin, model)
+        """Return the objects as `Accelerator.prepare` makes them: one alone, or a tuple."""
         with warnings.catch_warnings():
             # torch 2.15 has a new name for this option of DDP, which Accelerate 1.15 cannot pass on yet.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
@@ -260,11 +252,9 @@ def _build_accelerator(
     if launched.strategy == "deepspeed":
         settings["deepspeed_plugin"] = deepspeed_settings.complete(plan, clip_norm)
         compiled_ops.load()
-    accelerator = _accelerator_on_cpu(launched, settings, joining) if on_cpu else Accelerator(**settings)
-    if launched.strategy == "deepspeed":
-        # While this is there transformers builds models under ZeRO-3 in shards, with other random numbers (its `_from_config`).
-        accelerator.state.deepspeed_plugin.dschf = None
-    return accelerator
+    if on_cpu:
+        return _accelerator_on_cpu(launched, settings, joining)
+    return Accelerator(**settings)
 
 
 # ---- Only for machines without an accelerator ------------------------------------------------------------------------

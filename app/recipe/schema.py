@@ -64,9 +64,12 @@ class TrainRecipe:
     deterministic: bool = False
     """Use only kernels that give the same bits each time on the same devices: slower; operations that have none are refused."""
 
-    def takes_channels_last(self, *, tensor_cores: bool, is_convnet: bool) -> bool:
-        """Return whether images are kept in channels-last order; `tensor_cores`: whether these compute the products."""
-        return is_convnet or tensor_cores if self.channels_last is None else self.channels_last
+    def takes_channels_last(self, *, tensor_cores: bool, preferred: bool) -> bool:
+        """Return whether images are kept in channels-last order.
+
+        `tensor_cores`: whether these compute the products; `preferred`: whether the task's network is faster so anywhere.
+        """
+        return preferred or tensor_cores if self.channels_last is None else self.channels_last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,11 +150,12 @@ def _arithmetic(options: argparse.Namespace) -> tuple[float, float | None]:
     """Return the floating-point operations of an image, and those a second that the device can do, if that is known."""
     import torch
 
-    from app import models
     from app.metrics import flops
+    from app.tasks.image_classification import models
     from app.tasks.image_classification.sections import ModelRecipe
 
     size = (options.image_size, options.image_size)
     model = models.build(ModelRecipe(name=options.model), channels=3, image_size=size, num_classes=_CLASSES)
     device = torch.device("cpu" if options.dry_run else "cuda")
-    return flops.of_training_sample(model, channels=3, image_size=size), flops.peak_per_s(device, mixed_precision="bf16")
+    image = torch.empty(1, 3, *size, device="meta")
+    return flops.of_training(model, lambda called: called(image)), flops.peak_per_s(device, mixed_precision="bf16")

@@ -32,8 +32,12 @@ MIXES = {
 }
 
 
-def prepare(augment, channels=3, seed=5, **data):
-    return Preparation(DataRecipe(**data), augment, seed=seed, num_classes=10, channels=channels)
+def prepare(augment, channels=3, **data):
+    return Preparation(DataRecipe(**data), augment, num_classes=10, channels=channels)
+
+
+def trained(preparation, batch, memory=None, seed=5):
+    return preparation.train(batch, Draws(seed, batch["samples"], batch.get("numbers")), memory)
 
 
 def smooth_images(count, channels=3, height=32, width=32):
@@ -78,7 +82,7 @@ def test_images_are_normalised_as_torchvision_does(channels, mean, std):
     kept = batch["images"].clone()
     preparation = prepare(AugmentRecipe(), channels, mean=mean, std=std)
     expected = TF.normalize(batch["images"] / 255, list(mean), list(std))
-    inputs, targets = preparation.train(batch)
+    inputs, targets = trained(preparation, batch)
     torch.testing.assert_close(inputs, expected, rtol=0, atol=2e-6)
     assert torch.equal(inputs, preparation.evaluate(batch))
     assert torch.equal(targets, batch["labels"])
@@ -90,11 +94,9 @@ def test_images_are_normalised_as_torchvision_does(channels, mean, std):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_inputs_have_the_models_type_and_memory_order(augment, dtype, channels_last):
     batch = batch_of(8)
-    preparation = Preparation(
-        DataRecipe(), augment, seed=5, num_classes=10, channels=3, dtype=dtype, channels_last=channels_last
-    )
-    inputs, targets = preparation.train(batch)
-    expected_inputs, expected_targets = prepare(augment).train(batch)
+    preparation = Preparation(DataRecipe(), augment, num_classes=10, channels=3, dtype=dtype, channels_last=channels_last)
+    inputs, targets = trained(preparation, batch)
+    expected_inputs, expected_targets = trained(prepare(augment), batch)
     assert inputs.dtype == preparation.evaluate(batch).dtype == dtype
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     assert inputs.is_contiguous(memory_format=memory_format)
@@ -109,8 +111,8 @@ def test_inputs_have_the_models_type_and_memory_order(augment, dtype, channels_l
 @pytest.mark.parametrize("channels", [1, 3])
 def test_inputs_are_the_same_in_memory_of_earlier_ones(augment, dtype, channels_last, channels):
     def train(batch, memory):
-        arguments = {"seed": 5, "num_classes": 10, "channels": channels, "dtype": dtype, "channels_last": channels_last}
-        return Preparation(DataRecipe(), augment, **arguments).train(batch, memory)
+        arguments = {"num_classes": 10, "channels": channels, "dtype": dtype, "channels_last": channels_last}
+        return trained(Preparation(DataRecipe(), augment, **arguments), batch, memory)
 
     batch = batch_of(6, channels)
     expected, _ = train(batch, None)
@@ -123,8 +125,8 @@ def test_inputs_are_the_same_in_memory_of_earlier_ones(augment, dtype, channels_
 
 def test_memory_of_earlier_inputs_is_used_again():
     preparation = prepare(AugmentRecipe(crop_padding=4))
-    earlier, _ = preparation.train(batch_of(6), None)
-    assert preparation.train(batch_of(6), earlier)[0].data_ptr() == earlier.data_ptr()
+    earlier, _ = trained(preparation, batch_of(6), None)
+    assert trained(preparation, batch_of(6), earlier)[0].data_ptr() == earlier.data_ptr()
 
 
 @pytest.mark.parametrize(("key", "channels", "values"), [("mean", 1, (0.1, 0.2, 0.3)), ("std", 3, (0.1, 0.2))])
@@ -133,7 +135,6 @@ def test_a_wrong_number_of_means_is_refused(key, channels, values):
         Preparation(
             DataRecipe(**{"mean": (0.5,), "std": (0.5,), key: values}),
             AugmentRecipe(),
-            seed=0,
             num_classes=10,
             channels=channels,
         )
@@ -146,13 +147,13 @@ def test_a_wrong_number_of_means_is_refused(key, channels, values):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_sample_becomes_the_same_in_any_batch(augment, channels):
     batch, preparation = batch_of(16, channels, height=28, width=36), prepare(augment, channels)
-    inputs, targets = preparation.train(batch)
+    inputs, targets = trained(preparation, batch)
     assert inputs.shape == batch["images"].shape
     for place in range(16):
-        alone, _ = preparation.train(part(batch, [place]))
+        alone, _ = trained(preparation, part(batch, [place]))
         assert torch.equal(alone[0], inputs[place])
     shuffle = torch.randperm(16, generator=torch.Generator().manual_seed(2))
-    shuffled_inputs, shuffled_targets = preparation.train(part(batch, shuffle))
+    shuffled_inputs, shuffled_targets = trained(preparation, part(batch, shuffle))
     assert torch.equal(shuffled_inputs, inputs[shuffle])
     assert torch.equal(shuffled_targets, targets[shuffle])
 
@@ -160,9 +161,9 @@ def test_a_sample_becomes_the_same_in_any_batch(augment, channels):
 @pytest.mark.parametrize("augment", MIXES.values(), ids=MIXES.keys())
 def test_a_pair_becomes_the_same_in_any_batch(augment):
     batch, preparation = batch_of(16), prepare(augment)
-    inputs, targets = preparation.train(batch)
+    inputs, targets = trained(preparation, batch)
     for places in ([0, 1], [6, 7, 2, 3], [*range(8, 16), *range(8)]):
-        part_inputs, part_targets = preparation.train(part(batch, places))
+        part_inputs, part_targets = trained(preparation, part(batch, places))
         assert torch.equal(part_inputs, inputs[places])
         assert torch.equal(part_targets, targets[places])
 
@@ -171,8 +172,8 @@ def test_a_pair_becomes_the_same_in_any_batch(augment):
 def test_another_epoch_or_seed_changes_the_pictures(augment):
     batch = batch_of(16)
     next_epoch = batch | {"samples": batch["samples"] + 60_000}
-    inputs, _ = prepare(augment).train(batch)
-    for others, _ in (prepare(augment).train(next_epoch), prepare(augment, seed=6).train(batch)):
+    inputs, _ = trained(prepare(augment), batch)
+    for others, _ in (trained(prepare(augment), next_epoch), trained(prepare(augment), batch, seed=6)):
         assert not torch.equal(others, inputs)
 
 
@@ -180,8 +181,8 @@ def test_another_epoch_or_seed_changes_the_pictures(augment):
 @pytest.mark.parametrize("augment", [*CHANGES.values(), *MIXES.values()])
 def test_a_gpu_makes_the_same_pictures(augment):
     batch = batch_of(64)
-    expected_inputs, expected_targets = prepare(augment).train(batch)
-    inputs, targets = prepare(augment).train(on("cuda", numbered(batch)))
+    expected_inputs, expected_targets = trained(prepare(augment), batch)
+    inputs, targets = trained(prepare(augment), on("cuda", numbered(batch)))
     torch.testing.assert_close(targets.cpu(), expected_targets)
     # A rotation may take the other of two pixels, and a blend the next grey level, where rounding decides.
     off = (inputs.cpu() - expected_inputs).abs() > 1e-5
@@ -219,13 +220,13 @@ def test_each_way_to_wait_is_found(waiting):
 @pytest.mark.parametrize("augment", [*CHANGES.values(), *MIXES.values()])
 @pytest.mark.parametrize(("channels", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
 def test_nothing_waits_for_the_device(augment, channels, dtype):
-    preparation = Preparation(DataRecipe(), augment, seed=5, num_classes=10, channels=channels, dtype=dtype, channels_last=True)
+    preparation = Preparation(DataRecipe(), augment, num_classes=10, channels=channels, dtype=dtype, channels_last=True)
     batch = numbered(batch_of(64, channels))
     with waits.without_any(but_copies=True) as device:
         batch = on(device, batch)
-        inputs, _ = preparation.train(batch)  # the first takes two constants to the device
+        inputs, _ = trained(preparation, batch)  # the first takes two constants to the device
     with waits.without_any():
-        inputs, targets = preparation.train(batch, inputs)
+        inputs, targets = trained(preparation, batch, inputs)
         preparation.evaluate(batch)
     assert {inputs.device.type, targets.device.type} == {"cuda"}
     assert inputs.shape == batch["images"].shape
@@ -235,11 +236,11 @@ def test_nothing_waits_for_the_device(augment, channels, dtype):
 @pytest.mark.parametrize("augment", [*CHANGES.values(), *MIXES.values()])
 def test_nothing_waits_for_a_gpu(augment):
     preparation, batch = prepare(augment), on("cuda", numbered(batch_of(64)))
-    inputs, _ = preparation.train(batch)
+    inputs, _ = trained(preparation, batch)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        preparation.train(batch, inputs)
+        trained(preparation, batch, inputs)
         preparation.evaluate(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -253,7 +254,7 @@ def test_nothing_waits_for_a_gpu(augment):
 def test_crop_and_flip_are_torchvisions(channels, height, width):
     batch = batch_of(64, channels, height, width)
     preparation = prepare(AugmentRecipe(crop_padding=4, flip=0.5), channels, mean=(0.0,), std=(1.0,))
-    pictures = (preparation.train(batch)[0] * 255).round().to(torch.uint8)
+    pictures = (trained(preparation, batch)[0] * 255).round().to(torch.uint8)
     draws = Draws(5, batch["samples"])
     tops, lefts = draws.integers("crop.top", 9).tolist(), draws.integers("crop.left", 9).tolist()
     flips = (draws.uniform("flip") < 0.5).tolist()
@@ -268,7 +269,7 @@ def test_the_flip_has_its_probability():
     images = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256).expand(4000, -1, -1, -1)
     batch = {"images": images, "labels": torch.zeros(4000, dtype=torch.int64), "samples": torch.arange(4000)}
     for probability in (0.2, 1.0):
-        inputs, _ = prepare(AugmentRecipe(flip=probability), 1).train(batch)
+        inputs, _ = trained(prepare(AugmentRecipe(flip=probability), 1), batch)
         flipped = (inputs[:, 0, 0, 0] > inputs[:, 0, 0, -1]).double().mean()
         assert abs(flipped - probability) <= 4 * math.sqrt(probability * (1 - probability) / 4000)
 
@@ -380,7 +381,7 @@ def test_a_box_fits_into_any_image(height, width, first_sample):
 
 def test_erasing_sets_to_zero_and_leaves_the_rest():
     batch = batch_of(2000, 1, 8, 8)
-    inputs, _ = prepare(AugmentRecipe(erase=0.25), 1).train(batch)
+    inputs, _ = trained(prepare(AugmentRecipe(erase=0.25), 1), batch)
     mask = erased_mask(Draws(5, batch["samples"]), 0.25, 8, 8)
     assert abs(mask.flatten(1).any(1).double().mean() - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 2000)
     assert torch.equal(inputs, prepare(AugmentRecipe(), 1).evaluate(batch) * ~mask)
@@ -392,7 +393,7 @@ def test_erasing_sets_to_zero_and_leaves_the_rest():
 @pytest.mark.parametrize("augment", MIXES.values(), ids=MIXES.keys())
 def test_targets_are_shares_of_both_labels(augment):
     batch = batch_of(64)
-    _, targets = prepare(augment).train(batch)
+    _, targets = trained(prepare(augment), batch)
     labels, neighbours = batch["labels"], batch["labels"].view(-1, 2).flip(1).flatten()
     assert targets.dtype == torch.float32
     torch.testing.assert_close(targets.sum(1), torch.ones(64))
@@ -406,7 +407,7 @@ def test_targets_are_shares_of_both_labels(augment):
 def test_mixup_is_the_weighted_mean_of_a_pair():
     batch = batch_of(64)
     plain = prepare(AugmentRecipe()).evaluate(batch)
-    inputs, _ = prepare(AugmentRecipe(mixup=0.7)).train(batch)
+    inputs, _ = trained(prepare(AugmentRecipe(mixup=0.7)), batch)
     shares = Draws(5, batch["samples"][::2]).beta("mixup", 0.7).view(-1, 1, 1, 1)
     torch.testing.assert_close(inputs[::2], shares * plain[::2] + (1 - shares) * plain[1::2])
     torch.testing.assert_close(inputs[1::2], shares * plain[1::2] + (1 - shares) * plain[::2])
@@ -416,7 +417,7 @@ def test_cutmix_takes_a_box_from_the_neighbour():
     batch = batch_of(64)
     batch["labels"] = torch.arange(64) % 2
     plain = prepare(AugmentRecipe()).evaluate(batch)
-    inputs, targets = prepare(AugmentRecipe(cutmix=1.0)).train(batch)
+    inputs, targets = trained(prepare(AugmentRecipe(cutmix=1.0)), batch)
     neighbours = plain.view(32, 2, 3, 32, 32).flip(1).view_as(plain)
     taken = (inputs != plain).any(1)
     assert torch.equal(inputs, torch.where(taken[:, None], neighbours, plain))
@@ -452,4 +453,4 @@ def test_with_both_each_pair_gets_one_of_the_two():
 
 def test_an_odd_micro_batch_cannot_be_mixed():
     with pytest.raises(AssertionError, match="3 samples"):
-        prepare(AugmentRecipe(mixup=0.2)).train(batch_of(3))
+        trained(prepare(AugmentRecipe(mixup=0.2)), batch_of(3))

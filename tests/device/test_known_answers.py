@@ -134,7 +134,7 @@ def test_on_a_kind_of_device_that_was_never_tried_only_a_rank_that_is_off_alone_
 @pytest.mark.parametrize(("size", "layers"), [(8, ["layer3.0.conv1", "layer4.0.conv1"]), (16, ["layer4.0.conv1"]), (32, [])])
 def test_convolutions_on_maps_smaller_than_their_stride_are_found(size: int, layers: list[str]) -> None:
     model = torchvision.models.resnet18(num_classes=10)
-    found = narrow_convolutions(model, channels=3, image_size=(size, size))
+    found = narrow_convolutions(model, lambda called: called(torch.empty(2, 3, size, size, device="meta")))
     assert [each.where for each in found] == layers
     assert all(each.name.endswith("with stride 2x2 on maps of 1x1") for each in found)
     assert model.training
@@ -143,7 +143,7 @@ def test_convolutions_on_maps_smaller_than_their_stride_are_found(size: int, lay
 
 def test_a_model_that_meets_a_broken_convolution_is_named_with_its_layer() -> None:
     model = torchvision.models.resnet18(num_classes=10)
-    narrow = narrow_convolutions(model, channels=1 + 2, image_size=(16, 16))
+    narrow = narrow_convolutions(model, lambda called: called(torch.empty(2, 3, 16, 16, device="meta")))
     with Broken("high", "convolution_backward"):
         faults = arithmetic.judge([as_rank(0, computed(torch.float32, narrow))])
     text = arithmetic.sentence(faults)

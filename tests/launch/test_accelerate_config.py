@@ -60,8 +60,7 @@ def dry_run(path: str, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "processes"),
-    [("cpu", 1), ("one_gpu", 1), ("multi_gpu", 4), ("zero1", 4), ("zero3", 4), ("fsdp2", 4), ("compiled", 4)],
+    ("name", "processes"), [("cpu", 1), ("one_gpu", 1), ("multi_gpu", 4), ("zero1", 4), ("zero3", 4), ("compiled", 4)]
 )
 def test_what_says_nothing_of_the_machine_is_used_as_it_is(
     name: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -81,6 +80,7 @@ def test_what_says_nothing_of_the_machine_is_used_as_it_is(
         ("first_of_two_nodes", ["main_process_ip is '10.0.0.1': ", "main_process_port is 29500: "]),
         ("accumulating", ["gradient_accumulation_steps is 4: "]),
         ("fsdp1", ["fsdp_version is 1: it must be 2"]),
+        ("fsdp2", ["fsdp_transformer_layer_cls_to_wrap names no layer"]),
         ("multi_cpu", ["distributed_type is MULTI_CPU: ", "use_cpu is true: "]),
     ],
 )

@@ -10,30 +10,32 @@ from app.metrics.fed import Fed
 from app.metrics.losses import Losses
 from app.metrics.metrics import _on_host
 from app.optim.spikes import SpikeGuard
+from app.task import Later, Loss
+from app.tasks.image_classification.task import _right
 
 STEPS = 3 * 64
 """In which everything is added up that is kept for a while."""
 
 
 @pytest.mark.parametrize("verdict", ["on the device", "skipped", "taken"])
-@pytest.mark.parametrize("counts_right", [True, False])
-def test_nothing_waits_for_a_gpu_while_it_is_kept(verdict: str, counts_right: bool) -> None:
+@pytest.mark.parametrize("with_sums", [True, False])
+@pytest.mark.parametrize("counted", [True, False])
+def test_nothing_waits_for_a_gpu_while_it_is_kept(verdict: str, with_sums: bool, counted: bool) -> None:
     with waits.without_any() as device:
-        losses, fed, spikes = Losses(device), Fed(), SpikeGuard(100.0)
+        losses, fed, spikes = Losses(device, with_sums=with_sums), Fed(), SpikeGuard(100.0)
         number, logits = torch.zeros((), device=device), torch.zeros(8, 10, device=device)
         labels = logits[:, 0].long()
         for _ in range(STEPS):
             for _ in range(2):
-                losses.add(number, 8)
+                losses.add(Loss(number, number if counted else 8, {"accuracy": Later(_right, (logits.argmax(1), labels))}))
                 fed.add(labels)
-                if counts_right:
-                    losses.add_answers(logits, labels)
             fed.end_step()
             losses.end_step(number if verdict == "on the device" else verdict == "skipped")
             if verdict == "on the device":
                 spikes.see(number, skipped=number)
         sums, digests = losses.take(), fed.take()
-    assert (sums.device, sums.shape) == (digests.device, (2,)) == (device, (2,))
+    assert (sums.device, sums.shape) == (device, (4 if with_sums else 2,))
+    assert digests.device == device
     assert digests.shape == (STEPS,)
 
 

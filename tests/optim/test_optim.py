@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from app import models
 from app.optim import from_recipe
 from app.recipe.schema import OptimRecipe
+from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
 

@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from processes import SCRIPTS, read, read_lines, run
 
-from app import building
 from app.checkpoints import step_folders
+from app.feed import samples_of
 from app.optim import from_recipe
 from app.optim.spikes import SpikeGuard, leave_out
 from app.optim.steps import Steps
@@ -107,7 +107,7 @@ def test_nothing_of_a_spike_is_stepped_on(looks: bool) -> None:
     for step in range(1, 81):
         before = [layer.weight.clone(), *(state["step"].clone() for state in optimizer.state.values())]
         (model(torch.randn(5, 4)).square().mean() * (1e12 if step == 70 else 1.0)).backward()
-        taken = steps.take()
+        taken = steps.take(0.01)
         assert bool(taken.skipped) == (step == 70)
         if step == 70:
             assert torch.equal(layer.weight, before[0])
@@ -128,8 +128,8 @@ def test_nothing_of_a_spike_is_stepped_on_under_a_gradient_scaler(name: str, loo
     steps = Steps(accelerator, model, optimizer, clip_norm=None, spikes=SpikeGuard(FACTOR), looks=looks)
     for step in range(1, 81):
         before = layer.weight.clone()
-        steps.backward(model(torch.randn(5, 4)).square().mean() * {70: 1e12, 75: math.inf}.get(step, 1.0))
-        assert bool(steps.take().skipped) == torch.equal(layer.weight, before) == (step in (70, 75))
+        steps.backward(model(torch.randn(5, 4)).square().mean() * {70: 1e12, 75: math.inf}.get(step, 1.0), 1.0)
+        assert bool(steps.take(0.01).skipped) == torch.equal(layer.weight, before) == (step in (70, 75))
     assert accelerator.scaler.get_scale() == 4.0, "a spike is no overflow"
 
 
@@ -161,7 +161,7 @@ def test_a_step_that_others_take_changes_nothing_and_has_its_gradients_back(name
 def environment() -> dict[str, str]:
     """The picture of the run that is poisoned: one of the step SPIKE."""
     recipe = recipe_file.load("digits", RECIPE[2:]).recipe
-    index = building.samples_of(recipe, 1438, SPIKE - 1)[40]
+    index = int(samples_of(recipe, 1438, SPIKE - 1)[40])
     epoch = (SPIKE - 1) // (1438 // recipe.train.global_batch_size)
     return {"POISONED_SAMPLE": str(epoch * 1438 + index)}
 

@@ -82,13 +82,12 @@ def test_steps_are_torchs_own(kind: str, accumulation: int) -> None:
     model, optimizer = accelerator.prepare(ours, from_recipe.build(recipe, ours))
     steps, plain = Steps(accelerator, model, optimizer, clip_norm=None), from_recipe.build(recipe, theirs)
     for rate in (0.1, 0.05, 0.2):
-        from_recipe.set_learning_rate(optimizer, rate)
         from_recipe.set_learning_rate(plain, rate)
         for inputs in torch.randn(accumulation, 5, 4):
             with steps.micro_batch():
-                steps.backward(model(inputs).square().mean())
+                steps.backward(model(inputs).square().mean(), 1 / accumulation)
             (theirs(inputs).square().mean() / accumulation).backward()
-        assert steps.take().skipped is False
+        assert steps.take(rate).skipped is False
         plain.step()
         plain.zero_grad()
         assert ours.weight.grad is None
@@ -119,8 +118,8 @@ def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
         inputs = torch.randn(5, 4)
         taken: list[Step] = []
         for model, _, steps, average in takers[: 3 if math.isfinite(factor) else 2]:
-            steps.backward(model(inputs).square().sum() * factor)
-            taken.append(steps.take())
+            steps.backward(model(inputs).square().sum() * factor, 1.0)
+            taken.append(steps.take(0.1))
             average.update(taken[-1].skipped)
         assert {bool(step.skipped) for step in taken} == {not math.isfinite(factor)}
         assert isinstance(taken[1].skipped, torch.Tensor)
@@ -162,10 +161,10 @@ def test_a_gradient_scaler_skips_what_it_skips_in_plain_torch(kind: str, looks: 
     for step in range(14):
         for inputs in torch.randn(accumulation, 16, 8):
             with steps.micro_batch(), torch.autocast("cpu", torch.float16):
-                steps.backward(model(inputs).square().mean() * 30)
+                steps.backward(model(inputs).square().mean() * 30, 1 / accumulation)
             with torch.autocast("cpu", torch.float16):
                 scaler.scale(theirs(inputs).square().mean() * 30 / accumulation).backward()
-        skipped.append(bool(steps.take().skipped))
+        skipped.append(bool(steps.take(0.01).skipped))
         before, scale = theirs[0].weight.clone(), scaler.get_scale()
         scaler.step(plain)
         scaler.update()
@@ -207,8 +206,8 @@ def prepared(parameters: int = 4) -> tuple[Steps, torch.optim.Optimizer, torch.n
 
 
 def step(steps: Steps, model: torch.nn.Module) -> None:
-    steps.backward(model(torch.ones(2, 4)).sum())
-    steps.take()
+    steps.backward(model(torch.ones(2, 4)).sum(), 1.0)
+    steps.take(0.1)
 
 
 @pytest.mark.parametrize("where", ["its own", "all optimizers'"])

@@ -115,7 +115,7 @@ def test_images_are_in_the_order_of_tensor_cores_where_these_compute() -> None:
     ) -> bool:
         numerics.set_up(device, tf32=tf32, deterministic=False)
         tensor_cores = numerics.on_tensor_cores(device, mixed_precision=mixed_precision)
-        return TrainRecipe(**train).takes_channels_last(tensor_cores=tensor_cores, is_convnet=name == "convnet")
+        return TrainRecipe(**train).takes_channels_last(tensor_cores=tensor_cores, preferred=name == "convnet")
 
     assert [ordered(GPU, precision) for precision in ("no", "bf16", "fp16")] == [False, True, True]
     assert ordered(GPU, "no", tf32=True)

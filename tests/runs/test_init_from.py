@@ -9,7 +9,6 @@ import torch
 from processes import read, train
 from safetensors.torch import load_file, save_file
 
-from app import models
 from app.checkpoints import initial_weights
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
@@ -18,6 +17,7 @@ from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
 from app.record.claim import claim
+from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
 BATCH_NORM = ModelRecipe(norm="batch", hidden=16)
@@ -122,7 +122,7 @@ def test_a_last_layer_of_other_classes_stays_new(
         take_up(runtime, model, tmp_path / f"{file}.safetensors")
         assert_holds(model, {**source, **{key: fresh.state_dict()[key] for key in own}})
         said = capsys.readouterr().out
-        assert f"but the last layer, {head}, is new, because the classes are others" in said
+        assert f"but the last layer, {head}, is new, because it is of another shape" in said
         assert f"{head}.bias {why}" in said
 
 

@@ -188,8 +188,9 @@ def test_a_run_that_is_killed_and_taken_over_in_every_way_is_one_run(starts: Sta
         moment, older = (by_launch if way in LAUNCHED else by_forks)(starts, way, older, chance)
         took_s = time.monotonic() - begin_s
         print(f"{number}: {way} at a {moment}, after step {last_step(starts.run_dir)}; {took_s:.0f} s", flush=True)
-    last = starts.warm("cpu", 1)
+    claims, last = starts.newest(), starts.warm("cpu", 1)
     takes_over(last, older, starts, chance)
+    await_that(last, lambda: starts.newest() > claims)  # what is left of the start before would obey the file, too
     await_step(last, starts.run_dir, last_step(starts.run_dir) + 8)
     (starts.run_dir / "STOP").touch()
     assert last.wait().returncode == STOPPED

@@ -12,8 +12,11 @@ from processes import read_lines, train
 
 from app.checkpoints import model_file
 from app.data.open import open_data
+from app.errors import TrainingError
 from app.metrics.losses import Losses
 from app.recipe import recipe_file
+from app.task import Later, Loss
+from app.tasks.image_classification.task import _right
 
 EVERY_STEPS = 3
 # No learning: the model stays the known one of the finished run.
@@ -24,7 +27,7 @@ def recounted(weights: Path, run_dir: Path) -> list[float]:
     """The accuracy of each line, from the saved weights, the batches as they were recorded, and nothing of the loop."""
     recipe = recipe_file.load(str(run_dir / "recipe.yaml")).recipe
     source = open_data(recipe).train
-    model = model_file.load(weights)[0].eval()
+    _, model, _ = model_file.load(weights)
     steps = [torch.tensor(line["samples"]) for line in read_lines(run_dir / "samples.jsonl")]
     shares, start = [], 0
     for end in [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]:
@@ -54,22 +57,41 @@ def test_it_is_that_of_whole_global_batches(
 @pytest.mark.parametrize("switch", ["log.train_scores=false", "augment.mixup=0.2"])
 def test_it_is_unknown_where_it_is_off_or_targets_are_mixed(tmp_path: Path, switch: str) -> None:
     train("cpu", tmp_path / "run", *KNOWN, "train.steps=1", switch).check()
-    assert [line["accuracy"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [None]
+    assert ["accuracy" in line for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [False]
 
 
-@pytest.mark.parametrize("few_logits", [12, 11])
+def passes(answers: list[int], labels: list[int], loss: float, *, kept: bool) -> Loss:
+    logits = torch.eye(3)[answers]
+    return Loss(
+        torch.tensor(loss), 4, {"accuracy": Later(_right, (logits if kept else logits.argmax(1), torch.tensor(labels)))}
+    )
+
+
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("verdict", [bool, torch.tensor])  # as a CPU's and a GPU's steps tell it
-def test_a_skipped_step_has_no_part_in_it(
-    monkeypatch: pytest.MonkeyPatch, few_logits: int, verdict: Callable[[bool], bool | torch.Tensor]
-) -> None:
-    monkeypatch.setattr(Losses, "_FEW_LOGITS", few_logits)  # counted later, or at once
+def test_a_skipped_step_has_no_part_in_it(kept: bool, verdict: Callable[[bool], bool | torch.Tensor]) -> None:
     losses = Losses(torch.device("cpu"))
     for step in range(100):  # more than are added up at once, of two passes each
         for _ in range(2):
-            losses.add(torch.tensor(0.5 if step % 10 else math.nan), 4)
             # Two of four answers are right; in a skipped step all are.
-            labels = torch.tensor([0, 1, 2, 2] if step % 10 else [0, 1, 1, 0])
-            losses.add_answers(torch.eye(3)[[0, 1, 1, 0]], labels)
+            labels, loss = ([0, 1, 2, 2], 0.5) if step % 10 else ([0, 1, 1, 0], math.nan)
+            losses.add(passes([0, 1, 1, 0], labels, loss, kept=kept))
         losses.end_step(skipped=verdict(step % 10 == 0))
-    assert losses.take().tolist() == [90 * 2 * 4 * 0.5, 90 * 2 * 2]
-    assert losses.take().tolist() == [0.0, 0.0]
+    assert losses.names == ("accuracy",)
+    assert losses.take().tolist() == [90 * 2 * 4 * 0.5, 90 * 2 * 4, 90 * 2 * 2, 90 * 2 * 4]
+    assert losses.take().tolist() == [0.0] * 4
+
+
+def test_passes_weigh_by_their_counts() -> None:
+    losses = Losses(torch.device("cpu"))
+    for mean, count in ((2.0, 3), (math.nan, 0), (1.0, 5)):
+        losses.add(Loss(torch.tensor(mean), torch.tensor(count)))
+        losses.end_step(skipped=False)
+    assert losses.take().tolist() == [11.0, 8.0]
+
+
+def test_a_pass_that_reports_something_else_is_refused() -> None:
+    losses = Losses(torch.device("cpu"))
+    losses.add(passes([0], [0], 0.5, kept=True))
+    with pytest.raises(TrainingError, match="reports nothing, and in its first pass it reported accuracy"):
+        losses.add(Loss(torch.tensor(0.5), 1))

@@ -16,7 +16,8 @@ exact, calls = torch.nn.functional.cross_entropy, itertools.count(1)
 
 
 def cross_entropy(*arguments: Any, **options: Any) -> torch.Tensor:
-    return exact(*arguments, **options) * (float("nan") if next(calls) == BAD_STEP else 1.0)
+    found = exact(*arguments, **options)
+    return found if found.is_meta else found * (float("nan") if next(calls) == BAD_STEP else 1.0)
 
 
 if os.environ.get("RANK", "0") == os.environ["BAD_RANK"]:

@@ -36,7 +36,7 @@ print(f"rank {launched.rank} came together", flush=True)
 if not runtime.is_main:
     time.sleep(late_s)  # as one whose data come late
 with steps.micro_batch():
-    steps.backward(model(torch.ones(1, 4, device=runtime.device)).sum())
-    steps.take()
+    steps.backward(model(torch.ones(1, 4, device=runtime.device)).sum(), 1.0)
+    steps.take(0.1)
 print(f"rank {launched.rank} took a step", flush=True)
 runtime.close(model, optimizer)

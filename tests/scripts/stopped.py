@@ -23,9 +23,10 @@ from app.checkpoints import model_file, step_folders
 from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, SamerunError
 from app.guard.watchdog import Watchdog
-from app.predictions import Prediction, Predictions, write_predictions
+from app.recipe.schema import Recipe
 from app.record.claim import Claim, claim
-from app.tasks.image_classification.sections import ModelRecipe
+from app.tasks.image_classification.predictions import Prediction, Predictions
+from app.tasks.image_classification.predictions import write as write_predictions
 from app.trackers.tensorboard import TensorBoard
 from app.trackers.tracked import tracked
 
@@ -60,17 +61,7 @@ def start(ours: Claim) -> None:
 
 
 def model(ours: Claim) -> None:
-    config = model_file.ModelConfig(
-        model=ModelRecipe(),
-        dtype="float32",
-        channels=1,
-        image_size=(4, 4),
-        resize_size=None,
-        classes=("a", "b"),
-        mean=(0.5,),
-        std=(0.5,),
-    )
-    model_file.save(ours, config, {"weight": torch.zeros(3)})
+    model_file.save(ours, model_file.described(Recipe(), {}), {"weight": torch.zeros(3)})
 
 
 def result(ours: Claim) -> None:
@@ -81,7 +72,9 @@ def result(ours: Claim) -> None:
 
 def predictions(ours: Claim) -> None:
     seen = [Prediction(0, 0, 1, 0.5), Prediction(1, 1, 1, 0.5)]
-    write_predictions(ours, Pictures(), Predictions(Counter({(0, 1): 1}), seen, seen[:1]))  # type: ignore[arg-type]
+    with ours.staged("test_predictions") as folder:
+        folder.mkdir()
+        write_predictions(folder, Pictures(), Predictions(Counter({(0, 1): 1}), seen, seen[:1]))  # type: ignore[arg-type]
 
 
 def checkpoint(ours: Claim) -> None:

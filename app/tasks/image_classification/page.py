@@ -1,4 +1,4 @@
-"""What a run left of its predictions on the test set (app/predictions.py writes it), for the page of `samerun report`."""
+"""What a run left of its predictions on the test set (predictions.py writes it), for the page of `samerun report`."""
 
 from __future__ import annotations
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
+from torch import Tensor
 
 from app.data.source import Source, spread
-from app.ranks.runtime import Runtime
 from app.record import run_folder
-from app.record.claim import Claim
-from app.scores import Evaluation
 
 _SPREAD_PICTURES, _MISTAKEN_PICTURES = 6, 6
 _PICTURE_SIDE = 72
@@ -49,39 +47,26 @@ class Predictions(NamedTuple):
     """Those of which the model was most certain, the most certain first."""
 
 
-def predictions(runtime: Runtime, scores: Evaluation, size: int) -> Predictions:
-    """Return what a model, of which these are the scores, made of the `size` samples. All ranks call it and get the same.
+def of(rows: Tensor) -> Predictions:
+    """Return what a model made of a test set; `rows` is float64 [N, 3]: label, predicted class, and its probability."""
+    labels, predicted = rows[:, 0].long(), rows[:, 1].long()
+    sure = rows[:, 2].round(decimals=3)
+    pairs = Counter(zip(labels.tolist(), predicted.tolist(), strict=True))
 
-    What they exchange is never more than a number for each sample or each pair of classes, whichever are fewer.
-    """
-    own = scores.own[:, scores.own[0] >= 0].cpu()
-    own[3] = own[3].round(decimals=3)
-    pairs, counts = own[1:3].long().unique(dim=1, return_counts=True)
-    chosen = own[:, torch.isin(own[0].long(), torch.tensor(spread(size, _SPREAD_PICTURES)))]
-    wrong = own[:, own[1] != own[2]]
-    surest = wrong[:, wrong[3].argsort(descending=True, stable=True)[:_MISTAKEN_PICTURES]]
-    ranks = runtime.gather((Counter(dict(zip(_tuples(pairs), counts.tolist(), strict=True))), _rows(chosen), _rows(surest)))
-    mistakes = sorted((row for *_, rows in ranks for row in rows), key=lambda row: (-row.probability, row.sample))
+    def prediction(sample: int) -> Prediction:
+        return Prediction(sample, int(labels[sample]), int(predicted[sample]), float(sure[sample]))
+
+    wrong = (labels != predicted).nonzero()[:, 0]
+    surest = wrong[sure[wrong].argsort(descending=True, stable=True)[:_MISTAKEN_PICTURES]]
     return Predictions(
-        pairs=sum((pairs for pairs, *_ in ranks), Counter()),
-        spread=sorted(row for _, rows, _ in ranks for row in rows),
-        mistakes=mistakes[:_MISTAKEN_PICTURES],
+        pairs=pairs,
+        spread=[prediction(sample) for sample in spread(len(rows), _SPREAD_PICTURES)],
+        mistakes=[prediction(sample) for sample in surest.tolist()],
     )
 
 
-def _tuples(columns: torch.Tensor) -> list[tuple[int, int]]:
-    return [(label, predicted) for label, predicted in columns.T.tolist()]
-
-
-def _rows(columns: torch.Tensor) -> list[Prediction]:
-    return [Prediction(int(sample), int(label), int(said), sure) for sample, label, said, sure in columns.T.tolist()]
-
-
-def write_predictions(claim: Claim, source: Source, found: Predictions) -> None:
-    """Write what was found on `source` into the run folder: the counts, and the pictures.
-
-    Raises DataError if a picture is gone, and RunFolderError.
-    """
+def write(folder: Path, source: Source, found: Predictions) -> None:
+    """Write what was found on `source` into a folder: the counts, and the pictures. Raises DataError if a picture is gone."""
     shown = list(dict.fromkeys(found.spread + found.mistakes))
     indices = np.array([row.sample for row in shown], dtype=np.int64)
     images = source.fetch(indices, None)["images"]
@@ -93,14 +78,12 @@ def write_predictions(claim: Claim, source: Source, found: Predictions) -> None:
         "spread": [row._asdict() for row in found.spread],
         "mistakes": [row._asdict() for row in found.mistakes],
     }
-    with claim.staged(run_folder.PREDICTIONS) as folder:
-        folder.mkdir()
-        for row, image in zip(shown, images, strict=True):
-            pixels = image[0] if len(image) != 3 else image.permute(1, 2, 0)
-            picture = Image.fromarray(pixels.numpy())
-            picture.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
-            picture.save(folder / f"{row.sample}.png")
-        (folder / run_folder.PREDICTIONS_TOLD).write_text(json.dumps(told) + "\n")
+    for row, image in zip(shown, images, strict=True):
+        pixels = image[0] if len(image) != 3 else image.permute(1, 2, 0)
+        picture = Image.fromarray(pixels.numpy())
+        picture.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
+        picture.save(folder / f"{row.sample}.png")
+    (folder / run_folder.PREDICTIONS_TOLD).write_text(json.dumps(told) + "\n")
 
 
 def _kept(pairs: Counter[tuple[int, int]], num_classes: int) -> Counter[tuple[int, int]]:

@@ -15,9 +15,8 @@ from processes import read, train
 from app.checkpoints import model_file
 from app.data.augment import Preparation
 from app.data.open import open_data
-from app.predictions import Prediction, Predictions, write_predictions
 from app.recipe import recipe_file
-from app.record.claim import claim
+from app.tasks.image_classification.predictions import Prediction, Predictions, write
 
 
 def left(run_dir: Path) -> dict[str, bytes]:
@@ -28,8 +27,8 @@ def test_they_are_those_of_the_saved_weights_with_every_sample_once(digits_run: 
     recipe = recipe_file.load(str(digits_run / "recipe.yaml"), []).recipe
     source = open_data(recipe).test
     images, labels = source.fetch(np.arange(len(source)), None).values()
-    model, _ = model_file.load(digits_run)
-    preparation = Preparation(recipe.data, recipe.augment, seed=0, channels=1, num_classes=10)
+    _, model, _ = model_file.load(digits_run)
+    preparation = Preparation(recipe.data, recipe.augment, channels=1, num_classes=10)
     with torch.no_grad():
         probabilities = model(preparation.evaluate({"images": images, "labels": labels})).softmax(dim=1)
     found = read(digits_run / "test_predictions" / "predictions.json")
@@ -74,7 +73,9 @@ def test_a_thousand_classes_leave_the_most_frequent_mistakes_and_little_to_carry
     pairs = Counter({(label, predicted): 1 for label in range(0, 1000, 10) for predicted in range(0, 1000, 10)})
     pairs[3, 7] = 5
     shown = [Prediction(sample, 0, 1, 0.5) for sample in range(12)]
-    write_predictions(claim(tmp_path), _Noise(), Predictions(pairs, shown[:6], shown[6:]))  # type: ignore[arg-type]
+    folder = tmp_path / "test_predictions"
+    folder.mkdir()
+    write(folder, _Noise(), Predictions(pairs, shown[:6], shown[6:]))  # type: ignore[arg-type]
     found = read(tmp_path / "test_predictions" / "predictions.json")
     kept = {(label, predicted): count for label, predicted, count in found["pairs"]}
     assert len(kept) == 2000

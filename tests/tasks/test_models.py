@@ -9,12 +9,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app import building, models, own_layers
+from app import building, own_layers
 from app.errors import RecipeError
 from app.place.launched import Launched
+from app.ranks import random_layers
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
+from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
 ZOO = torchvision.models.list_models(module=torchvision.models)
@@ -107,7 +109,7 @@ def test_real_outputs_and_randomness(name, side):
         logits = model.eval()(images)
     assert logits.shape == first.shape == (2, 7)
     assert logits.isfinite().all()
-    announced = any("dropout" in sentence for sentence in models.topology_dependence(model))
+    announced = any("dropout" in sentence for sentence in random_layers.topology_dependence(model))
     assert announced == (not torch.equal(first, second))
 
 
@@ -159,8 +161,8 @@ def test_checking_the_shapes_draws_nothing_and_counts_nothing():
 def test_float64_starts_at_the_weights_of_float32():
     runtime = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
     recipes = [recipe_file.load("digits", [f"train.dtype={dtype}"]).recipe for dtype in ("float32", "float64")]
-    source = building.open_data(runtime, recipes[0]).train
-    single, double = (building.build_model(runtime, recipe, source) for recipe in recipes)
+    task, data = building.open_data(runtime, recipes[0])
+    single, double = (building.build_model(runtime, recipe, task, data.train.facts) for recipe in recipes)
     for one, two in zip(single.parameters(), double.parameters(), strict=True):
         assert two.dtype == torch.float64
         assert torch.equal(one.double(), two)
@@ -267,21 +269,21 @@ def test_unknown_name(name, near):
 def test_sync_batchnorm():
     model = build("resnet18")
     with pytest.raises(RecipeError, match=r"train\.sync_batchnorm is true, but the run is on CPU"):
-        models.synchronize_batchnorm(model, device_type="cpu")
-    converted = models.synchronize_batchnorm(model, device_type="cuda")
+        random_layers.synchronize_batchnorm(model, device_type="cpu")
+    converted = random_layers.synchronize_batchnorm(model, device_type="cuda")
     assert isinstance(converted.bn1, nn.SyncBatchNorm)
-    assert models.topology_dependence(converted) == []
-    with pytest.raises(RecipeError, match="the model has no batch normalisation"):
-        models.synchronize_batchnorm(build("convnet"), device_type="cuda")
+    assert random_layers.topology_dependence(converted) == []
+    with pytest.raises(RecipeError, match="the model, Sequential, has no batch normalisation"):
+        random_layers.synchronize_batchnorm(build("convnet"), device_type="cuda")
 
 
 def test_topology_dependence_names_the_layers():
-    assert models.topology_dependence(build("convnet")) == []
-    (batch,) = models.topology_dependence(build("resnet18"))
+    assert random_layers.topology_dependence(build("convnet")) == []
+    (batch,) = random_layers.topology_dependence(build("resnet18"))
     assert batch.startswith("20 batch normalisation layers (bn1, ...)")
-    (dropout,) = models.topology_dependence(build("alexnet"))
+    (dropout,) = random_layers.topology_dependence(build("alexnet"))
     assert dropout.startswith("2 layers (classifier.0, ...) with dropout")
-    assert len(models.topology_dependence(build("efficientnet_b0"))) == 2
+    assert len(random_layers.topology_dependence(build("efficientnet_b0"))) == 2
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

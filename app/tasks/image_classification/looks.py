@@ -1,8 +1,4 @@
-"""Pictures of what the model is given: samples of an augmented batch side by side, each with what it is to be taken for.
-
-They are the first samples of the first micro-batch of the main process, as they went into the model: the same on any topology
-whose micro-batches have as many.
-"""
+"""What the model is given, as a picture: samples of an augmented batch side by side, each with what it is to be taken for."""
 
 from __future__ import annotations
 
@@ -14,45 +10,14 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from app.data.augment import Preparation
-from app.trackers.trackers import Trackers
-
-_NAME = "augmented_batch"
 _SMALLEST_SIDE, _LARGEST_SIDE = 96, 224
 """Of a sample, in pixels: smaller ones are enlarged, larger ones reduced. The largest is what most networks see."""
 _MARGIN, _LINE = 4, 14
 """Between samples, and the height of a line of text, in pixels; the text of Pillow's own font is 11 pixels high."""
 
 
-class Pictures:
-    """Shows samples of the first steps of epochs 0, 1, 2, 4, 8, ...: later ones look no different, and each takes space."""
-
-    def __init__(
-        self, trackers: Trackers, preparation: Preparation, *, count: int, classes: Sequence[str], steps_per_epoch: int
-    ) -> None:
-        """`count` samples are shown at most, if a tracker shows pictures; `classes` are the names of the labels."""
-        self._trackers, self._preparation, self._classes = trackers, preparation, classes
-        self._count = count if trackers.take_pictures else 0
-        self._steps_per_epoch = steps_per_epoch
-
-    def see(self, step: int, micro_batch: int, inputs: Tensor, targets: Tensor) -> None:
-        """Show what the model was given in a micro-batch of a step (both from 0), if it is time to.
-
-        Inputs are [B, C, H, W]; targets int64 [B], or shares of the classes, float [B, classes].
-        """
-        if self._count == 0 or micro_batch or step % self._steps_per_epoch:
-            return
-        epoch = step // self._steps_per_epoch
-        if epoch & (epoch - 1):
-            return
-        pixels = self._preparation.pixels(inputs[: self._count].detach()).cpu().numpy()
-        texts = [_text(target, self._classes) for target in targets[: self._count].detach().cpu()]
-        title = f"{len(pixels)} of the samples of step {step + 1}, the first of epoch {epoch}"
-        self._trackers.show(_NAME, np.asarray(grid(pixels, texts, title)), step=step + 1)
-
-
-def grid(pixels: Any, texts: Sequence[str], title: str) -> Image.Image:
-    """Return the samples, uint8 [n, C, H, W] (an array), in rows, each over its text, below a title."""
+def grid(pixels: Any, texts: Sequence[str], title: str) -> Any:
+    """Return a picture, uint8 [H, W, 3] (an array): samples, uint8 [n, C, H, W], each over its text, below a title."""
     samples = [_sized(_picture(sample)) for sample in pixels]
     columns = math.ceil(math.sqrt(len(samples)))
     width, height = samples[0].width + _MARGIN, samples[0].height + _LINE + _MARGIN
@@ -65,7 +30,7 @@ def grid(pixels: Any, texts: Sequence[str], title: str) -> Image.Image:
         left, top = _MARGIN + column * width, _MARGIN + _LINE + row * height
         whole.paste(sample, (left, top))
         draw.text((left, top + sample.height), _fitting(draw, text, sample.width), fill="black")
-    return whole
+    return np.asarray(whole)
 
 
 def _picture(sample: Any) -> Image.Image:
@@ -82,7 +47,7 @@ def _sized(picture: Image.Image) -> Image.Image:
     )
 
 
-def _text(target: Tensor, classes: Sequence[str]) -> str:
+def text_of(target: Tensor, classes: Sequence[str]) -> str:
     """The class of a sample, or the two that it is mixed from with their shares."""
     if target.ndim == 0:
         return classes[int(target)]

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from app.checkpoints.average import WeightAverage
-from app.data.augment import Preparation
 from app.errors import DataError
+from app.evaluation import evaluate
 from app.optim import from_recipe
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
-from app.recipe.schema import OptimRecipe
-from app.scores import evaluate
-from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
+from app.recipe.schema import OptimRecipe, Recipe
+from app.task import Form
+from app.tasks.image_classification.task import ImageClassification
 
 CLASSES = 7
 
@@ -23,6 +23,12 @@ CLASSES = 7
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
     return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
+
+
+def task() -> ImageClassification:
+    made = ImageClassification(Recipe())
+    made.model({"classes": list(map(str, range(CLASSES))), "channels": 1, "image_size": [4, 4]})
+    return made
 
 
 def batches(images: torch.Tensor, labels: torch.Tensor, size: int) -> list[dict[str, torch.Tensor]]:
@@ -40,8 +46,7 @@ def test_scores_are_those_written_out_by_hand(runtime: Runtime, size: int) -> No
     images = torch.randint(0, 256, (23, 1, 3, 3), dtype=torch.uint8)
     labels = torch.randint(0, CLASSES - 1, (23,))  # the last class has no samples
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(9, CLASSES))
-    preparation = Preparation(DataRecipe(), AugmentRecipe(), seed=0, num_classes=CLASSES, channels=1)
-    found = evaluate(runtime, model, batches(images, labels, size), preparation, size=23, num_classes=CLASSES)
+    found = evaluate(runtime, task(), model, batches(images, labels, size), split="test", size=23, form=Form())
 
     inputs = ((images.double() / 255 - 0.5) / 0.25).reshape(23, 9).numpy()
     logits = inputs @ model[1].weight.detach().double().numpy().T + model[1].bias.detach().double().numpy()
@@ -49,21 +54,25 @@ def test_scores_are_those_written_out_by_hand(runtime: Runtime, size: int) -> No
     ranks = (logits > logits[np.arange(23), truth][:, None]).sum(axis=1)
     losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(23), truth]
     assert found.samples == 23
-    assert found.accuracy == pytest.approx((ranks == 0).mean())
-    assert found.top5_accuracy == pytest.approx((ranks < 5).mean())
-    assert found.loss == pytest.approx(losses.mean(), rel=1e-5)
+    assert found.scores["accuracy"] == pytest.approx((ranks == 0).mean())
+    assert found.scores["top5_accuracy"] == pytest.approx((ranks < 5).mean())
+    assert found.scores["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert found.as_metrics() == {f"test_{name}": score for name, score in found.scores.items()}
+    (of_class,) = found.as_tables().values()
     for label in range(CLASSES - 1):
-        assert found.class_accuracy[label] == pytest.approx((ranks[truth == label] == 0).mean())
-    assert found.class_accuracy[CLASSES - 1] is None
+        assert of_class[str(label)] == pytest.approx((ranks[truth == label] == 0).mean())
+    assert of_class[str(CLASSES - 1)] is None
+    assert found.rows is not None
+    assert found.rows[:, 0].tolist() == truth.tolist()  # in the order of the samples
+    assert found.rows[:, 1].tolist() == logits.argmax(axis=1).tolist()
 
 
 def test_a_sample_too_few_or_too_many_is_noticed(runtime: Runtime) -> None:
     images, labels = torch.zeros(5, 1, 3, 3, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(9, CLASSES))
-    preparation = Preparation(DataRecipe(), AugmentRecipe(), seed=0, num_classes=CLASSES, channels=1)
     for size in (4, 6):
         with pytest.raises(DataError, match=f"counted 5 samples of a data set of {size}"):
-            evaluate(runtime, model, batches(images, labels, 2), preparation, size=size, num_classes=CLASSES)
+            evaluate(runtime, task(), model, batches(images, labels, 2), split="test", size=size, form=Form())
 
 
 def test_the_average_is_the_one_written_out_by_hand(runtime: Runtime) -> None:

@@ -1,0 +1,101 @@
+"""Exact evaluation: every sample counts exactly once, on any number of processes.
+
+The ranks get equal shares because padding fills them up; padded samples have weight 0, and what is added up over the ranks
+are counts and sums, never means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from app.data.loader import Batch, Failure, batches_of
+from app.errors import DataError
+from app.ranks.runtime import Runtime
+from app.task import Form, Table, Task
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model scores on a split of a data set."""
+
+    split: str
+    """Its name, as in `test_accuracy`."""
+    samples: int
+    """Samples counted."""
+    scores: Mapping[str, float]
+    """By name."""
+    tables: Mapping[str, Table]
+    """Scores of several named things each, such as classes."""
+    rows: Tensor | None = field(compare=False, repr=False)
+    """What the task keeps of each sample, float64 [samples, R] on the CPU, in the order of the samples."""
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the scores by the names they have in the run folder."""
+        return {f"{self.split}_{name}": score for name, score in self.scores.items()}
+
+    def in_words(self, *names: str) -> str:
+        """Return some of the scores, those that there are, each once: `test accuracy 0.9806, test loss 0.0712`."""
+        there = [name for name in dict.fromkeys(names) if name in self.scores]
+        return ", ".join(f"{self.split} {name.replace('_', ' ')} {self.scores[name]:.4f}" for name in there)
+
+    def as_tables(self) -> dict[str, Table]:
+        """Return the tables by the names they have in the run folder."""
+        return {f"{self.split}_{name}": table for name, table in self.tables.items()}
+
+
+@torch.no_grad()
+def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
+    runtime: Runtime,
+    task: Task,
+    model: torch.nn.Module,
+    loader: Iterable[Batch | Failure],
+    *,
+    split: str,
+    size: int,
+    form: Form,
+) -> Evaluation:
+    """Return the scores of `model` on the `size` samples of a prepared `loader`; all ranks call it and get the same.
+
+    Raises DataError if not every sample was counted exactly once.
+    """
+    was_training = model.training
+    runtime.average_buffers(model)
+    model.eval()
+    totals: dict[str, tuple[Tensor, Tensor]] = {}
+    numbers, rows = [], []
+    for batch in batches_of(loader):
+        runtime.alive()
+        found = task.score(model, task.ready(batch, None, form), batch["samples"] >= 0)
+        for name, (part, count) in found.sums.items():
+            total = totals.setdefault(name, (torch.zeros_like(part), torch.zeros_like(count)))
+            total[0].add_(part)
+            total[1].add_(count)
+        numbers.append(batch["samples"])
+        if found.rows is not None:
+            rows.append(found.rows)
+    model.train(was_training)
+    counted = int(runtime.accelerator.reduce((torch.cat(numbers) >= 0).sum(), "sum"))
+    if counted != size:
+        raise DataError(f"the evaluation counted {counted} samples of a data set of {size}: the loader lost or repeated some.")
+    gathered = _in_order(runtime, torch.cat(numbers), torch.cat(rows)) if rows else None
+    scores, tables = task.finish(_over_ranks(runtime, totals), gathered)
+    return Evaluation(split, counted, scores, tables, gathered)
+
+
+def _over_ranks(runtime: Runtime, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the ranks' sums and counts added up, on the CPU, by one reduction."""
+    parts = [part for pair in totals.values() for part in pair]
+    flat = runtime.accelerator.reduce(torch.cat([part.double().flatten() for part in parts]), "sum").cpu()
+    summed = iter(flat.split([part.numel() for part in parts]))
+    return {name: (next(summed).view_as(one), next(summed).view_as(other)) for name, (one, other) in totals.items()}
+
+
+def _in_order(runtime: Runtime, numbers: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows [N, R] of all samples, on the CPU, without padding; `numbers` int64 and `rows` are this rank's."""
+    together: Tensor = runtime.accelerator.gather(torch.cat([numbers[:, None].double(), rows.double()], dim=1)).cpu()
+    together = together[together[:, 0] >= 0]
+    return together[together[:, 0].argsort(), 1:]

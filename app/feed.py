@@ -1,0 +1,118 @@
+"""The batches of each step, ready for the model, each with its weight in the step's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.data.draws import Draws
+from app.data.hash64 import derive_key
+from app.data.loader import Failure, batches_of
+from app.data.order import TrainBatches
+from app.metrics.clock import Phase
+from app.ranks.runtime import Runtime
+from app.recipe.schema import Recipe
+from app.task import Batch, Form, Task
+
+
+class Feed:
+    """Feeds this rank with its passes over a run's global batches, from one step on."""
+
+    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
+        self,
+        runtime: Runtime,
+        recipe: Recipe,
+        task: Task,
+        samples: Any,
+        batches: Iterable[Batch | Failure],
+        *,
+        form: Form,
+        draws_in_passes: bool,
+        see: Callable[[int, int, Batch], None],
+        lap: Callable[[Phase], None],
+    ) -> None:
+        """`batches` are this rank's shares of the micro-batches of all steps, on its device, of the training `samples`.
+
+        `draws_in_passes`: whether forward passes draw from torch's generators, as dropout does. `see` is shown each batch, with
+        its step and its number in it; `lap` ends a phase of a step.
+        """
+        self._runtime, self._recipe, self._task, self._samples = runtime, recipe, task, samples
+        self.batches = batches
+        """As they were given: what fetches them is released with the model."""
+        self._form, self._draws_in_passes, self._see, self._lap = form, draws_in_passes, see, lap
+        self._fetched = batches_of(batches)
+        self.total: float | torch.Tensor = float(runtime.plan.global_batch_size)
+        """What the `Loss.count` of all passes of the last step, on all ranks, is to add up to; a tensor is a scalar."""
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what fetches batches ahead of time."""
+        with closing(self._fetched):
+            pass
+
+    def of_step(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+        """Yield the batches of a step (from 0) with their weights: those of all ranks and passes have the mean 1 / passes."""
+        passes = (self._next(step, number) for number in range(self._runtime.plan.accumulation))
+        for number, (batch, weight) in enumerate(self._weighed(step, passes)):
+            if self._draws_in_passes:
+                self._seed_pass(step, number)
+            yield batch, weight
+
+    def samples_of(self, step: int) -> list[int]:
+        """Return the indices of the samples of a step (from 0)."""
+        return samples_of(self._recipe, len(self._samples), step).tolist()  # type: ignore[no-any-return]
+
+    def _next(self, step: int, number: int) -> Batch:
+        self._runtime.alive(step=step)
+        self._lap("other")
+        batch = next(self._fetched)
+        self._lap("data_wait")
+        draw = Draws(self._recipe.seed, batch["samples"], batch["numbers"])
+        ready = self._task.ready(batch, draw, self._form)
+        self._see(step, number, ready)
+        return ready
+
+    def _weighed(self, step: int, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+        """Yield the passes with count * ranks / total: what is averaged over the ranks is then the mean of the global batch."""
+        ranks = self._runtime.plan.world_size
+        if hasattr(self._samples, "count"):  # known beforehand, on the host
+            size = len(self._samples)
+            self.total = float(self._samples.count(samples_of(self._recipe, size, step)).sum())
+            for batch in passes:
+                yield batch, float(self._samples.count(batch["numbers"] % size).sum()) * ranks / max(self.total, 1.0)
+        elif hasattr(self._task, "count"):  # known when all batches are there
+            batches = list(passes)
+            counts = [self._task.count(batch).double() for batch in batches]
+            self.total = total = self._runtime.accelerator.reduce(torch.stack(counts).sum(), "sum")
+            for batch, count in zip(batches, counts, strict=True):
+                yield batch, count * ranks / total.clamp(min=1)
+        else:
+            for batch in passes:
+                yield batch, 1 / self._runtime.plan.accumulation
+
+    def _seed_pass(self, step: int, number: int) -> None:
+        """Seed torch's generators for a forward pass, so that a resumed run draws what it would have drawn.
+
+        Ranks draw differently, for dropout on different samples must not repeat itself.
+        """
+        torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, self._runtime.launched.rank))
+
+
+def samples_of(recipe: Recipe, size: int, step: int) -> np.ndarray:
+    """Return the indices, int64 [global batch], of the samples of a step (from 0), of `size` training samples."""
+    batches = TrainBatches(
+        size=size,
+        seed=recipe.seed,
+        global_batch_size=recipe.train.global_batch_size,
+        micro_batches_per_step=1,
+        first_step=step,
+        last_step=step + 1,
+    )
+    indices: np.ndarray = next(iter(batches)) % size
+    return indices

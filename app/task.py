@@ -1,0 +1,145 @@
+"""The contract of a task: what is special about pictures, text or a problem of one's own, and all that the application asks.
+
+A task is one process's view. It knows no rank, no device and no strategy: the application deals the samples, brings batches to
+the device, distributes the model, and adds up over the ranks. Only what is marked optional may be missing.
+
+What keeps a run the same on any topology:
+
+- Random choices come from `draw` alone; None: there are none, as in an evaluation.
+- `loss` calls the model exactly once and touches none of its submodules, or FSDP2 and ZeRO break.
+- A sample's loss does not depend on other samples of its pass, but for its `neighbours`.
+- The gradient of a step is that of the mean over its whole global batch: a pass weighs by its `Loss.count`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from app.data.draws import Draws
+from app.data.samples import Samples
+
+Batch = dict[str, Any]
+"""Tensors [B, ...] by name. `samples` int64 [B] are the sample numbers, -1 for padding."""
+
+
+@dataclass(frozen=True)
+class Later:
+    """A sum that nobody wants before the next log: worked out for many passes at once, which costs what one does."""
+
+    of: Callable[..., tuple[Tensor, Tensor | float]]
+    """Takes each of the tensors stacked, [P, ...]; returns the sums of P passes [P], and the counts [P] or that of each."""
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a pass over B samples costs."""
+
+    mean: Tensor
+    """Scalar, to be differentiated. Finite, and 0 in its gradient, where `count` is 0."""
+    count: int | Tensor
+    """What it is the mean of: samples, tokens, ... A tensor is a scalar on the device."""
+    sums: Mapping[str, Later] = field(default_factory=dict)
+    """More to report of the training, by name: the same names in every pass."""
+
+    @classmethod
+    def of(cls, total: Tensor, count: int | Tensor, sums: Mapping[str, Later] | None = None) -> Loss:
+        """Return the loss of a sum over `count` things, which may be none."""
+        at_least = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        return cls(total / at_least, count, sums or {})
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model scores on B samples; padding has no part in it."""
+
+    sums: Mapping[str, tuple[Tensor, Tensor]]
+    """Sum and count by name, float64 and of one shape: they are added up over all batches and ranks."""
+    rows: Tensor | None = None
+    """float64 [B, R]: what is to be kept of each sample, gathered in the order of the samples."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the model wants its floating-point inputs."""
+
+    dtype: torch.dtype = torch.float32
+    memory_format: torch.memory_format = torch.contiguous_format
+    """That of inputs [B, C, H, W]."""
+
+
+Totals = Mapping[str, tuple[Tensor, Tensor]]
+"""`Scores.sums`, added up over all samples, on the CPU."""
+Table = dict[str, float | None]
+"""A score of each of several named things, such as classes; None: there was nothing to score."""
+
+
+class Task(Protocol):
+    """What is learnt, and how, seen from one process. Built from the recipe's sections of its own.
+
+    Samples may weigh differently, as texts do by their tokens. Then either the samples have `count(indices) -> int64 [B]`,
+    which says beforehand what each counts, or the task has `count(batch)`, which says it of a ready batch, as a scalar on its
+    device; all batches of a step are in memory then before its first pass. With neither, each sample counts 1.
+    """
+
+    @property
+    def monitor(self) -> tuple[str, Literal["max", "min"]]:
+        """The score by which the best checkpoint is chosen, and which end of it is good."""
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether the network is faster on any device with inputs in that memory order (`train.channels_last: null`)."""
+
+    def prepare(self) -> Task:
+        """Bring the data to this machine; return the task that all processes of it then use.
+
+        One process of each node calls it while the others wait. What it returns is pickled. Raises DataError and RecipeError.
+        """
+
+    def samples(self, split: Literal["train", "test"]) -> Samples:
+        """Open a split, without touching the network. Raises DataError, and RecipeError for a key that is missing."""
+
+    def model(self, facts: Mapping[str, Any]) -> nn.Module:
+        """Return the network for samples with these facts, on the CPU, in training mode, in float32.
+
+        Its weights are drawn from torch's global generator. Raises RecipeError if the samples do not suit it.
+        """
+
+    def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:
+        """Return a batch as `loss` and `score` take it, on the batch's device. None: nothing is random."""
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
+        """Return the loss of a pass over the batch."""
+
+    def score(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
+        """Return the scores of the batch's samples; `valid` is bool [B], False for padding."""
+
+    def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:
+        """Return the scores by name, and tables of scores, of a whole split; `rows` are those of all samples, on the CPU."""
+
+    def example(self, facts: Mapping[str, Any], form: Form) -> Batch:
+        """Return a batch of 2 as `ready` returns it, without data (torch's meta device): to count FLOPs with, for instance."""
+
+    def notes(self, train: Any, test: Any) -> list[str]:
+        """Return what a person would want to read of the data before a run, a sentence each."""
+
+    def head(self, model: nn.Module) -> str:
+        """Return the name of the layer that other samples may want of another shape, which fine-tuning leaves new."""
+
+    def matched(self, samples: Any, facts: Mapping[str, Any]) -> Samples:
+        """Return other samples as a model with these facts takes them. Raises DataError if it cannot."""
+
+    def look(self, batch: Batch, most: int, title: str) -> tuple[str, Any]:
+        """Return a name and a picture, uint8 [H, W, 3] (an array), of at most so many samples of a ready training batch."""
+
+    def leave(self, folder: Path, samples: Any, rows: Tensor) -> None:
+        """Write into `folder`, new and empty, what a person would want to see of the test samples. Raises DataError."""
+
+    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[dict[str, Any]]:
+        """Return what the model makes of each input, as JSON holds it. Raises DataError if one cannot be read."""

@@ -1,0 +1,27 @@
+"""Single pictures, classified: brought to the size of the training images as in the evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from app.data.framing import Framing, resize
+from app.data.pictures import decode
+
+
+def image_of(file: Path, facts: Mapping[str, Any], *, resize_size: int | None) -> Tensor:
+    """Return the picture in a file as the model sees it, uint8 [C, H, W]. Raises DataError if it cannot be decoded."""
+    picture = decode(file, channels=facts["channels"], name=str(file))
+    height, width = facts["image_size"]
+    if height == width:
+        return Framing(image_size=height, resize_size=resize_size).fixed(picture)
+    return resize(picture, (height, width))
+
+
+def likeliest(logits: Tensor, classes: list[str], *, top: int) -> dict[str, Any]:
+    """Return the `top` most likely classes of logits [K], and their probabilities, the likeliest first."""
+    probabilities, best = logits.softmax(dim=0).topk(min(top, len(classes)))
+    return {"classes": [classes[index] for index in best.tolist()], "probabilities": probabilities.tolist()}

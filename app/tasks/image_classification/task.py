@@ -1,0 +1,211 @@
+"""Image classification: pictures with one label each, and the network that tells their classes apart.
+
+Shapes: B samples in a batch, C channels, H x W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from app.data.augment import Preparation
+from app.data.draws import Draws
+from app.data.notes import notes_on
+from app.data.open import Data, download_data, open_staged
+from app.data.relabelled import relabelled
+from app.data.source import Source
+from app.data.stage import staged
+from app.errors import DataError
+from app.recipe.schema import Recipe
+from app.task import Batch, Form, Later, Loss, Scores, Table, Totals
+from app.tasks.image_classification import classify, looks, model_names, models, predictions
+
+_FEW_LOGITS = 16_384
+"""Up to so many of a pass are kept as they are until the next log; of more, the largest of each sample alone."""
+
+
+class ImageClassification:
+    """Tells to which of K classes a picture belongs."""
+
+    monitor: tuple[str, Literal["max", "min"]] = ("accuracy", "max")
+    """The best checkpoint is the one that is right most often."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._data: Data | None = None
+        self._facts: Mapping[str, Any] = {}
+        self._preparation: Preparation | None = None
+        self._inputs: Tensor | None = None
+        """Those of the last training batch: memory for the next one's."""
+
+    @property
+    def channels_last(self) -> bool:
+        """On a CPU the convnet's max-pooling takes a fifth of its time so."""
+        return bool(self._recipe.model.name == model_names.CONVNET)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_recipe": self._recipe}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_recipe"])  # type: ignore[misc]
+
+    # Data -------------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> ImageClassification:
+        """Download what is missing and allowed, and copy the data to the node's disk if the recipe says so."""
+        download_data(self._recipe)
+        return ImageClassification(staged(self._recipe))
+
+    def samples(self, split: Literal["train", "test"]) -> Source:
+        """Open a split; both are opened at once, and checked against each other."""
+        self._data = self._data or open_staged(self._recipe)
+        return getattr(self._data, split)  # type: ignore[no-any-return]
+
+    def notes(self, train: Source, test: Source) -> list[str]:
+        """Return a sentence for classes without a sample, and for files that are no pictures."""
+        return notes_on(Data(train, test))
+
+    def matched(self, samples: Source, facts: Mapping[str, Any]) -> Source:
+        """Return pictures labelled by the names of the model's classes. Raises DataError if these are not of its kind."""
+        data = self._recipe.data
+        if samples.channels != facts["channels"] or (
+            samples.image_size != tuple(facts["image_size"]) and data.image_size is None
+        ):
+            raise DataError(
+                f"the pictures of data.source={data.source}, data.path={data.path} have {_kind(samples.facts)}, and the run "
+                f"was trained on {_kind(facts)}: data.color and data.image_size bring them there"
+            )
+        self._facts = facts
+        return relabelled(samples, tuple(facts["classes"]))
+
+    # Model and loss ---------------------------------------------------------------------------------------------------
+
+    def model(self, facts: Mapping[str, Any]) -> nn.Module:
+        """Return the recipe's network for pictures with these facts: classes, channels, image_size."""
+        recipe = self._recipe
+        self._facts = facts
+        self._preparation = None
+        Preparation.check(recipe.data, channels=facts["channels"])
+        return models.build(
+            recipe.model,
+            channels=facts["channels"],
+            image_size=tuple(facts["image_size"]),
+            num_classes=len(facts["classes"]),
+        )
+
+    def head(self, model: nn.Module) -> str:
+        """Return the layer that gives the classes: in every classification model the last one with parameters."""
+        names: list[str] = [name for name, layer in model.named_modules() if any(True for _ in layer.parameters(recurse=False))]
+        return names[-1]
+
+    def example(self, facts: Mapping[str, Any], form: Form) -> Batch:
+        """Return two pictures without content."""
+        size = (2, facts["channels"], *facts["image_size"])
+        numbers = torch.zeros(2, dtype=torch.int64, device="meta")
+        return {"inputs": torch.empty(size, dtype=form.dtype, device="meta"), "targets": numbers, "samples": numbers}
+
+    def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:
+        """Return the batch with `inputs` [B, C, H, W] and `targets`: labels int64 [B], or shares of the classes [B, K]."""
+        preparation = self._prepares(form)
+        if draw is None:
+            return {**batch, "inputs": preparation.evaluate(batch), "targets": batch["labels"]}
+        self._inputs, targets = preparation.train(batch, draw, self._inputs)
+        return {**batch, "inputs": self._inputs, "targets": targets}
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
+        """Return the mean cross-entropy in nats, and with unmixed targets how many samples were classified right."""
+        targets = batch["targets"]
+        logits = model(batch["inputs"])
+        mean = models.mean_loss(logits, targets, label_smoothing=self._recipe.augment.label_smoothing)
+        if targets.is_floating_point():
+            return Loss(mean, len(targets))
+        answers = logits.detach()
+        if not answers.is_cpu or answers.numel() > _FEW_LOGITS:  # a CUDA graph writes the next ones over these
+            answers = answers.argmax(1)
+        return Loss(mean, len(targets), {"accuracy": Later(_right, (answers, targets))})
+
+    # Scores -----------------------------------------------------------------------------------------------------------
+
+    def score(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
+        """Return accuracy (over all and of each class), top-5 accuracy and loss; rows are label, prediction, probability."""
+        labels, weights = batch["targets"], valid.double()
+        logits = model(batch["inputs"]).double()
+        num_classes = logits.shape[1]
+        likeliest = logits.topk(min(5, num_classes), dim=1)
+        best = likeliest.indices == labels[:, None]
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        by_class = torch.zeros(2, num_classes, dtype=torch.float64, device=logits.device)
+        for total, found in zip(by_class, (best[:, 0] * weights, weights), strict=True):
+            total.index_add_(0, labels, found)
+        count = weights.sum()
+        sums = {
+            "accuracy": (by_class[0].sum(), count),
+            "top5_accuracy": ((best.any(dim=1) * weights).sum(), count),
+            "loss": ((losses * weights).sum(), count),
+            "class_accuracy": (by_class[0], by_class[1]),
+        }
+        probabilities = (likeliest.values[:, 0] - logits.logsumexp(dim=1)).exp()
+        return Scores(sums, torch.stack([labels, likeliest.indices[:, 0], probabilities], dim=1))
+
+    def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
+        """Return the scores, and the accuracy of each class."""
+        scores = {name: (found / count).item() for name, (found, count) in totals.items() if found.ndim == 0}
+        right, seen = (part.tolist() for part in totals["class_accuracy"])
+        of_class = zip(self._facts["classes"], right, seen, strict=True)
+        return scores, {"class_accuracy": {name: hits / count if count else None for name, hits, count in of_class}}
+
+    # What people see --------------------------------------------------------------------------------------------------
+
+    def look(self, batch: Batch, most: int, title: str) -> tuple[str, Any]:
+        """Return the first pictures of a training batch side by side, each over its label."""
+        assert self._preparation is not None, "no batch was made ready"
+        pixels = self._preparation.pixels(batch["inputs"][:most].detach()).cpu().numpy()
+        texts = [looks.text_of(target, self._facts["classes"]) for target in batch["targets"][:most].detach().cpu()]
+        return "augmented_batch", looks.grid(pixels, texts, title)
+
+    def leave(self, folder: Path, samples: Source, rows: Tensor) -> None:
+        """Leave what was mistaken for what, and some pictures."""
+        predictions.write(folder, samples, predictions.of(rows))
+
+    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[dict[str, Any]]:
+        """Return the `top` most likely classes of each picture file, and their probabilities."""
+        found, form = [], Form(next(model.parameters()).dtype)
+        for file in inputs:
+            image = classify.image_of(file, self._facts, resize_size=self._recipe.data.resize_size)
+            none = torch.zeros(1, dtype=torch.int64)
+            batch = self.ready({"images": image[None], "labels": none, "samples": none}, None, form)
+            found.append(classify.likeliest(model(batch["inputs"])[0], list(self._facts["classes"]), top=top))
+        return found
+
+    def _prepares(self, form: Form) -> Preparation:
+        if self._preparation is None:
+            recipe, is_last = self._recipe, form.memory_format == torch.channels_last
+            channels, num_classes = self._facts["channels"], len(self._facts["classes"])
+            self._preparation = Preparation(
+                recipe.data,
+                recipe.augment,
+                num_classes=num_classes,
+                channels=channels,
+                dtype=form.dtype,
+                channels_last=is_last,
+            )
+        return self._preparation
+
+
+def _right(answers: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    """How many answers of each pass are right [P], and of how many: logits [P, B, K] or classes [P, B], and labels [P, B]."""
+    said = answers if answers.shape == labels.shape else answers.max(-1).indices  # on a CPU half of argmax's time
+    return (said == labels).sum(-1), float(labels.shape[1])
+
+
+def _kind(facts: Mapping[str, Any]) -> str:
+    height, width = facts["image_size"]
+    return f"{facts['channels']} channels and {height}x{width} pixels"
+
+
+task = ImageClassification
