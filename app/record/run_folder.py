@@ -67,7 +67,7 @@ def monitor(about: Mapping[str, Any]) -> tuple[str, str] | None:
 
     None if it does not tell.
     """
-    match about.get("monitor", ["test_accuracy", "max"]):
+    match about.get("monitor"):
         case [str(name), ("max" | "min") as best]:
             return name, best
     return None

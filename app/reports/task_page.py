@@ -33,6 +33,5 @@ class TaskPage(Protocol):
 
 def page_of(run: PastRun) -> TaskPage | None:
     """Return what shows the task of a run; None if that brings nothing."""
-    # Runs in whose run.json no task stands are of the time when there was one.
-    module = _PAGES.get(str(run.about.get("task", "image_classification")))
+    module = _PAGES.get(str(run.about.get("task")))
     return cast(TaskPage, import_module(module)) if module else None
