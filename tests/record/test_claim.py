@@ -50,7 +50,7 @@ def begun(run_dir: Path) -> None:
             ours.append(name, {"step": step})
     for name in ("STOP", "outcome.json", "result.json", "run.json", "tensorboard/events.out.tfevents.1.hparams"):
         (run_dir / name).parent.mkdir(exist_ok=True)
-        (run_dir / name).write_text("before")
+        (run_dir / name).write_text('{"written": "before"}')
 
 
 def taken_over(run_dir: Path) -> Claim:
