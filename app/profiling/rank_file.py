@@ -75,7 +75,7 @@ def write(folder: Path, trace: Path, axis: Axis, who: Who) -> None:
     names: dict[raw.Lane, str] = {}
     arrows, gloo = [], []
     for item in raw.read(trace):
-        if isinstance(item, raw.Named):
+        if isinstance(item, raw.LaneName):
             names.setdefault(item.lane, item.name)
         elif isinstance(item, raw.Arrow):
             arrows.append(item)

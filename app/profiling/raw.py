@@ -71,14 +71,14 @@ class Arrow:
 
 
 @dataclass(frozen=True)
-class Named:
+class LaneName:
     """The name of a thread or stream."""
 
     lane: Lane
     name: str
 
 
-def read(path: Path) -> Iterator[Event | Arrow | Named]:
+def read(path: Path) -> Iterator[Event | Arrow | LaneName]:
     """Yield what is in a trace; what the profiler says of itself is left out."""
     base_ns, texts = _open(path)
     for values in texts:
@@ -93,7 +93,7 @@ def read(path: Path) -> Iterator[Event | Arrow | Named]:
         elif phase in ("s", "f"):
             yield Arrow(kind, values["id"], lane, at_ns, phase == "s")
         elif phase == "M" and values["name"] == "thread_name":
-            yield Named(lane, values["args"]["name"].strip())
+            yield LaneName(lane, values["args"]["name"].strip())
 
 
 def _open(path: Path) -> tuple[int, Iterator[dict[str, Any]]]:
