@@ -18,7 +18,7 @@ from typing import Any
 
 from app.errors import RunFolderError
 from app.profiling import raw
-from app.profiling.account import Process
+from app.profiling.account import PARTS, Process
 from app.profiling.trace_lines import TraceLines
 from app.ranks.clocks import Axis
 
@@ -161,4 +161,5 @@ def _parse(line: str) -> Header:
     values = json.loads(f"{line}]}}")["samerun"]
     values["collectives"] = [tuple(one) for one in values["collectives"]]
     values["operations"] = [tuple(one) for one in values["operations"]]
+    values["parts_us"] = dict.fromkeys(PARTS, 0.0) | values["parts_us"]  # older files lack one
     return Header(**{field.name: values[field.name] for field in fields(Header)})
