@@ -105,7 +105,8 @@ def open_run_folder(  # noqa: PLR0913  (keyword-only after the parts)
             before = _before(origin, ours.path / run_folder.RUN)
             ours.write_json(run_folder.RUN, {**_describe(runtime, loaded, task, preset, hosts), **before})
             ours.write_text(run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
-            run = tracked(ours, project=loaded.name, first_step=_steps_before(origin), logged=logged)
+            scores = list(dict.fromkeys([f"test_{task.monitor[0]}", "test_loss"]))
+            run = tracked(ours, project=loaded.name, first_step=_steps_before(origin), logged=logged, scores=scores)
             started.start(trackers, run, recipe_file.flat(loaded.recipe))
     path, place = runtime.from_main(None if ours is None else (ours.path, ours.place))
     resumed = origin if isinstance(origin, Resumed) else None
@@ -156,7 +157,7 @@ def _describe(
     plan, (monitored, good_end) = runtime.plan, task.monitor
     return {
         "recipe": loaded.name,
-        "task": "image_classification",
+        "task": loaded.recipe.task,
         "monitor": [f"test_{monitored}", good_end],
         "recipe_digest": recipe_file.digest(loaded.recipe),
         "preset": preset.name if preset else None,

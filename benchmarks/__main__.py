@@ -134,11 +134,11 @@ def _groups(options: argparse.Namespace) -> list[Group]:
 
 def _common(options: argparse.Namespace, place: Path) -> tuple[dict[str, Any], int]:
     """Return what the tasks of all programs have in common, with the data at hand, and the batch in samples."""
-    from app.data.open import open_data
+    from app.tasks.image_classification.data.open import open_data
     from benchmarks import work
 
     recipe = work.load(options.recipe, options.overrides, model=options.models[0], augmented=True).recipe
-    data = open_data(recipe)
+    data = open_data(recipe.sections)
     shape = work.shape_of(data)
     if shape[0] == 1:
         work.write_for_torchvision(data, place)

@@ -19,11 +19,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from app.data import jpeg
 from app.data.draws import SampleDraws
-from app.data.framing import Framing
-from app.data.pictures import decode
-from app.data.reduced import reduced
+from app.tasks.image_classification.data import jpeg
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.pictures import decode
+from app.tasks.image_classification.data.reduced import reduced
 
 SIDE, MIN_AREA = 224, 0.08
 SIZES = ((500, 375), (2992, 2244))

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from app.data import idx
-from app.data.arrays import ArraySource
-from app.data.open import open_data
-from app.data.record import Record
-from app.data.source import Source
-from app.data.split import Images
-from app.data.writers import WRITERS
 from app.recipe.schema import Recipe
+from app.tasks.image_classification.data import idx
+from app.tasks.image_classification.data.arrays import ArraySource
+from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.record import Record
+from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.split import Images
+from app.tasks.image_classification.data.writers import WRITERS
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 from benchmarks.memory import peak_anonymous_bytes
 
@@ -53,7 +53,7 @@ def main() -> int:
             recipe = made_up_pictures(folder / f"{size}.jpg", size)
             _say_memory("JPEG files", size, recipe)
             _say_memory("WebDataset", size, _packed(recipe, folder / f"{size}.tar"))
-        mapped, _ = open_data(made_up(folder / "look-ups", _SIZES[0], compress=False))
+        mapped, _ = open_data(made_up(folder / "look-ups", _SIZES[0], compress=False).sections)
         assert isinstance(mapped, ArraySource)
         held = ArraySource(Images(mapped.images.array.copy()), mapped.labels.copy(), mapped.classes, mapped.fingerprint)
         for turn in range(3):
@@ -91,17 +91,17 @@ def made_up_pictures(folder: Path, size: int) -> Recipe:
 
 def _packed(recipe: Recipe, folder: Path) -> Recipe:
     """Write an image folder's pictures as WebDataset shards and return their recipe."""
-    assert recipe.data.path is not None
-    files = sorted(Path(recipe.data.path, "train").rglob("*.jpg"))
+    assert recipe.sections.data.path is not None
+    files = sorted(Path(recipe.sections.data.path, "train").rglob("*.jpg"))
     records = (Record(f"{file.parent.name}/{file.stem}", file.read_bytes(), "jpg", int(file.parent.name)) for file in files)
     classes = [str(label) for label in range(len(files) // _PER_FOLDER)]
     WRITERS["webdataset"](folder, "train", classes, records)
-    return recipe.with_sections(data=replace(recipe.data, source="webdataset", path=str(folder)))
+    return recipe.with_sections(data=replace(recipe.sections.data, source="webdataset", path=str(folder)))
 
 
 def look_at_all(recipe: Recipe) -> None:
     """Open the recipe's data and fetch every training sample once."""
-    source, _ = open_data(recipe)
+    source, _ = open_data(recipe.sections)
     for start in range(0, len(source), _BATCH):
         indices = np.arange(start, min(start + _BATCH, len(source)))
         source.fetch(indices, None)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from app.data.loader import num_workers
-from app.data.pictures import PictureSource, Reader
 from app.place import cores
+from app.tasks.image_classification.data.pictures import PictureSource, Reader
 from benchmarks.figures import LINEAR
 from benchmarks.work import Tally, Work
 
@@ -79,7 +79,7 @@ def _photographs(work: Work, device: torch.device) -> Iterator[tuple[torch.Tenso
     from torchvision.transforms import v2
 
     recipe = work.loaded.recipe
-    area = recipe.augment.resized_crop_min_area or 1.0
+    area = recipe.sections.augment.resized_crop_min_area or 1.0
     changes = [v2.RandomResizedCrop((work.height, work.width), (area, 1.0)), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     workers = num_workers(cores.of_this_process(1), device)
     tally = work.fed_by(workers)

@@ -11,13 +11,13 @@ import sys
 import time
 
 from app.data import loader
-from app.data.open import open_data
 from app.data.order import TrainBatches
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.open import open_data
 from benchmarks.memory import status_bytes
 
 SAMPLES, BATCH = 10**12, 256
@@ -42,7 +42,7 @@ def main() -> None:
 
 def _first_batch(runtime: Runtime, recipe: Recipe, step: int) -> tuple[float, float]:
     """Return the seconds until the first numbers of a run that goes on at `step`, and until its first batch is there."""
-    source, _ = open_data(recipe)
+    source, _ = open_data(recipe.sections)
 
     def batches() -> TrainBatches:
         return TrainBatches(

@@ -20,14 +20,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from app.data import transfer
-from app.data.arrays import ArraySource
-from app.data.idx import FILES, UNSIGNED_BYTE
-from app.data.open import Data, open_data
-from app.data.split import Images
 from app.errors import RecipeError
 from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.tasks.image_classification import models
+from app.tasks.image_classification.data.arrays import ArraySource
+from app.tasks.image_classification.data.idx import FILES, UNSIGNED_BYTE
+from app.tasks.image_classification.data.open import Data, open_data
+from app.tasks.image_classification.data.split import Images
 from benchmarks.figures import LINEAR
 from benchmarks.meter import Meter, Workers
 
@@ -102,7 +102,7 @@ class Work:
         """Both splits, as the recipe opens them, or random ones."""
         samples = self.task.synthetic_samples
         if samples is None:
-            return open_data(self.loaded.recipe)
+            return open_data(self.loaded.recipe.sections)
         generator, shape = np.random.default_rng(0), (samples, self.channels, self.height, self.width)
         images = generator.integers(256, size=shape, dtype=np.uint8)
         labels = generator.integers(self.classes, size=samples)
@@ -120,7 +120,7 @@ class Work:
     @property
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation of the pixels, scaled to 0..1."""
-        return self.loaded.recipe.data.mean, self.loaded.recipe.data.std
+        return self.loaded.recipe.sections.data.mean, self.loaded.recipe.sections.data.std
 
     def model(self) -> nn.Module:
         """Return the model, on the CPU, with its forward passes counted."""
@@ -134,7 +134,9 @@ class Work:
         if self.task.model == LINEAR:
             return nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.height * self.width, self.classes))
         size = (self.height, self.width)
-        return models.build(self.loaded.recipe.model, channels=self.channels, image_size=size, num_classes=self.classes)
+        return models.build(
+            self.loaded.recipe.sections.model, channels=self.channels, image_size=size, num_classes=self.classes
+        )
 
     def count(self, model: nn.Module) -> None:
         """Measure the steps of what is called in each of them: a compiled model has to be counted from outside."""
@@ -168,7 +170,7 @@ class Work:
         """Return torchvision's data set, with its usual transforms or those given."""
         from torchvision import datasets, transforms
 
-        augment = self.loaded.recipe.augment
+        augment = self.loaded.recipe.sections.augment
         changes = []
         if training and self.task.augmented:
             changes.append(transforms.RandomCrop((self.height, self.width), padding=augment.crop_padding))

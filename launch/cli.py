@@ -52,7 +52,7 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _data(argv: list[str]) -> int:
-    from app.data_tools import command
+    from app.tasks.image_classification.data_tools import command
 
     return command.main(argv)
 

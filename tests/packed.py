@@ -12,11 +12,10 @@ from PIL import Image
 from sources import everything
 from torchvision.datasets import ImageFolder
 
-from app.data.open import Data, open_data
-from app.data.record import Record
-from app.data.writers import WRITERS
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.open import Data, open_data
+from app.tasks.image_classification.data.record import Record
+from app.tasks.image_classification.data.writers import WRITERS
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 FORMATS = sorted(WRITERS)
@@ -60,7 +59,7 @@ def pack(pictures: Path, target: Path, source: str) -> Path:
 
 def opened(source: str, path: Path | None, *, crop: float | None = None, **keys) -> Data:
     data = DataRecipe(source=source, path=None if path is None else str(path), **{"image_size": 24, **keys})
-    return open_data(Recipe(sections=Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop))))
+    return open_data(Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop)))
 
 
 def write_examples(path: Path, samples: list[Record], *, image: str, label: str) -> None:

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.draws import HostDraws
-from app.data.source import Source
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.source import Source
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
 
-def recipe(source: str, path: Path | None = None, **keys) -> Recipe:
-    return Recipe(sections=Sections(data=DataRecipe(source=source, path=None if path is None else str(path), **keys)))
+def recipe(source: str, path: Path | None = None, **keys) -> Sections:
+    return Sections(data=DataRecipe(source=source, path=None if path is None else str(path), **keys))
 
 
 def everything(source: Source) -> tuple[Tensor, Tensor]:

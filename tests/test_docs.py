@@ -105,7 +105,7 @@ def test_modules_and_files_in_commands_exist() -> None:
     ("what", "recipe", "channels", "size"),
     [
         ("resnet18", ModelRecipe(name="resnet18"), 3, (32, 32)),
-        ("nn.Sequential", recipe_file.load("digits").recipe.model, 1, (8, 8)),
+        ("nn.Sequential", recipe_file.load("digits").recipe.sections.model, 1, (8, 8)),
     ],
 )
 def test_the_weights_load_with_the_code_shown(

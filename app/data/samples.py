@@ -1,6 +1,6 @@
 """What the feed asks of a split of any data: whole batches by index, random by sample number alone.
 
-Nothing here knows what a sample is. `app.data.source` says what the splits of pictures are beyond this.
+Nothing here knows what a sample is. A task says what its splits are beyond this.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-_EARLIER = {"log.train_scores": "log.train_scores", "log.images": "log.examples"}
+_EARLIER = {"log.train_accuracy": "log.train_scores", "log.images": "log.examples"}
 """Keys of before, whose names do not resemble those of now."""
 
 

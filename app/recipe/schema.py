@@ -206,21 +206,6 @@ class Recipe:
         """Return the recipe with these of the task's sections in the place of its own."""
         return replace(self, sections=replace(self.sections, **changes))
 
-    @property
-    def data(self) -> Any:
-        """The task's section of that name."""
-        return self.sections.data
-
-    @property
-    def augment(self) -> Any:
-        """The task's section of that name."""
-        return self.sections.augment
-
-    @property
-    def model(self) -> Any:
-        """The task's section of that name."""
-        return self.sections.model
-
 
 # Pairs of keys of which only one may be given: two units of the same duration.
 ALTERNATIVES = (("train.epochs", "train.steps"), ("optim.warmup_epochs", "optim.warmup_steps"))

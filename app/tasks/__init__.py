@@ -18,4 +18,4 @@ DEFAULT = "image_classification"
 
 def of(recipe: Any) -> Any:
     """Return the recipe's task, an `app.task.Task`."""
-    return importlib.import_module(f"{SHIPPED[recipe.task]}.task").task(recipe)
+    return importlib.import_module(f"{SHIPPED[recipe.task]}.task").task(recipe.sections)

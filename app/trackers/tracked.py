@@ -27,13 +27,8 @@ class Tracked:
     """The last step of each that is still there: what came after the checkpoint is taken again."""
     known: Mapping[str, str]
     """The run's id in each tracker that has it from an earlier start."""
-
-    @property
-    def scores(self) -> Sequence[str]:
-        """The scores that trackers may show beside the settings of the run: the one by which it is judged, and the loss."""
-        path = self.folder / run_folder.RUN
-        judged = run_folder.monitor(run_folder.read_json(path)) if path.exists() else None
-        return list(dict.fromkeys([*(judged[:1] if judged else ()), "test_loss"]))
+    scores: Sequence[str]
+    """Those that trackers may show beside the settings of the run."""
 
     @property
     def folder(self) -> Path:
@@ -61,7 +56,7 @@ def _known(folder: Path) -> dict[str, str]:
     return {name: identity for name, identity in known.items() if isinstance(identity, str)}
 
 
-def tracked(claim: Claim, *, project: str, first_step: int, logged: Mapping[str, int]) -> Tracked:
+def tracked(claim: Claim, *, project: str, first_step: int, logged: Mapping[str, int], scores: Sequence[str] = ()) -> Tracked:
     """Return the run of a folder that was opened to go on after `first_step` steps; `logged` is what it held before.
 
     A run that begins again, for it had no checkpoint, is a new one to its trackers.
@@ -70,4 +65,4 @@ def tracked(claim: Claim, *, project: str, first_step: int, logged: Mapping[str,
         claim.remove(run_folder.TRACKERS)
     kept = run_folder.last_steps(claim.path)
     known = _known(claim.path)
-    return Tracked(claim=claim, project=project, first_step=first_step, logged=logged, kept=kept, known=known)
+    return Tracked(claim=claim, project=project, first_step=first_step, logged=logged, kept=kept, known=known, scores=scores)

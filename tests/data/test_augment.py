@@ -11,10 +11,10 @@ from torchvision.transforms import RandAugment, RandomErasing, v2
 from torchvision.transforms import functional as TF
 from torchvision.transforms.autoaugment import InterpolationMode, _apply_op
 
-from app.data.augment import Preparation, erased_mask, mixing_weights
 from app.data.draws import Draws
-from app.data.randaugment import OPERATIONS, randaugment
 from app.errors import RecipeError
+from app.tasks.image_classification.data.augment import Preparation, erased_mask, mixing_weights
+from app.tasks.image_classification.data.randaugment import OPERATIONS, randaugment
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 CHANGES = {

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from packed import CLASSES, FORMATS, PICTURE, opened, records, refused, write_database, write_examples
 
-from app.data import lmdb_file, tfrecords
-from app.data.record import Record
-from app.data.writers import WRITERS
 from app.errors import DataError, RecipeError
+from app.tasks.image_classification.data import lmdb_file, tfrecords
+from app.tasks.image_classification.data.record import Record
+from app.tasks.image_classification.data.writers import WRITERS
 
 
 @pytest.fixture

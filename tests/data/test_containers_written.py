@@ -18,12 +18,12 @@ from packed import CLASSES, FORMATS, PICTURE, opened, pack, records, refused
 from processes import clean_environment
 from sources import everything
 
-from app.data import containers
-from app.data.record import Record
-from app.data.source import FINGERPRINT_SAMPLES
 from app.data.turns import alone
-from app.data.writers import WRITERS, write_tfrecord, write_webdataset
 from app.errors import DataError
+from app.tasks.image_classification.data import containers
+from app.tasks.image_classification.data.record import Record
+from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES
+from app.tasks.image_classification.data.writers import WRITERS, write_tfrecord, write_webdataset
 
 # Writing
 
@@ -95,7 +95,7 @@ def test_shards_are_numbered_and_read_in_order(
 INDEXING = """
 import sys
 from pathlib import Path
-from app.data.index import indexed
+from app.tasks.image_classification.data.index import indexed
 
 def read(path):
     print("reads", flush=True)

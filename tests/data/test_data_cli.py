@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 from sources import everything
 
-from app.data.open import open_data
-from app.data.writers import WRITERS
-from app.data_tools.command import FORMATS, main, recipe_of
-from app.data_tools.many import in_order
 from app.errors import DataError, RecipeError
+from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.writers import WRITERS
+from app.tasks.image_classification.data_tools.command import FORMATS, main, recipe_of
+from app.tasks.image_classification.data_tools.many import in_order
 from benchmarks.feeding import made_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
@@ -69,7 +69,7 @@ def test_only_large_pictures_are_shrunk_and_all_keep_their_place(folder: Path, t
                 small = np.asarray(original.resize(picture.size, Image.Resampling.LANCZOS), np.float32)
                 assert np.abs(np.asarray(picture, np.float32) - small).mean() < 6, "it is another picture"
     recipe = recipe_of(str(out), ["data.image_size=16", "augment.resized_crop_min_area=null"])
-    assert everything(open_data(recipe).train)[1].tolist() == [0, 0, 0, 1, 1, 1]
+    assert everything(open_data(recipe.sections).train)[1].tolist() == [0, 0, 0, 1, 1, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["pictures", "packed"]
 
 
@@ -88,8 +88,8 @@ def test_arrays_give_the_same_run(folder: Path, tmp_path: Path, processes: str) 
     packed = recipe_of(
         str(tmp_path / "out"), ["data.image_size=null", "data.resize_size=null", "augment.resized_crop_min_area=null"]
     )
-    assert (packed.data.source, packed.data.test_split) == ("arrays", "val")
-    for before, after in zip(open_data(recipe), open_data(packed), strict=True):
+    assert (packed.sections.data.source, packed.sections.data.test_split) == ("arrays", "val")
+    for before, after in zip(open_data(recipe.sections), open_data(packed.sections), strict=True):
         assert (after.classes, after.workers) == (before.classes, False)
         assert torch.equal(everything(after)[0], everything(before)[0])
         assert torch.equal(everything(after)[1], everything(before)[1])
@@ -104,9 +104,9 @@ def test_a_container_holds_the_same_samples(
     assert main(["pack", str(folder), "--to", kind, "--out", out, "--processes", "1"]) == 0
     size = ["data.image_size=16", "augment.resized_crop_min_area=null"]
     said = capsys.readouterr().out.split(" with ")[1].split()
-    assert recipe_of(out, []).data.source == kind
+    assert recipe_of(out, []).sections.data.source == kind
     packed = recipe_of("imagefolder", [*said, *size])
-    for before, after in zip(open_data(recipe_of(str(folder), size)), open_data(packed), strict=True):
+    for before, after in zip(open_data(recipe_of(str(folder), size).sections), open_data(packed.sections), strict=True):
         assert after.classes == before.classes
         for mine, theirs in zip(everything(after), everything(before), strict=True):
             assert torch.equal(mine, theirs)
@@ -117,13 +117,13 @@ def test_a_container_holds_the_same_samples(
 def test_what_was_an_array_keeps_its_fingerprint(tmp_path: Path) -> None:
     made_up(tmp_path / "idx", 300, compress=True)
     main(["pack", str(tmp_path / "idx"), *WHOLE, "--to", "arrays", "--out", str(tmp_path / "out")])
-    before, after = (open_data(recipe_of(str(tmp_path / name), WHOLE)) for name in ("idx", "out"))
+    before, after = (open_data(recipe_of(str(tmp_path / name), WHOLE).sections) for name in ("idx", "out"))
     assert before.facts == after.facts
 
 
 def test_pixels_become_pictures_in_a_folder(tmp_path: Path) -> None:
     main(["pack", "digits", "--to", "imagefolder", "--out", str(tmp_path / "out"), "--processes", "1"])
-    digits = open_data(recipe_of("digits", [])).test
+    digits = open_data(recipe_of("digits", []).sections).test
     names = sorted(path.name for path in (tmp_path / "out/test").rglob("*.png"))
     assert [int(Path(name).stem) for name in names] == list(range(len(digits)))
     (path,) = (tmp_path / "out/test").rglob(names[7])
@@ -193,7 +193,7 @@ def test_inspect_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[
     np.testing.assert_allclose(facts["test"]["mean"], mean, atol=2e-4)
     np.testing.assert_allclose(facts["test"]["std"], std, atol=2e-4)
     recipe = recipe_of(str(folder), [])
-    assert facts["train"]["fingerprint"] == open_data(recipe).train.fingerprint
+    assert facts["train"]["fingerprint"] == open_data(recipe.sections).train.fingerprint
     (folder / "train/dog/3.png").unlink()
     assert main(["inspect", str(folder), "digits"]) == 0
     told = capsys.readouterr().out

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.data.notes import notes_on
-from app.data.open import open_data
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.notes import notes_on
+from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
 
 def notes(source: str, path: Path | None, **keys: object) -> list[str]:
     data = DataRecipe(source=source, path=None if path is None else str(path), **keys)  # type: ignore[arg-type]
-    return notes_on(open_data(Recipe(sections=Sections(data=data))))
+    return notes_on(open_data(Sections(data=data)))
 
 
 def test_of_the_shipped_data_there_is_nothing_to_say(pictures: Path) -> None:

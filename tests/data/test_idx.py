@@ -10,9 +10,9 @@ import torch
 from sources import check_contract, damage, everything, recipe, write_idx, write_mnist
 from torchvision import datasets
 
-from app.data import idx
-from app.data.open import open_data
 from app.errors import DataError
+from app.tasks.image_classification.data import idx
+from app.tasks.image_classification.data.open import open_data
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 

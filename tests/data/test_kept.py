@@ -17,12 +17,11 @@ import torch
 from PIL import Image
 from sources import check_contract, everything
 
-from app.data import kept
-from app.data.kept import keep, stamps
-from app.data.open import open_data
-from app.data.split import Images, Unstored, open_split, pictures_in_a_chunk, write_split
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data import kept
+from app.tasks.image_classification.data.kept import keep, stamps
+from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.split import Images, Unstored, open_split, pictures_in_a_chunk, write_split
 from app.tasks.image_classification.sections import DataRecipe, Sections
 from benchmarks.feeding import look_at_all, made_up
 from benchmarks.memory import peak_anonymous_bytes
@@ -133,17 +132,17 @@ def test_a_packed_split_is_a_source(tmp_path: Path) -> None:
     for name in ("train", "test"):
         write_split(tmp_path / name, unstored())
     data = DataRecipe(source="arrays", path=str(tmp_path))
-    train, _ = open_data(Recipe(sections=Sections(data=data)))
+    train, _ = open_data(Sections(data=data))
     check_contract(train)
     assert torch.equal(everything(train)[0], torch.from_numpy(PIXELS))
-    resized, _ = open_data(Recipe(sections=Sections(data=replace(data, image_size=4))))
-    again, _ = open_data(Recipe(sections=Sections(data=replace(data, image_size=4))))
+    resized, _ = open_data(Sections(data=replace(data, image_size=4)))
+    again, _ = open_data(Sections(data=replace(data, image_size=4)))
     assert resized.image_size == (4, 4)
     assert torch.equal(everything(resized)[0], everything(again)[0])
     assert len(list((tmp_path / "cache/splits").glob("*/images.npy"))) == 2, "each split is resized once"
     (tmp_path / "test/labels.npy").unlink()
     with pytest.raises(DataError, match=r"test is no whole split of arrays .*pack it again"):
-        open_data(Recipe(sections=Sections(data=data)))
+        open_data(Sections(data=data))
 
 
 def test_pictures_of_other_sizes_are_decoded_once(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_pictures_of_other_sizes_are_decoded_once(tmp_path: Path) -> None:
         features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}),
     )
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "rows")
-    recipe = Recipe(sections=Sections(data=DataRecipe(source="huggingface", path=str(tmp_path / "rows"))))
+    recipe = Sections(data=DataRecipe(source="huggingface", path=str(tmp_path / "rows")))
     first, _ = open_data(recipe)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache/splits").glob("*/images.npy")}
     second, _ = open_data(recipe)

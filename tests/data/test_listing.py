@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.datasets import ImageFolder
 
-from app.data import listing
-from app.data.listing import Listing, listed
 from app.errors import DataError
+from app.tasks.image_classification.data import listing
+from app.tasks.image_classification.data.listing import Listing, listed
 
 LONG_AGO_S = time.time() - 3600
 FORK = multiprocessing.get_context("fork")

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from PIL import Image, JpegImagePlugin
 from sources import check_workers_and_pickling, fetched
 
-from app.data import jpeg
 from app.data.draws import SampleDraws
-from app.data.framing import Framing
-from app.data.open import Data, open_data
-from app.data.reduced import reduced
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data import jpeg
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.open import Data, open_data
+from app.tasks.image_classification.data.reduced import reduced
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 SIDE = 16
@@ -57,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(root: Path, decoder: str, *, crop: float | None = None) -> Data:
     data = DataRecipe(source="imagefolder", path=str(root), image_size=SIDE, resize_size=20, jpeg_decoder=decoder)
-    return open_data(Recipe(seed=1, sections=Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop))))
+    return open_data(Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop)))
 
 
 @pytest.fixture
@@ -138,9 +137,9 @@ def test_a_damaged_picture_is_named_by_who_decodes_it_whole(folder: Path, tmp_pa
 
 def test_a_size_is_needed() -> None:
     with pytest.raises(RecipeError, match=r"data\.jpeg_decoder=reduced needs data\.image_size"):
-        Recipe(sections=Sections(data=DataRecipe(source="webdataset", jpeg_decoder="reduced")))
+        Sections(data=DataRecipe(source="webdataset", jpeg_decoder="reduced"))
 
 
 def test_pixels_are_not_decoded() -> None:
     with pytest.raises(RecipeError, match=r"data\.jpeg_decoder is reduced, and data\.source=fakedata holds pixels"):
-        open_data(Recipe(sections=Sections(data=DataRecipe(source="fakedata", image_size=8, jpeg_decoder="reduced"))))
+        open_data(Sections(data=DataRecipe(source="fakedata", image_size=8, jpeg_decoder="reduced")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 from packed import CLASSES, opened
 from sources import check_contract, everything, recipe
 
-from app.data.open import open_data
-from app.data.relabelled import relabelled
 from app.errors import DataError
+from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.relabelled import relabelled
 from app.tasks.image_classification.sections import AugmentRecipe
 
 MODEL = ("cat", "zebra", "ant", "bee")
@@ -48,7 +49,7 @@ def test_samples_without_a_list_of_labels_are_numbered_anew() -> None:
 
 @pytest.mark.parametrize("crop", [None, 0.5])
 def test_a_class_that_the_model_does_not_know_is_named(crop: float | None) -> None:
-    source = open_data(recipe("digits", image_size=8).with_sections(augment=AugmentRecipe(resized_crop_min_area=crop))).train
+    source = open_data(replace(recipe("digits", image_size=8), augment=AugmentRecipe(resized_crop_min_area=crop))).train
     with pytest.raises(
         DataError, match=r"^the model does not know 1 of the data's 10 classes: '7'\. Its own are '0', .* and 1 more"
     ):

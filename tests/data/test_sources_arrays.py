@@ -7,6 +7,7 @@ import pickle
 import re
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -20,12 +21,13 @@ from sources import check_contract, check_workers_and_pickling, damage, everythi
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as F
 
-from app.data import arrays, loader
-from app.data.open import OPEN, download_data, open_data
+from app.data import loader
 from app.data.order import EvalBatches
-from app.data.source import check_labels, fingerprint, spread
 from app.errors import DataError, RecipeError
 from app.recipe import recipe_file
+from app.tasks.image_classification.data import arrays
+from app.tasks.image_classification.data.open import OPEN, download_data, open_data
+from app.tasks.image_classification.data.source import check_labels, fingerprint, spread
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 REPOSITORY = Path(__file__).parents[2]
@@ -67,7 +69,7 @@ def test_digits_come_out_of_workers() -> None:
 
 @pytest.mark.parametrize("batch_size", [4, 500])
 def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
-    source = open_data(recipe_file.load("digits").recipe).train
+    source = open_data(recipe_file.load("digits").recipe.sections).train
     monkeypatch.setattr(loader, "_TOGETHER_BYTES", 6 * 2 * (64 + 8))  # of shares of 2 samples, 6
     batches = list(EvalBatches(size=len(source), batch_size=batch_size))
     ranks = [list(loader.InProcess(source, batches, seed=None, rank=rank, world_size=2)) for rank in range(2)]
@@ -82,7 +84,7 @@ def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: py
 
 
 def test_the_host_keeps_the_numbers_of_what_accelerate_sends_to_a_device() -> None:
-    source = open_data(recipe_file.load("digits").recipe).train
+    source = open_data(recipe_file.load("digits").recipe.sections).train
     batches = list(EvalBatches(size=len(source), batch_size=500))
     fed = list(loader.build(source, batches, seed=None, local_world_size=1, device=torch.device("cpu")))
     assert len(fed) == len(batches)
@@ -102,7 +104,7 @@ def test_arrays_are_resized_once_as_torchvision_would() -> None:
 
 
 def test_arrays_can_be_cropped_at_random() -> None:
-    asked = recipe("digits", image_size=8).with_sections(augment=AugmentRecipe(resized_crop_min_area=0.3))
+    asked = replace(recipe("digits", image_size=8), augment=AugmentRecipe(resized_crop_min_area=0.3))
     train, test = open_data(asked)
     plain_train, plain_test = open_data(recipe("digits"))
     assert train.workers
@@ -287,4 +289,4 @@ def test_the_guide_names_every_kind_and_only_keys_and_commands_that_exist() -> N
     commands = re.findall(r"-m app\.train --recipe (\S+) (.+)", guide)
     assert len(commands) == 3
     for name, overrides in commands:
-        assert recipe_file.load(name, overrides.split()).recipe.data.source in OPEN
+        assert recipe_file.load(name, overrides.split()).recipe.sections.data.source in OPEN

@@ -15,10 +15,9 @@ from PIL import Image
 from sources import check_contract, check_workers_and_pickling, everything
 from torchvision.transforms.v2 import functional as F
 
-from app.data import decoded
-from app.data.open import download_data, open_data
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data import decoded
+from app.tasks.image_classification.data.open import download_data, open_data
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 datasets = pytest.importorskip("datasets", reason="reads what the datasets library opens")
@@ -40,9 +39,9 @@ def own_cache_and_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     datasets.enable_progress_bars()
 
 
-def recipe(path: Path | str | None, *, crop: float | None = None, **keys) -> Recipe:
+def recipe(path: Path | str | None, *, crop: float | None = None, **keys) -> Sections:
     data = DataRecipe(source="huggingface", path=None if path is None else str(path), **keys)
-    return Recipe(sections=Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop)))
+    return Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop))
 
 
 def pixels(size: int, *, shape: tuple[int, ...] = (6, 5, 3)) -> np.ndarray:
@@ -487,7 +486,7 @@ def test_what_has_no_configuration_or_revision(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"data\.hub_revision is main: it must be a commit, all 40 hexadecimal digits"):
         recipe("someone/something", hub_revision="main")
     with pytest.raises(RecipeError, match=r"are for data\.source=huggingface, and it is digits"):
-        Recipe(sections=Sections(data=DataRecipe(hub_config="large")))
+        Sections(data=DataRecipe(hub_config="large"))
 
 
 def test_a_download_names_both(monkeypatch: pytest.MonkeyPatch) -> None:

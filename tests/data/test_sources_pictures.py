@@ -16,13 +16,12 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
-from app.data import jpeg
 from app.data.draws import SampleDraws
-from app.data.framing import RATIOS, Framing, crop_box
-from app.data.open import open_data
-from app.data.pictures import decode
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data import jpeg
+from app.tasks.image_classification.data.framing import RATIOS, Framing, crop_box
+from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.pictures import decode
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 SIZES = [(40, 30), (31, 47), (64, 64), (25, 90)]  # width, height in pixels
@@ -45,10 +44,10 @@ def write_folder(
                 picture(*size, seed=10 * number + index + len(split)).save(file, quality=90)
 
 
-def recipe(path: Path | None, *, crop: float | None = None, seed: int = 0, **keys) -> Recipe:
+def recipe(path: Path | None, *, crop: float | None = None, seed: int = 0, **keys) -> Sections:
     keys = {"image_size": 24, **keys}
     data = DataRecipe(source="imagefolder", path=None if path is None else str(path), **keys)
-    return Recipe(seed=seed, sections=Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop)))
+    return Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop))
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,18 @@ import torch
 from processes import train
 from sources import everything
 
-from app.data import stage
-from app.data.open import open_data
-from app.data.stage import staged
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data import stage
+from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import DataRecipe, Sections
 from benchmarks.feeding import made_up
 
 FORK = multiprocessing.get_context("fork")
 
 
-def recipe(path: Path | str, to: Path | str) -> Recipe:
-    return Recipe(sections=Sections(data=DataRecipe(source="mnist", path=str(path), stage_to=str(to))))
+def recipe(path: Path | str, to: Path | str) -> Sections:
+    return Sections(data=DataRecipe(source="mnist", path=str(path), stage_to=str(to)))
 
 
 def copies(folder: Path) -> list[Path]:
@@ -45,7 +44,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_one_process_copies_and_all_read_the_copy(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     asked = recipe(data, tmp_path / "disk")
-    before = open_data(Recipe(sections=Sections(data=DataRecipe(source="mnist", path=str(data)))))
+    before = open_data(Sections(data=DataRecipe(source="mnist", path=str(data))))
     processes = [FORK.Process(target=staged, args=(asked,)) for _ in range(4)]
     for process in processes:
         process.start()
@@ -97,7 +96,7 @@ def test_variables_are_filled_in(data: Path, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(DataError, match=r"elsewhere is no file or folder here"):
         open_data(recipe(tmp_path / "elsewhere", tmp_path / "disk"))
     with pytest.raises(RecipeError, match=r"data\.stage_to is x, and there is no data\.path"):
-        open_data(Recipe(sections=Sections(data=DataRecipe(stage_to="x"))))
+        open_data(Sections(data=DataRecipe(stage_to="x")))
 
 
 def test_a_training_of_two_processes_reads_the_copy(data: Path, tmp_path: Path) -> None:

@@ -29,17 +29,17 @@ from torch.utils.data import DataLoader
 
 from app.checkpoints import step_folders
 from app.data import loader, transfer
-from app.data.arrays import ArraySource
 from app.data.draws import HostDraws
 from app.data.loader import Batch, Failure, Unwritten
-from app.data.open import open_data
 from app.data.order import EvalBatches, TrainBatches
-from app.data.source import Source
-from app.data.split import Images
 from app.data.transfer import PLACES, Ahead, Brought, Side
 from app.errors import DataError
 from app.metrics.clock import Clock
 from app.recipe import recipe_file
+from app.tasks.image_classification.data.arrays import ArraySource
+from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.split import Images
 
 CPU = torch.device("cpu")
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(torch.device("cuda", 0), id="cuda", marks=pytest.mark.gpu)]
@@ -180,7 +180,7 @@ def test_looked_up_batches_are_those_of_the_plain_feed(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_batches_of_workers_are_those_of_the_plain_feed(device: torch.device) -> None:
-    source = open_data(recipe_file.load("digits").recipe).test
+    source = open_data(recipe_file.load("digits").recipe.sections).test
     numbers = EvalBatches(size=len(source), batch_size=50)  # the last one is padded
     built = fetched_by_workers(source, numbers, workers=2)
     found = list(Ahead(functools.partial(loader.unwritten, built), device))
@@ -296,7 +296,7 @@ def test_a_picture_that_cannot_be_read_is_told_after_those_before_it() -> None:
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_killed_worker_is_told() -> None:
     """As torch tells it. What the thread meets, half of a batch, is not the cause."""
-    source = open_data(recipe_file.load("digits").recipe).train
+    source = open_data(recipe_file.load("digits").recipe.sections).train
     numbers = TrainBatches(
         size=len(source), seed=1, global_batch_size=8, micro_batches_per_step=1, first_step=0, last_step=10**6
     )

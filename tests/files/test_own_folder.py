@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from app.data import kept
-from app.data.listing import listed
-from app.data.split import Unstored
-from app.data.stage import staged
 from app.errors import DataError, PresetError
 from app.files.own_folder import own, refuse_prepared
 from app.ranks import compiled_ops
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data import kept
+from app.tasks.image_classification.data.listing import listed
+from app.tasks.image_classification.data.split import Unstored
+from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
 STRANGER = 65534
@@ -98,7 +97,7 @@ def test_staging_refuses_it(everybodys: Path, tmp_path: Path, how: str) -> None:
     (tmp_path / "data" / "x").write_bytes(b"x")
     data = DataRecipe(source="mnist", path=str(tmp_path / "data"), stage_to=str(everybodys))
     with pytest.raises(DataError, match=rf"cannot be copied to data\.stage_to={everybodys}: .* user {STRANGER}, who may"):
-        staged(Recipe(sections=Sections(data=data)))
+        staged(Sections(data=data))
 
 
 def keep_a_split() -> None:

@@ -48,7 +48,7 @@ WORKERS = (
 # app.train, which fails at its first batch.
 FAILS = """
 import sys
-from app.data.augment import Preparation
+from app.tasks.image_classification.data.augment import Preparation
 from app.train import main
 def fail(*_):
     raise RuntimeError("out of memory, say")

@@ -199,17 +199,6 @@ def test_a_run_that_begins_again_is_a_new_one_to_its_trackers(tmp_path: Path) ->
     assert tracked(claim(tmp_path), project="digits", first_step=20, logged={}).known == {}
 
 
-@pytest.mark.parametrize(
-    ("told", "scores"),
-    [({"monitor": ["test_rmse", "min"]}, ["test_rmse", "test_loss"]), ({"monitor": ["test_loss", "min"]}, ["test_loss"])],
-)
-def test_the_scores_beside_the_hyperparameters_are_those_of_the_task(
-    tmp_path: Path, told: dict[str, Any], scores: list[str]
-) -> None:
-    (tmp_path / "run.json").write_text(json.dumps(told))
-    assert tracked(claim(tmp_path), project="rainfall", first_step=0, logged={}).scores == scores
-
-
 def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
     run = tracked(claim(tmp_path), project="digits", first_step=0, logged={})
     trackers = Trackers()

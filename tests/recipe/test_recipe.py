@@ -137,7 +137,9 @@ def test_values_are_read_as_the_type_of_their_key(write, key, text, expected, pl
         loaded = load(write(f"{section}:\n  {name}: {text}\n" if section else f"{name}: {text}\n"))
     else:
         loaded = load(write("train:\n"), [f"{key}={text}"])
-    found = getattr(getattr(loaded.recipe, section) if section else loaded.recipe, name)
+    recipe = loaded.recipe
+    holder = recipe.sections if section and hasattr(recipe.sections, section) else recipe
+    found = getattr(getattr(holder, section) if section else holder, name)
     assert found == expected
     assert type(found) is type(expected)
     if isinstance(expected, tuple):
@@ -146,7 +148,7 @@ def test_values_are_read_as_the_type_of_their_key(write, key, text, expected, pl
 
 def test_a_path_on_the_command_line_is_taken_as_it_stands(write):
     for path in ("/a: b", "/a #1", "*.zip", "@x", "a=b", "{x}"):
-        assert load(write("train:\n"), [f"data.path={path}"]).recipe.data.path == path
+        assert load(write("train:\n"), [f"data.path={path}"]).recipe.sections.data.path == path
 
 
 def test_dotted_keys_are_keys_in_a_file_too(write):

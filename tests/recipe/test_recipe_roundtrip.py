@@ -84,7 +84,7 @@ def test_yaml_reads_back_to_an_equal_recipe(tmp_path_factory, recipe):
 def test_as_dict_against_dataclasses():
     recipe = load("digits").recipe
     plain = recipe_file.as_dict(recipe)
-    assert plain["data"]["mean"] == list(recipe.data.mean)
+    assert plain["data"]["mean"] == list(recipe.sections.data.mean)
     values_of = dataclasses.asdict(recipe)
     values_of |= values_of.pop("sections")
     assert plain.keys() == values_of.keys()

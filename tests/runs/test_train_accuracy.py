@@ -11,11 +11,11 @@ import torch
 from processes import read_lines, train
 
 from app.checkpoints import model_file
-from app.data.open import open_data
 from app.errors import TrainingError
 from app.metrics.losses import Losses
 from app.recipe import recipe_file
 from app.task import Later, Loss
+from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.task import _right
 
 EVERY_STEPS = 3
@@ -26,7 +26,7 @@ KNOWN = ("--recipe", "digits", "train.steps=10", "train.global_batch_size=64", "
 def recounted(weights: Path, run_dir: Path) -> list[float]:
     """The accuracy of each line, from the saved weights, the batches as they were recorded, and nothing of the loop."""
     recipe = recipe_file.load(str(run_dir / "recipe.yaml")).recipe
-    source = open_data(recipe).train
+    source = open_data(recipe.sections).train
     _, model, _ = model_file.load(weights)
     steps = [torch.tensor(line["samples"]) for line in read_lines(run_dir / "samples.jsonl")]
     shares, start = [], 0
@@ -34,7 +34,7 @@ def recounted(weights: Path, run_dir: Path) -> list[float]:
         samples = torch.cat(steps[start:end])
         images, labels = source.fetch((samples % len(source)).numpy(), None).values()
         with torch.no_grad():
-            best = model((images / 255.0 - recipe.data.mean[0]) / recipe.data.std[0]).argmax(1)
+            best = model((images / 255.0 - recipe.sections.data.mean[0]) / recipe.sections.data.std[0]).argmax(1)
         shares.append(float((best == labels).double().mean()))
         start = end
     return shares

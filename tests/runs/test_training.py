@@ -17,9 +17,9 @@ from PIL import Image
 from processes import REPOSITORY, Finished, Started, accelerate, read, read_lines, train
 from safetensors.torch import load_file
 
-from app.data.open import open_data
 from app.errors import DataError
 from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.open import open_data
 
 pytestmark = pytest.mark.multiproc
 
@@ -94,7 +94,7 @@ def test_evaluating_the_run_again_gives_the_same_scores(run: Path) -> None:
 def some_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An image folder of the test digits 3, 7 and 9: their labels there are 0, 1 and 2."""
     root = tmp_path_factory.mktemp("some") / "digits"
-    source = open_data(Recipe()).test
+    source = open_data(Recipe().sections).test
     images, labels = source.fetch(np.arange(len(source)), None).values()
     for index, (image, label) in enumerate(zip(images.numpy(), labels.tolist(), strict=True)):
         for split in ("train", "test"):

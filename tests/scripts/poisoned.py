@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from app.data.augment import Preparation
+from app.tasks.image_classification.data.augment import Preparation
 from app.train import main
 
 exact, number = Preparation.train, int(os.environ["POISONED_SAMPLE"])

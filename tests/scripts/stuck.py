@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from app.data import loader
-from app.data.arrays import ArraySource
+from app.tasks.image_classification.data.arrays import ArraySource
 from app.train import main
 
 BATCHES = 20

@@ -13,9 +13,9 @@ from PIL import Image
 from processes import read, train
 
 from app.checkpoints import model_file
-from app.data.augment import Preparation
-from app.data.open import open_data
 from app.recipe import recipe_file
+from app.tasks.image_classification.data.augment import Preparation
+from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.predictions import Prediction, Predictions, write
 
 
@@ -25,10 +25,10 @@ def left(run_dir: Path) -> dict[str, bytes]:
 
 def test_they_are_those_of_the_saved_weights_with_every_sample_once(digits_run: Path) -> None:
     recipe = recipe_file.load(str(digits_run / "recipe.yaml"), []).recipe
-    source = open_data(recipe).test
+    source = open_data(recipe.sections).test
     images, labels = source.fetch(np.arange(len(source)), None).values()
     _, model, _ = model_file.load(digits_run)
-    preparation = Preparation(recipe.data, recipe.augment, channels=1, num_classes=10)
+    preparation = Preparation(recipe.sections.data, recipe.sections.augment, channels=1, num_classes=10)
     with torch.no_grad():
         probabilities = model(preparation.evaluate({"images": images, "labels": labels})).softmax(dim=1)
     found = read(digits_run / "test_predictions" / "predictions.json")

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from app.data.framing import Framing, resize
-from app.data.pictures import decode
+from app.tasks.image_classification.data.framing import Framing, resize
+from app.tasks.image_classification.data.pictures import decode
 
 
 def image_of(file: Path, facts: Mapping[str, Any], *, resize_size: int | None) -> Tensor:

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from app.data.augment import Preparation
 from app.data.draws import Draws
-from app.data.notes import notes_on
-from app.data.open import Data, download_data, open_staged
-from app.data.relabelled import relabelled
-from app.data.source import Source
-from app.data.stage import staged
 from app.errors import DataError
-from app.recipe.schema import Recipe
 from app.task import Batch, Form, Later, Loss, Scores, Table, Totals
 from app.tasks.image_classification import classify, looks, model_names, models, predictions
+from app.tasks.image_classification.data.augment import Preparation
+from app.tasks.image_classification.data.notes import notes_on
+from app.tasks.image_classification.data.open import Data, download_data, open_staged
+from app.tasks.image_classification.data.relabelled import relabelled
+from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.stage import staged
+from app.tasks.image_classification.sections import Sections
 
 _FEW_LOGITS = 16_384
 """Up to so many of a pass are kept as they are until the next log; of more, the largest of each sample alone."""
@@ -35,8 +35,8 @@ class ImageClassification:
     monitor: tuple[str, Literal["max", "min"]] = ("accuracy", "max")
     """The best checkpoint is the one that is right most often."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, sections: Sections) -> None:
+        self._sections = sections
         self._data: Data | None = None
         self._facts: Mapping[str, Any] = {}
         self._preparation: Preparation | None = None
@@ -46,24 +46,24 @@ class ImageClassification:
     @property
     def channels_last(self) -> bool:
         """On a CPU the convnet's max-pooling takes a fifth of its time so."""
-        return bool(self._recipe.model.name == model_names.CONVNET)
+        return self._sections.model.name == model_names.CONVNET
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_recipe": self._recipe}
+        return {"_sections": self._sections}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_recipe"])  # type: ignore[misc]
+        self.__init__(state["_sections"])  # type: ignore[misc]
 
     # Data -------------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> ImageClassification:
         """Download what is missing and allowed, and copy the data to the node's disk if the recipe says so."""
-        download_data(self._recipe)
-        return ImageClassification(staged(self._recipe))
+        download_data(self._sections)
+        return ImageClassification(staged(self._sections))
 
     def samples(self, split: Literal["train", "test"]) -> Source:
         """Open a split; both are opened at once, and checked against each other."""
-        self._data = self._data or open_staged(self._recipe)
+        self._data = self._data or open_staged(self._sections)
         return getattr(self._data, split)  # type: ignore[no-any-return]
 
     def notes(self, train: Source, test: Source) -> list[str]:
@@ -72,7 +72,7 @@ class ImageClassification:
 
     def matched(self, samples: Source, facts: Mapping[str, Any]) -> Source:
         """Return pictures labelled by the names of the model's classes. Raises DataError if these are not of its kind."""
-        data = self._recipe.data
+        data = self._sections.data
         if samples.channels != facts["channels"] or (
             samples.image_size != tuple(facts["image_size"]) and data.image_size is None
         ):
@@ -87,12 +87,11 @@ class ImageClassification:
 
     def model(self, facts: Mapping[str, Any]) -> nn.Module:
         """Return the recipe's network for pictures with these facts: classes, channels, image_size."""
-        recipe = self._recipe
         self._facts = facts
         self._preparation = None
-        Preparation.check(recipe.data, channels=facts["channels"])
+        Preparation.check(self._sections.data, channels=facts["channels"])
         return models.build(
-            recipe.model,
+            self._sections.model,
             channels=facts["channels"],
             image_size=tuple(facts["image_size"]),
             num_classes=len(facts["classes"]),
@@ -121,7 +120,7 @@ class ImageClassification:
         """Return the mean cross-entropy in nats, and with unmixed targets how many samples were classified right."""
         targets = batch["targets"]
         logits = model(batch["inputs"])
-        mean = models.mean_loss(logits, targets, label_smoothing=self._recipe.augment.label_smoothing)
+        mean = models.mean_loss(logits, targets, label_smoothing=self._sections.augment.label_smoothing)
         if targets.is_floating_point():
             return Loss(mean, len(targets))
         answers = logits.detach()
@@ -176,7 +175,7 @@ class ImageClassification:
         """Return the `top` most likely classes of each picture file, and their probabilities."""
         found, form = [], Form(next(model.parameters()).dtype)
         for file in inputs:
-            image = classify.image_of(file, self._facts, resize_size=self._recipe.data.resize_size)
+            image = classify.image_of(file, self._facts, resize_size=self._sections.data.resize_size)
             none = torch.zeros(1, dtype=torch.int64)
             batch = self.ready({"images": image[None], "labels": none, "samples": none}, None, form)
             found.append(classify.likeliest(model(batch["inputs"])[0], list(self._facts["classes"]), top=top))
@@ -184,11 +183,11 @@ class ImageClassification:
 
     def _prepares(self, form: Form) -> Preparation:
         if self._preparation is None:
-            recipe, is_last = self._recipe, form.memory_format == torch.channels_last
+            sections, is_last = self._sections, form.memory_format == torch.channels_last
             channels, num_classes = self._facts["channels"], len(self._facts["classes"])
             self._preparation = Preparation(
-                recipe.data,
-                recipe.augment,
+                sections.data,
+                sections.augment,
                 num_classes=num_classes,
                 channels=channels,
                 dtype=form.dtype,

@@ -15,12 +15,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from app.data.arrays import open_array
-from app.data.kept import keep, stamps
-from app.data.source import DOWNLOADS, Source
-from app.data.split import Images, Split, Unstored, pictures_in_a_chunk
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.arrays import open_array
+from app.tasks.image_classification.data.kept import keep, stamps
+from app.tasks.image_classification.data.source import DOWNLOADS, Source
+from app.tasks.image_classification.data.split import Images, Split, Unstored, pictures_in_a_chunk
+from app.tasks.image_classification.sections import Sections
 
 FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 """Name of the folder that torchvision keeps each one in."""
@@ -36,7 +36,7 @@ FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3
 UNSIGNED_BYTE = 0x08  # the format's code for the type of the numbers
 
 
-def places(recipe: Recipe) -> list[Path]:
+def places(recipe: Sections) -> list[Path]:
     """Return the folders that are searched, best first."""
     name = recipe.data.source
     root = Path(recipe.data.path or DOWNLOADS)
@@ -44,7 +44,7 @@ def places(recipe: Recipe) -> list[Path]:
     return found if recipe.data.path else [*found, Path(DEBIAN[name])]
 
 
-def find(recipe: Recipe) -> list[Path] | None:
+def find(recipe: Sections) -> list[Path] | None:
     """Return the paths of the four files, in the order of FILES, from the first folder that has them all; None if none has."""
     for folder in places(recipe):
         found = [_existing(folder / name) for name in FILES]
@@ -53,7 +53,7 @@ def find(recipe: Recipe) -> list[Path] | None:
     return None
 
 
-def open_idx(recipe: Recipe) -> tuple[Source, Source]:
+def open_idx(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split: 1 channel, 10 classes.
 
     Raises:
@@ -160,7 +160,7 @@ def _header_bytes(dimensions: int) -> int:
     return 4 + 4 * dimensions
 
 
-def download_idx(recipe: Recipe) -> None:
+def download_idx(recipe: Sections) -> None:
     """Download the files with torchvision, unless they are there.
 
     Raises:

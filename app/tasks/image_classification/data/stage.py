@@ -24,7 +24,7 @@ from app.data.turns import alone
 from app.data.whole import made_whole, remove_remains
 from app.errors import DataError, RecipeError
 from app.files.own_folder import own
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.sections import Sections
 
 # Files copied at a time: a network disk answers each after some milliseconds, in which others can be asked for.
 _COPIERS = 8
@@ -41,7 +41,7 @@ class _File(NamedTuple):
     changed_ns: int
 
 
-def located(recipe: Recipe) -> Recipe:
+def located(recipe: Sections) -> Sections:
     """Return the recipe with data.path as it is called on this machine: `~` and variables filled in.
 
     Raises:
@@ -49,10 +49,10 @@ def located(recipe: Recipe) -> Recipe:
     """
     if recipe.data.path is None:
         return recipe
-    return recipe.with_sections(data=replace(recipe.data, path=_filled_in("data.path", recipe.data.path)))
+    return replace(recipe, data=replace(recipe.data, path=_filled_in("data.path", recipe.data.path)))
 
 
-def staged(recipe: Recipe) -> Recipe:
+def staged(recipe: Sections) -> Sections:
     """Return the recipe with data.path on the node's own disk, copied there now unless it is: see the module.
 
     Raises:
@@ -81,7 +81,7 @@ def staged(recipe: Recipe) -> Recipe:
             "node that can be written, or leave data.stage_to out"
         ) from error
     inside = place / source.name  # the name itself may tell what it is, by its ending
-    return recipe.with_sections(data=replace(recipe.data, path=str(inside)))
+    return replace(recipe, data=replace(recipe.data, path=str(inside)))
 
 
 def _filled_in(key: str, text: str) -> str:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from app.data import hdf5, lmdb_file, tar_shards, tfrecords
 from app.data.extras import extra
-from app.data.record import Record, Writer
-from app.data.source import first_line
 from app.errors import DataError
+from app.tasks.image_classification.data import hdf5, lmdb_file, tar_shards, tfrecords
+from app.tasks.image_classification.data.record import Record, Writer
+from app.tasks.image_classification.data.source import first_line
 
 SHARD_BYTES = 1 << 30
 """About the size of a shard: large enough to be read in one go, and a thousandth of a large data set."""

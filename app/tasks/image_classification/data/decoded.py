@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from app.data.arrays import ArrayReader, ArraySource
-from app.data.kept import keep
-from app.data.pictures import PictureSource, Reader
 from app.data.progress import progress
-from app.data.source import Source
-from app.data.split import Unstored, pictures_in_a_chunk
+from app.tasks.image_classification.data.arrays import ArrayReader, ArraySource
+from app.tasks.image_classification.data.kept import keep
+from app.tasks.image_classification.data.pictures import PictureSource, Reader
+from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.split import Unstored, pictures_in_a_chunk
 
 # A split whose pictures take no more bytes than this is decoded once on a machine and kept: MNIST and CIFAR are (47 and 154 MB;
 # it takes some seconds), ImageNet is not.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.data.decoded import reader_of
-from app.data.folders import FileReader
-from app.data.listing import counted
-from app.data.open import Data
+from app.tasks.image_classification.data.decoded import reader_of
+from app.tasks.image_classification.data.folders import FileReader
+from app.tasks.image_classification.data.listing import counted
+from app.tasks.image_classification.data.open import Data
 
 _NAMED = 5
 """Classes that are named."""

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from app.data.framing import Framing
-from app.data.listing import Listing, counted, listed
-from app.data.pictures import PictureSource, decode
-from app.data.source import Source, fingerprint
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.listing import Listing, counted, listed
+from app.tasks.image_classification.data.pictures import PictureSource, decode
+from app.tasks.image_classification.data.source import Source, fingerprint
+from app.tasks.image_classification.sections import Sections
 
 # Bytes of a picture's file that the fingerprint reads, beside the file's size.
 FINGERPRINT_BYTES = 1 << 16
@@ -62,7 +62,7 @@ class FileReader:
             raise DataError(f"{path} cannot be read ({error.strerror}); mend it or leave it out") from error
 
 
-def open_folder(recipe: Recipe) -> tuple[Source, Source]:
+def open_folder(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split: RGB (or data.color=gray), data.image_size pixels, one class for each sub-folder.
 
     Raises:
@@ -111,7 +111,7 @@ def _difference(folders: list[Path], classes: list[list[str]]) -> str:
     return f"the class folders of the two splits differ: {'; '.join(parts)}. Give both the same class folders"
 
 
-def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Recipe, training: bool) -> Source:
+def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Sections, training: bool) -> Source:
     files = listed(folder, classes)
     empty = np.flatnonzero(np.bincount(files.labels, minlength=len(classes)) == 0)
     if empty.size:

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from app.data.draws import Draws
-from app.data.randaugment import OPERATIONS, pixels_at, randaugment
 from app.errors import RecipeError
+from app.tasks.image_classification.data.randaugment import OPERATIONS, pixels_at, randaugment
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 # Zhong et al. 2017, "Random erasing" (arXiv:1708.04896), with the defaults of torchvision's RandomErasing.

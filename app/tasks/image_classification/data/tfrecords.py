@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from app.data.containers import Files, decoded, open_records
 from app.data.extras import extra
-from app.data.index import Index, Row, indexed
-from app.data.shard_files import find_shards
-from app.data.source import Source
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.containers import Files, decoded, open_records
+from app.tasks.image_classification.data.index import Index, Row, indexed
+from app.tasks.image_classification.data.shard_files import find_shards
+from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.sections import Sections
 
 IMAGE, LABEL = "image/encoded", "image/class/label"
 CLASSES = "labels.txt"
@@ -77,7 +77,7 @@ class ExampleRecords:
         return f"the record at byte {offset_bytes - HEADER.size} of {self.shards.paths[number]} (sample {index})"
 
 
-def open_tfrecords(recipe: Recipe) -> tuple[Source, Source]:
+def open_tfrecords(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split, as `open_records` does; a record whose CRC is wrong is a DataError."""
     features = Features((IMAGE, recipe.data.image_column), (LABEL, recipe.data.label_column))
     return open_records(recipe, functools.partial(_open_split, features))

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from app.data.draws import HostDraws
-from app.data.framing import Framing
-from app.data.kept import keep, stamps
-from app.data.pictures import PictureSource
 from app.data.samples import Layout
-from app.data.source import Source, check_labels, facts_of
-from app.data.split import Images, Split, Unstored, open_split, pictures_in_a_chunk
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.kept import keep, stamps
+from app.tasks.image_classification.data.pictures import PictureSource
+from app.tasks.image_classification.data.source import Source, check_labels, facts_of
+from app.tasks.image_classification.data.split import Images, Split, Unstored, open_split, pictures_in_a_chunk
+from app.tasks.image_classification.sections import Sections
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class ArrayReader:
         """Return nothing: pixels are stored."""
 
 
-def open_array(split: Split, *, recipe: Recipe, training: bool, where: str, made_of: Sequence[object]) -> Source:
+def open_array(split: Split, *, recipe: Sections, training: bool, where: str, made_of: Sequence[object]) -> Source:
     """Return the source of a split in arrays, checked.
 
     With `data.image_size` (and another size stored) the images are resized, once for all processes of the machine, and
@@ -140,7 +140,7 @@ def _resized(split: Split, framing: Framing, shape: tuple[int, ...]) -> Iterator
         yield framing.fixed(torch.from_numpy(array[start : start + step].copy())).numpy()
 
 
-def open_arrays(recipe: Recipe) -> tuple[Source, Source]:
+def open_arrays(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split that `samerun data pack --to arrays` wrote: data.path/<split>.
 
     Raises:
@@ -161,7 +161,7 @@ def open_arrays(recipe: Recipe) -> tuple[Source, Source]:
     return train, test
 
 
-def open_digits(recipe: Recipe) -> tuple[Source, Source]:
+def open_digits(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split of the embedded digits (digits.md): 1 channel, 8x8 pixels, 10 classes."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"], file["labels"]

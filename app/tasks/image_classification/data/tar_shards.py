@@ -19,12 +19,12 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from app.data.containers import Files, class_names, decoded, open_records
-from app.data.index import Index, Row, indexed
-from app.data.shard_files import find_shards
-from app.data.source import Source, first_line
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.containers import Files, class_names, decoded, open_records
+from app.tasks.image_classification.data.index import Index, Row, indexed
+from app.tasks.image_classification.data.shard_files import find_shards
+from app.tasks.image_classification.data.source import Source, first_line
+from app.tasks.image_classification.sections import Sections
 
 CLASSES = "__classes__"
 LABEL = "cls"
@@ -72,7 +72,7 @@ class _Member(NamedTuple):
     """What a member that holds the label says."""
 
 
-def open_tar_shards(recipe: Recipe) -> tuple[Source, Source]:
+def open_tar_shards(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split, as `open_records` does; a sample without picture or label is a DataError."""
     return open_records(recipe, _open_split)
 

@@ -18,12 +18,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from app.data.framing import Framing
-from app.data.pictures import PictureSource, decode, format_of
-from app.data.rows import numbers_up_to
-from app.data.source import Source, check_labels, fingerprint
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.pictures import PictureSource, decode, format_of
+from app.tasks.image_classification.data.rows import numbers_up_to
+from app.tasks.image_classification.data.source import Source, check_labels, fingerprint
+from app.tasks.image_classification.sections import Sections
 
 H = TypeVar("H", bound="Handle")
 # Fewer than the 1,024 files that a process may usually have open, which is also how many shards ImageNet has as TFRecord.
@@ -75,7 +75,7 @@ class RecordReader:
         return content if format_of(content) else None
 
 
-def open_records(recipe: Recipe, open_split: Callable[[Path, str, str], Records]) -> tuple[Source, Source]:
+def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Records]) -> tuple[Source, Source]:
     """Return the training and the test split.
 
     Picture files become RGB, or grayscale with data.color=gray; without data.image_size all must have the size of the first.

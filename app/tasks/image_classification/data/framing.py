@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from app.data.draws import SampleDraws
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.sections import Sections
 
 # torchvision's RandomResizedCrop: how often it tries, and between which shapes (width / height).
 TRIES = 10
@@ -32,7 +32,7 @@ class Framing:
     """Smallest share of the picture that a random crop keeps; None: the centre crop. Needs image_size."""
 
     @classmethod
-    def of(cls, recipe: Recipe, *, training: bool) -> Framing:
+    def of(cls, recipe: Sections, *, training: bool) -> Framing:
         """Return the framing a recipe asks for; only training pictures are cropped at random."""
         data, min_area = recipe.data, recipe.augment.resized_crop_min_area
         return cls(image_size=data.image_size, resize_size=data.resize_size, min_area=min_area if training else None)

@@ -20,11 +20,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 from torch import Tensor
 
-from app.data.containers import Opened, class_names, decoded, open_records
 from app.data.extras import extra
-from app.data.source import Source, first_line
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.containers import Opened, class_names, decoded, open_records
+from app.tasks.image_classification.data.source import Source, first_line
+from app.tasks.image_classification.sections import Sections
 
 LABELS, LENGTH, CLASSES = b"__labels__", b"__len__", b"__classes__"
 LABEL_TYPE = np.dtype("<i8")
@@ -58,7 +58,7 @@ class LmdbRecords:
         return _value(self.opened, key_of(index))
 
 
-def open_lmdb(recipe: Recipe) -> tuple[Source, Source]:
+def open_lmdb(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split, as `open_records` does."""
     return open_records(recipe, _open_split)
 

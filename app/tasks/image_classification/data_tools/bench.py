@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from app.data import loader
-from app.data.augment import Preparation
-from app.data.decoded import reader_of
 from app.data.draws import Draws, HostDraws
-from app.data.open import open_data
 from app.data.order import TrainBatches
-from app.data.source import Source
 from app.errors import RecipeError
 from app.place import cores
 from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.augment import Preparation
+from app.tasks.image_classification.data.decoded import reader_of
+from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.source import Source
 
 BATCH = 64
 
@@ -59,7 +59,7 @@ def measure(recipe: Recipe, *, seconds: float) -> Costs:
     Raises:
         DataError, RecipeError: The data cannot be opened or read.
     """
-    source, _ = open_data(recipe)
+    source, _ = open_data(recipe.sections)
     if len(source) < BATCH:
         raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")
     with _one_thread():
@@ -136,7 +136,8 @@ def _cpu_us(batches: list[np.ndarray], work: Callable[[np.ndarray], Any]) -> flo
 
 
 def _preparation(recipe: Recipe, source: Source) -> Callable[[Any], Any]:
-    preparation = Preparation(recipe.data, recipe.augment, num_classes=len(source.classes), channels=source.channels)
+    own = recipe.sections
+    preparation = Preparation(own.data, own.augment, num_classes=len(source.classes), channels=source.channels)
     return lambda batch: preparation.train(batch, Draws(recipe.seed, batch["samples"]))
 
 

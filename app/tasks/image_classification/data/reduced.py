@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from app.data import jpeg
 from app.data.draws import HostDraws, SampleDraws
-from app.data.framing import Framing
-from app.data.pictures import PictureSource
+from app.tasks.image_classification.data import jpeg
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.pictures import PictureSource
 
 _SCALES = (8, 4, 2)
 """The pixels of a side of which libjpeg makes one."""

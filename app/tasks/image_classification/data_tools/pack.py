@@ -15,19 +15,19 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from app.data.decoded import reader_of
-from app.data.folders import FileReader
-from app.data.open import OPEN, Data, open_stored
-from app.data.pictures import Reader, format_of
-from app.data.record import Record
-from app.data.source import Source
-from app.data.split import Unstored, pictures_in_a_chunk, write_split
-from app.data.stage import located
 from app.data.whole import made_whole
-from app.data.writers import WRITERS
-from app.data_tools.many import in_order
 from app.errors import DataError, RecipeError
 from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.decoded import reader_of
+from app.tasks.image_classification.data.folders import FileReader
+from app.tasks.image_classification.data.open import OPEN, Data, open_stored
+from app.tasks.image_classification.data.pictures import Reader, format_of
+from app.tasks.image_classification.data.record import Record
+from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.split import Unstored, pictures_in_a_chunk, write_split
+from app.tasks.image_classification.data.stage import located
+from app.tasks.image_classification.data.writers import WRITERS
+from app.tasks.image_classification.data_tools.many import in_order
 
 _PIECE = 32
 # Decoders of JPEG can halve the sides on the way, which saves most of the time for large photographs; from twice the wanted
@@ -96,17 +96,17 @@ def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
 
 def _names(recipe: Recipe) -> tuple[str, str]:
     """Return the names of the splits that are written: their own, unless one is a slice such as `train[:90%]`, or a pattern."""
-    splits = recipe.data.train_split, recipe.data.test_split
+    splits = recipe.sections.data.train_split, recipe.sections.data.test_split
     return splits if all(name.isidentifier() for name in splits) and splits[0] != splits[1] else ("train", "test")
 
 
 def _open(recipe: Recipe, asked: Packing) -> Data:
     if asked.to != "arrays":
-        return open_stored(recipe)
+        return open_stored(recipe.sections)
     if asked.shrinking is not None:
         raise RecipeError("--max-side is for files; for arrays data.image_size=N says the size that all pictures get")
-    augment = replace(recipe.augment, resized_crop_min_area=None)
-    return Data(*OPEN[recipe.data.source](located(recipe.with_sections(augment=augment))))
+    augment = replace(recipe.sections.augment, resized_crop_min_area=None)
+    return Data(*OPEN[recipe.sections.data.source](located(replace(recipe.sections, augment=augment))))
 
 
 def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from app.data.arrays import ArraySource
-from app.data.pictures import PictureSource, Reader
-from app.data.source import Source
 from app.errors import DataError
+from app.tasks.image_classification.data.arrays import ArraySource
+from app.tasks.image_classification.data.pictures import PictureSource, Reader
+from app.tasks.image_classification.data.source import Source
 
 
 def relabelled(source: Source, classes: Sequence[str]) -> Source:

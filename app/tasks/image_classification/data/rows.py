@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from app.data.pictures import decode, is_gray
-from app.data.source import check_labels
 from app.errors import DataError
+from app.tasks.image_classification.data.pictures import decode, is_gray
+from app.tasks.image_classification.data.source import check_labels
 
 # Integer labels from this on are taken for something else (identifiers, say), not for classes.
 MOST_CLASSES = 1 << 20

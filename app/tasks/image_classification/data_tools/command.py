@@ -79,7 +79,7 @@ def _inspect(argv: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     paths, overrides = _told(options.words)
     recipes = [recipe_of(what, overrides) for what in paths]
-    from app.data_tools import inspect
+    from app.tasks.image_classification.data_tools import inspect
 
     unreadable = 0
     for recipe in recipes:
@@ -109,7 +109,7 @@ def _pack(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise RecipeError(*problems)
-    from app.data_tools import pack
+    from app.tasks.image_classification.data_tools import pack
 
     shrinking = None
     if options.max_side is not None:
@@ -132,7 +132,7 @@ def _bench(argv: Sequence[str]) -> int:
     recipe = _one_recipe(options.words)
     from dataclasses import asdict
 
-    from app.data_tools import bench
+    from app.tasks.image_classification.data_tools import bench
 
     costs = bench.measure(recipe, seconds=options.seconds)
     needed = {} if options.images_per_s is None else {"cores_needed": costs.cores_for(options.images_per_s)}

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.data.source import fingerprint
 from app.data.whole import made_whole
 from app.errors import DataError
+from app.tasks.image_classification.data.source import fingerprint
 
 IMAGES, LABELS, ABOUT = "images.npy", "labels.npy", "split.json"
 FORMAT = 1

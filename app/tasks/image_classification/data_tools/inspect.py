@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from app.data.decoded import reader_of
-from app.data.open import open_stored
-from app.data.pictures import Reader, format_of
-from app.data.source import Source, spread
-from app.data_tools.many import in_order
 from app.errors import DataError
 from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.decoded import reader_of
+from app.tasks.image_classification.data.open import open_stored
+from app.tasks.image_classification.data.pictures import Reader, format_of
+from app.tasks.image_classification.data.source import Source, spread
+from app.tasks.image_classification.data_tools.many import in_order
 
 SAMPLED = 512
 """Pictures of a split that are looked at, unless all are."""
@@ -57,8 +57,8 @@ def inspect(recipe: Recipe, *, everything: bool, processes: int, advance: Callab
     Raises:
         DataError, RecipeError: The data cannot be opened.
     """
-    facts: dict[str, Any] = {"source": recipe.data.source, "path": recipe.data.path}
-    for name, source in open_stored(recipe)._asdict().items():
+    facts: dict[str, Any] = {"source": recipe.sections.data.source, "path": recipe.sections.data.path}
+    for name, source in open_stored(recipe.sections)._asdict().items():
         indices = range(len(source)) if everything else spread(len(source), SAMPLED)
         seen = Seen()
         look = _looking(reader_of(source), indices)

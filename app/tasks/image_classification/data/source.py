@@ -1,7 +1,7 @@
 """What a source of samples is: one split of a data set, opened and checked.
 
-A source is `Samples` whose batches are uint8 images, not normalised, and labels. `app.data.open` makes the sources that a
-recipe asks for.
+A source is `Samples` whose batches are uint8 images, not normalised, and labels. `open.py` makes those that a recipe
+asks for.
 """
 
 from __future__ import annotations

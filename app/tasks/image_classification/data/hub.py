@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from app.data.framing import Framing
-from app.data.kept import stamps
-from app.data.pictures import PictureSource
-from app.data.rows import RowReader, read_labels
-from app.data.source import FINGERPRINT_SAMPLES, Source, fingerprint, first_line, spread
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.kept import stamps
+from app.tasks.image_classification.data.pictures import PictureSource
+from app.tasks.image_classification.data.rows import RowReader, read_labels
+from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES, Source, fingerprint, first_line, spread
+from app.tasks.image_classification.sections import Sections
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 """The library's name for what reads a single file, by the file's suffix."""
 
 
-def open_hub(recipe: Recipe) -> tuple[Source, Source]:
+def open_hub(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split.
 
     Encoded images become RGB, unless all that are sampled are grayscale or data.color says otherwise; arrays keep their
@@ -60,7 +60,7 @@ def open_hub(recipe: Recipe) -> tuple[Source, Source]:
     return train, test
 
 
-def download_hub(recipe: Recipe) -> None:
+def download_hub(recipe: Sections) -> None:
     """Download a data set of the hub into the library's cache, unless data.path is a file or a folder.
 
     The library sees to it that processes take turns.
@@ -84,13 +84,13 @@ def download_hub(recipe: Recipe) -> None:
         ) from error
 
 
-def _path(recipe: Recipe) -> Path:
+def _path(recipe: Sections) -> Path:
     if recipe.data.path is None:
         raise RecipeError("data.source=huggingface needs data.path: a file, a folder or the name of a data set of the hub")
     return Path(recipe.data.path)
 
 
-def _load(recipe: Recipe) -> tuple[Any, Any]:
+def _load(recipe: Sections) -> tuple[Any, Any]:
     """Return the training and the test split as `datasets.Dataset`."""
     from datasets.exceptions import DatasetsError
 
@@ -134,7 +134,7 @@ def _load_saved(path: Path, names: list[str]) -> list[Any]:
         raise DataError(f"data.path={path}: one of the splits {' and '.join(names)} holds no samples") from error
 
 
-def _refuse_for_files(recipe: Recipe, path: Path) -> None:
+def _refuse_for_files(recipe: Sections, path: Path) -> None:
     """Raise RecipeError for a configuration or a revision of what has none."""
     data = recipe.data
     if data.hub_config is not None and (path.is_file() or _saved_splits(path)):
@@ -146,7 +146,7 @@ def _refuse_for_files(recipe: Recipe, path: Path) -> None:
         )
 
 
-def _load_files(recipe: Recipe, path: Path, names: list[str]) -> Any:
+def _load_files(recipe: Sections, path: Path, names: list[str]) -> Any:
     from datasets import load_dataset
 
     if path.is_file():
@@ -160,7 +160,7 @@ def _load_files(recipe: Recipe, path: Path, names: list[str]) -> Any:
     return load_dataset(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=names)
 
 
-def _load_pinned(recipe: Recipe, names: list[str]) -> Any:
+def _load_pinned(recipe: Sections, names: list[str]) -> Any:
     """Return the splits of a commit from the library's cache. Raises DataError if it is not there.
 
     Off the network `load_dataset` ignores `revision` and takes what was cached last (`packaged_modules/cache/cache.py` of
@@ -209,14 +209,14 @@ def _offline() -> Iterator[None]:
         messages.set_verbosity(verbosity)
 
 
-def _check_columns(rows: Any, recipe: Recipe, where: str) -> None:
+def _check_columns(rows: Any, recipe: Sections, where: str) -> None:
     named = {"data.image_column": recipe.data.image_column, "data.label_column": recipe.data.label_column}
     for key, column in named.items():
         if column not in rows.column_names:
             raise DataError(f"{key}={column}: {where} has the columns {', '.join(rows.column_names)}; name one of these")
 
 
-def _pins(recipe: Recipe) -> list[np.ndarray]:
+def _pins(recipe: Sections) -> list[np.ndarray]:
     """What of the recipe tells the data from others of the same name, for the fingerprint; nothing where it says nothing."""
     said = (recipe.data.hub_config, recipe.data.hub_revision)
     return [np.frombuffer(repr(said).encode(), np.uint8)] if any(said) else []

@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from app.data import jpeg
 from app.data.draws import HostDraws
-from app.data.framing import Framing
-from app.data.source import facts_of
 from app.errors import DataError
+from app.tasks.image_classification.data import jpeg
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.source import facts_of
 
 
 class Reader(Protocol):

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.data.framing import Framing
-from app.data.pictures import PictureSource
-from app.data.source import Source, fingerprint
 from app.errors import RecipeError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.pictures import PictureSource
+from app.tasks.image_classification.data.source import Source, fingerprint
+from app.tasks.image_classification.sections import Sections
 
 # Images that the fingerprint makes: fewer than of stored data, because each is computed.
 FINGERPRINT_SAMPLES = 8
@@ -55,7 +55,7 @@ class FakeReader:
         return noise.mul_(255).to(torch.int32).to(torch.uint8), int(label)
 
 
-def open_fake(recipe: Recipe) -> tuple[Source, Source]:
+def open_fake(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split: data.fake_channels, data.image_size and data.fake_classes say what of.
 
     Raises:
@@ -74,7 +74,7 @@ def open_fake(recipe: Recipe) -> tuple[Source, Source]:
     return train, test
 
 
-def _split(read: FakeReader, size: int, *, recipe: Recipe, training: bool) -> Source:
+def _split(read: FakeReader, size: int, *, recipe: Sections, training: bool) -> Source:
     classes = tuple(str(label) for label in range(read.num_classes))
     channels, height, width = read.shape
     identity = fingerprint(classes, size, read.content, samples=FINGERPRINT_SAMPLES)

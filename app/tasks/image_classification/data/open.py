@@ -6,25 +6,24 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from app.data.arrays import open_arrays, open_digits
-from app.data.cifar import download_cifar, open_cifar
-from app.data.decoded import decoded_once
-from app.data.fake import open_fake
-from app.data.folders import open_folder
-from app.data.hdf5 import open_hdf5
-from app.data.hub import download_hub, open_hub
-from app.data.idx import download_idx, open_idx
-from app.data.lmdb_file import open_lmdb
-from app.data.pictures import PictureSource
-from app.data.reduced import ReducedSource
-from app.data.source import DOWNLOADS, Source, first_line
-from app.data.stage import located, staged
-from app.data.tar_shards import open_tar_shards
-from app.data.tfrecords import open_tfrecords
 from app.data.turns import alone
 from app.errors import DataError, RecipeError
-from app.recipe.schema import Recipe
-from app.tasks.image_classification.sections import DataRecipe
+from app.tasks.image_classification.data.arrays import open_arrays, open_digits
+from app.tasks.image_classification.data.cifar import download_cifar, open_cifar
+from app.tasks.image_classification.data.decoded import decoded_once
+from app.tasks.image_classification.data.fake import open_fake
+from app.tasks.image_classification.data.folders import open_folder
+from app.tasks.image_classification.data.hdf5 import open_hdf5
+from app.tasks.image_classification.data.hub import download_hub, open_hub
+from app.tasks.image_classification.data.idx import download_idx, open_idx
+from app.tasks.image_classification.data.lmdb_file import open_lmdb
+from app.tasks.image_classification.data.pictures import PictureSource
+from app.tasks.image_classification.data.reduced import ReducedSource
+from app.tasks.image_classification.data.source import DOWNLOADS, Source, first_line
+from app.tasks.image_classification.data.stage import located, staged
+from app.tasks.image_classification.data.tar_shards import open_tar_shards
+from app.tasks.image_classification.data.tfrecords import open_tfrecords
+from app.tasks.image_classification.sections import DataRecipe, Sections
 
 OPEN = {
     "digits": open_digits,
@@ -59,7 +58,7 @@ class Data(NamedTuple):
         }
 
 
-def open_data(recipe: Recipe) -> Data:
+def open_data(recipe: Sections) -> Data:
     """Return the training and the test split that a recipe asks for, from the node's own disk if it says so.
 
     Never touches the network.
@@ -71,7 +70,7 @@ def open_data(recipe: Recipe) -> Data:
     return open_staged(staged(recipe))
 
 
-def open_staged(recipe: Recipe) -> Data:
+def open_staged(recipe: Sections) -> Data:
     """Return both splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
     opened = OPEN[recipe.data.source](recipe)
     if recipe.data.jpeg_decoder == "reduced":
@@ -89,7 +88,7 @@ def _reduced(source: Source, data: DataRecipe) -> Source:
     return ReducedSource(**{field.name: getattr(source, field.name) for field in fields(source)})
 
 
-def open_stored(recipe: Recipe) -> Data:
+def open_stored(recipe: Sections) -> Data:
     """Return the same splits with their pictures as they are stored: what `reader_of` reads is not brought to a size.
 
     Raises:
@@ -100,11 +99,11 @@ def open_stored(recipe: Recipe) -> Data:
     size = (data.image_size or 1) if needs_size else None
     augment = replace(recipe.augment, resized_crop_min_area=None)
     as_they_are = replace(data, image_size=size, resize_size=None, jpeg_decoder="libjpeg")
-    stored = recipe.with_sections(data=as_they_are, augment=augment)
+    stored = replace(recipe, data=as_they_are, augment=augment)
     return Data(*OPEN[data.source](stored))
 
 
-def download_data(recipe: Recipe) -> None:
+def download_data(recipe: Sections) -> None:
     """Download what the recipe needs, allows (data.download) and this machine lacks; for one process of each node.
 
     Nodes that share a disk take turns: whoever comes second finds the files there. Kinds of data that cannot be downloaded

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from app.data.arrays import open_array
-from app.data.kept import keep, stamps
-from app.data.source import DOWNLOADS, Source
-from app.data.split import Unstored
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.arrays import open_array
+from app.tasks.image_classification.data.kept import keep, stamps
+from app.tasks.image_classification.data.source import DOWNLOADS, Source
+from app.tasks.image_classification.data.split import Unstored
+from app.tasks.image_classification.sections import Sections
 
 
-def open_cifar(recipe: Recipe) -> tuple[Source, Source]:
+def open_cifar(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split: 3 channels, 32x32 pixels, 10 or 100 (fine) classes.
 
     Raises:
@@ -32,7 +32,7 @@ def open_cifar(recipe: Recipe) -> tuple[Source, Source]:
     return train, test
 
 
-def download_cifar(recipe: Recipe) -> None:
+def download_cifar(recipe: Sections) -> None:
     """Download and unpack the folder with torchvision, unless it is there and whole.
 
     Raises:
@@ -43,7 +43,7 @@ def download_cifar(recipe: Recipe) -> None:
         kind(root, download=True)
 
 
-def _split(kind: Any, root: Path, *, recipe: Recipe, training: bool) -> Source:
+def _split(kind: Any, root: Path, *, recipe: Sections, training: bool) -> Source:
     folder = root / kind.base_folder
     files = [folder / name for name, _ in [*(kind.train_list if training else kind.test_list), (kind.meta["filename"], "")]]
     made_of = stamps([file for file in files if file.exists()])
@@ -74,13 +74,13 @@ def _damaged(kind: Any, folder: Path) -> list[str]:
     return [name for name, md5 in files if not check_integrity(folder / name, md5)]
 
 
-def _root(recipe: Recipe) -> Path:
+def _root(recipe: Sections) -> Path:
     """Return the folder that holds the unpacked folder; data.path may name either."""
     path = Path(recipe.data.path or DOWNLOADS)
     return path.parent if path.name == _kind(recipe).base_folder else path
 
 
-def _kind(recipe: Recipe) -> Any:
+def _kind(recipe: Sections) -> Any:
     from torchvision import datasets  # not at the top: it takes a second or two
 
     return {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[recipe.data.source]

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from app.data.containers import Opened, decoded, open_records
 from app.data.extras import extra
-from app.data.rows import picture_of
-from app.data.source import Source, first_line
 from app.errors import DataError
-from app.recipe.schema import Recipe
+from app.tasks.image_classification.data.containers import Opened, decoded, open_records
+from app.tasks.image_classification.data.rows import picture_of
+from app.tasks.image_classification.data.source import Source, first_line
+from app.tasks.image_classification.sections import Sections
 
 IMAGES, LABELS, CLASSES = "images", "labels", "classes"
 SUFFIXES = (".h5", ".hdf5")
@@ -61,7 +61,7 @@ class Hdf5Records:
             return np.asarray(self.opened().dataset(self.images)[index])
 
 
-def open_hdf5(recipe: Recipe) -> tuple[Source, Source]:
+def open_hdf5(recipe: Sections) -> tuple[Source, Source]:
     """Return the training and the test split, as `open_records` does."""
     images, labels = (IMAGES, recipe.data.image_column), (LABELS, recipe.data.label_column)
     return open_records(recipe, functools.partial(_open_split, images, labels))
