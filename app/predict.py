@@ -1,6 +1,6 @@
 """What a finished run makes of new inputs: `python -m app.predict RUN FILES... [--top 3] [--json]`.
 
-Pictures are brought to the size of the training images as in the evaluation: shorter side resized, centre cropped.
+The task knows what to do with a file. Pictures are brought to the size of the training images as in the evaluation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from app.options.values import positive
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the most likely classes of each picture; ends the process with the error's exit code if that fails."""
-    parser = argparse.ArgumentParser(prog="python -m app.predict", description="Classify pictures with a finished run.")
+    """Print what the model makes of each file; ends the process with the error's exit code if that fails."""
+    parser = argparse.ArgumentParser(prog="python -m app.predict", description="Ask the model of a finished run.")
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="picture in any format that Pillow reads")
-    parser.add_argument("--top", type=positive, default=3, help="how many classes to show for each picture (default: 3)")
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="a picture, in any format that Pillow reads")
+    parser.add_argument("--top", type=positive, default=3, help="how many answers to show, the likeliest first (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     arguments = parser.parse_args(argv)
     try:
@@ -32,13 +32,9 @@ def main(argv: list[str] | None = None) -> None:
     except SamerunError as error:
         leave_with(error, rank=0)
     width = max(len(str(file)) for file in arguments.files)
-    for file, prediction in zip(arguments.files, found, strict=True):
-        if arguments.json:
-            sys.stdout.write(json.dumps({"file": str(file), **prediction}) + "\n")
-            continue
-        pairs = zip(prediction["classes"], prediction["probabilities"], strict=True)
-        likely = "  ".join(f"{name} {probability:.3f}" for name, probability in pairs)
-        sys.stdout.write(f"{file!s:{width}}  {likely}\n")
+    for file, (words, prediction) in zip(arguments.files, found, strict=True):
+        plain = json.dumps({"file": str(file), **prediction})
+        sys.stdout.write(plain + "\n" if arguments.json else f"{file!s:{width}}  {words}\n")
 
 
 if __name__ == "__main__":

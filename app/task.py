@@ -141,5 +141,8 @@ class Task(Protocol):
     def leave(self, folder: Path, samples: Any, rows: Tensor) -> None:
         """Write into `folder`, new and empty, what a person would want to see of the test samples. Raises DataError."""
 
-    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[dict[str, Any]]:
-        """Return what the model makes of each input, as JSON holds it. Raises DataError if one cannot be read."""
+    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
+        """Return what the model makes of each input, in words and as JSON holds it: the `top` most likely of several answers.
+
+        Raises DataError if an input cannot be read.
+        """

@@ -23,13 +23,12 @@ from app.record import run_folder
 from app.record.claim import Claim
 from app.task import Task
 
-_SECTIONS = ("data", "augment", "model")
-
 
 def described(recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return what rebuilds the model of a recipe for samples with these facts, as JSON holds it."""
-    of_task = {key: value for key, value in recipe_keys.flat(recipe).items() if key.partition(".")[0] in _SECTIONS}
-    return {"recipe": of_task, "facts": dict(facts)}
+    own = recipe_keys.of_task(recipe.task)
+    values = {key: value for key, value in recipe_keys.flat(recipe).items() if key.partition(".")[0] in own}
+    return {"recipe": {"task": recipe.task, **values}, "facts": dict(facts)}
 
 
 def save(claim: Claim, description: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> None:

@@ -130,7 +130,7 @@ def sentence(faults: Sequence[Fault]) -> str:
     layers = list(dict.fromkeys(fault.answer.where for fault in faults if fault.answer.where))
     if layers:
         remedy = (
-            f"The model computes this in {', '.join(layers)}: take larger pictures (data.image_size), another model, or "
+            f"The model computes this in {', '.join(layers)}: take larger samples (data.image_size), another model, or "
             "mixed_precision 'no'"
         )
     elif all(fault.everywhere for fault in faults) and len({fault.rank for fault in faults}) > 1:

@@ -138,7 +138,12 @@ OF_NO_SECTION = ("seed", "task")
 @functools.cache
 def sections(task: str) -> Mapping[str, type]:
     """The sections of a recipe for a task, its own first, and the dataclass of each, in the order of their sources."""
-    return _dataclasses(sections_of(task)) | _dataclasses(Recipe)
+    return {**of_task(task), **_dataclasses(Recipe)}
+
+
+def of_task(task: str) -> Mapping[str, type]:
+    """The task's own sections, and the dataclass of each."""
+    return _dataclasses(sections_of(task))
 
 
 def _dataclasses(cls: type) -> dict[str, type]:

@@ -138,7 +138,8 @@ class CheckpointRecipe:
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_best: bool = False
-    """Save whenever an evaluation has the best test accuracy so far, and keep the latest of these as well."""
+    """Save whenever an evaluation is the best so far, by the score that the task names (for pictures the test accuracy), and
+    keep the latest of these as well."""
 
     @property
     def are_wanted(self) -> bool:

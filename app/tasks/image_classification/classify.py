@@ -21,7 +21,9 @@ def image_of(file: Path, facts: Mapping[str, Any], *, resize_size: int | None) -
     return resize(picture, (height, width))
 
 
-def likeliest(logits: Tensor, classes: list[str], *, top: int) -> dict[str, Any]:
-    """Return the `top` most likely classes of logits [K], and their probabilities, the likeliest first."""
+def likeliest(logits: Tensor, classes: list[str], *, top: int) -> tuple[str, dict[str, Any]]:
+    """Return the `top` likeliest classes of logits [K] with their probabilities, in words and as JSON holds them."""
     probabilities, best = logits.softmax(dim=0).topk(min(top, len(classes)))
-    return {"classes": [classes[index] for index in best.tolist()], "probabilities": probabilities.tolist()}
+    names, shares = [classes[index] for index in best.tolist()], probabilities.tolist()
+    words = "  ".join(f"{name} {share:.3f}" for name, share in zip(names, shares, strict=True))
+    return words, {"classes": names, "probabilities": shares}

@@ -171,7 +171,7 @@ class ImageClassification:
         """Leave what was mistaken for what, and some pictures."""
         predictions.write(folder, samples, predictions.of(rows))
 
-    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[dict[str, Any]]:
+    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
         """Return the `top` most likely classes of each picture file, and their probabilities."""
         found, form = [], Form(next(model.parameters()).dtype)
         for file in inputs:

@@ -30,7 +30,7 @@ from app.tasks.image_classification.data.open import OPEN, download_data, open_d
 from app.tasks.image_classification.data.source import check_labels, fingerprint, spread
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 # Digits
