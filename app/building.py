@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from app import own_layers, tasks
 from app.data import loader, transfer
-from app.data.loader import Batch, Failure
+from app.data.loader import Failure
 from app.data.order import EvalBatches, TrainBatches
-from app.data.samples import Samples
+from app.data.samples import Batch, Samples, Splits
 from app.errors import PresetError
 from app.evaluation import Evaluation, evaluate
 from app.optim import schedule
@@ -26,22 +26,7 @@ from app.recipe.schema import Recipe
 from app.task import Form, Task
 
 
-class Data(NamedTuple):
-    """The splits of a task's data, opened."""
-
-    train: Any
-    test: Any
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What tells these data from any other, by name."""
-        return {
-            "training data": f"{len(self.train)} samples, {self.train.fingerprint}",
-            "test data": f"{len(self.test)} samples, {self.test.fingerprint}",
-        }
-
-
-def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Data]:
+def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
     """Return the task, and both splits opened, on every rank, after one process of each node has prepared them there.
 
     That one downloads what is missing and allowed, and copies it to the node's disk, if the recipe says so.
@@ -53,7 +38,7 @@ def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Data]:
     of_host = {there: found for there, found in runtime.gather((host, prepared)) if found is not None}
     task = prepared or of_host[host]
     with runtime.together():
-        return task, Data(task.samples("train"), task.samples("test"))
+        return task, Splits(task.samples("train"), task.samples("test"))
 
 
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> torch.nn.Module:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from app.building import Data
 from app.checkpoints import model_file, step_folders
 from app.checkpoints.shards import unwrapped
+from app.data.samples import Splits
 from app.evaluation import Evaluation
 from app.guard.control import NOTHING
 from app.loop import Stopped, Training
@@ -15,7 +15,7 @@ from app.ranks.runtime import Runtime
 from app.record import ledger, run_folder
 
 
-def finish(training: Training, data: Data, opened: Opened, ended: Evaluation | Stopped) -> None:
+def finish(training: Training, data: Splits, opened: Opened, ended: Evaluation | Stopped) -> None:
     """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
     claim, run_dir = opened.claim, opened.claim.path
     training.profile.close()
@@ -41,7 +41,7 @@ def finish(training: Training, data: Data, opened: Opened, ended: Evaluation | S
     training.runtime.close(training.model, training.steps.optimizer, training.feed.batches)
 
 
-def _write_result(training: Training, data: Data, opened: Opened, scores: Evaluation) -> str:
+def _write_result(training: Training, data: Splits, opened: Opened, scores: Evaluation) -> str:
     """Write them, and return the last words of the run."""
     runtime, length = training.runtime, training.length
     training_s = training.metrics.clock.training_s

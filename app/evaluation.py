@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from app.data.loader import Batch, Failure, batches_of
+from app.data.loader import Failure, batches_of
+from app.data.samples import Batch
 from app.errors import DataError
 from app.ranks.runtime import Runtime
 from app.task import Form, Table, Task

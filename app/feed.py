@@ -13,10 +13,11 @@ from app.data.draws import Draws
 from app.data.hash64 import derive_key
 from app.data.loader import Failure, batches_of
 from app.data.order import TrainBatches
+from app.data.samples import Batch
 from app.metrics.clock import Phase
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
-from app.task import Batch, Form, Task
+from app.task import Form, Task
 
 
 class Feed:

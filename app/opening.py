@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from app.building import Data
 from app.checkpoints import checkpoint, step_folders
 from app.checkpoints.initial_weights import Initial
 from app.checkpoints.resumable import Resumed, check_same_run
+from app.data.samples import Splits
 from app.errors import CheckpointError, RunFolderError
 from app.optim.schedule import Length
 from app.place.launched import SchedulerJob
@@ -49,7 +49,7 @@ class Opened:
 
 
 def find_checkpoint(
-    runtime: Runtime, loaded: LoadedRecipe, data: Data, length: Length, run_dir: str | None, resume: str
+    runtime: Runtime, loaded: LoadedRecipe, data: Splits, length: Length, run_dir: str | None, resume: str
 ) -> Resumed | None:
     """Return what --resume asks for, checked to be whole and of the same run, or None to start from the beginning.
 

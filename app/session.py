@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from app import building, console
-from app.building import Data
 from app.checkpoints import checkpoint, model_file
 from app.checkpoints.average import NoAverage, WeightAverage
 from app.checkpoints.optimizer_check import check_optimizer
 from app.checkpoints.shards import Shards
 from app.console import Display
 from app.data import loader
+from app.data.samples import Splits
 from app.device import arithmetic, known_answers
 from app.feed import Feed
 from app.guard.control import Control
@@ -51,7 +51,7 @@ class Parts:
     """Of a forward and backward pass; counted on the main process, 0 on the others."""
 
 
-def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Data) -> Parts:
+def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> Parts:
     """Build the model on every rank, and check that recipe, data, weights and versions are the same on all."""
     recipe = loaded.recipe
     with runtime.together():
@@ -71,7 +71,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Data) -> Par
     return Parts(model, length, counted)
 
 
-def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Data, parts: Parts, opened: Opened) -> Training:
+def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, opened: Opened) -> Training:
     """Distribute the model as the preset says, take up a checkpoint, and return everything that the loop uses."""
     recipe, length = loaded.recipe, parts.length
     resumed, claim = opened.resumed, opened.claim
@@ -147,7 +147,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Data, part
     )
 
 
-def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Data, parts: Parts, run_dir: Path) -> Display:
+def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, run_dir: Path) -> Display:
     remedy = loader.remedy(data.train, local_world_size=runtime.launched.local_world_size, device=runtime.device)
     display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy)
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
@@ -198,7 +198,7 @@ def _metrics(
     )
 
 
-def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str, str]:
+def _facts(loaded: LoadedRecipe, data: Splits, model: torch.nn.Module) -> dict[str, str]:
     return {
         "recipe": recipe_file.digest_of_all(loaded.recipe),
         **data.facts,
@@ -207,7 +207,7 @@ def _facts(loaded: LoadedRecipe, data: Data, model: torch.nn.Module) -> dict[str
     }
 
 
-def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Data, length: schedule.Length, run_dir: Path) -> str:
+def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Splits, length: schedule.Length, run_dir: Path) -> str:
     count = runtime.plan.world_size
     where = f"{count} process{'es' if count > 1 else ''} ({runtime.launched.strategy}, {_device(runtime)})"
     return (

@@ -22,10 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from app.data.draws import Draws
-from app.data.samples import Samples
-
-Batch = dict[str, Any]
-"""Tensors [B, ...] by name. `samples` int64 [B] are the sample numbers, -1 for padding."""
+from app.data.samples import Batch, Samples
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def samerun(work: Work) -> None:
     """Train as `app.train` does, by its parts: all it starts is started. No recipe has the linear model, which is given."""
     # Imported here: the others are not to pay for it.
     from app import ending, opening, session, tasks
-    from app.building import Data
+    from app.data.samples import Splits
     from app.guard.watchdog import Watchdog
     from app.loop import train
     from app.place.launched import read
@@ -154,7 +154,7 @@ def samerun(work: Work) -> None:
 
     launched, recipe = read(os.environ), work.loaded.recipe
     runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size), clip_norm=recipe.optim.clip_norm)
-    task, data = tasks.of(recipe), Data(*work.data)
+    task, data = tasks.of(recipe), Splits(*work.data)
     if isinstance(data.train, PictureSource):
         tally = work.fed_by(num_workers(cores.of_this_process(launched.local_world_size), runtime.device))
         data = data._replace(train=dataclasses.replace(data.train, read=_TalliedReader(data.train.read, tally)))

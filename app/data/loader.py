@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.draws import HostDraws
-from app.data.samples import Layout, LooksUp, Samples
+from app.data.samples import Batch, Layout, LooksUp, Samples
 from app.errors import DataError
 from app.place import cores
 
-Batch = dict[str, Any]
 _TOGETHER_BYTES = 2 << 20
 """Samples that are looked up in one go: enough to forget what one look-up costs, few enough that nobody waits for it."""
 

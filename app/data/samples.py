@@ -6,13 +6,16 @@ Nothing here knows what a sample is. A task says what its splits are beyond this
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from app.data.draws import HostDraws
 
+Batch = dict[str, Any]
+"""Tensors [B, ...] by name: what the samples have, and `samples`, their numbers, int64 [B], -1 for padding. An array,
+`numbers`, has these on the host as well."""
 Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Shape and type of each field of a batch."""
 
@@ -61,3 +64,18 @@ class LooksUp(Protocol):
 
     def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
         """Write what `fetch` returns for int64 [B] into the field's arrays, each [B, ...]."""
+
+
+class Splits(NamedTuple):
+    """The splits of a task's data, opened."""
+
+    train: Any
+    test: Any
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What tells these data from any other, by name."""
+        return {
+            "training data": f"{len(self.train)} samples, {self.train.fingerprint}",
+            "test data": f"{len(self.test)} samples, {self.test.fingerprint}",
+        }

@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.data.loader import Batch, Failure, Unwritten, split
+from app.data.loader import Failure, Unwritten, split
+from app.data.samples import Batch
 
 PLACES = 3
 """Of the ring: one is written, one copied, and one waits to be used. So many batches (or groups of small ones) are ahead."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from app.task import Batch
+from app.data.samples import Batch
 from app.trackers.trackers import Trackers
 
 

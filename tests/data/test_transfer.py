@@ -30,8 +30,9 @@ from torch.utils.data import DataLoader
 from app.checkpoints import step_folders
 from app.data import loader, transfer
 from app.data.draws import HostDraws
-from app.data.loader import Batch, Failure, Unwritten
+from app.data.loader import Failure, Unwritten
 from app.data.order import EvalBatches, TrainBatches
+from app.data.samples import Batch
 from app.data.transfer import PLACES, Ahead, Brought, Side
 from app.errors import DataError
 from app.metrics.clock import Clock

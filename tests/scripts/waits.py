@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app import loop, session
-from app.data.loader import Batch, Failure
+from app.data.loader import Failure
+from app.data.samples import Batch
 from app.metrics.metrics import Metrics
 from app.ranks.runtime import Runtime
 

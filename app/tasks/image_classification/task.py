@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from app.data.draws import Draws
+from app.data.samples import Batch
 from app.errors import DataError
-from app.task import Batch, Form, Later, Loss, Scores, Table, Totals
+from app.task import Form, Later, Loss, Scores, Table, Totals
 from app.tasks.image_classification import classify, looks, model_names, models, predictions
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.notes import notes_on

@@ -49,14 +49,6 @@ class Data(NamedTuple):
     train: Source
     test: Source
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """What tells these data from any other, by name."""
-        return {
-            "training data": f"{len(self.train)} samples, {self.train.fingerprint}",
-            "test data": f"{len(self.test)} samples, {self.test.fingerprint}",
-        }
-
 
 def open_data(recipe: Sections) -> Data:
     """Return the training and the test split that a recipe asks for, from the node's own disk if it says so.
