@@ -53,7 +53,10 @@ def load(run_dir: Path) -> tuple[Task, torch.nn.Module, Mapping[str, Any]]:
         task, facts = tasks.of(recipe_keys.build(values)), described["facts"]
         model = task.model(facts)
     except (KeyError, TypeError, ValueError, RecipeError) as error:
-        raise RunFolderError(f"{about} does not say what the model is: {error}.") from error
+        raise RunFolderError(
+            f"{about} does not say what the model is ({type(error).__name__}: {error}): it is broken, or of another version of "
+            "Samerun, which can read it."
+        ) from error
     try:
         weights = load_file(path)
         model.to(next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point()))
