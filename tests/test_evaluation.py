@@ -13,8 +13,9 @@ from app.optim import from_recipe
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
-from app.recipe.schema import OptimRecipe, Recipe
+from app.recipe.schema import OptimRecipe
 from app.task import Form
+from app.tasks.image_classification.sections import Sections
 from app.tasks.image_classification.task import ImageClassification
 
 CLASSES = 7
@@ -26,7 +27,7 @@ def runtime() -> Runtime:
 
 
 def task() -> ImageClassification:
-    made = ImageClassification(Recipe())
+    made = ImageClassification(Sections())
     made.model({"classes": list(map(str, range(CLASSES))), "channels": 1, "image_size": [4, 4]})
     return made
 

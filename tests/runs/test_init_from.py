@@ -18,7 +18,8 @@ from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
 from app.record.claim import claim
 from app.tasks.image_classification import models
-from app.tasks.image_classification.sections import ModelRecipe
+from app.tasks.image_classification.sections import ModelRecipe, Sections
+from app.tasks.image_classification.task import ImageClassification
 
 BATCH_NORM = ModelRecipe(norm="batch", hidden=16)
 HEAD = {"head.weight", "head.bias"}
@@ -68,7 +69,8 @@ def runtime() -> Runtime:
 
 
 def take_up(runtime: Runtime, model: torch.nn.Module, place: Path) -> Path:
-    initial = initial_weights.take_up(runtime, model, str(place), resumed=None)
+    head = ImageClassification(Sections()).head(model)
+    initial = initial_weights.take_up(runtime, model, str(place), head=head, resumed=None)
     assert initial is not None
     return initial.place
 

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app import loop, session
+from app import feed, session
 from app.data.loader import Failure
 from app.data.samples import Batch
 from app.metrics.metrics import Metrics
@@ -93,7 +93,7 @@ def watch(watched: Callable[[bool], None]) -> None:
 def on_cpu() -> None:
     guard = OnCpu()
     watch(lambda on: guard.set(on=on))
-    exact_batches = loop.batches_of
+    exact_batches = feed.batches_of
 
     def batches_of(loader: Iterable[Batch | Failure]) -> Iterator[Batch]:
         batches = iter(exact_batches(loader))
@@ -108,7 +108,7 @@ def on_cpu() -> None:
         with guard.off():
             return exact_greatest(runtime, values)
 
-    loop.batches_of = batches_of
+    feed.batches_of = batches_of
     exact_greatest, Runtime.greatest = Runtime.greatest, greatest  # type: ignore[method-assign]
     session.Steps = functools.partial(session.Steps, looks=False)  # type: ignore[assignment, misc]
 
