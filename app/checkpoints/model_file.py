@@ -52,10 +52,10 @@ def load(run_dir: Path) -> tuple[Task, torch.nn.Module, Mapping[str, Any]]:
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in described["recipe"].items()}
         task, facts = tasks.of(recipe_keys.build(values)), described["facts"]
         model = task.model(facts)
-    except (KeyError, TypeError, ValueError, RecipeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecipeError) as error:
+        why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise RunFolderError(
-            f"{about} does not say what the model is ({type(error).__name__}: {error}): it is broken, or of another version of "
-            "Samerun, which can read it."
+            f"{about} does not say what the model is: {why}. It is broken, or of another version of Samerun, which can read it."
         ) from error
     try:
         weights = load_file(path)

@@ -157,5 +157,7 @@ def _arithmetic(options: argparse.Namespace) -> tuple[float, float | None]:
     size = (options.image_size, options.image_size)
     model = models.build(ModelRecipe(name=options.model), channels=3, image_size=size, num_classes=_CLASSES)
     device = torch.device("cpu" if options.dry_run else "cuda")
-    image = torch.empty(1, 3, *size, device="meta")
-    return flops.of_training(model, lambda called: called(image)), flops.peak_per_s(device, mixed_precision="bf16")
+    images = torch.empty(2, 3, *size, device="meta")
+    return flops.of_training(model, lambda called: called(images)) / len(images), flops.peak_per_s(
+        device, mixed_precision="bf16"
+    )
