@@ -16,7 +16,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
@@ -48,17 +48,18 @@ class Kind:
         if get_origin(hint) is tuple:
             return cls(arguments[0], length=0 if arguments[-1] is Ellipsis else len(arguments))
         if isinstance(hint, types.UnionType):
-            return cls(arguments[0], optional=True)
+            return replace(cls.of(arguments[0]), optional=True)
         return cls(hint)
 
     def describe(self) -> str:
         """What is expected, in words."""
         singular, plural = _WORDS[self.scalar]
+        or_null = " or null" if self.optional else ""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(self.choices) + or_null
         if self.length is not None:
-            return f"a list of {self.length} {plural}" if self.length else f"a list of {plural}"
-        return singular + (" or null" if self.optional else "")
+            return (f"a list of {self.length} {plural}" if self.length else f"a list of {plural}") + or_null
+        return singular + or_null
 
     def read(self, node: yaml.Node) -> Any:
         """The value of a YAML node. Raises ValueError if it is not of this kind."""
@@ -210,9 +211,9 @@ def flat(recipe: Recipe) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         holder = recipe.sections if hasattr(recipe.sections, section) else recipe
         value = getattr(getattr(holder, section) if section else recipe, name)
-        if kind.length is not None:
-            value = [kind.scalar(element) for element in value]
-        values[key] = value if value is None or kind.length is not None else kind.scalar(value)
+        if value is not None:
+            value = kind.scalar(value) if kind.length is None else [kind.scalar(element) for element in value]
+        values[key] = value
     return values
 
 
