@@ -36,7 +36,7 @@ def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
     with runtime.together():
         prepared = task.prepare() if is_first else None
     of_host = {there: found for there, found in runtime.gather((host, prepared)) if found is not None}
-    task = prepared or of_host[host]
+    task = prepared or of_host.get(host) or task
     with runtime.together():
         return task, Splits(task.samples("train"), task.samples("test"))
 

@@ -15,7 +15,7 @@ from app.errors import SamerunError, leave_with
 from app.evaluation import Evaluation
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
-from app.recipe import recipe_file
+from app.recipe import recipe_file, task_file
 from app.recipe.batching import BatchPlan
 from app.record import run_folder
 
@@ -46,8 +46,8 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     from app.checkpoints import model_file
     from app.ranks.runtime import Runtime
 
-    _, model, facts = model_file.load(arguments.run)
     recipe = recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
+    _, model, facts = model_file.load(arguments.run, recipe.task if task_file.is_own(recipe.task) else None)
     share = max(1, recipe.train.global_batch_size // launched.world_size)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
     plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from app import tasks
 from app.checkpoints import checkpoint, step_folders
 from app.checkpoints.initial_weights import Initial
 from app.checkpoints.resumable import Resumed, check_same_run
@@ -49,9 +50,18 @@ class Opened:
 
 
 def find_checkpoint(
-    runtime: Runtime, loaded: LoadedRecipe, data: Splits, length: Length, run_dir: str | None, resume: str
+    runtime: Runtime,
+    loaded: LoadedRecipe,
+    data: Splits,
+    length: Length,
+    run_dir: str | None,
+    resume: str,
+    *,
+    changed_task: bool = False,
 ) -> Resumed | None:
     """Return what --resume asks for, checked to be whole and of the same run, or None to start from the beginning.
+
+    `changed_task`: the user's task file may be another than it was.
 
     Raises CheckpointError, on all ranks, for one that cannot be used.
     """
@@ -67,7 +77,8 @@ def find_checkpoint(
     with runtime.together():
         if folder is None:
             raise CheckpointError(f"--resume is {resume}, and there is no checkpoint: give auto, never, or the path of one.")
-        return check_same_run(folder, loaded.recipe, data.facts, length)
+        sources = tasks.sources(loaded.recipe.task)
+        return check_same_run(folder, loaded.recipe, data.facts, length, sources=sources, may_differ=changed_task)
 
 
 def open_run_folder(  # noqa: PLR0913  (keyword-only after the parts)
@@ -158,6 +169,7 @@ def _describe(
     return {
         "recipe": loaded.name,
         "task": loaded.recipe.task,
+        "task_digest": tasks.digest(loaded.recipe.task),
         "monitor": [f"test_{monitored}", good_end],
         "recipe_digest": recipe_file.digest(loaded.recipe),
         "preset": preset.name if preset else None,

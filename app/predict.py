@@ -22,11 +22,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m app.predict", description="Ask the model of a finished run.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("files", type=Path, nargs="+", metavar="file", help="a picture, in any format that Pillow reads")
+    parser.add_argument("--task", metavar="FILE", help="where the run's own task file lies now (default: where it lay)")
     parser.add_argument("--top", type=positive, default=3, help="how many answers to show, the likeliest first (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     arguments = parser.parse_args(argv)
     try:
-        task, model, _ = model_file.load(arguments.run)
+        task, model, _ = model_file.load(arguments.run, arguments.task)
         with torch.no_grad():
             found = task.predict(model, arguments.files, top=arguments.top)
     except SamerunError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from app import building, console
+from app import building, console, tasks
 from app.checkpoints import checkpoint, model_file
 from app.checkpoints.average import NoAverage, WeightAverage
 from app.checkpoints.optimizer_check import check_optimizer
@@ -94,7 +94,11 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         claim,
         recipe,
         shards=shards,
-        facts={"data": data.facts, "model": model_file.described(recipe, data.train.facts)},
+        facts={
+            "data": data.facts,
+            "model": model_file.described(recipe, data.train.facts),
+            "task_sources": tasks.sources(recipe.task),
+        },
         monitor=task.monitor,
         metrics=metrics,
         spikes=spikes,
@@ -201,6 +205,7 @@ def _metrics(
 def _facts(loaded: LoadedRecipe, data: Splits, model: torch.nn.Module) -> dict[str, str]:
     return {
         "recipe": recipe_file.digest_of_all(loaded.recipe),
+        "task file": tasks.digest(loaded.recipe.task),
         **data.facts,
         "initial weights": handshake.weights_digest(model),
         **{f"version of {package}": number for package, number in handshake.versions().items()},

@@ -93,8 +93,8 @@ class Task(Protocol):
     def channels_last(self) -> bool:
         """Whether the network is faster on any device with inputs in that memory order (`train.channels_last: null`)."""
 
-    def prepare(self) -> Task:
-        """Bring the data to this machine; return the task that all processes of it then use.
+    def prepare(self) -> Task | None:
+        """Bring the data to this machine; return the task that all processes of it then use, or None: each has its own.
 
         One process of each node calls it while the others wait. What it returns is pickled. Raises DataError and RecipeError.
         """

@@ -77,7 +77,16 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.train.dtype), known_answers.GENERAL)
     task, data = building.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, task, data)
-    find = functools.partial(opening.find_checkpoint, runtime, loaded, data, parts.length, arguments.run_dir, arguments.resume)
+    find = functools.partial(
+        opening.find_checkpoint,
+        runtime,
+        loaded,
+        data,
+        parts.length,
+        arguments.run_dir,
+        arguments.resume,
+        changed_task=arguments.changed_task,
+    )
     resumed = find()
     initial = initial_weights.take_up(
         runtime,

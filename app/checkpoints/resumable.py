@@ -6,6 +6,7 @@ is said.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from app.checkpoints import step_folders
 from app.errors import CheckpointError
 from app.optim import schedule
 from app.optim.schedule import Length
-from app.recipe import recipe_file, recipe_keys
+from app.recipe import recipe_file, recipe_keys, task_file
 from app.recipe.schema import Recipe, TrainRecipe
 
 _LENGTH = frozenset({"train.epochs", "train.steps"})
 _MOST_KEYS = 5
 """That a refusal names."""
+_MOST_LINES = 40
+"""Of a difference that it shows."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,18 @@ class Resumed:
     """What another length of the run does to the learning rates that are left, if anything."""
 
 
-def check_same_run(folder: Path, recipe: Recipe, data: Mapping[str, str], length: Length) -> Resumed:
+def check_same_run(
+    folder: Path,
+    recipe: Recipe,
+    data: Mapping[str, str],
+    length: Length,
+    *,
+    sources: Mapping[str, str],
+    may_differ: bool = False,
+) -> Resumed:
     """Check that a run of this recipe, of this length over data of these facts, may go on from the checkpoint in `folder`.
 
-    Raises CheckpointError, naming all that differs, if it is of another run or another version of this program, and if it is
+    `sources` are the texts of the user's task file and of what belongs to it, which may differ only if it is said. Raises CheckpointError, naming all that differs, if it is of another run or another version of this program, and if it is
     past the end of this run.
     """
     state = step_folders.Reader(folder).state
@@ -48,6 +59,8 @@ def check_same_run(folder: Path, recipe: Recipe, data: Mapping[str, str], length
             f"{folder} is of another run: {'; '.join(differing)}. Take these back, or train from the start in another "
             "--run-dir."
         )
+    if not may_differ:
+        _check_sources(folder, state.get("task_sources", {}), sources)
     step: int = state["step"]
     if step > length.total_steps:
         raise CheckpointError(
@@ -62,7 +75,7 @@ def check_same_run(folder: Path, recipe: Recipe, data: Mapping[str, str], length
 def _check_version(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise CheckpointError if the program that wrote the checkpoint had other keys for what decides what is learnt."""
     now = recipe_file.flat(recipe)
-    if before.get("task", recipe.task) != recipe.task:
+    if task_file.name_of(before.get("task", recipe.task)) != task_file.name_of(recipe.task):
         return  # which has other keys anyway
     unshared = sorted((before.keys() ^ now.keys()) - recipe_keys.not_learnt(recipe.task))
     if unshared:
@@ -73,12 +86,40 @@ def _check_version(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> N
         )
 
 
+def _check_sources(folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise CheckpointError with the difference if the task's files are not what they were."""
+    changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    if not changed:
+        return
+    lines = [
+        line
+        for name in changed
+        for line in difflib.unified_diff(
+            before.get(name, "").splitlines(),
+            now.get(name, "").splitlines(),
+            f"{name} (then)",
+            f"{name} (now)",
+            lineterm="",
+            n=1,
+        )
+    ]
+    more = [f"... and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
+    raise CheckpointError(
+        f"{folder} is of a run whose task was another: {', '.join(changed)} changed since. Take that back, train from the start "
+        "in another --run-dir, or give --changed-task if the change has no part in what is learnt.\n"
+        + "\n".join([*lines[:_MOST_LINES], *more])
+    )
+
+
 def _differing_keys(before: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """Say of each key that decides what is learnt how it differs from a checkpoint's. How long, and where, may change."""
     now = recipe_file.flat(recipe)
     may_change = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task) | _LENGTH
     shared = [key for key in now if key in before and key not in may_change]
-    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in shared if before[key] != now[key]]
+    # Where a task's file lies may change; what it says is compared elsewhere.
+    then = {**before, "task": task_file.name_of(before.get("task", ""))}
+    at_present = {**now, "task": task_file.name_of(recipe.task)}
+    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in shared if then[key] != at_present[key]]
 
 
 def _differing_data(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -36,6 +36,8 @@ def parser(prog: str = "python -m app.train", *, with_keys: bool = False) -> Par
     parser.add_argument("--resume", default="never", metavar="auto|never|PATH", help="go on from a checkpoint: auto takes the "
                         "newest of --run-dir, if it has one; PATH is a run folder or a checkpoint (default: never)"
                         )  # fmt: skip
+    parser.add_argument("--changed-task", action="store_true", help="go on although the recipe's own task file was changed "
+                        "since: for changes that have no part in what is learnt")  # fmt: skip
     parser.add_argument("--init-from", metavar="PATH", help="begin with these weights, as for fine-tuning: a safetensors "
                         "file, a run folder or a checkpoint; the last layer stays new if it is of other classes"
                         )  # fmt: skip

@@ -24,6 +24,7 @@ from app import tasks
 from app.errors import RecipeError
 from app.files import yaml_text
 from app.recipe import recipe_keys as keys
+from app.recipe import task_file
 from app.recipe.recipe_keys import flat
 from app.recipe.schema import ALTERNATIVES, Recipe, sections_of
 
@@ -58,7 +59,7 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     path = _find(name_or_path)
     file = path.name if path.parent == _SHIPPED else str(path)
     _, root = yaml_text.compose(path, name=file, error=RecipeError)
-    task = _task(root, file, overrides)
+    task = _task(root, path, file, overrides)
     problems: list[str] = []
     in_file, on_command_line = _read_file(root, file, task, problems), _read_overrides(overrides, task, problems)
     for one, other in (*ALTERNATIVES, *((other, one) for one, other in ALTERNATIVES)):
@@ -103,7 +104,8 @@ def render(loaded: LoadedRecipe) -> str:
 def digest(recipe: Recipe) -> str:
     """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
     not_learnt = keys.not_learnt(recipe.task)
-    return _digest({key: value for key, value in flat(recipe).items() if key not in not_learnt})
+    learnt = {key: value for key, value in flat(recipe).items() if key not in not_learnt}
+    return _digest(learnt | {"task": task_file.name_of(recipe.task)})
 
 
 def digest_of_all(recipe: Recipe) -> str:
@@ -134,16 +136,21 @@ class _Given:
     origin: str
 
 
-def _task(root: yaml.Node, file: str, overrides: Sequence[str]) -> str:
-    """The task that the command line or the file names, which decides the keys that there are. Raises RecipeError."""
-    named = [(tasks.DEFAULT, DEFAULT)]
+def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> str:
+    """The task that the command line or the file names, which decides the keys that there are. Raises RecipeError.
+
+    A file of the user's is seen from the folder of the recipe, or from the working directory if the command line names it.
+    """
+    named = [(tasks.DEFAULT, DEFAULT, path.parent)]
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if yaml_text.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not keys.is_null(value):
-            named.append((value.value, f"{file}:{key.start_mark.line + 1}"))
+            named.append((value.value, f"{file}:{key.start_mark.line + 1}", path.parent))
     for word in overrides:
         key, _, text = (part.strip(" '\"") for part in word.partition("="))
-        named += [(text, _COMMAND_LINE)] if key == "task" and text else []
-    task, origin = named[-1]
+        named += [(text, _COMMAND_LINE, Path())] if key == "task" and text else []
+    task, origin, folder = named[-1]
+    if task_file.is_own(task):
+        task = task_file.located(task, folder)
     try:
         sections_of(task)
     except RecipeError as error:
@@ -164,6 +171,7 @@ def _check(given: Mapping[str, _Given], task: str, problems: list[str]) -> tuple
             quoted = isinstance(item.node, yaml.ScalarNode) and not keys.is_plain(item.node) and kind.scalar is not str
             expected = f"{kind.describe()}{', without quotes' if quoted else ''}"
             problems.append(f"{key} is {keys.shown(item.node)} ({item.origin}): expected {expected}")
+    values["task"] = task  # its absolute path
     try:
         recipe = keys.build(values)
     except RecipeError as error:

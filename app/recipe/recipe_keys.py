@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -47,7 +47,7 @@ class Kind:
             return cls(str, choices=arguments)
         if get_origin(hint) is tuple:
             return cls(arguments[0], length=0 if arguments[-1] is Ellipsis else len(arguments))
-        if isinstance(hint, types.UnionType):
+        if get_origin(hint) in (types.UnionType, Union):
             return replace(cls.of(arguments[0]), optional=True)
         return cls(hint)
 
@@ -245,6 +245,9 @@ def meanings(task: str) -> dict[str, str]:
     """The text under each field of the sections' dataclasses, by key, on one line; and of each section, by its name."""
     texts = {section: inspect.getdoc(cls) or "" for section, cls in sections(task).items()}
     for prefix, cls in {"": Recipe, **{f"{section}.": cls for section, cls in sections(task).items()}}.items():
+        if hasattr(cls, "__meanings__"):  # read from a user's file
+            texts |= {prefix + name: text for name, text in cls.__meanings__.items()}
+            continue
         classes = [node for node in _parsed(cls.__module__) if isinstance(node, ast.ClassDef)]
         (body,) = (node.body for node in classes if node.name == cls.__name__)
         for field, after in itertools.pairwise(body):

@@ -16,12 +16,12 @@ Standard library only: it is read on login nodes, before torch is there.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from app import tasks
 from app.errors import RecipeError
-from app.recipe import ranges
+from app.recipe import ranges, task_file
 
 ALL_KEYS = ("*",)
 """For `not_learnt`, of a section none of whose keys decides what is learnt."""
@@ -168,9 +168,19 @@ class ProfileRecipe:
 
 
 def sections_of(task: str) -> type:
-    """Return the dataclass of a task's own sections. Raises RecipeError if there is no task of that name."""
+    """Return the dataclass of a task's own sections. Raises RecipeError if there is no such task, or its file is wrong."""
+    if task_file.is_own(task):
+        own = task_file.sections_of(task)
+        taken = {of_recipe.name for of_recipe in fields(Recipe)} & {section.name for section in fields(own)}
+        if taken:
+            raise RecipeError(
+                f"task is {task}: it has a section {' and '.join(sorted(taken))}, as the application has: give it another name"
+            )
+        return own
     if task not in tasks.SHIPPED:
-        raise RecipeError(f"task is {task!r}: there is no such task; there is {', '.join(tasks.SHIPPED)}")
+        raise RecipeError(
+            f"task is {task!r}: there is no such task; there is {', '.join(tasks.SHIPPED)}, or a file of your own, my_task.py"
+        )
     found: type = importlib.import_module(f"{tasks.SHIPPED[task]}.sections").Sections
     return found
 
@@ -186,7 +196,8 @@ class Recipe:
     seed: int = 0
     """Seed of the initial weights, the order of the samples and their augmentation."""
     task: str = tasks.DEFAULT
-    """What is learnt, by its name. A task has sections of its own, here data, augment and model."""
+    """What is learnt: the name of a task that comes with the package, or a Python file of your own, relative to the recipe
+    (docs/your-own-task.md). A task has sections of its own."""
     sections: Any = field(default_factory=_default_sections)
     """The task's own sections: its `Sections`. Beside them it says how many `neighbours` of the order of samples are computed
     with together, so that every micro-batch holds whole groups of them, and in a sentence `why_neighbours`; and by key the

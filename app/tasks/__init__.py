@@ -1,10 +1,11 @@
-"""The tasks that come with the package: what can be learnt, each in a folder of its own, by the name that a recipe gives.
+"""What can be learnt: the tasks that come with the package, each in a folder of its own, and users' own files.
 
 Nothing is imported here before it is asked for: the launcher reads the keys of a recipe, and a task may need torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from typing import Any
 
@@ -17,5 +18,20 @@ DEFAULT = "image_classification"
 
 
 def of(recipe: Any) -> Any:
-    """Return the recipe's task, an `app.task.Task`."""
-    return importlib.import_module(f"{SHIPPED[recipe.task]}.task").task(recipe.sections)
+    """Return the recipe's task, an `app.task.Task`. Raises RecipeError if it is a file of the user's that is no task."""
+    if recipe.task in SHIPPED:
+        return importlib.import_module(f"{SHIPPED[recipe.task]}.task").task(recipe.sections)
+    return importlib.import_module("app.tasks.own.loading").task_of(recipe)
+
+
+def sources(task: str) -> dict[str, str]:
+    """Return the texts of a user's task file and of what it imported from its folder, by name; none of a shipped task."""
+    return {} if task in SHIPPED else importlib.import_module("app.tasks.own.loading").sources(task)
+
+
+def digest(task: str) -> str:
+    """Return a hash of what `sources` returns, of 16 hexadecimal digits; `none` for a task that comes with the package."""
+    texts = sources(task)
+    if not texts:
+        return "none"
+    return hashlib.blake2b("\0".join(part for item in texts.items() for part in item).encode(), digest_size=8).hexdigest()

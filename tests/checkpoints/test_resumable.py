@@ -30,7 +30,9 @@ def taken_up(
     kept = {key: value for key, value in values.items() if key not in without}
     folder = save(run_dir, step, [piece(torch.arange(12.0))], state={"step": step, "recipe": kept, "data": DATA})
     recipe = recipe_file.load("digits", last_of_each([*OF_RUN, *overrides])).recipe
-    return check_same_run(folder, recipe, DATA, length_in_steps(recipe.train, dataset_size=1438, global_batch_size=64))
+    return check_same_run(
+        folder, recipe, DATA, length_in_steps(recipe.train, dataset_size=1438, global_batch_size=64), sources={}
+    )
 
 
 def test_a_checkpoint_of_other_keys_is_of_another_version(tmp_path: Path) -> None:

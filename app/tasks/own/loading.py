@@ -1,0 +1,93 @@
+"""A user's task file where it runs: imported from the place that the recipe names, and built from its own sections.
+
+Only what trains, evaluates or predicts comes here. Reports, the launcher and the login node read the file's keys by `ast`
+(`app/recipe/task_file.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from app.errors import RecipeError
+from app.recipe import task_file
+from app.tasks.own.complete import Complete
+
+_RUN = "run.json"
+"""Marks a run folder."""
+_OURS = ("app", "launch")
+
+
+def task_of(recipe: Any) -> Complete:
+    """Return the task of a recipe whose `task` is a file. Raises RecipeError for a file that is no task."""
+    path = Path(recipe.task)
+    module = _module(path)
+    make = getattr(module, task_file.TASK)
+    if not hasattr(module, task_file.SECTIONS):
+        return Complete(make(), name=path.name)
+    return Complete(make(_sections(module, recipe.sections, path)), name=path.name)
+
+
+def sources(task: str) -> dict[str, str]:
+    """Return the text of a task file, and of the modules of its folder that were imported, by their paths in the folder.
+
+    Modules that are imported later, such as within a function that has not run yet, are not among them.
+    """
+    path = Path(task)
+    found = {path.name: path.read_text()}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name.partition(".")[0] in _OURS or not file.endswith(task_file.ENDING):
+            continue
+        if Path(file).is_relative_to(path.parent) and "site-packages" not in Path(file).parts:
+            found[str(Path(file).relative_to(path.parent))] = Path(file).read_text()
+    return dict(sorted(found.items()))
+
+
+def _module(path: Path) -> ModuleType:
+    """Import the file under its own name, which is what pickles of its classes say. Its folder goes last on sys.path."""
+    name, folder = path.stem, str(path.parent)
+    loaded = sys.modules.get(name)
+    if loaded is not None and _is(getattr(loaded, "__file__", None), path):
+        return loaded
+    run = next((parent for parent in path.parents if (parent / _RUN).exists()), None)
+    if run is not None:
+        raise RecipeError(
+            f"task is {path}, which lies in the run folder {run}: code of a run folder is not run. Copy it elsewhere"
+        )
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not _is(spec.origin, path):
+        other = f": Python finds {spec.origin or 'another module'} by that name" if spec else ", which is no name of a module"
+        raise RecipeError(f"task is {path}{other}. Give the file another name, such as my_{name.replace('-', '_')}.py")
+    return importlib.import_module(name)
+
+
+def _is(file: str | None, path: Path) -> bool:
+    return file is not None and Path(file).exists() and path.samefile(file)
+
+
+def _sections(module: ModuleType, read: Any, path: Path) -> Any:
+    """Build the file's own `Sections` with the values that were read. Raises RecipeError for what it refuses."""
+    own = getattr(module, task_file.SECTIONS)
+    try:
+        built = {}
+        for section in fields(read):
+            values = getattr(read, section.name)
+            made = _kind_of(own, section.name, module)
+            built[section.name] = made(**{key.name: getattr(values, key.name) for key in fields(values)})
+        return own(**built)
+    except RecipeError:
+        raise
+    except (ValueError, TypeError, AssertionError) as error:
+        raise RecipeError(f"{error} (says {path.name})") from error
+
+
+def _kind_of(own: Any, section: str, module: ModuleType) -> Any:
+    annotation = own.__annotations__[section]
+    return getattr(module, annotation.strip("'\"")) if isinstance(annotation, str) else annotation

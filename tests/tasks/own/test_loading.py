@@ -1,0 +1,97 @@
+"""A user's task file where it runs: what is imported, from where, and what a run says of it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app import tasks
+from app.errors import RecipeError
+from app.recipe.recipe_file import load
+
+LINE = """
+from dataclasses import dataclass
+
+import helper_of_line
+import torch
+from torch import nn
+
+from app.task import Loss, Samples, Scores
+
+
+@dataclass(frozen=True)
+class Model:
+    width: int = 16
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError(f"model.width is {self.width}: it must be 1 or more")
+
+
+@dataclass(frozen=True)
+class Sections:
+    model: Model = Model()
+
+
+class Line:
+    def __init__(self, sections):
+        self.width = sections.model.width
+
+    def samples(self, split):
+        inputs = torch.randn(128, 4, generator=torch.Generator().manual_seed(len(split)))
+        return Samples.of({"x": inputs, "y": inputs.sum(1, keepdim=True)}) if split != "validation" else None
+
+    def model(self, facts):
+        return nn.Sequential(nn.Linear(4, self.width), nn.GELU(), nn.Linear(self.width, 1))
+
+    def loss(self, model, batch):
+        return Loss.of((model(batch["x"]) - batch["y"]).square().sum(), len(batch["x"]))
+
+
+task = Line
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "line.py").write_text(LINE)
+    (tmp_path / "helper_of_line.py").write_text("WORD = 1\n")
+    (tmp_path / "line.yaml").write_text("task: line.py\ntrain: {global_batch_size: 16, steps: 6}\nlog: {every_steps: 1}\n")
+    yield tmp_path / "line.yaml"
+    for name in ("line", "helper_of_line"):
+        sys.modules.pop(name, None)
+    if str(tmp_path) in sys.path:
+        sys.path.remove(str(tmp_path))
+
+
+def test_the_file_is_imported_under_its_own_name_and_its_folder_goes_last(recipe: Path) -> None:
+    task = tasks.of(load(str(recipe), ["model.width=3"]).recipe)
+    assert task.width == 3
+    assert sys.path[-1] == str(recipe.parent)
+    assert tasks.sources(str(recipe.parent / "line.py")) == {"helper_of_line.py": "WORD = 1\n", "line.py": LINE}
+    assert tasks.of(load(str(recipe)).recipe).width == 16
+
+
+def test_what_the_sections_refuse_is_a_refusal_of_the_recipe(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^model\.width is 0: it must be 1 or more \(says line\.py\)$"):
+        tasks.of(load(str(recipe), ["model.width=0"]).recipe)
+
+
+@pytest.mark.parametrize("name", ["json.py", "my-line.py"])
+def test_a_name_that_another_module_has_or_none_can_have_is_refused(recipe: Path, name: str) -> None:
+    shutil.copy(recipe.parent / "line.py", recipe.parent / name)
+    with pytest.raises(RecipeError, match=r"Give the file another name, such as my_"):
+        tasks.of(load(str(recipe), [f"task={recipe.parent / name}"]).recipe)
+
+
+def test_code_of_a_run_folder_is_not_run(recipe: Path) -> None:
+    hostile = recipe.parent / "run"
+    hostile.mkdir()
+    (hostile / "run.json").write_text("{}")
+    (hostile / "line.py").write_text("raise SystemExit('run')\ntask = int\n")
+    with pytest.raises(RecipeError, match=r"lies in the run folder .*: code of a run folder is not run"):
+        tasks.of(load(str(recipe), [f"task={hostile / 'line.py'}"]).recipe)
