@@ -49,7 +49,7 @@ class Opened:
     """The preset's name, on the main process, if the command line that launched it has one."""
 
 
-def find_checkpoint(
+def find_checkpoint(  # noqa: PLR0913  (keyword-only after the parts)
     runtime: Runtime,
     loaded: LoadedRecipe,
     data: Splits,

@@ -48,8 +48,9 @@ def check_same_run(
 ) -> Resumed:
     """Check that a run of this recipe, of this length over data of these facts, may go on from the checkpoint in `folder`.
 
-    `sources` are the texts of the user's task file and of what belongs to it, which may differ only if it is said. Raises CheckpointError, naming all that differs, if it is of another run or another version of this program, and if it is
-    past the end of this run.
+    `sources` are the texts of the user's task file and of what belongs to it, which may differ only if
+    that is said. Raises CheckpointError, naming all that differs, if the checkpoint is of another run or another version of
+    this program, and if it is past the end of this run.
     """
     state = step_folders.Reader(folder).state
     _check_version(folder, state["recipe"], recipe)
@@ -105,8 +106,8 @@ def _check_sources(folder: Path, before: Mapping[str, str], now: Mapping[str, st
     ]
     more = [f"... and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
     raise CheckpointError(
-        f"{folder} is of a run whose task was another: {', '.join(changed)} changed since. Take that back, train from the start "
-        "in another --run-dir, or give --changed-task if the change has no part in what is learnt.\n"
+        f"{folder} is of a run whose task was another: {', '.join(changed)} changed since. Take that back, train from the "
+        "start in another --run-dir, or give --changed-task if the change has no part in what is learnt.\n"
         + "\n".join([*lines[:_MOST_LINES], *more])
     )
 

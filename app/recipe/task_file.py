@@ -61,7 +61,7 @@ def sections_of(path: str) -> type:
     classes, module = _parsed(path)
     neighbours = _neighbours(module, classes, path)
     sections = [(name, _section(path, name, classes[of])) for name, of in _named(path, classes).items()]
-    holder = make_dataclass(
+    return make_dataclass(
         SECTIONS,
         [(name, section, field(default_factory=section)) for name, section in sections],
         frozen=True,
@@ -72,7 +72,6 @@ def sections_of(path: str) -> type:
             "inputs": property(_inputs),
         },
     )
-    return holder
 
 
 def _parsed(path: str) -> tuple[dict[str, ast.ClassDef], ast.Module]:
@@ -106,12 +105,12 @@ def _named(path: str, classes: Mapping[str, ast.ClassDef]) -> dict[str, str]:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         if node.target.id in _RESERVED:
-            raise RecipeError(f"{path}:{node.lineno}: a section is called {node.target.id}, which is a word of the application")
+            raise RecipeError(f"{path}:{node.lineno}: {node.target.id} is no name for a section")
         kind = ast.unparse(node.annotation).strip("'")
         if kind not in classes:
             raise RecipeError(
-                f"{path}:{node.lineno}: {node.target.id} of {SECTIONS} is a {kind}: it has to be a dataclass of this file, which "
-                "login nodes read without running it"
+                f"{path}:{node.lineno}: {node.target.id} of {SECTIONS} is a {kind}: it has to be a dataclass of this file, which login "
+                "nodes read without running it"
             )
         found[node.target.id] = kind
     return found
@@ -168,7 +167,7 @@ def _hint(path: str, key: str, node: ast.AnnAssign) -> Any:
         ) from None
 
 
-def _type(node: ast.expr) -> Any:
+def _type(node: ast.expr) -> Any:  # noqa: PLR0911 - one for each kind
     """The type that an annotation says. Raises ValueError if it is not one that a key can have."""
     match node:
         case ast.Name(id=name) if name in _SCALARS:
@@ -199,7 +198,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in arguments
     if get_origin(hint) is tuple:
-        is_long = arguments[-1] is Ellipsis or isinstance(value, tuple) and len(value) == len(arguments)
+        is_long = arguments[-1] is Ellipsis or (isinstance(value, tuple) and len(value) == len(arguments))
         return isinstance(value, tuple) and is_long and all(_fits(one, arguments[0]) for one in value)
     return isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) == (hint is bool)
 

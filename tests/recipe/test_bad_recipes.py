@@ -44,7 +44,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "a tag of Python": (b"seed: !!python/object/apply:os.system [ls]\n", "seed is [ls] (bad.yaml:1): expected a whole number"),
     "a list that holds itself": (b"seed: &a [*a]\n", "seed is [...] (bad.yaml:1): expected a whole number"),
     "lists without end": (b"seed: " + b"[" * 3000, "stand too deep within one another"),
-    "an unknown task": (b"task: language\n", "task is 'language': there is no such task; there is image_classification, or a file"),
+    "an unknown task": (b"task: language\n", "task is 'language': there is no such task; there is image_classification"),
     "a list as task": (b"task: [a]\n", "task is [a] (bad.yaml:1): expected text"),
     "no task": (b"task:\n", "task is empty (bad.yaml:1): expected text"),
     "null for a word": (b"optim: {name: null}\n", "optim.name is null (bad.yaml:1): expected one of sgd, adamw"),
