@@ -109,8 +109,8 @@ def _named(path: str, classes: Mapping[str, ast.ClassDef]) -> dict[str, str]:
         kind = ast.unparse(node.annotation).strip("'")
         if kind not in classes:
             raise RecipeError(
-                f"{path}:{node.lineno}: {node.target.id} of {SECTIONS} is a {kind}: it has to be a dataclass of this file, which login "
-                "nodes read without running it"
+                f"{path}:{node.lineno}: {node.target.id} of {SECTIONS} is a {kind}: it has to be a dataclass of this file, "
+                "which login nodes read without running it"
             )
         found[node.target.id] = kind
     return found
