@@ -25,7 +25,7 @@ FLOORS: list[list[str]] = [
     ["app.optim", "app.data", "app.ranks"],
     ["app.task"],
     ["app.record", "app.device", "app.evaluation", "app.console"],
-    ["app.tasks.image_classification"],
+    ["app.tasks.image_classification", "app.tasks.own"],
     ["app.building", "app.guard", "app.trackers"],
     ["app.metrics", "app.doctor"],
     ["app.checkpoints", "app.profiling"],
