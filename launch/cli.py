@@ -6,6 +6,7 @@ A mistake of the user ends the program with one sentence on stderr and the exit 
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] not in _COMMANDS:
         _parser().parse_args(arguments or ["--help"])  # ends the program: with the help, or naming what is not a command
     try:
-        return _COMMANDS[arguments[0]][0](arguments[1:])
+        return _run(arguments[0], arguments[1:])
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
         if is_in_step(own_environment()):
@@ -33,103 +34,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _launch(argv: list[str]) -> int:
-    from launch.start import launch
-
-    return launch.launch(argv, own_environment(), say=_say)
-
-
-def _submit(argv: list[str]) -> int:
-    from launch.submit import submit
-
-    return submit.submit(argv, own_environment(), say=_say)
-
-
-def _doctor(argv: list[str]) -> int:
-    from launch.start import examination
-
-    return examination.doctor(argv, own_environment(), say=_say)
-
-
-def _data(argv: list[str]) -> int:
-    from app.tasks.image_classification.data_tools import command
-
-    return command.main(argv)
-
-
-def _watch(argv: list[str]) -> int:
-    from app.reports import watch
-
-    return watch.main(argv)
+# Of each: its module, its function there, and what it is for.
+_COMMANDS = {
+    "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
+    "submit": ("launch.submit.submit", "submit", "check a job, write its script and hand it to Slurm or PBS"),
+    "doctor": ("launch.start.examination", "doctor", "examine this machine, or all nodes of an allocation, before a run"),
+    "data": ("app.tasks.image_classification.data_tools.command", "main",
+             "look at data, pack it smaller or in another form, measure how fast it is fed"),
+    "watch": ("app.reports.watch", "main", "follow a run in the terminal, from any machine that sees its folder"),
+    "report": ("app.reports.page", "main", "write all that a run folder tells as one HTML page"),
+    "curves": ("app.reports.curves", "main", "draw the loss and the score of runs, while training and on the test set"),
+    "compare": ("app.reports.compare", "main", "say what differs between two runs, and whether they were the same one"),
+    "timeline": ("app.reports.timeline", "main",
+                 "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),
+    "verify": ("app.tools.verify", "main", "show that a run applied every global batch exactly once, and where its time went"),
+    "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors"),
+    "parity": ("app.tools.parity", "main", "show that presets and numbers of processes give the same run"),
+    "scale": ("app.scaling.scale_command", "main",
+              "measure how a recipe scales over devices and nodes, and how many are worth their while"),
+}  # fmt: skip
+_START_PROCESSES = ("launch", "submit", "doctor", "scale")
+"""Those that are told the environment, and by what to speak."""
 
 
-def _report(argv: list[str]) -> int:
-    from app.reports import page
-
-    return page.main(argv)
-
-
-def _curves(argv: list[str]) -> int:
-    from app.reports import curves
-
-    return curves.main(argv)
-
-
-def _compare(argv: list[str]) -> int:
-    from app.reports import compare
-
-    return compare.main(argv)
-
-
-def _timeline(argv: list[str]) -> int:
-    from app.reports import timeline
-
-    return timeline.main(argv)
-
-
-def _verify(argv: list[str]) -> int:
-    from app.tools import verify
-
-    return verify.main(argv)
-
-
-def _export(argv: list[str]) -> int:
-    from app import export
-
-    return export.main(argv)
-
-
-def _parity(argv: list[str]) -> int:
-    from app.tools import parity
-
-    return parity.main(argv)
-
-
-def _scale(argv: list[str]) -> int:
-    from app.scaling import scale_command
-
-    return scale_command.main(argv, own_environment(), say=_say)
-
-
-_COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "launch": (_launch, "train a recipe, on this machine or across an allocation"),
-    "submit": (_submit, "check a job, write its script and hand it to Slurm or PBS"),
-    "doctor": (_doctor, "examine this machine, or all nodes of an allocation, before a run"),
-    "data": (_data, "look at data, pack it smaller or in another form, measure how fast it is fed"),
-    "watch": (_watch, "follow a run in the terminal, from any machine that sees its folder"),
-    "report": (_report, "write all that a run folder tells as one HTML page"),
-    "curves": (_curves, "draw the loss and the score of runs, while training and on the test set"),
-    "compare": (_compare, "say what differs between two runs, and whether they were the same one"),
-    "timeline": (_timeline, "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),
-    "verify": (_verify, "show that a run applied every global batch exactly once, and where its time went"),
-    "export": (_export, "write the weights of a checkpoint as a plain model.safetensors"),
-    "parity": (_parity, "show that presets and numbers of processes give the same run"),
-    "scale": (_scale, "measure how a recipe scales over devices and nodes, and how many are worth their while"),
-}
+def _run(command: str, arguments: list[str]) -> int:
+    module, function, _ = _COMMANDS[command]
+    main_of: Callable[..., int] = getattr(importlib.import_module(module), function)
+    return main_of(arguments, own_environment(), say=_say) if command in _START_PROCESSES else main_of(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:8}  {text}" for name, (_, text) in _COMMANDS.items())
+    commands = "\n".join(f"  {name:8}  {text}" for name, (*_, text) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="samerun",
         description="One Accelerate training loop, the same run on any machine.",

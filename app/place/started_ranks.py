@@ -41,12 +41,8 @@ class StartedRank:
     """GPUs that this process was given to see, or None where it sees all that there are."""
     head_address: str
     """Name or address of the machine of rank 0."""
-    head_origin: str
-    """Where that was read."""
     port: int
     """TCP port there, where the processes meet."""
-    port_origin: str
-    """Where that was read."""
 
     def variables(self) -> dict[str, str]:
         """Return what torchrun would have set, for a device of its own."""
@@ -126,8 +122,6 @@ def translate(
         )
     if world_size == 1:
         return None
-    head, head_origin = _head(environment, starter, rank, alone=local_world_size == world_size, read=read)
-    port, port_origin = _port(environment, starter)
     return StartedRank(
         starter=starter.name,
         rank=rank,
@@ -135,10 +129,8 @@ def translate(
         local_rank=local_rank,
         local_world_size=local_world_size,
         visible_devices=_visible_devices(environment),
-        head_address=head,
-        head_origin=head_origin,
-        port=port,
-        port_origin=port_origin,
+        head_address=_head(environment, starter, rank, alone=local_world_size == world_size, read=read),
+        port=_port(environment, starter),
     )
 
 
@@ -173,12 +165,12 @@ def _local_world_size(environment: Mapping[str, str], starter: _Starter) -> int:
 
 def _head(
     environment: Mapping[str, str], starter: _Starter, rank: int, *, alone: bool, read: Callable[[str], str]
-) -> tuple[str, str]:
-    """The machine of rank 0, and where it was read."""
+) -> str:
+    """The machine of rank 0."""
     if "MASTER_ADDR" in environment:
-        return environment["MASTER_ADDR"], "MASTER_ADDR"
+        return environment["MASTER_ADDR"]
     if alone:
-        return "127.0.0.1", "all processes are on one machine"
+        return "127.0.0.1"
     hosts, origin = _hosts(environment, starter, read)
     if not hosts:
         raise TopologyError(
@@ -192,7 +184,7 @@ def _head(
             f"rank 0 is on {own}, and the others would look for it on {hosts[0]}, the first host of {origin}: say where it is, "
             f"as in `{starter.tell.format('MASTER_ADDR', own)}`, or give {starter.name} the hosts in their order"
         )
-    return with_suffix(hosts[0], environment), f"first host of {origin}"
+    return with_suffix(hosts[0], environment)
 
 
 def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[str], str]) -> tuple[Sequence[str], str]:
@@ -210,13 +202,12 @@ def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[st
     return [], ""
 
 
-def _port(environment: Mapping[str, str], starter: _Starter) -> tuple[int, str]:
+def _port(environment: Mapping[str, str], starter: _Starter) -> int:
     """A port for this start of this job."""
     if "MASTER_PORT" in environment:
-        return number(environment, "MASTER_PORT"), "MASTER_PORT"
+        return number(environment, "MASTER_PORT")
     names = (JOB.job_id, JOB.step_id) if starter.name == "srun" else _JOB_NAMES
     there = [name for name in names if name in environment][: len(names) if starter.name == "srun" else 1]
     if not there:
-        return _DEFAULT_PORT, "default"
-    origin = said(environment, *there)
-    return port_of_job(zlib.crc32(origin.encode())), origin
+        return _DEFAULT_PORT
+    return port_of_job(zlib.crc32(said(environment, *there).encode()))
