@@ -7,7 +7,6 @@ nothing is said of machines that are slow alike.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,8 +20,6 @@ CLOCK_MS = 1000.0
 """Largest difference of two clocks. Beyond it, files on a shared folder come from the future and logs cannot be ordered."""
 LEAST_FREE_DISK_BYTES = 2**30
 """Free space that a run folder needs at least."""
-DEVIATIONS = 5.0
-"""Standard deviations that an estimate of pi may be off: by chance, once in 1.7 million."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -67,12 +64,8 @@ class Rank:
     """All of that memory."""
     versions: Mapping[str, str]
     """Of packages, Python and driver, by name."""
-    points: int
-    """Random points of the unit square that it drew."""
-    hits: int
-    """Those of them within the unit circle: points x pi / 4, but for chance."""
-    elapsed_s: float
-    """Seconds for them, without any other rank: how fast its device works."""
+    numbers_per_s: float
+    """Random numbers that its device draws in a second: how fast it works."""
     node: Node | None = None
     """What was measured once on its node, in the node's first rank."""
     known_answers_s: float = 0.0
@@ -98,19 +91,10 @@ class Examination:
 
     ranks: Sequence[Rank]
     """In the order of the ranks."""
-    summed_hits: int
-    """The sum of all hits, as an all-reduce has it."""
-    summed_points: int
-    """The sum of all points, as an all-reduce has it."""
     all_reduces: Sequence[AllReduce] = ()
     """Empty for one process."""
     notes: Sequence[str] = ()
     """What few runs meet, and what could not be tried."""
-
-    @property
-    def pi(self) -> float:
-        """The estimate of all ranks together."""
-        return 4 * self.summed_hits / self.summed_points if self.summed_points else math.nan
 
     @property
     def hosts(self) -> list[str]:
@@ -173,34 +157,14 @@ def far_below(values: Mapping[Key, float]) -> dict[Key, float]:
     return found
 
 
-def is_pi(hits: int, points: int) -> bool:
-    """Return whether 4 x hits / points is pi within `DEVIATIONS` standard deviations of the binomial distribution."""
-    share = math.pi / 4
-    return points > 0 and abs(hits - points * share) <= DEVIATIONS * math.sqrt(points * share * (1 - share))
-
-
 def _wrong_sums(examination: Examination) -> list[Problem]:
-    problems = [
+    return [
         Problem(
-            text=f"4 x {rank.hits} hits / {rank.points} points is not pi within {DEVIATIONS:g} standard deviations: "
-            f"{rank.device} computes wrongly",
-            host=rank.host,
-            rank=rank.rank,
+            text=f"the all-reduce of {all_reduce.size_bytes} bytes gave it a wrong sum", host=examination.hosts[rank], rank=rank
         )
-        for rank in examination.ranks
-        if not is_pi(rank.hits, rank.points)
+        for all_reduce in examination.all_reduces
+        for rank in all_reduce.wrong_ranks
     ]
-    gathered = sum(rank.hits for rank in examination.ranks), sum(rank.points for rank in examination.ranks)
-    summed = examination.summed_hits, examination.summed_points
-    if gathered != summed:
-        problems.append(
-            Problem(text=f"the all-reduce of hits and points gives {summed}, the ranks' own numbers have the sums {gathered}")
-        )
-    for all_reduce in examination.all_reduces:
-        for rank in all_reduce.wrong_ranks:
-            text = f"the all-reduce of {all_reduce.size_bytes} bytes gave it a wrong sum"
-            problems.append(Problem(text=text, host=examination.ranks[rank].host, rank=rank))
-    return problems
 
 
 def _differences(ranks: Sequence[Rank]) -> list[Problem]:
@@ -240,13 +204,13 @@ def _bad_folders(nodes: Mapping[str, Node]) -> list[Problem]:
 
 
 def _slow_ranks(ranks: Sequence[Rank]) -> list[Problem]:
-    rates = {rank.rank: rank.points / rank.elapsed_s for rank in ranks}
+    rates = {rank.rank: rank.numbers_per_s for rank in ranks}
     # The memory of a CPU is its machine's: one rank of it speaks for all.
     owners = [rank for rank in ranks if rank.device != "cpu" or rank.node is not None]
     free = {rank.rank: float(rank.free_bytes) for rank in owners if rank.free_bytes is not None}
     problems = [
         Problem(
-            text=f"{ranks[rank].device} draws {rates[rank] / 1e6:.1f} million points/s, the others {usual / 1e6:.1f}",
+            text=f"{ranks[rank].device} draws {rates[rank] / 1e6:.1f} million numbers/s, the others {usual / 1e6:.1f}",
             host=ranks[rank].host,
             rank=rank,
         )

@@ -36,8 +36,6 @@ from app.recipe.batching import BatchPlan
 if TYPE_CHECKING:
     from app.ranks.runtime import Runtime
 
-_SEED = 1
-
 
 def main(argv: list[str] | None = None) -> None:
     """Examine, print, and end the process: with exit code 1 if something is wrong, with an error's if it could not be done."""
@@ -64,34 +62,15 @@ def main(argv: list[str] | None = None) -> None:
         Path(options.exit_code_file).write_text(str(code))
 
 
-def as_json(examination: Examination, problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return everything as one object of JSON's types; `exclude` is Slurm's option, or None."""
-    return {
-        "ok": not problems,
-        **asdict(examination),
-        "pi": examination.pi,
-        "problems": _as_objects(problems),
-        "exclude": exclude_option(examination.hosts, problems),
-    }
-
-
-def _as_objects(problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    return [{**asdict(problem), "sentence": str(problem)} for problem in problems]
-
-
 def _tell(examination: Examination | None, problems: Sequence[Problem], hosts: Sequence[str], *, as_one_object: bool) -> None:
-    """`examination` is None where the processes could not be joined."""
+    """`examination` is None where the processes could not be joined, which are on these `hosts`."""
+    exclude = exclude_option(hosts if examination is None else examination.hosts, problems)
     if as_one_object:
-        found = (
-            {"ok": False, "ranks": [], "problems": _as_objects(problems), "exclude": exclude_option(hosts, problems)}
-            if examination is None
-            else as_json(examination, problems)
-        )
-        sys.stdout.write(json.dumps(found) + "\n")
-    elif examination is None:
-        _show_problems(problems, exclude_option(hosts, problems), say=lambda text: sys.stdout.write(f"{text}\n"))
+        found = {"ranks": []} if examination is None else asdict(examination)
+        described = [{**asdict(problem), "sentence": str(problem)} for problem in problems]
+        sys.stdout.write(json.dumps({"ok": not problems, **found, "problems": described, "exclude": exclude}) + "\n")
     else:
-        _show(examination, problems)
+        _show(examination, problems, exclude)
     sys.stdout.flush()
 
 
@@ -126,11 +105,10 @@ def _examine(
     device = runtime.device
     with waiting("the devices, each alone"):
         runtime.accelerator.wait_for_everyone()
-        points, hits, elapsed_s = probe.draw_points(device, seed=_SEED + launched.rank)
+        numbers_per_s = probe.numbers_per_s(device)
     with waiting("known answers"):
         wrong_answers, known_answers_s, notes = probe.known_answers(runtime)
     with waiting("the sums of all ranks"):
-        summed_points, summed_hits = probe.all_reduce_sum([points, hits], device)
         all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
     with waiting("clocks and links"):
         clock = clocks.compare(runtime, runtime.from_main(time.time_ns()))
@@ -151,9 +129,7 @@ def _examine(
             free_bytes=free_bytes,
             total_bytes=total_bytes,
             versions=probe.software(device),
-            points=points,
-            hits=hits,
-            elapsed_s=elapsed_s,
+            numbers_per_s=numbers_per_s,
             node=node,
             known_answers_s=known_answers_s,
             wrong_answers=wrong_answers,
@@ -161,7 +137,7 @@ def _examine(
         ranks = _with_neighbours(runtime.gather(own), first_ranks)
     runtime.close()
     notes = [*runtime.notes, *notes]
-    return Examination(ranks=ranks, summed_hits=summed_hits, summed_points=summed_points, all_reduces=all_reduces, notes=notes)
+    return Examination(ranks=ranks, all_reduces=all_reduces, notes=notes)
 
 
 def _all_reduces(runtime: Runtime) -> list[AllReduce]:
@@ -217,40 +193,41 @@ def _give_up(error: TopologyError, launched: Launched, exit_code_file: str | Non
     leave_with(error, launched.rank)
 
 
-def _show(examination: Examination, problems: Sequence[Problem]) -> None:
+def _show(examination: Examination | None, problems: Sequence[Problem], exclude: str | None) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    say(f"processes: {len(examination.ranks)}, nodes: {len(examination.nodes)}")
-    table = Table()
-    for rank in examination.ranks:
-        cells = {**_cells(rank), **_node_cells(rank.node)}
-        if not table.columns:
-            for name in cells:
-                table.add_column(name, justify="left" if name in ("host", "address", "device", "driver") else "right")
-        table.add_row(*cells.values())
-    console.print(table)
-    if examination.all_reduces:
-        say("all-reduce of float32, algorithm bandwidth in GB/s (bytes / time of the slowest rank):")
-        console.print(_all_reduce_table(examination.all_reduces))
-    say(f"pi is {examination.pi:.6f} by {examination.summed_points:,} random points of all processes")
-    say("rank 0 has " + ", ".join(f"{name} {version}" for name, version in examination.ranks[0].versions.items()))
-    for note in examination.notes:
-        say(f"note: {note}")
-    _show_problems(problems, exclude_option(examination.hosts, problems), say=say)
-
-
-def _show_problems(problems: Sequence[Problem], exclude: str | None, *, say: Callable[[str], object]) -> None:
+    if examination is not None:
+        say(f"processes: {len(examination.ranks)}, nodes: {len(examination.nodes)}")
+        console.print(_rank_table(examination.ranks))
+        if examination.all_reduces:
+            say("all-reduce of float32, algorithm bandwidth in GB/s (bytes / time of the slowest rank):")
+            console.print(_all_reduce_table(examination.all_reduces))
+        say("rank 0 has " + ", ".join(f"{name} {version}" for name, version in examination.ranks[0].versions.items()))
+        for note in examination.notes:
+            say(f"note: {note}")
     for problem in problems:
         say(f"WRONG {problem}")
     if exclude:
         say(f"To do without, under Slurm: sbatch {exclude} ...")
     say("nothing is wrong" if not problems else f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")
+
+
+def _rank_table(ranks: Sequence[Rank]) -> Any:
+    from rich.table import Table
+
+    table = Table()
+    for rank in ranks:
+        cells = {**_cells(rank), **_node_cells(rank.node)}
+        if not table.columns:
+            for name in cells:
+                table.add_column(name, justify="left" if name in ("host", "address", "device", "driver") else "right")
+        table.add_row(*cells.values())
+    return table
 
 
 def _cells(rank: Rank) -> dict[str, str]:
@@ -265,7 +242,7 @@ def _cells(rank: Rank) -> dict[str, str]:
         "driver": rank.versions.get("driver", "-"),
         "memory GiB\nfree/total": memory,
         "known\nanswers s": f"{rank.known_answers_s:.2f}",
-        "million\npoints/s": f"{rank.points / rank.elapsed_s / 1e6:,.0f}",
+        "million\nnumbers/s": f"{rank.numbers_per_s / 1e6:,.0f}",
     }
 
 

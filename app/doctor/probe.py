@@ -28,9 +28,9 @@ from app.ranks.handshake import versions
 from app.ranks.runtime import Runtime
 
 # A second or less for each, on a CPU through gloo as on GPUs through NCCL.
-_POINTS = {"cpu": (2**20, 16)}
-_POINTS_ON_ACCELERATOR = (2**24, 64)
-"""Random points drawn at a time, and how many times."""
+_NUMBERS = {"cpu": (2**20, 64)}
+_NUMBERS_ON_ACCELERATOR = (2**24, 256)
+"""Random numbers drawn at a time, and how many times."""
 _SIZES_BYTES = {"cpu": (2**16, 2**20, 2**24)}
 _SIZES_BYTES_ON_ACCELERATOR = (2**20, 2**24, 2**28)
 _WARM_UPS, _REPEATS = 2, 5
@@ -38,22 +38,16 @@ _LINK_REPEATS = 3
 _PIECE_BYTES, _PIECES, _MOST_WRITE_S = 2**22, 16, 5.0
 
 
-def draw_points(device: torch.device, *, seed: int) -> tuple[int, int, float]:
-    """Return the points drawn uniformly in the unit square, those within the unit circle, and the seconds it took.
-
-    The numbers are the same on every device of a kind with this seed.
-    """
-    at_a_time, times = _POINTS.get(device.type, _POINTS_ON_ACCELERATOR)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def hits() -> torch.Tensor:
-        x, y = (torch.rand(at_a_time, generator=generator, device=device) for _ in range(2))
-        return (x * x + y * y <= 1).sum()
-
-    hits().item()
+def numbers_per_s(device: torch.device) -> float:
+    """Return how many random numbers the device draws in a second."""
+    at_a_time, times = _NUMBERS.get(device.type, _NUMBERS_ON_ACCELERATOR)
+    torch.rand(at_a_time, device=device)
+    _wait_for(device)
     start_s = time.perf_counter()
-    total = int(sum(hits() for _ in range(times)))
-    return at_a_time * times, total, time.perf_counter() - start_s
+    for _ in range(times):
+        torch.rand(at_a_time, device=device)
+    _wait_for(device)
+    return at_a_time * times / (time.perf_counter() - start_s)
 
 
 def known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
@@ -79,14 +73,6 @@ def known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
     own = runtime.launched.rank
     wrong = [fault.text for fault in faults if fault.rank == own and arithmetic.is_certain(fault)]
     return wrong, ranks[own].elapsed_s + narrow[own].elapsed_s, notes
-
-
-def all_reduce_sum(values: Sequence[int], device: torch.device) -> list[int]:
-    """Return the sums over all ranks of whole numbers."""
-    sums = torch.tensor(values, dtype=torch.int64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    return [int(number) for number in sums.tolist()]
 
 
 def time_all_reduces(device: torch.device) -> Iterator[tuple[int, list[float], bool]]:

@@ -163,9 +163,7 @@ def _local_world_size(environment: Mapping[str, str], starter: _Starter) -> int:
     raise TopologyError(f"{said(environment, starter.local_world_size, STEP.node_rank)}: there is no number for this node")
 
 
-def _head(
-    environment: Mapping[str, str], starter: _Starter, rank: int, *, alone: bool, read: Callable[[str], str]
-) -> str:
+def _head(environment: Mapping[str, str], starter: _Starter, rank: int, *, alone: bool, read: Callable[[str], str]) -> str:
     """The machine of rank 0."""
     if "MASTER_ADDR" in environment:
         return environment["MASTER_ADDR"]
