@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from app.data.hash64 import GOLDEN64, mix64_array
 from app.own_layers import without_data
 from app.ranks import malloc, numerics
 
@@ -270,17 +271,10 @@ def _allowed_attention(queries: Tensor, keys: Tensor, values: Tensor, upstream: 
 
 
 def _numbers(shape: tuple[int, ...], precision: torch.dtype, *, salt: int) -> Tensor:
-    """Return float64 numbers from -1 to 1 that are the same everywhere and have as many digits as the precision holds.
-
-    The hash is that of SplitMix64 (Steele, Lea, Flood 2014), so that no library's generator decides.
-    """
+    """Return float64 numbers from -1 to 1 that are the same everywhere and have as many digits as the precision holds."""
     digits = 1 - round(math.log2(torch.finfo(precision).eps))
-    state = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64(1 + (salt << 32))
-    state *= np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    whole = (state >> np.uint64(64 - digits)).astype(np.float64)
+    places = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64(1 + (salt << 32))
+    whole = (mix64_array(places * np.uint64(GOLDEN64)) >> np.uint64(64 - digits)).astype(np.float64)
     return torch.from_numpy(whole / 2.0 ** (digits - 1) - 1).reshape(shape)
 
 

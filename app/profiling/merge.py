@@ -16,7 +16,7 @@ from pathlib import Path
 from app.errors import RunFolderError
 from app.place.topology import listed
 from app.profiling import rank_file, summary
-from app.profiling.rank_file import Header, RankFile
+from app.profiling.rank_file import RankFile
 from app.record.run_folder import refusal, write_text
 
 TIMELINE, SUMMARY = "timeline.json.gz", "summary.txt"
@@ -26,8 +26,6 @@ TIMELINE, SUMMARY = "timeline.json.gz", "summary.txt"
 class Merged:
     """What came of it."""
 
-    headers: Sequence[Header]
-    """Of the ranks that are in it, in their order."""
     text: str
     """What summary.txt says."""
     complaints: Sequence[str]
@@ -45,7 +43,6 @@ def merge(folder: Path, *, most_bytes: float = math.inf, told_as: Path | None = 
     """
     files, complaints = _open(folder)
     told_as = told_as or folder
-    headers = [file.header for file in files]
     try:
         size_bytes = sum(file.path.stat().st_size for file in files)
         if size_bytes > most_bytes:
@@ -53,11 +50,11 @@ def merge(folder: Path, *, most_bytes: float = math.inf, told_as: Path | None = 
         else:
             timeline = f"{told_as / TIMELINE}: {_write_timeline(folder, files)}"
         complaints += [file.complaint for file in files if file.complaint]
-        text = "\n".join([*summary.lines(headers), *complaints, timeline]) + "\n"
+        text = "\n".join([*summary.lines([file.header for file in files]), *complaints, timeline]) + "\n"
         write_text(folder / SUMMARY, text)
     except OSError as error:
         raise RunFolderError(refusal(told_as, "written", error)) from error
-    return Merged(headers, text, complaints)
+    return Merged(text, complaints)
 
 
 def _write_timeline(folder: Path, files: Sequence[RankFile]) -> str:

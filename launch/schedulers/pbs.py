@@ -17,8 +17,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,8 @@ from app.errors import TopologyError
 from app.place.environment import number, port_of_job
 from launch.schedulers import hosts
 from launch.schedulers.allocation import Allocation
+from launch.schedulers.job import Times
 from launch.schedulers.local import count_accelerators
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobDescription:
-    """What `qstat -f -F json $PBS_JOBID` tells of a job and the environment does not."""
-
-    walltime_s: int | None = None
-    """Seconds it may run; None: no limit. PBS warns nobody: SIGTERM to every process at the limit, SIGKILL 10 s later."""
-    submitted: datetime | None = None
-    """Moment of the qsub by the PBS server's clock, without time zone."""
-    started: datetime | None = None
-    """Beginning of this run by the PBS server's clock, without time zone; None before it."""
-    gpus: Mapping[str, int]
-    """GPUs (`ngpus`) on each of its hosts, by the names of PBS's nodes; empty before it runs."""
-
-    @property
-    def ends(self) -> datetime | None:
-        """The moment of the limit by the PBS server's clock, where there is one and the job has started."""
-        if self.started is None or self.walltime_s is None:
-            return None
-        return self.started + timedelta(seconds=self.walltime_s)
 
 
 def find(
@@ -97,7 +76,7 @@ def _gpus_by_host(
     here, origin = count_accelerators(environment, device_folder=device_folder)
     if here and asked is None and "CUDA_VISIBLE_DEVICES" not in environment:
         text = describe_job(environment["PBS_JOBID"])
-        gpus = parse_job(text, job_id=environment["PBS_JOBID"]).gpus if text else {}
+        gpus = parse_job(text, job_id=environment["PBS_JOBID"])[1] if text else {}
         if any(gpus.values()):  # else the site does not count them, and gives whole nodes
             return gpus, "exec_vnode of qstat -f"
     return {"this host": here}, f"{origin} on this host"
@@ -160,17 +139,19 @@ def attributes_of(text: str, *, job_id: str) -> dict[str, Any]:
     return attributes
 
 
-def parse_job(text: str, *, job_id: str) -> JobDescription:
-    """Return what `text`, the output of `qstat -f -F json`, says of a job. Raises TopologyError where it says nothing of it."""
+def parse_job(text: str, *, job_id: str) -> tuple[Times, dict[str, int]]:
+    """Return a job's times, and the GPUs (`ngpus`) on each of its nodes, from `text`, the output of `qstat -f -F json`.
+
+    There is no end before the job runs or where it has no limit, and no GPUs before it runs. PBS tells the time of its
+    server, which is taken to be in this host's zone. Raises TopologyError where the text says nothing of the job.
+    """
     try:
         attributes = attributes_of(text, job_id=job_id)
-        asked = attributes.get("Resource_List", {})
-        return JobDescription(
-            walltime_s=_seconds(asked["walltime"]) if "walltime" in asked else None,
-            submitted=_moment(attributes.get("ctime")),
-            started=_moment(attributes.get("stime")),
-            gpus=_gpus(attributes.get("exec_vnode", "")),
-        )
+        walltime_s = _seconds(attributes.get("Resource_List", {}).get("walltime"))
+        submitted_s, started_s = (_moment(attributes.get(name)) for name in ("ctime", "stime"))
+        ends_s = None if started_s is None or walltime_s is None else started_s + walltime_s
+        times = Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="stime, walltime of qstat -f")
+        return times, _gpus(attributes.get("exec_vnode", ""))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TopologyError(
             f"`qstat -f -F json {job_id}` did not describe the job ({error!r}): {text[:200]!r}. It must be asked for inside "
@@ -178,12 +159,14 @@ def parse_job(text: str, *, job_id: str) -> JobDescription:
         ) from error
 
 
-def _moment(text: str | None) -> datetime | None:
-    return datetime.strptime(text, "%a %b %d %H:%M:%S %Y") if text else None
+def _moment(text: str | None) -> float | None:
+    return datetime.strptime(text, "%a %b %d %H:%M:%S %Y").timestamp() if text else None
 
 
-def _seconds(walltime: Any) -> int:
+def _seconds(walltime: Any) -> int | None:
     """`01:30:00`, `30:00` or seconds, as a number of seconds."""
+    if walltime is None:
+        return None
     seconds = 0
     for part in str(walltime).split(":"):
         seconds = seconds * 60 + int(part)

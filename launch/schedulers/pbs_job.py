@@ -12,7 +12,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +59,9 @@ def _times(job_id: str, describe_job: Callable[[str], str | None]) -> Times:
     if text is None:
         return Times(origin="there is no qstat here to ask")
     try:
-        job = pbs.parse_job(text, job_id=job_id)
+        return pbs.parse_job(text, job_id=job_id)[0]
     except TopologyError as error:
         return Times(origin=str(error))
-    return Times(
-        submitted_s=_unix(job.submitted),
-        started_s=_unix(job.started),
-        ends_s=_unix(job.ends),
-        origin="stime, walltime of qstat -f",
-    )
-
-
-def _unix(moment: datetime | None) -> float | None:
-    """PBS tells the time of its server, which is taken to be in this host's zone."""
-    return moment.timestamp() if moment else None
 
 
 def _resubmit(

@@ -12,7 +12,7 @@ from app.errors import DataError, PresetError
 from app.files.own_folder import own, refuse_prepared
 from app.ranks import compiled_ops
 from app.tasks.image_classification.data import kept
-from app.tasks.image_classification.data.listing import listed
+from app.tasks.image_classification.data.listing import pictures_below
 from app.tasks.image_classification.data.split import Unstored
 from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import DataRecipe, Sections
@@ -116,7 +116,7 @@ def test_the_cache_refuses_it(everybodys: Path, tmp_path: Path, monkeypatch: pyt
         keep_a_split()
     (tmp_path / "pictures" / "cat").mkdir(parents=True)
     (tmp_path / "pictures" / "cat" / "1.png").touch()
-    assert listed(tmp_path / "pictures", ["cat"]).path(0) == "cat/1.png", "made in memory"
+    assert pictures_below(tmp_path / "pictures", ["cat"]).path(0) == "cat/1.png", "made in memory"
     assert list(everybodys.rglob("cache/*")) == []
 
 

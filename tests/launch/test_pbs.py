@@ -295,30 +295,27 @@ def as_json(name):
 
 def test_the_captured_json():
     text = (CAPTURED / "qstat-json.txt").read_text().split("\n", 1)[1]
-    job = pbs.parse_job(text, job_id="24.head")
-    assert job == pbs.JobDescription(
-        submitted=datetime(2026, 11, 21, 10, 7, 16),
-        started=datetime(2026, 11, 21, 10, 7, 16),
-        gpus={"node1": 0, "node2": 0},
-    )
-    assert job.ends is None
+    times, gpus = pbs.parse_job(text, job_id="24.head")
+    moment_s = datetime(2026, 11, 21, 10, 7, 16).timestamp()
+    assert (times.submitted_s, times.started_s, times.ends_s) == (moment_s, moment_s, None)
+    assert gpus == {"node1": 0, "node2": 0}
     # A line break inside a value is not JSON, but PBS writes it as it is.
-    assert pbs.parse_job(text.replace("a b", "a\nb"), job_id="24.head") == job
+    assert pbs.parse_job(text.replace("a b", "a\nb"), job_id="24.head") == (times, gpus)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("walltime", (20, datetime(2026, 11, 21, 10, 4, 5), {"node1": 0, "node2": 0})),
-        ("rerun", (180, datetime(2026, 11, 21, 10, 8, 38), {"node1": 0, "node2": 0})),
-        ("ngpus", (None, None, {"node1": 2, "node2": 2})),
-        ("free-4x1", (None, None, {"node1": 0, "node2": 0})),
+        ("walltime", (datetime(2026, 11, 21, 10, 4, 5), {"node1": 0, "node2": 0})),
+        ("rerun", (datetime(2026, 11, 21, 10, 8, 38), {"node1": 0, "node2": 0})),
+        ("ngpus", (None, {"node1": 2, "node2": 2})),
+        ("free-4x1", (None, {"node1": 0, "node2": 0})),
     ],
 )
 def test_captured_jobs(name, expected):
     text, job_id = as_json(name)
-    job = pbs.parse_job(text, job_id=job_id)
-    assert (job.walltime_s, job.ends, job.gpus) == expected
+    times, gpus = pbs.parse_job(text, job_id=job_id)
+    assert (None if times.ends_s is None else datetime.fromtimestamp(times.ends_s), gpus) == expected
 
 
 @pytest.mark.parametrize(
@@ -331,14 +328,14 @@ def test_captured_jobs(name, expected):
     ],
 )
 def test_gpus_of_the_nodes(vnodes, expected):
-    job = pbs.parse_job(json.dumps({"Jobs": {"1": {"exec_vnode": vnodes}}}), job_id="1")
-    assert job.gpus == expected
+    assert pbs.parse_job(json.dumps({"Jobs": {"1": {"exec_vnode": vnodes}}}), job_id="1")[1] == expected
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("01:02:03", 3723), ("02:03", 123), ("7200", 7200), ("100:00:00", 360000)])
 def test_walltimes(text, seconds):
-    job = pbs.parse_job(json.dumps({"Jobs": {"1": {"Resource_List": {"walltime": text}}}}), job_id="1")
-    assert job.walltime_s == seconds
+    job = {"stime": "Sat Nov 21 10:07:16 2026", "Resource_List": {"walltime": text}}
+    times, _ = pbs.parse_job(json.dumps({"Jobs": {"1": job}}), job_id="1")
+    assert times.ends_s == times.started_s + seconds
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from app.errors import DataError, RecipeError
+from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.pictures import PictureSource, decode, format_of
 from app.tasks.image_classification.data.rows import numbers_up_to
@@ -127,15 +128,11 @@ def _classes(train: Records, test: Records) -> tuple[str, ...]:
     """Return the classes' names: those that the containers hold, else 0 up to the largest label of the training split."""
     if train.classes and test.classes and train.classes != test.classes:
         raise DataError(
-            f"the classes of the two splits differ: {_some(train.classes)} in {train.where}, {_some(test.classes)} in "
-            f"{test.where}; write both with the same"
+            f"the classes of the two splits differ: {len(train.classes)} ({listed(train.classes, 5)}) in {train.where}, "
+            f"{len(test.classes)} ({listed(test.classes, 5)}) in {test.where}; write both with the same"
         )
     names = train.classes or test.classes
     return names or tuple(numbers_up_to(int(train.labels.max(initial=0)), train.where))
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:5])}{' ...' if len(names) > 5 else ''})"
 
 
 def class_names(content: bytes, where: str) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from app.errors import DataError, RecipeError
+from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
-from app.tasks.image_classification.data.listing import Listing, counted, listed
+from app.tasks.image_classification.data.listing import Listing, counted, pictures_below
 from app.tasks.image_classification.data.pictures import PictureSource, decode
 from app.tasks.image_classification.data.source import Source, fingerprint
 from app.tasks.image_classification.sections import Sections
@@ -106,13 +107,12 @@ def _difference(folders: list[Path], classes: list[list[str]]) -> str:
     for here, there in ((0, 1), (1, 0)):
         only = sorted(set(classes[here]) - set(classes[there]))
         if only:
-            more = f" and {len(only) - 5} more" if len(only) > 5 else ""
-            parts.append(f"{', '.join(only[:5])}{more} only in {folders[here]}")
+            parts.append(f"{listed(only, 5)} only in {folders[here]}")
     return f"the class folders of the two splits differ: {'; '.join(parts)}. Give both the same class folders"
 
 
 def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Sections, training: bool) -> Source:
-    files = listed(folder, classes)
+    files = pictures_below(folder, classes)
     empty = np.flatnonzero(np.bincount(files.labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(classes[index] for index in empty[:5])

@@ -81,7 +81,7 @@ class Listing:
         return Listing.mapped, self._kept
 
 
-def listed(folder: Path, classes: Sequence[str]) -> Listing:
+def pictures_below(folder: Path, classes: Sequence[str]) -> Listing:
     """Return the pictures below `folder`/CLASS for each of the classes; a label is the place of its class among them.
 
     Where no list can be kept, it is made in memory.

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from app.errors import DataError
+from app.place.topology import listed
 from app.tasks.image_classification.data.arrays import ArraySource
 from app.tasks.image_classification.data.pictures import PictureSource, Reader
 from app.tasks.image_classification.data.source import Source
@@ -56,20 +57,16 @@ class _Relabelled:
 
 def _labels_by_name(classes: Sequence[str], known: Sequence[str]) -> list[int]:
     """Return where each of the classes is among those that a model knows, by its name. Raises DataError."""
-    other = [name for name in classes if name not in known]
+    other = [repr(name) for name in classes if name not in known]
     if other:
         raise DataError(
-            f"the model does not know {len(other)} of the data's {len(classes)} classes: {_some(other)}. Its own are "
-            f"{_some(known)}. Classes are matched by name: name those of the data so, or leave the others out"
+            f"the model does not know {len(other)} of the data's {len(classes)} classes: {listed(other)}. Its own are "
+            f"{listed([repr(name) for name in known])}. Classes are matched by name: name those of the data so, or leave the "
+            "others out"
         )
-    if len(set(known)) < len(known):
+    repeated = [repr(name) for name in known if list(known).count(name) > 1]
+    if repeated:
         raise DataError(
-            "the model has several classes of one name, so those of other data cannot be matched by name: "
-            f"{_some([name for name in known if list(known).count(name) > 1])}"
+            f"the model has several classes of one name, so those of other data cannot be matched by name: {listed(repeated)}"
         )
     return [list(known).index(name) for name in classes]
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:8])
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

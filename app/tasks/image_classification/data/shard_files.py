@@ -13,6 +13,7 @@ from pathlib import Path
 
 from app.data.extras import extra
 from app.errors import DataError
+from app.place.topology import listed
 
 # The last number in a name, and of how many.
 _NUMBER = re.compile(r"(\d+)(?:-of-(\d+))?(?=\D*$)")
@@ -46,8 +47,8 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
         likely = f"{split}{suffixes[0]}, {split}-000000{suffixes[0]} and so on, and a sub-folder {split}"
         there = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
         raise DataError(
-            f"{folder} holds no files of {key}={split}: looked for {split if is_pattern else likely}, found {_some(there)}; "
-            f"correct data.path or {key}"
+            f"{folder} holds no files of {key}={split}: looked for {split if is_pattern else likely}, found "
+            f"{listed(there, 5) or 'nothing'}; correct data.path or {key}"
         )
     if not is_pattern:
         found.sort(key=lambda file: _number(file) or (0, 0))
@@ -92,7 +93,7 @@ def _check_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> None:
     numbers = [_number(file) for file in files]
     if len(sets) > 1 or (None in numbers and len(files) > 1):
         raise DataError(
-            f"{what} may be {_some([file.name for file in sets.values()])} in {files[0].parent}; say which by a pattern"
+            f"{what} may be {listed([file.name for file in sets.values()], 5)} in {files[0].parent}; say which by a pattern"
         )
     present = [number[0] for number in numbers if number]
     totals = {number[1] for number in numbers if number}
@@ -100,7 +101,7 @@ def _check_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> None:
         return
     if len(totals) > 1:
         raise DataError(
-            f"{files[0].parent} holds sets of {_some(sorted(map(str, totals)))} shards of {what}; leave one of them"
+            f"{files[0].parent} holds sets of {listed(sorted(map(str, totals)), 5)} shards of {what}; leave one of them"
         )
     total = totals.pop()
     wanted = range(total) if total else range(0 if starts_at_0 else present[0], present[-1] + 1)
@@ -108,7 +109,7 @@ def _check_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> None:
     if missing:
         names = [_renumbered(files[0].name, number) for number in missing]
         raise DataError(
-            f"{files[0].parent} lacks {len(missing)} of {len(wanted)} shards of {what}: {_some(names)}; bring them, "
+            f"{files[0].parent} lacks {len(missing)} of {len(wanted)} shards of {what}: {listed(names, 5)}; bring them, "
             "or name those to be read by a pattern"
         )
 
@@ -118,7 +119,3 @@ def _renumbered(name: str, number: int) -> str:
     match = _NUMBER.search(name)
     assert match is not None, name
     return f"{name[: match.start(1)]}{number:0{len(match[1])}}{name[match.end(1) :]}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "") if names else "nothing"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from app.errors import DataError, RecipeError
@@ -83,8 +82,7 @@ def _inspect(argv: Sequence[str]) -> int:
 
     unreadable = 0
     for recipe in recipes:
-        with _progress("looking") as advance:
-            facts = inspect.inspect(recipe, everything=options.all, processes=options.processes, advance=advance)
+        facts = inspect.inspect(recipe, everything=options.all, processes=options.processes)
         sys.stdout.write(json.dumps(facts) + "\n" if options.json else inspect.as_text(facts))
         unreadable += sum(len(facts[split]["unreadable"]) for split in ("train", "test"))
     return DataError.exit_code if unreadable else 0
@@ -114,9 +112,7 @@ def _pack(argv: Sequence[str]) -> int:
     shrinking = None
     if options.max_side is not None:
         shrinking = pack.Shrinking(options.max_side, longer=options.longer, quality=options.quality)
-    with _progress("packing") as advance:
-        asked = pack.Packing(to=options.to, out=options.out, shrinking=shrinking, processes=options.processes, advance=advance)
-        keys = pack.pack(recipe, asked)
+    keys = pack.pack(recipe, pack.Packing(options.to, options.out, shrinking, processes=options.processes))
     sys.stdout.write(f"written; a recipe reads it with {' '.join(keys)}\n")
     return 0
 
@@ -167,16 +163,3 @@ def _one_recipe(words: Sequence[str]) -> Recipe:
     if len(paths) > 1:
         raise RecipeError(f"{' and '.join(paths)} are given: one at a time")
     return recipe_of(paths[0], overrides)
-
-
-@contextmanager
-def _progress(doing: str) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how many samples have been worked on; yield what is told of more of them."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn(doing), MofNCompleteColumn(), TextColumn("samples"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(doing, total=None)
-        yield lambda count: progress.advance(task, count)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from app.data.progress import progress
 from app.errors import DataError
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data.decoded import reader_of
@@ -45,14 +46,13 @@ class Seen:
             setattr(self, name, getattr(self, name) + value)
 
 
-def inspect(recipe: Recipe, *, everything: bool, processes: int, advance: Callable[[int], None]) -> dict[str, Any]:
+def inspect(recipe: Recipe, *, everything: bool, processes: int) -> dict[str, Any]:
     """Return what there is to say of a recipe's data, by split; JSON has words for all of it.
 
     Args:
         recipe: Whose data it is.
         everything: Look at each picture, not at a sample of them.
         processes: That read and decode.
-        advance: Told how many pictures more have been looked at.
 
     Raises:
         DataError, RecipeError: The data cannot be opened.
@@ -62,9 +62,10 @@ def inspect(recipe: Recipe, *, everything: bool, processes: int, advance: Callab
         indices = range(len(source)) if everything else spread(len(source), SAMPLED)
         seen = Seen()
         look = _looking(reader_of(source), indices)
-        for some in in_order(look, len(indices), piece=_PIECE, processes=processes):
-            seen.add(some)
-            advance(len(some.heights) + len(some.unreadable))
+        with progress(f"looking at {name}", len(indices), "pictures") as advance:
+            for some in in_order(look, len(indices), piece=_PIECE, processes=processes):
+                seen.add(some)
+                advance(len(some.heights) + len(some.unreadable))
         facts[name] = _facts(source, seen, len(indices))
     return facts
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from app.data.progress import progress
 from app.data.whole import made_whole
 from app.errors import DataError, RecipeError
 from app.recipe.schema import Recipe
@@ -49,7 +50,7 @@ class Shrinking:
     """Of JPEG and WebP, 1..100."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Packing:
     """What is asked of a pack."""
 
@@ -58,8 +59,6 @@ class Packing:
     out: Path
     shrinking: Shrinking | None = None
     processes: int = 1
-    advance: Callable[[int], None]
-    """Told how many samples more have been written."""
 
 
 def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
@@ -121,11 +120,12 @@ def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:
     def chunks() -> Iterator[np.ndarray]:
         done = 0
         step = min(1000, pictures_in_a_chunk(shape))
-        for images, targets in in_order(fetch, len(source), piece=step, processes=asked.processes):
-            labels[done : done + len(images)] = targets
-            done += len(images)
-            asked.advance(len(images))
-            yield images
+        with progress("packing", len(source), "pictures") as advance:
+            for images, targets in in_order(fetch, len(source), piece=step, processes=asked.processes):
+                labels[done : done + len(images)] = targets
+                done += len(images)
+                advance(len(images))
+                yield images
 
     write_split(folder, Unstored(shape, chunks(), labels, source.classes))
 
@@ -136,7 +136,7 @@ def _write_folder(folder: Path, source: Source, asked: Packing) -> None:
         (folder / _file_name(name)).mkdir(parents=True)
     for index, (content, label) in enumerate(stored_files(source, asked)):
         if isinstance(reader, FileReader):
-            place = folder / reader.path(index).relative_to(reader.folder)
+            place = folder / reader.files.path(index)
             place.parent.mkdir(parents=True, exist_ok=True)
         else:
             place = folder / _file_name(source.classes[label]) / f"{index:08d}.{extension_of(content)}"
@@ -146,11 +146,7 @@ def _write_folder(folder: Path, source: Source, asked: Packing) -> None:
 def _records(source: Source, asked: Packing) -> Iterator[Record]:
     reader = reader_of(source)
     for index, (content, label) in enumerate(stored_files(source, asked)):
-        key = (
-            str(reader.path(index).relative_to(reader.folder).with_suffix(""))
-            if isinstance(reader, FileReader)
-            else f"{index:08d}"
-        )
+        key = str(Path(reader.files.path(index)).with_suffix("")) if isinstance(reader, FileReader) else f"{index:08d}"
         yield Record(key, content, extension_of(content), label)
 
 
@@ -169,9 +165,10 @@ def stored_files(source: Source, asked: Packing) -> Iterator[tuple[bytes, int]]:
             samples.append((shrunk(content, shrinking, name=f"sample {index}") if shrinking else content, label))
         return samples
 
-    for samples in in_order(read, len(source), piece=_PIECE, processes=asked.processes):
-        yield from samples
-        asked.advance(len(samples))
+    with progress("packing", len(source), "pictures") as advance:
+        for samples in in_order(read, len(source), piece=_PIECE, processes=asked.processes):
+            yield from samples
+            advance(len(samples))
 
 
 def _stored(reader: Reader, index: int) -> tuple[bytes, int]:
