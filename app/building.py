@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from app import own_layers, tasks
-from app.data import loader, transfer
+from app.data import held_out, loader, transfer
 from app.data.loader import Failure
 from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
@@ -23,13 +23,14 @@ from app.optim import schedule
 from app.ranks import numerics, random_layers
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
-from app.task import Form, Task
+from app.task import Form, Split, Task
 
 
 def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
-    """Return the task, and both splits opened, on every rank, after one process of each node has prepared them there.
+    """Return the task, and its splits opened, on every rank, after one process of each node has prepared them there.
 
-    That one downloads what is missing and allowed, and copies it to the node's disk, if the recipe says so.
+    That one downloads what is missing and allowed, and copies it to the node's disk, if the recipe says so. Training samples
+    are held out for validation if the recipe says that.
     """
     host, is_first = socket.gethostname(), runtime.launched.local_rank == 0
     task = tasks.of(recipe)
@@ -38,7 +39,9 @@ def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
     of_host = {there: found for there, found in runtime.gather((host, prepared)) if found is not None}
     task = prepared or of_host.get(host) or task
     with runtime.together():
-        return task, Splits(task.samples("train"), task.samples("test"))
+        train, validation, test = (task.samples(split) for split in get_args(Split))
+        data = Splits(train, validation, test)
+        return task, held_out.held_out(data, recipe.train.validation_fraction, seed=recipe.seed)
 
 
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> torch.nn.Module:
@@ -74,12 +77,20 @@ def form_of(runtime: Runtime, recipe: Recipe, task: Task) -> Form:
 
 
 def evaluation_of(
-    runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, samples: Any, *, split: str = "test"
+    runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, samples: Any, *, split: str
 ) -> Callable[[], Evaluation]:
     """Return the function that scores `model` on all of `samples`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(samples), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
     fed, form = _fed(runtime, samples, batches, seed=None), form_of(runtime, recipe, task)
     return functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form)
+
+
+def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:
+    """Return the samples of a split that weights are scored on: of validation at most train.max_validation_samples."""
+    samples = data.scored[split]
+    return (
+        held_out.first_of(samples, recipe.train.max_validation_samples, seed=recipe.seed) if split == "validation" else samples
+    )
 
 
 def training_batches(

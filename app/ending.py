@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
+from app import building
 from app.checkpoints import model_file, step_folders
 from app.checkpoints.shards import unwrapped
 from app.data.samples import Splits
 from app.evaluation import Evaluation
 from app.guard.control import NOTHING
-from app.loop import Stopped, Training
+from app.loop import Finished, Stopped, Training
 from app.opening import Opened
 from app.ranks.runtime import Runtime
 from app.record import ledger, run_folder
 
 
-def finish(training: Training, data: Splits, opened: Opened, ended: Evaluation | Stopped) -> None:
+def finish(training: Training, data: Splits, opened: Opened, ended: Finished | Stopped) -> None:
     """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
     claim, run_dir = opened.claim, opened.claim.path
     training.profile.close()
@@ -25,15 +29,15 @@ def finish(training: Training, data: Splits, opened: Opened, ended: Evaluation |
             f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
             f"saved as {saved}; the same command with --resume auto and --run-dir {run_dir} goes on"
         )
-        step, outcome, request = ended.step, "stopped", ended.request
+        outcome, request, why_early = "stopped", ended.request, ""
     else:
         words = _write_result(training, data, opened, ended)
-        step, outcome, request = training.length.total_steps, "finished", NOTHING
+        outcome, request, why_early = "finished", NOTHING, ended.why_early
     with training.runtime.together():
         if training.runtime.is_main:
-            claim.append(run_folder.LEDGER, ledger.line(ledger.End(step=step, outcome=outcome)))
+            claim.append(run_folder.LEDGER, ledger.line(ledger.End(step=ended.step, outcome=outcome)))
             claim.sync()
-            training.control.record_outcome(step, request)
+            training.control.record_outcome(ended.step, request, why_early=why_early)
     training.display.close()
     training.display.say(words)
     training.metrics.trackers.finish()
@@ -41,9 +45,9 @@ def finish(training: Training, data: Splits, opened: Opened, ended: Evaluation |
     training.runtime.close(training.model, training.steps.optimizer, training.feed.batches)
 
 
-def _write_result(training: Training, data: Splits, opened: Opened, scores: Evaluation) -> str:
+def _write_result(training: Training, data: Splits, opened: Opened, ended: Finished) -> str:
     """Write them, and return the last words of the run."""
-    runtime, length = training.runtime, training.length
+    runtime = training.runtime
     training_s = training.metrics.clock.training_s
     with training.average.applied():
         weights = whole_weights(runtime, training.model)
@@ -51,15 +55,13 @@ def _write_result(training: Training, data: Splits, opened: Opened, scores: Eval
             if runtime.is_main:
                 # Inside the block: under some strategies these are the live weights.
                 model_file.save(opened.claim, model_file.described(training.recipe, data.train.facts), weights)
-    samples_seen = length.total_steps * runtime.plan.global_batch_size
-    steps = length.total_steps - training.first_step  # none where a finished run was taken up again
+    steps = ended.step - training.first_step  # none where a finished run was taken up again
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
     result = {
-        "steps": length.total_steps,
-        "samples_seen": samples_seen,
-        **scores.as_metrics(),
-        "test_samples": scores.samples,
-        **scores.as_tables(),
+        "steps": ended.step,
+        **({"stopped_early_at_step": ended.step, "stopped_early_because": ended.why_early} if ended.why_early else {}),
+        "samples_seen": ended.step * runtime.plan.global_batch_size,
+        **_named(ended.scores.values()),
         "samples_per_s": samples_per_s,
         "training_s": training_s,
         "world_size": runtime.plan.world_size,
@@ -67,16 +69,27 @@ def _write_result(training: Training, data: Splits, opened: Opened, scores: Eval
     }
     with runtime.together():
         if runtime.is_main:
-            if scores.rows is not None:
-                with opened.claim.staged(run_folder.PREDICTIONS) as folder:
-                    folder.mkdir()
-                    training.task.leave(folder, data.test, scores.rows)
+            for split, scores in list(ended.scores.items())[-1:]:  # the test split, or else validation
+                if scores.rows is not None:
+                    samples = building.scored_samples(training.recipe, data, split)
+                    with opened.claim.staged(run_folder.predictions(split)) as folder:
+                        folder.mkdir()
+                        training.task.leave(folder, samples, scores.rows)
             opened.claim.write_json(run_folder.RESULT, result)
+    monitored = training.task.monitor[0]
+    words = "".join(f"{scores.in_words(monitored)} on {scores.samples:,} samples; " for scores in ended.scores.values())
     return (
-        f"{scores.in_words(training.task.monitor[0])} on {scores.samples:,} samples; "
-        f"{'no step was left to take' if samples_per_s is None else f'{samples_per_s:,.0f} samples/s'}\n"
+        f"{words}{'no step was left to take' if samples_per_s is None else f'{samples_per_s:,.0f} samples/s'}\n"
         f"run folder {opened.claim.path}"
     )
+
+
+def _named(evaluations: Iterable[Evaluation]) -> dict[str, Any]:
+    """Scores, sizes and tables, by the names they have in the result."""
+    named: dict[str, Any] = {}
+    for scores in evaluations:
+        named |= {**scores.as_metrics(), f"{scores.split}_samples": scores.samples, **scores.as_tables()}
+    return named
 
 
 def whole_weights(runtime: Runtime, model: torch.nn.Module) -> dict[str, torch.Tensor]:

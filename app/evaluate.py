@@ -1,4 +1,4 @@
-"""Score a finished run again: `python -m app.evaluate RUN [--split train] [--json] [key=value ...]`.
+"""Score a finished run again: `python -m app.evaluate RUN [--split validation] [--json] [key=value ...]`.
 
 With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. The run's own recipe says which
 data; `data.*` overrides point it elsewhere. Classes of other data are matched with the run's by their names.
@@ -10,21 +10,30 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from app.errors import SamerunError, leave_with
+from app.errors import DataError, SamerunError, leave_with
 from app.evaluation import Evaluation
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
 from app.recipe import recipe_file, task_file
 from app.recipe.batching import BatchPlan
+from app.recipe.schema import Recipe
 from app.record import run_folder
+
+if TYPE_CHECKING:
+    from app.data.samples import Splits
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the scores of a finished run; ends the process with the error's exit code if that fails."""
     parser = argparse.ArgumentParser(prog="python -m app.evaluate", description="Score a finished run again.")
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--split", choices=("test", "train"), default="test", help="which split to score (default: test)")
+    parser.add_argument(
+        "--split",
+        choices=("train", "validation", "test"),
+        help="which split to score (default: test, and validation where there is no test split)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the run")
     arguments = parser.parse_intermixed_args(argv)
@@ -35,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     except SamerunError as error:
         leave_with(error, launched.rank)
     if launched.rank == 0:
-        plain = {"samples": scores.samples, **scores.scores, **scores.tables}
+        plain = {"split": scores.split, "samples": scores.samples, **scores.scores, **scores.tables}
         sys.stdout.write(json.dumps(plain) + "\n" if arguments.json else _table(scores))
 
 
@@ -44,6 +53,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
 
     from app import building
     from app.checkpoints import model_file
+    from app.data import held_out
     from app.ranks.runtime import Runtime
 
     recipe = recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
@@ -53,15 +63,28 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
     runtime = Runtime(launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic)
     task, data = building.open_data(runtime, recipe)
-    samples = task.matched(getattr(data, arguments.split), facts)
+    split = arguments.split or next(reversed(data.scored), "train")
+    with runtime.together():
+        samples = held_out.mapped(_samples(recipe, data, split), lambda opened: task.matched(opened, facts))
     model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.train.dtype)))
-    scores = building.evaluation_of(runtime, recipe, task, model, samples, split=arguments.split)()
+    scores = building.evaluation_of(runtime, recipe, task, model, samples, split=split)()
     runtime.close()
     return scores
 
 
+def _samples(recipe: Recipe, data: Splits, split: str) -> Any:
+    """Return those that the run scores of a split. Raises DataError if it has none."""
+    from app import building
+
+    if split == "train":
+        return data.train
+    if split not in data.scored:
+        raise DataError(f"the data has no {split} split: give --split {' or '.join(['train', *data.scored])}")
+    return building.scored_samples(recipe, data, split)
+
+
 def _table(scores: Evaluation) -> str:
-    words = {"samples": f"{scores.samples:,}"} | {
+    words = {"split": scores.split, "samples": f"{scores.samples:,}"} | {
         name.replace("_", " "): f"{score:.4f}" for name, score in scores.scores.items()
     }
     width = max(map(len, words))

@@ -24,7 +24,7 @@ class Evaluation:
     """What a model scores on a split of a data set."""
 
     split: str
-    """Its name, as in `test_accuracy`."""
+    """Its name, `validation` or `test`, as in `test_accuracy`."""
     samples: int
     """Samples counted."""
     scores: Mapping[str, float]
@@ -83,7 +83,8 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
     if counted != size:
         raise DataError(f"the evaluation counted {counted} samples of a data set of {size}: the loader lost or repeated some.")
     gathered = _in_order(runtime, torch.cat(numbers), torch.cat(rows)) if rows else None
-    scores, tables = task.finish(_over_ranks(runtime, totals), gathered)
+    # One's word for all: ranks decide by scores what they do next.
+    scores, tables = runtime.from_main(task.finish(_over_ranks(runtime, totals), gathered))
     return Evaluation(split, counted, scores, tables, gathered)
 
 

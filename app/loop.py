@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from app.guard.control import Control, Request
 from app.metrics.metrics import Metrics
 from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
+from app.patience import Patience
 from app.profiling.profile import NoProfile, Profile
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
@@ -36,7 +37,9 @@ class Training:
     feed: Feed
     length: Length
     learning_rate_at: Callable[[int], float]
-    evaluate: Callable[[], Evaluation]
+    evaluations: Mapping[str, Callable[[], Evaluation]]
+    """By split: `validation` is looked at on the way, each of them at the end."""
+    patience: Patience
     metrics: Metrics
     profile: Profile | NoProfile
     display: Display
@@ -55,12 +58,25 @@ class Stopped:
     request: Request
 
 
-def train(run: Training) -> Evaluation | Stopped:
-    """Take every step of the recipe and return the scores of the final weights on the test set, unless asked to stop."""
+@dataclass(frozen=True)
+class Finished:
+    """The training has come to its end."""
+
+    step: int
+    """Steps that were taken."""
+    why_early: str
+    """Why these are fewer than the recipe says; empty: they are not."""
+    scores: Mapping[str, Evaluation]
+    """Of the final weights, by split."""
+
+
+def train(run: Training) -> Finished | Stopped:
+    """Take the steps of the recipe and return the scores of the final weights, unless asked to stop."""
     scores: Evaluation | None = None
+    step = run.first_step
     run.model.train()
     with run.feed:
-        for step in range(run.first_step, run.length.total_steps):
+        while step < run.length.total_steps and not run.patience.is_out:
             run.profile.begin_step(step + 1)
             taken = _take_step(run, step)
             run.average.update(taken.skipped)
@@ -68,15 +84,17 @@ def train(run: Training) -> Evaluation | Stopped:
             is_last = step + 1 == run.length.total_steps
             if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
                 _log(run, step)
-            scores = _test(run, step + 1) if is_last or _ends_evaluated_epoch(run, step) else None
-            request = run.control.agreed(step + 1)
-            if request.save or run.checkpoints.is_due(step + 1, is_last=is_last, scores=scores):
-                run.checkpoints.save(step + 1, scores)
+            step += 1
+            scores = _score(run, "validation", step) if is_last or _is_evaluated(run, step) else None
+            run.patience.see(scores)
+            request = run.control.agreed(step)
+            if request.save or run.checkpoints.is_due(step, is_last=is_last or run.patience.is_out, scores=scores):
+                run.checkpoints.save(step, scores)
             if request.stop:
                 run.checkpoints.finish()
-                return Stopped(step + 1, request)
+                return Stopped(step, request)
     run.checkpoints.finish()
-    return scores or _test(run, run.first_step)
+    return _finished(run, step, scores)
 
 
 def _take_step(run: Training, step: int) -> Step:
@@ -106,17 +124,31 @@ def _log(run: Training, step: int) -> None:
     )
 
 
-def _ends_evaluated_epoch(run: Training, step: int) -> bool:
-    epochs_done, rest = divmod(step + 1, run.length.steps_per_epoch)
-    every = run.recipe.train.evaluate_every_epochs
-    return rest == 0 and every > 0 and epochs_done % every == 0
+def _finished(run: Training, step: int, validation: Evaluation | None) -> Finished:
+    """Return the end of the run, with each split scored once; `validation` was already, or not yet."""
+    known = {"validation": validation}
+    scores = {split: known.get(split) or _score(run, split, step) for split in run.evaluations}
+    why_early = run.patience.why if step < run.length.total_steps else ""
+    if why_early:
+        run.display.say(f"ends after step {step} of {run.length.total_steps}: {why_early}")
+    return Finished(step, why_early, {split: found for split, found in scores.items() if found})
 
 
-def _test(run: Training, step: int) -> Evaluation:
-    """Score the weights after so many steps."""
+def _is_evaluated(run: Training, step: int) -> bool:
+    """Whether the weights after so many steps are scored, as the recipe says."""
+    train = run.recipe.train
+    epochs = 1 if train.evaluate_every_epochs is None else train.evaluate_every_epochs
+    every = train.evaluate_every_steps or epochs * run.length.steps_per_epoch
+    return every > 0 and step % every == 0
+
+
+def _score(run: Training, split: str, step: int) -> Evaluation | None:
+    """Score the weights after so many steps; None: there is no such split."""
+    if split not in run.evaluations:
+        return None
     epoch = (step - 1) // run.length.steps_per_epoch
     with run.metrics.clock.paused(), run.average.applied():
-        scores = run.evaluate()
+        scores = run.evaluations[split]()
     run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
     run.display.say(f"epoch {epoch}: {scores.in_words(run.task.monitor[0], 'loss')}")
     return scores

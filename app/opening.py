@@ -85,6 +85,7 @@ def open_run_folder(  # noqa: PLR0913  (keyword-only after the parts)
     runtime: Runtime,
     loaded: LoadedRecipe,
     task: Task,
+    data: Splits,
     wanted: str | None,
     *,
     trackers: Sequence[str],
@@ -116,7 +117,7 @@ def open_run_folder(  # noqa: PLR0913  (keyword-only after the parts)
             before = _before(origin, ours.path / run_folder.RUN)
             ours.write_json(run_folder.RUN, {**_describe(runtime, loaded, task, preset, hosts), **before})
             ours.write_text(run_folder.RECIPE, recipe_file.to_yaml(loaded.recipe))
-            scores = list(dict.fromkeys([f"test_{task.monitor[0]}", "test_loss"]))
+            scores = [f"{split}_{name}" for split in data.scored for name in dict.fromkeys([task.monitor[0], "loss"])]
             run = tracked(ours, project=loaded.name, first_step=_steps_before(origin), logged=logged, scores=scores)
             started.start(trackers, run, recipe_file.flat(loaded.recipe))
     path, place = runtime.from_main(None if ours is None else (ours.path, ours.place))
@@ -170,7 +171,7 @@ def _describe(
         "recipe": loaded.name,
         "task": loaded.recipe.task,
         "task_digest": tasks.digest(loaded.recipe.task),
-        "monitor": [f"test_{monitored}", good_end],
+        "monitor": [monitored, good_end],
         "recipe_digest": recipe_file.digest(loaded.recipe),
         "preset": preset.name if preset else None,
         "strategy": runtime.launched.strategy,

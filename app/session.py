@@ -16,9 +16,10 @@ from app.checkpoints.average import NoAverage, WeightAverage
 from app.checkpoints.optimizer_check import check_optimizer
 from app.checkpoints.shards import Shards
 from app.console import Display
-from app.data import loader
+from app.data import held_out, loader
 from app.data.samples import Splits
 from app.device import arithmetic, known_answers
+from app.errors import RecipeError
 from app.feed import Feed
 from app.guard.control import Control
 from app.loop import Training
@@ -29,6 +30,7 @@ from app.opening import Opened
 from app.optim import from_recipe, schedule
 from app.optim.spikes import SpikeGuard
 from app.optim.steps import Steps
+from app.patience import Patience
 from app.place import cores
 from app.profiling.profile import NoProfile, Profile, check_window
 from app.ranks import handshake, random_layers
@@ -55,6 +57,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
     """Build the model on every rank, and check that recipe, data, weights and versions are the same on all."""
     recipe = loaded.recipe
     with runtime.together():
+        _check_looked_at(recipe, data)
         length = schedule.length_in_steps(
             recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
         )
@@ -89,6 +92,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     shards = Shards(runtime.accelerator, model, optimizer, None if isinstance(average, NoAverage) else average)
     check_optimizer(runtime, rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
+    patience = Patience(task.monitor, recipe.train.stop_after_evaluations_without_gain)
     checkpoints = checkpoint.Checkpoints(
         runtime,
         claim,
@@ -102,6 +106,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         monitor=task.monitor,
         metrics=metrics,
         spikes=spikes,
+        patience=patience,
         on_disk=control.saved,
     )
     if resumed:
@@ -141,7 +146,13 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         ),
         length=length,
         learning_rate_at=building.learning_rate_of(recipe, length),
-        evaluate=building.evaluation_of(runtime, recipe, task, model, data.test),
+        evaluations={
+            split: building.evaluation_of(
+                runtime, recipe, task, model, building.scored_samples(recipe, data, split), split=split
+            )
+            for split in data.scored
+        },
+        patience=patience,
         metrics=metrics,
         profile=profile,
         display=display,
@@ -157,7 +168,7 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
     notes = [
         *runtime.notes,
-        *task.notes(data.train, data.test),
+        *task.notes(held_out.as_opened(data)),
         *schedule.notes_on(loaded.recipe.optim, parts.length),
         *random_layers.topology_dependence(parts.model),
     ]
@@ -202,6 +213,24 @@ def _metrics(
     )
 
 
+def _check_looked_at(recipe: Recipe, data: Splits) -> None:
+    """Raise RecipeError for what is decided by validation scores where there are none."""
+    wanted = {
+        "checkpoint.keep_best=true": recipe.checkpoint.keep_best,
+        f"train.stop_after_evaluations_without_gain={recipe.train.stop_after_evaluations_without_gain}": (
+            recipe.train.stop_after_evaluations_without_gain is not None
+        ),
+    }
+    problems = [
+        f"{key} needs validation scores, and the data has no validation split: give it one, or set "
+        "train.validation_fraction (0.1, for instance), which holds training samples out"
+        for key, is_wanted in wanted.items()
+        if is_wanted and data.validation is None
+    ]
+    if problems:
+        raise RecipeError(*problems)
+
+
 def _facts(loaded: LoadedRecipe, data: Splits, model: torch.nn.Module) -> dict[str, str]:
     return {
         "recipe": recipe_file.digest_of_all(loaded.recipe),
@@ -215,10 +244,11 @@ def _facts(loaded: LoadedRecipe, data: Splits, model: torch.nn.Module) -> dict[s
 def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Splits, length: schedule.Length, run_dir: Path) -> str:
     count = runtime.plan.world_size
     where = f"{count} process{'es' if count > 1 else ''} ({runtime.launched.strategy}, {_device(runtime)})"
+    scored = ", ".join(f"{len(samples):,} {split}" for split, samples in data.scored.items())
     return (
         f"recipe {loaded.name} on {where}, run folder {run_dir}\n"
         f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
-        f"{length.total_steps} steps\n"
+        f"{length.total_steps} steps; {f'{scored} samples' if scored else 'nothing to score the weights on'}\n"
         f"mixed_precision {runtime.launched.mixed_precision}, {runtime.numerics}"
     )
 

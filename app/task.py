@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from app.data.draws import Draws
-from app.data.samples import Batch, Samples
+from app.data.samples import Batch, Samples, Splits
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Form:
     """That of inputs [B, C, H, W]."""
 
 
+Split = Literal["train", "validation", "test"]
 Totals = Mapping[str, tuple[Tensor, Tensor]]
 """`Scores.sums`, added up over all samples, on the CPU."""
 Table = dict[str, float | None]
@@ -99,8 +100,11 @@ class Task(Protocol):
         One process of each node calls it while the others wait. What it returns is pickled. Raises DataError and RecipeError.
         """
 
-    def samples(self, split: Literal["train", "test"]) -> Samples:
-        """Open a split, without touching the network. Raises DataError, and RecipeError for a key that is missing."""
+    def samples(self, split: Split) -> Samples | None:
+        """Open a split, without touching the network; None: there is no such validation or test split.
+
+        Raises DataError, and RecipeError for a key that is missing.
+        """
 
     def model(self, facts: Mapping[str, Any]) -> nn.Module:
         """Return the network for samples with these facts, on the CPU, in training mode, in float32.
@@ -123,7 +127,7 @@ class Task(Protocol):
     def example(self, facts: Mapping[str, Any], form: Form) -> Batch:
         """Return a batch of 2 as `ready` returns it, without data (torch's meta device): to count FLOPs with, for instance."""
 
-    def notes(self, train: Any, test: Any) -> list[str]:
+    def notes(self, data: Splits) -> list[str]:
         """Return what a person would want to read of the data before a run, a sentence each."""
 
     def head(self, model: nn.Module) -> str:
@@ -136,7 +140,10 @@ class Task(Protocol):
         """Return a name and a picture, uint8 [H, W, 3] (an array), of at most so many samples of a ready training batch."""
 
     def leave(self, folder: Path, samples: Any, rows: Tensor) -> None:
-        """Write into `folder`, new and empty, what a person would want to see of the test samples. Raises DataError."""
+        """Write into `folder`, new and empty, what a person would want to see of the samples that were scored at the end.
+
+        Raises DataError.
+        """
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
         """Return what the model makes of each input, in words and as JSON holds it: the `top` most likely of several answers.

@@ -99,6 +99,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         runtime,
         loaded,
         task,
+        data,
         arguments.run_dir,
         trackers=trackers,
         origin=resumed or initial,

@@ -53,7 +53,7 @@ def main() -> int:
             recipe = made_up_pictures(folder / f"{size}.jpg", size)
             _say_memory("JPEG files", size, recipe)
             _say_memory("WebDataset", size, _packed(recipe, folder / f"{size}.tar"))
-        mapped, _ = open_data(made_up(folder / "look-ups", _SIZES[0], compress=False).sections)
+        mapped = open_data(made_up(folder / "look-ups", _SIZES[0], compress=False).sections).train
         assert isinstance(mapped, ArraySource)
         held = ArraySource(Images(mapped.images.array.copy()), mapped.labels.copy(), mapped.classes, mapped.fingerprint)
         for turn in range(3):
@@ -101,7 +101,7 @@ def _packed(recipe: Recipe, folder: Path) -> Recipe:
 
 def look_at_all(recipe: Recipe) -> None:
     """Open the recipe's data and fetch every training sample once."""
-    source, _ = open_data(recipe.sections)
+    source = open_data(recipe.sections).train
     for start in range(0, len(source), _BATCH):
         indices = np.arange(start, min(start + _BATCH, len(source)))
         source.fetch(indices, None)

@@ -162,7 +162,7 @@ def samerun(work: Work) -> None:
     if work.task.model == LINEAR:
         parts = dataclasses.replace(parts, model=work.uncounted_model())
     place = runtime.from_main(tempfile.mkdtemp(prefix="run-", dir=work.task.folder))
-    opened = opening.open_run_folder(runtime, work.loaded, task, place, trackers=(), origin=None, look_again=None)
+    opened = opening.open_run_folder(runtime, work.loaded, task, data, place, trackers=(), origin=None, look_again=None)
     training = session.prepare(runtime, work.loaded, task, data, parts, opened)
     work.count(training.model)
     with training.control:

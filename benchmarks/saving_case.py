@@ -28,6 +28,7 @@ from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
 from app.optim import from_recipe
 from app.optim.spikes import SpikeGuard
+from app.patience import Patience
 from app.place.launched import read
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
@@ -88,6 +89,7 @@ def _build(layers: int, folder: Path) -> Case:
         monitor=("accuracy", "max"),
         metrics=metrics,
         spikes=SpikeGuard(None),
+        patience=Patience(("accuracy", "max"), None),
         on_disk=lambda _: None,
     )
     return Case(runtime, model, optimizer, checkpoints, folder)

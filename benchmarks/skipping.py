@@ -42,7 +42,7 @@ def main() -> None:
 
 def _first_batch(runtime: Runtime, recipe: Recipe, step: int) -> tuple[float, float]:
     """Return the seconds until the first numbers of a run that goes on at `step`, and until its first batch is there."""
-    source, _ = open_data(recipe.sections)
+    source = open_data(recipe.sections).train
 
     def batches() -> TrainBatches:
         return TrainBatches(

@@ -99,7 +99,7 @@ class Work:
 
     @cached_property
     def data(self) -> Data:
-        """Both splits, as the recipe opens them, or random ones."""
+        """The splits, as the recipe opens them, or random ones."""
         samples = self.task.synthetic_samples
         if samples is None:
             return open_data(self.loaded.recipe.sections)
@@ -107,7 +107,7 @@ class Work:
         images = generator.integers(256, size=shape, dtype=np.uint8)
         labels = generator.integers(self.classes, size=samples)
         source = ArraySource(Images(images), labels, tuple(map(str, range(self.classes))), "synthetic")
-        return Data(source, source)
+        return Data(source, None, source)
 
     def tensors(self, *, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a whole split, normalised: images float32 [N, C, H, W] and labels int64 [N]."""

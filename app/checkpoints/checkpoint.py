@@ -23,6 +23,7 @@ from app.errors import CheckpointError
 from app.evaluation import Evaluation
 from app.metrics.metrics import Metrics
 from app.optim.spikes import SpikeGuard
+from app.patience import Patience, is_better
 from app.ranks.agreement import Ranks
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
@@ -50,6 +51,7 @@ class Checkpoints:
         monitor: tuple[str, Literal["max", "min"]],
         metrics: Metrics,
         spikes: SpikeGuard,
+        patience: Patience,
         on_disk: Callable[[float], None],
     ) -> None:
         """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
@@ -57,11 +59,12 @@ class Checkpoints:
         `data`, the fingerprints of the data sets, for `resumable`, and `model`, what rebuilds it, for `samerun export`.
 
         `monitor` is the score by which the best checkpoint is chosen, and which end of it is best. `metrics` is told how long
-        the training was held and how long the writing took. What `spikes` knows is saved too. `on_disk` is called on every
-        rank, in another thread, with the seconds from a step to its checkpoint on the disk.
+        the training was held and how long the writing took. What `spikes` and `patience` know is saved too. `on_disk` is called
+        on every rank, in another thread, with the seconds from a step to its checkpoint on the disk.
         """
         self._runtime, self._claim, self._recipe = runtime, claim, recipe
-        self._shards, self._facts, self._metrics, self._spikes = shards, dict(facts), metrics, spikes
+        self._shards, self._facts, self._metrics = shards, dict(facts), metrics
+        self._spikes, self._patience = spikes, patience
         (self._monitored, self._good_end), self._on_disk = monitor, on_disk
         self._copies = _Copies()
         self._ranks = Ranks()
@@ -106,10 +109,8 @@ class Checkpoints:
     def _is_best(self, scores: Evaluation | None) -> bool:
         if not self._recipe.checkpoint.keep_best or scores is None:
             return False
-        if self._best is None:
-            return True
-        score, best = scores.scores[self._monitored], self._best[self._monitored]
-        return bool(score > best if self._good_end == "max" else score < best)
+        best = self._best[self._monitored] if self._best else None
+        return is_better(scores.scores[self._monitored], best, good_end=self._good_end)
 
     def _wait(self) -> None:
         if self._writing is not None:
@@ -158,6 +159,7 @@ class Checkpoints:
             if (scaler := self._runtime.accelerator.scaler) is not None and reader.state["gradient_scaler"]:
                 scaler.load_state_dict(reader.state["gradient_scaler"])
         self._best = reader.state["best"]
+        self._patience.load(reader.state.get("patience"))
         self._spikes.load(reader.state.get("gradient_norms"), step=reader.state["step"])
         self._shards.publish()
 
@@ -169,6 +171,7 @@ class Checkpoints:
             "recipe": recipe_file.flat(self._recipe),
             **self._facts,
             "best": self._best,
+            "patience": self._patience.state(),
             "gradient_norms": self._spikes.state(),
             "optimizer": self._shards.scalars(),
             "gradient_scaler": None if scaler is None else scaler.state_dict(),

@@ -19,7 +19,9 @@ from app.optim.schedule import Length
 from app.recipe import recipe_file, recipe_keys, task_file
 from app.recipe.schema import Recipe, TrainRecipe
 
-_LENGTH = frozenset({"train.epochs", "train.steps"})
+_LENGTH = frozenset({"train.epochs", "train.steps", "train.stop_after_evaluations_without_gain"})
+_LOOKED_AT = frozenset({"train.evaluate_every_epochs", "train.evaluate_every_steps", "train.max_validation_samples"})
+"""They decide when a run ends that stops early, and nothing else of what is learnt."""
 _MOST_KEYS = 5
 """That a refusal names."""
 _MOST_LINES = 40
@@ -116,6 +118,8 @@ def _differing_keys(before: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """Say of each key that decides what is learnt how it differs from a checkpoint's. How long, and where, may change."""
     now = recipe_file.flat(recipe)
     may_change = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task) | _LENGTH
+    if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
+        may_change -= _LOOKED_AT
     shared = [key for key in now if key in before and key not in may_change]
     # Where a task's file lies may change; what it says is compared elsewhere.
     then = {**before, "task": task_file.name_of(before.get("task", ""))}

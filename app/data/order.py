@@ -24,8 +24,10 @@ _ROUNDS = 8
 _BLOCK_POSITIONS = 16_384
 
 
-def permute(positions: NDArray[np.int64], *, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def permute(positions: NDArray[np.int64], *, size: int, seed: int, epoch: int, purpose: str = "order") -> NDArray[np.int64]:
     """Return the indices int64 [n] at `positions` int64 [n] of the epoch's random order; both lie in 0..size-1.
+
+    Each `purpose` has orders of its own.
 
     The set 0..a*b-1, with a and b just above the square root of size, is permuted by a Feistel network on the two digits
     of a number in mixed radix (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). What leaves 0..size-1 is
@@ -33,7 +35,7 @@ def permute(positions: NDArray[np.int64], *, size: int, seed: int, epoch: int) -
     less than a, so one number in about sqrt(size) has to walk.
     """
     assert 0 < size <= 2**62, size
-    keys = [derive_key(seed, "order", epoch, round_) for round_ in range(_ROUNDS)]
+    keys = [derive_key(seed, purpose, epoch, round_) for round_ in range(_ROUNDS)]
     high_radix = math.isqrt(size - 1) + 1
     low_radix = -(-size // high_radix)
     numbers = _feistel(positions.astype(np.uint64), high_radix, low_radix, keys)

@@ -67,15 +67,22 @@ class LooksUp(Protocol):
 
 
 class Splits(NamedTuple):
-    """The splits of a task's data, opened."""
+    """The splits of a task's data, opened: each `Samples`."""
 
     train: Any
-    test: Any
+    validation: Any | None
+    """What a run looks at before its end. None: nothing is looked at."""
+    test: Any | None
+    """What the final weights are scored on, once. None: there is no such score."""
+
+    @property
+    def scored(self) -> dict[str, Any]:
+        """The splits that weights are scored on, by name: those that there are."""
+        both = {"validation": self.validation, "test": self.test}
+        return {name: samples for name, samples in both.items() if samples is not None}
 
     @property
     def facts(self) -> dict[str, str]:
         """What tells these data from any other, by name."""
-        return {
-            "training data": f"{len(self.train)} samples, {self.train.fingerprint}",
-            "test data": f"{len(self.test)} samples, {self.test.fingerprint}",
-        }
+        named = {"training": self.train, **self.scored}
+        return {f"{name} data": f"{len(samples)} samples, {samples.fingerprint}" for name, samples in named.items()}

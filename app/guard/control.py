@@ -147,12 +147,15 @@ class Control:
         self._saved_at_s = time.monotonic()
         self._is_saving = False
 
-    def record_outcome(self, step: int, stopped_by: Request = NOTHING) -> None:
-        """Write, on the main process, how this start ended after so many steps: the last that is written."""
+    def record_outcome(self, step: int, stopped_by: Request = NOTHING, *, why_early: str = "") -> None:
+        """Write, on the main process, how this start ended after so many steps: the last that is written.
+
+        `why_early` says why a finished run has fewer steps than its recipe.
+        """
         if self._runtime.is_main:
             outcome = {
                 "outcome": "stopped" if stopped_by.stop else "finished",
-                "reason": stopped_by.why or "all steps are done",
+                "reason": stopped_by.why or why_early or "all steps are done",
                 "go_on": stopped_by.go_on,
                 "step": step,
                 "total_steps": self._total_steps,

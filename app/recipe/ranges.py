@@ -31,21 +31,27 @@ class Range:
     high: float = math.inf
     open_low: bool = False
     """Whether `low` itself is not among them."""
+    open_high: bool = False
+    """Whether `high` itself is not among them."""
 
     def holds(self, value: float) -> bool:
         """Whether the number is in the range."""
-        return (value > self.low if self.open_low else value >= self.low) and value <= self.high
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (value < self.high if self.open_high else value <= self.high)
 
     def __str__(self) -> str:
         at_least = f"greater than {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        return at_least if math.isinf(self.high) else f"{at_least} and at most {self.high:{',' if self.high > 1e6 else 'g'}}"
+        at_most = f"{'less than' if self.open_high else 'at most'} {self.high:{',' if self.high > 1e6 else 'g'}}"
+        return at_least if math.isinf(self.high) else f"{at_least} and {at_most}"
 
 
 POSITIVE, NOT_NEGATIVE, SHARE = Range(0, open_low=True), Range(0), Range(0, 1)
 _RANGES = {
     "seed": Range(0, 2**63 - 1), "train.steps": Range(0, MOST_STEPS, open_low=True),
     "train.global_batch_size": POSITIVE, "train.max_micro_batch": POSITIVE,
-    "train.epochs": POSITIVE, "train.evaluate_every_epochs": NOT_NEGATIVE,
+    "train.epochs": POSITIVE, "train.evaluate_every_epochs": NOT_NEGATIVE, "train.evaluate_every_steps": POSITIVE,
+    "train.validation_fraction": Range(0, 1, open_low=True, open_high=True), "train.max_validation_samples": POSITIVE,
+    "train.stop_after_evaluations_without_gain": POSITIVE,
     "train.max_skipped_steps": NOT_NEGATIVE,
     "train.max_gradient_spike": Range(1, open_low=True), "train.ema_decay": Range(0, 1, open_low=True),
     "optim.lr": NOT_NEGATIVE, "optim.lr_reference_batch": POSITIVE, "optim.momentum": SHARE, "optim.betas": SHARE,
@@ -76,6 +82,9 @@ def _contradictions(recipe: Recipe) -> list[str]:
     problems = []
     if train.epochs is not None and train.steps is not None:
         problems.append(f"train.epochs is {train.epochs} and train.steps is {train.steps}: give one of them")
+    if train.evaluate_every_epochs is not None and train.evaluate_every_steps is not None:
+        both = f"{train.evaluate_every_epochs} and train.evaluate_every_steps is {train.evaluate_every_steps}"
+        problems.append(f"train.evaluate_every_epochs is {both}: give one of them")
     if optim.warmup_epochs is not None and optim.warmup_steps is not None:
         both = f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}"
         problems.append(f"{both}: give one of them")

@@ -31,7 +31,14 @@ ALL_KEYS = ("*",)
 class TrainRecipe:
     """How long, in which batches, and in which arithmetic."""
 
-    not_learnt: ClassVar = ("evaluate_every_epochs", "max_micro_batch", "max_skipped_steps", "deterministic")
+    not_learnt: ClassVar = (
+        "evaluate_every_epochs",
+        "evaluate_every_steps",
+        "max_validation_samples",
+        "max_micro_batch",
+        "max_skipped_steps",
+        "deterministic",
+    )
 
     global_batch_size: int = 128
     """Samples in one optimizer step, over all processes."""
@@ -41,8 +48,19 @@ class TrainRecipe:
     """Length in epochs. Give this or steps; with neither, 10 epochs."""
     steps: int | None = None
     """Length in optimizer steps. Give this or epochs."""
-    evaluate_every_epochs: int = 1
-    """Epochs between two evaluations on the test set; 0: only at the end."""
+    validation_fraction: float | None = None
+    """Share of the training samples that is held out for validation, chosen by the seed alone: for data without a validation
+    split of its own. None: nothing is held out."""
+    evaluate_every_epochs: int | None = None
+    """Epochs between two evaluations on the validation split; 0: only at the end. Give this or evaluate_every_steps; with
+    neither, after every epoch."""
+    evaluate_every_steps: int | None = None
+    """Steps between two evaluations on the validation split. Give this or evaluate_every_epochs."""
+    max_validation_samples: int | None = None
+    """Most samples of the validation split that are looked at: always the same, chosen by the seed. None: all."""
+    stop_after_evaluations_without_gain: int | None = None
+    """End the run when so many evaluations in a row have not bettered the validation score by which the task is judged (for
+    pictures the accuracy). None: it takes all its steps."""
     max_skipped_steps: int = 10
     """Most steps in a row that may be skipped, for a gradient that is not finite or a spike; one more ends the run."""
     max_gradient_spike: float | None = 1000.0
@@ -138,8 +156,8 @@ class CheckpointRecipe:
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_best: bool = False
-    """Save whenever an evaluation is the best so far, by the score that the task names (for pictures the test accuracy), and
-    keep the latest of these as well."""
+    """Save whenever an evaluation is the best so far, by the validation score that the task names (for pictures the accuracy),
+    and keep the latest of these as well."""
 
     @property
     def are_wanted(self) -> bool:
@@ -220,4 +238,8 @@ class Recipe:
 
 
 # Pairs of keys of which only one may be given: two units of the same duration.
-ALTERNATIVES = (("train.epochs", "train.steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
+ALTERNATIVES = (
+    ("train.epochs", "train.steps"),
+    ("train.evaluate_every_epochs", "train.evaluate_every_steps"),
+    ("optim.warmup_epochs", "optim.warmup_steps"),
+)

@@ -4,12 +4,13 @@
     preset.yaml       the preset it ran under, where the launcher's command line names one
     run.json          processes, hosts and devices, batch plan, versions, commit, command
     metrics.jsonl     one line per logged step
-    evaluations.jsonl one line per evaluation on the test set
+    evaluations.jsonl one line per evaluation: of the validation split on the way, of the test split at the end
     samples.jsonl     with log.samples: the samples of each step
     ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/record/ledger.py)
     checkpoints/      what the run can go on from (app/checkpoints/step_folders.py)
-    result.json       at the end: steps, samples, test scores, throughput
-    test_predictions/ at the end: what the task leaves of its predictions on the test set
+    result.json       at the end: steps, samples, scores, throughput
+    test_predictions/ at the end: what the task leaves of its predictions on the test split; validation_predictions/
+                      where there is none
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     starts/           which start of the run the folder belongs to, and what that is writing (app/record/claim.py)
@@ -40,10 +41,15 @@ from app.files.own_folder import new_folder
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
-PREDICTIONS, PREDICTIONS_TOLD = "test_predictions", "predictions.json"
+PREDICTIONS_TOLD = "predictions.json"
 MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
 OUTCOME, STARTS, STACKS, STOP, SAVE = "outcome.json", "starts", "stacks", "STOP", "SAVE"
 TRACKERS, TENSORBOARD, PROFILE = "trackers.json", "tensorboard", "profile"
+
+
+def predictions(split: str) -> str:
+    """Return the folder of the predictions on a split."""
+    return f"{split}_predictions"
 
 
 _ADVICE = {

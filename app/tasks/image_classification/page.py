@@ -36,8 +36,10 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What is left of the predictions on the test set."""
+    """What is left of the predictions on a split."""
 
+    split: str
+    """Its name."""
     classes: Sequence[str]
     counts: Mapping[tuple[int, int], int]
     """Samples by label and predicted class, of which many classes have only the most frequent mistakes."""
@@ -76,10 +78,12 @@ class Predicted:
 
 def read(folder: Path) -> Predicted | None:
     """Return what the run in `folder` left; None if it left nothing. Raises RunFolderError if it cannot be read."""
-    place = folder / run_folder.PREDICTIONS
-    path = place / run_folder.PREDICTIONS_TOLD
-    if not path.exists():
+    places = {split: folder / run_folder.predictions(split) for split in ("test", "validation")}
+    split = next((name for name, place in places.items() if (place / run_folder.PREDICTIONS_TOLD).exists()), None)
+    if split is None:
         return None
+    place = places[split]
+    path = place / run_folder.PREDICTIONS_TOLD
     told = run_folder.read_json(path)
     try:
         classes = [str(name) for name in told["classes"]]
@@ -92,7 +96,8 @@ def read(folder: Path) -> Predicted | None:
         raise RunFolderError(f"{path} is not what a run writes: {type(error).__name__}: {error}.") from error
     gone = sum(picture.source is None for picture in (*spread, *mistakes))
     complaints = [f"{gone} of the pictures that {path} names are missing or cannot be read."] if gone else []
-    return Predicted(classes=classes, counts=counts, left_out=left_out, spread=spread, mistakes=mistakes, complaints=complaints)
+    shown = {"spread": spread, "mistakes": mistakes}
+    return Predicted(split=split, classes=classes, counts=counts, left_out=left_out, complaints=complaints, **shown)
 
 
 def _picture(place: Path, classes: Sequence[str], row: Mapping[str, Any]) -> Picture:

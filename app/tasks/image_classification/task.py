@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from app.data.draws import Draws
-from app.data.samples import Batch
+from app.data.samples import Batch, Splits
 from app.errors import DataError
-from app.task import Form, Later, Loss, Scores, Table, Totals
+from app.task import Form, Later, Loss, Scores, Split, Table, Totals
 from app.tasks.image_classification import classify, looks, model_names, models, predictions
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.notes import notes_on
@@ -62,14 +62,14 @@ class ImageClassification:
         download_data(self._sections)
         return ImageClassification(staged(self._sections))
 
-    def samples(self, split: Literal["train", "test"]) -> Source:
-        """Open a split; both are opened at once, and checked against each other."""
+    def samples(self, split: Split) -> Source | None:
+        """Open a split; all are opened at once, and checked against each other."""
         self._data = self._data or open_staged(self._sections)
         return getattr(self._data, split)  # type: ignore[no-any-return]
 
-    def notes(self, train: Source, test: Source) -> list[str]:
+    def notes(self, data: Splits) -> list[str]:
         """Return a sentence for classes without a sample, and for files that are no pictures."""
-        return notes_on(Data(train, test))
+        return notes_on(Data(*data))
 
     def matched(self, samples: Source, facts: Mapping[str, Any]) -> Source:
         """Return pictures labelled by the names of the model's classes. Raises DataError if these are not of its kind."""

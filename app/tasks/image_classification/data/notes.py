@@ -26,7 +26,7 @@ def notes_on(data: Data) -> list[str]:
                 f"{' and others' if empty.size > _NAMED else ''}), and the model has an output for each"
                 + (_NUMBERED if classes == tuple(map(str, range(len(classes)))) else "")
             )
-    for source in data:
+    for source in data.there.values():
         reader = reader_of(source)
         if isinstance(reader, FileReader) and reader.files.left_out:
             notes.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -44,14 +45,24 @@ DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10
 
 
 class Data(NamedTuple):
-    """The two splits of a recipe's data."""
+    """The splits of a recipe's data. None: there is no such split."""
 
     train: Source
-    test: Source
+    validation: Source | None
+    test: Source | None
+
+    @property
+    def there(self) -> dict[str, Source]:
+        """The splits that there are, by name."""
+        return {name: source for name, source in self._asdict().items() if source is not None}
+
+    def changed(self, change: Callable[[Source], Source]) -> Data:
+        """Return the splits with each of them changed."""
+        return self._replace(**{name: change(source) for name, source in self.there.items()})
 
 
 def open_data(recipe: Sections) -> Data:
-    """Return the training and the test split that a recipe asks for, from the node's own disk if it says so.
+    """Return the splits that a recipe asks for, from the node's own disk if it says so.
 
     Never touches the network.
 
@@ -63,11 +74,12 @@ def open_data(recipe: Sections) -> Data:
 
 
 def open_staged(recipe: Sections) -> Data:
-    """Return both splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
-    opened = OPEN[recipe.data.source](recipe)
+    """Return the splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
+    train, test = OPEN[recipe.data.source](recipe)
+    opened = Data(train, None, test)
     if recipe.data.jpeg_decoder == "reduced":
-        return Data(*(_reduced(source, recipe.data) for source in opened))
-    return Data(*map(decoded_once, opened))
+        return opened.changed(lambda source: _reduced(source, recipe.data))
+    return opened.changed(decoded_once)
 
 
 def _reduced(source: Source, data: DataRecipe) -> Source:
@@ -92,7 +104,8 @@ def open_stored(recipe: Sections) -> Data:
     augment = replace(recipe.augment, resized_crop_min_area=None)
     as_they_are = replace(data, image_size=size, resize_size=None, jpeg_decoder="libjpeg")
     stored = replace(recipe, data=as_they_are, augment=augment)
-    return Data(*OPEN[data.source](stored))
+    train, test = OPEN[data.source](stored)
+    return Data(train, None, test)
 
 
 def download_data(recipe: Sections) -> None:

@@ -59,7 +59,7 @@ def measure(recipe: Recipe, *, seconds: float) -> Costs:
     Raises:
         DataError, RecipeError: The data cannot be opened or read.
     """
-    source, _ = open_data(recipe.sections)
+    source = open_data(recipe.sections).train
     if len(source) < BATCH:
         raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")
     with _one_thread():

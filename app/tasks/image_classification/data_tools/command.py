@@ -84,7 +84,7 @@ def _inspect(argv: Sequence[str]) -> int:
     for recipe in recipes:
         facts = inspect.inspect(recipe, everything=options.all, processes=options.processes)
         sys.stdout.write(json.dumps(facts) + "\n" if options.json else inspect.as_text(facts))
-        unreadable += sum(len(facts[split]["unreadable"]) for split in ("train", "test"))
+        unreadable += sum(len(told["unreadable"]) for told in facts.values() if isinstance(told, dict))
     return DataError.exit_code if unreadable else 0
 
 

@@ -13,7 +13,7 @@ from app.data.progress import progress
 from app.errors import DataError
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data.decoded import reader_of
-from app.tasks.image_classification.data.open import open_stored
+from app.tasks.image_classification.data.open import Data, open_stored
 from app.tasks.image_classification.data.pictures import Reader, format_of
 from app.tasks.image_classification.data.source import Source, spread
 from app.tasks.image_classification.data_tools.many import in_order
@@ -58,7 +58,7 @@ def inspect(recipe: Recipe, *, everything: bool, processes: int) -> dict[str, An
         DataError, RecipeError: The data cannot be opened.
     """
     facts: dict[str, Any] = {"source": recipe.sections.data.source, "path": recipe.sections.data.path}
-    for name, source in open_stored(recipe.sections)._asdict().items():
+    for name, source in open_stored(recipe.sections).there.items():
         indices = range(len(source)) if everything else spread(len(source), SAMPLED)
         seen = Seen()
         look = _looking(reader_of(source), indices)
@@ -131,16 +131,17 @@ def _range(sizes: list[int]) -> dict[str, int]:
 def as_text(facts: dict[str, Any]) -> str:
     """Return the facts as lines for people: the splits side by side, then what is wrong."""
     names = [name for name in facts["train"] if name not in ("samples_by_class", "unreadable")]
-    rows = [("", "train", "test"), *((name, _word(facts["train"].get(name)), _word(facts["test"].get(name))) for name in names)]
-    by_class = [facts[split].get("samples_by_class", {}) for split in ("train", "test")]
+    splits = [split for split in Data._fields if split in facts]
+    rows = [["", *splits], *([name, *(_word(facts[split].get(name)) for split in splits)] for name in names)]
+    by_class = [facts[split].get("samples_by_class", {}) for split in splits]
     listed = list(by_class[0])[:_LISTED]
-    rows += [(f"  class {name}", str(by_class[0][name]), str(by_class[1].get(name, 0))) for name in listed]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    rows += [[f"  class {name}", *(str(counts.get(name, 0)) for counts in by_class)] for name in listed]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"data.source={facts['source']}" + (f" data.path={facts['path']}" if facts["path"] else "")]
-    lines += [f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
+    lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(by_class[0]) > len(listed):
         lines.append(f"  and {len(by_class[0]) - len(listed)} classes more (--json lists all)")
-    for split in ("train", "test"):
+    for split in splits:
         lines += [f"unreadable in {split}: {text}" for text in facts[split]["unreadable"]]
     return "\n".join(lines) + "\n"
 

@@ -71,10 +71,11 @@ def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
     if asked.out.exists() or asked.out.is_symlink():
         raise DataError(f"{asked.out} is there already, and packing replaces nothing: choose another --out, or remove it")
     data = _open(recipe, asked)
-    names = _names(recipe)
+    names = _names(recipe, data)
     try:
         with made_whole(asked.out) as temporary:
-            for name, source in zip(names, data, strict=True):
+            for split, source in data.there.items():
+                name = names[split]
                 if asked.to == "arrays":
                     _write_arrays(temporary / name, source, asked)
                 elif asked.to == "imagefolder":
@@ -89,14 +90,15 @@ def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
     return (
         f"data.source={asked.to}",
         f"data.path={asked.out}",
-        *(f"data.{key}={name}" for key, name in zip(("train_split", "test_split"), names, strict=True)),
+        *(f"data.{split}_split={name}" for split, name in names.items()),
     )
 
 
-def _names(recipe: Recipe) -> tuple[str, str]:
+def _names(recipe: Recipe, data: Data) -> dict[str, str]:
     """Return the names of the splits that are written: their own, unless one is a slice such as `train[:90%]`, or a pattern."""
-    splits = recipe.sections.data.train_split, recipe.sections.data.test_split
-    return splits if all(name.isidentifier() for name in splits) and splits[0] != splits[1] else ("train", "test")
+    own = {split: getattr(recipe.sections.data, f"{split}_split") or split for split in data.there}
+    is_plain = all(name.isidentifier() for name in own.values()) and len(set(own.values())) == len(own)
+    return own if is_plain else {split: split for split in own}
 
 
 def _open(recipe: Recipe, asked: Packing) -> Data:
@@ -105,7 +107,8 @@ def _open(recipe: Recipe, asked: Packing) -> Data:
     if asked.shrinking is not None:
         raise RecipeError("--max-side is for files; for arrays data.image_size=N says the size that all pictures get")
     augment = replace(recipe.sections.augment, resized_crop_min_area=None)
-    return Data(*OPEN[recipe.sections.data.source](located(replace(recipe.sections, augment=augment))))
+    train, test = OPEN[recipe.sections.data.source](located(replace(recipe.sections, augment=augment)))
+    return Data(train, None, test)
 
 
 def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:
