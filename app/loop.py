@@ -14,10 +14,10 @@ from app.errors import TrainingError
 from app.evaluation import Evaluation
 from app.feed import Feed
 from app.guard.control import Control, Request
+from app.guard.patience import Patience
 from app.metrics.metrics import Metrics
 from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
-from app.patience import Patience
 from app.profiling.profile import NoProfile, Profile
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe

@@ -22,6 +22,7 @@ from app.device import arithmetic, known_answers
 from app.errors import RecipeError
 from app.feed import Feed
 from app.guard.control import Control
+from app.guard.patience import Patience
 from app.loop import Training
 from app.metrics import flops
 from app.metrics.gauges import Gauges
@@ -30,7 +31,6 @@ from app.opening import Opened
 from app.optim import from_recipe, schedule
 from app.optim.spikes import SpikeGuard
 from app.optim.steps import Steps
-from app.patience import Patience
 from app.place import cores
 from app.profiling.profile import NoProfile, Profile, check_window
 from app.ranks import handshake, random_layers

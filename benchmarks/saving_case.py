@@ -24,11 +24,11 @@ from torch import nn
 from app.checkpoints import checkpoint
 from app.checkpoints.checkpoint import Checkpoints
 from app.checkpoints.shards import Shards
+from app.guard.patience import Patience
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
 from app.optim import from_recipe
 from app.optim.spikes import SpikeGuard
-from app.patience import Patience
 from app.place.launched import read
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan

@@ -21,9 +21,9 @@ from app.checkpoints.piece import Piece
 from app.checkpoints.shards import Shards
 from app.errors import CheckpointError
 from app.evaluation import Evaluation
+from app.guard.patience import Patience, is_better
 from app.metrics.metrics import Metrics
 from app.optim.spikes import SpikeGuard
-from app.patience import Patience, is_better
 from app.ranks.agreement import Ranks
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
