@@ -26,7 +26,7 @@ from app.place.launched import SchedulerJob
 from app.place.origin import PresetFile, launched_preset, source_commit
 from app.ranks import handshake
 from app.ranks.runtime import Runtime
-from app.recipe import recipe_file
+from app.recipe import recipe_file, recipe_keys
 from app.recipe.recipe_file import LoadedRecipe
 from app.record import ledger, run_folder
 from app.record.claim import Claim, claim
@@ -170,7 +170,7 @@ def _describe(
     return {
         "recipe": loaded.name,
         "task": loaded.recipe.task,
-        "task_digest": tasks.digest(loaded.recipe.task),
+        **_of_own_task(loaded.recipe.task),
         "monitor": [monitored, good_end],
         "recipe_digest": recipe_file.digest(loaded.recipe),
         "preset": preset.name if preset else None,
@@ -189,6 +189,13 @@ def _describe(
         "commit": source_commit(),
         "versions": {"python": sys.version.split()[0], **handshake.versions()},
     }
+
+
+def _of_own_task(task: str) -> dict[str, Any]:
+    """What reports, which do not read a task's file, want to know of it."""
+    if task in tasks.SHIPPED:
+        return {}
+    return {"task_digest": tasks.digest(task), "not_learnt": sorted(recipe_keys.not_learnt(task))}
 
 
 def record_start(runtime: Runtime, opened: Opened, *, total_steps: int, training_samples: int, job: SchedulerJob) -> None:

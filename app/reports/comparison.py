@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app import tasks
-from app.recipe import recipe_keys
+from app.recipe import recipe_keys, task_file
 from app.record import ledger
 from app.record.goodput import account
 from app.record.loss_curves import relative_differences
@@ -84,7 +84,9 @@ class Comparison:
     """What differs between two runs, each value as (first, second)."""
 
     recipe: Mapping[str, Pair] | None
-    """By key as on the command line; None if one of them cannot be read."""
+    """By key as on the command line, and the files of a task of one's own; None if one of them cannot be read."""
+    not_learnt: tuple[str, ...]
+    """Keys that decide nothing of what is learnt, of a task of one's own."""
     preset: Mapping[str, Pair]
     """By key of preset.yaml, where both runs have one."""
     machines: Mapping[str, Pair]
@@ -98,7 +100,7 @@ class Comparison:
     @property
     def learnt(self) -> list[str] | None:
         """The keys in which the recipes differ and that decide what is learnt; None if a recipe cannot be read."""
-        not_learnt = frozenset[str]().union(*map(recipe_keys.not_learnt, tasks.SHIPPED))
+        not_learnt = frozenset(self.not_learnt).union(*map(recipe_keys.not_learnt, tasks.SHIPPED))
         return None if self.recipe is None else [key for key in self.recipe if key not in not_learnt]
 
     @property
@@ -157,7 +159,8 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float) -> Comparison:
     """Compare two runs. `tolerance` is the largest relative difference of losses that are still the same."""
     presets = [_flat(run.preset) for run in (one, other)]
     return Comparison(
-        recipe=_different(_flat(one.recipe), _flat(other.recipe)) if one.recipe and other.recipe else None,
+        recipe=_different(_learnt(one), _learnt(other)) if one.recipe and other.recipe else None,
+        not_learnt=tuple(key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str)),
         preset=_different(*presets) if all(presets) else {},
         machines=_different(_machines(one), _machines(other)),
         results=_pairs(_results(one), _results(other)),
@@ -165,6 +168,13 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float) -> Comparison:
         losses=_loss_differences(one, other, tolerance=tolerance),
         tolerance=tolerance,
     )
+
+
+def _learnt(run: PastRun) -> dict[str, Any]:
+    """The recipe by key. Of a task's file it tells the name and what stands in it, not where it lies."""
+    digest = run.about.get("task_digest", "none")
+    own = {"task": task_file.name_of(str(run.recipe["task"]))} if "task" in run.recipe else {}
+    return {**_flat(run.recipe), **own, **({} if digest == "none" else {"the task's files": digest})}
 
 
 def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float) -> LossDifferences:
