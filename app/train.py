@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> None:
     lifeline = Lifeline(os.environ).start()
     launched = Launched()
     try:
-        arguments = train_options.parser(with_keys=not {"-h", "--help"}.isdisjoint(words)).parse_all(words)
+        if not {"-h", "--help"}.isdisjoint(words):
+            train_options.show_help(words)
+        arguments = train_options.parser().parse_all(words)
         if arguments.print_recipe:
             sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
             return

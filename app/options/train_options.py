@@ -6,6 +6,9 @@ Standard library and PyYAML only.
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from app.options.command_line import Parser
 from app.options.values import not_negative
@@ -16,13 +19,13 @@ _HANG_TIMEOUT_S = 540
 `runtime`."""
 
 
-def parser(prog: str = "python -m app.train", *, with_keys: bool = False) -> Parser:
-    """Return the parser for the command line of a training; `with_keys`: its help lists all keys of recipes."""
+def parser(prog: str = "python -m app.train", *, keys_of: str | None = None) -> Parser:
+    """Return the parser for the command line of a training; its help lists the keys of recipes for the task `keys_of`."""
     parser = Parser(
         prog=prog,
         description="Train what a recipe says, on the processes that a preset starts: `samerun launch --preset PRESET ...`, or "
         "`accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.train ...`.",
-        epilog="recipe keys:\n\n" + recipe_file.reference() if with_keys else None,
+        epilog=f"recipe keys, of the task {keys_of}:\n\n" + recipe_file.reference(keys_of) if keys_of else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -48,3 +51,10 @@ def parser(prog: str = "python -m app.train", *, with_keys: bool = False) -> Par
     parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
     return parser
+
+
+def show_help(words: Sequence[str]) -> NoReturn:
+    """Print the help and end the process. The recipe among the words, if there is one, decides which keys there are."""
+    given = parser().parse_known_intermixed_args([word for word in words if word not in ("-h", "--help")])[0]
+    parser(keys_of=recipe_file.load(given.recipe, given.overrides).recipe.task).print_help()
+    sys.exit(0)
