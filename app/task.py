@@ -71,6 +71,10 @@ class Form:
     """That of inputs [B, C, H, W]."""
 
 
+class NeedsData(Exception):  # noqa: N818  (no error: less is known of the model)
+    """Raised by a task whose loss cannot be computed on tensors without data (torch's meta device)."""
+
+
 Split = Literal["train", "validation", "test"]
 Totals = Mapping[str, tuple[Tensor, Tensor]]
 """`Scores.sums`, added up over all samples, on the CPU."""

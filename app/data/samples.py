@@ -5,12 +5,13 @@ Nothing here knows what a sample is. A task says what its splits are beyond this
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, _ProtocolMeta, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
+from app.data import wrapped
 from app.data.draws import HostDraws
 
 Batch = dict[str, Any]
@@ -20,16 +21,50 @@ Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Shape and type of each field of a batch."""
 
 
-class Samples(Protocol):
+class _Makes(_ProtocolMeta):
+    """Has `Samples.of`, which what keeps to the protocol need not have."""
+
+    def of(
+        cls,  # noqa: N805  (of a metaclass)
+        dataset: Any,
+        *,
+        names: Sequence[str | None] = (),
+        collate: Callable[[list[Any]], Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return the samples of a data set that is there already.
+
+            Samples.of({"x": x, "y": y})                  # arrays or tensors [N, ...]: looked up, the fastest
+            Samples.of(dataset, names=("x", "y"))         # a Dataset of torch with items (x, y)
+            Samples.of(dataset)                           # items are dicts, or it is one of the `datasets` library
+
+        A Dataset may draw from the generators of `random`, `numpy.random` and `torch`, as random transforms do: they are seeded
+        for each sample, and in an evaluation so that it is the same each time. Generators of its own it must not keep.
+
+        Args:
+            dataset: Has __len__ and __getitem__. A stream (IterableDataset) is refused: its order is no function of the step.
+            names: Of the parts of an item, in their order, and None for a part that is left out; of items that are dicts, those
+                that are kept (default: all).
+            collate: Makes a batch of a list of items: a dict of tensors [B, ...], or a tuple of such, with `names`. Default:
+                torch's default_collate for each field.
+            facts: What the model must know of the samples, as JSON holds it; `model(facts)` is given it.
+
+        Raises DataError for what cannot be samples.
+        """
+        return wrapped.wrapped(dataset, names=names, collate=collate, facts=facts or {})
+
+
+class Samples(Protocol, metaclass=_Makes):
     """One split of a data set, opened and checked. It may be pickled, or forked into the workers of a DataLoader.
 
-    It neither shuffles nor knows of processes. Optional: `remedy`, a text that says what else helps where training waits for
-    these samples ("make the pictures smaller").
+    It neither shuffles nor knows of processes. Samples of an own task need `__len__` and `fetch` alone: `facts` are then {},
+    `workers` False, and `fingerprint` is made of some of the samples. Optional for all: `remedy`, a text that says what else
+    helps where training waits for these samples ("make the pictures smaller"), and `count(indices)`, see `app.task.Task`.
     """
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What a model must know of the samples, as JSON holds it."""
+        """What a model must know of the samples, as JSON holds it: {"classes": 10}."""
 
     @property
     def fingerprint(self) -> str:

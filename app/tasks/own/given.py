@@ -1,0 +1,172 @@
+"""What a user's task gives: checked where it is given, and told in the words of the task's own file."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.errors import RecipeError, TrainingError
+from app.task import Later, Loss, Scores, Table
+
+_REQUIRED = {
+    "samples": 'samples(self, split), which returns Samples for "train", "validation" and "test", or None where there are none',
+    "model": "model(self, facts), which returns a torch.nn.Module",
+    "loss": "loss(self, model, batch), which returns Loss(mean, count)",
+}
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "samples": ("split",),
+    "model": ("facts",),
+    "loss": ("model", "batch"),
+    "score": ("model", "batch", "valid"),
+    "prepare": (),
+    "ready": ("batch", "draw"),
+    "count": ("batch",),
+    "finish": ("sums", "rows"),
+    "head": ("model",),
+    "example": ("facts", "form"),
+    "matched": ("samples", "facts"),
+    "look": ("batch", "most", "title"),
+    "leave": ("folder", "samples", "rows"),
+}
+"""How each method is called, by position."""
+
+
+def check_task(task: Any, *, file: str) -> None:
+    """Raise RecipeError, with all that is wrong, for a task that lacks a method or cannot be called as it will be."""
+    name = type(task).__name__
+    problems = [
+        f"{name} in {file} has no method {method}: give it {told}"
+        for method, told in _REQUIRED.items()
+        if not callable(getattr(task, method, None))
+    ]
+    for method, arguments in _ARGUMENTS.items():
+        own = getattr(task, method, None)
+        if own is None or (method in _REQUIRED and not callable(own)):
+            continue
+        if not callable(own):
+            problems.append(f"{method} of {name} in {file} is {kind(own)}, and has to be a method")
+        elif not _takes(own, arguments):
+            wanted = ", ".join(("self", *arguments))
+            problems.append(
+                f"{name}.{method} in {file} is called as {method}({', '.join(arguments)}): write def {method}({wanted})"
+            )
+    if problems:
+        raise RecipeError(*problems)
+
+
+def _takes(method: Any, arguments: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # written in C: it has none to look at
+        return True
+    return True
+
+
+def monitor(task: Any, *, file: str) -> tuple[str, Literal["max", "min"]]:
+    """Return the task's monitor; the loss without. Raises RecipeError if it is none."""
+    own = getattr(task, "monitor", ("loss", "min"))
+    if isinstance(own, (tuple, list)) and len(own) == 2 and isinstance(own[0], str) and own[1] in ("max", "min"):
+        return own[0], "max" if own[1] == "max" else "min"
+    raise RecipeError(
+        f'monitor of {type(task).__name__} in {file} is {own!r}: give a score and the good end of it, as in ("loss", "min")'
+    )
+
+
+def loss(given: Any, *, of: str) -> Loss:
+    """Return the loss as the application takes it. Raises TrainingError for what is none."""
+    if not isinstance(given, Loss):
+        raise TrainingError(
+            f"{of} returned {kind(given)}, and has to return Loss(mean, count), of app.task: the mean over the samples of the "
+            "batch, and how many there are; or Loss.of(sum, count)"
+        )
+    mean, count = given.mean, given.count
+    if not isinstance(mean, Tensor) or mean.ndim != 0 or not mean.is_floating_point():
+        raise TrainingError(
+            f"the mean of {of} is {kind(mean)}, and has to be one number, a tensor of no dimension: take .mean()"
+        )
+    if torch.is_grad_enabled() and not mean.requires_grad:
+        raise TrainingError(
+            f"the mean of {of} has no gradient: it has to come from what model(...) returned, without .detach(), .item() and "
+            "torch.no_grad() in between"
+        )
+    is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
+    if not is_number and not (isinstance(count, Tensor) and count.ndim == 0):
+        raise TrainingError(f"the count of {of} is {kind(count)}, and has to be a number: len(...) of the batch, or a sum")
+    sums = given.sums or {}
+    if not isinstance(sums, Mapping):
+        raise TrainingError(f"the sums of {of} are {kind(sums)}, and have to be a dict of (sum, count) by name")
+    named = {name: value if isinstance(value, Later) else _later(name, value, mean, of) for name, value in sums.items()}
+    whole = int(count) if isinstance(count, numbers.Integral) else count
+    return Loss(mean, whole, named)
+
+
+def _later(name: str, pair: Any, like: Tensor, of: str) -> Later:
+    total, count = _pair(name, pair, of)
+    parts = (torch.as_tensor(part, device=like.device).detach() for part in (total, count))
+    return Later(_as_they_are, tuple(part.double() for part in parts))
+
+
+def _as_they_are(totals: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return totals, counts
+
+
+def _pair(name: str, pair: Any, of: str) -> tuple[Any, Any]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TrainingError(f"{of} gives {name!r} as {kind(pair)}, and has to give (sum, count)")
+    return pair[0], pair[1]
+
+
+def scores(given: Any, valid: Tensor, *, of: str) -> Scores:
+    """Return the scores as the application takes them: float64. Raises TrainingError for what are none."""
+    if not isinstance(given, Scores):
+        raise TrainingError(
+            f"{of} returned {kind(given)}, and has to return Scores({{name: (sum, count)}}), of app.task, over the samples "
+            "that are valid"
+        )
+    sums = {}
+    for name, pair in given.sums.items():
+        total, count = (torch.as_tensor(part, device=valid.device).detach().double() for part in _pair(name, pair, of))
+        if count.shape not in ((), total.shape):
+            raise TrainingError(
+                f"{of} gives {name!r} a sum {list(total.shape)} and a count {list(count.shape)}: one shape, or ()"
+            )
+        sums[name] = total, count.expand(total.shape).contiguous()
+    rows = given.rows
+    if rows is not None:
+        if not isinstance(rows, Tensor) or rows.ndim not in (1, 2) or len(rows) != len(valid):
+            raise TrainingError(
+                f"the rows of {of} are {kind(rows)}, and have to be a tensor [{len(valid)}, R]: R numbers of each sample, of "
+                "padding too"
+            )
+        rows = rows.detach().double().view(len(valid), -1)
+    return Scores(sums, rows)
+
+
+def finished(given: Any, *, of: str) -> tuple[dict[str, float], dict[str, Table]]:
+    """Return scores and tables of what a task's `finish` returned: these two, or the scores alone."""
+    named, tables = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
+    if not isinstance(named, Mapping) or not isinstance(tables, Mapping):
+        raise TrainingError(
+            f"{of} returned {kind(given)}, and has to return a dict of scores by name, or that and one of tables"
+        )
+    try:
+        return {name: float(score) for name, score in named.items()}, dict(tables)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TrainingError(f"{of} returned {named!r}, and each score has to be one number ({error})") from None
+
+
+def kind(value: Any) -> str:
+    """Return what a value is, for a message: `a Tensor [3, 4] of float32`."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"a {type(value).__name__} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
