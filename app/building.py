@@ -116,7 +116,8 @@ def _fed(
     if not source.workers:
         own = loader.InProcess(source, batches, seed=seed, rank=launched.rank, world_size=runtime.plan.world_size)
         return own if device.type == "cpu" else transfer.Ahead(own.unwritten, device)
-    made = loader.build(source, batches, seed=seed, local_world_size=launched.local_world_size, device=device)
+    workers = loader.workers_of(runtime.workers, local_world_size=launched.local_world_size, device=device)
+    made = loader.build(source, batches, seed=seed, workers=workers)
     dealt = runtime.deal(made)
     return dealt if device.type == "cpu" else transfer.Ahead(functools.partial(loader.unwritten, dealt), device)
 

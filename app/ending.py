@@ -70,7 +70,7 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
     with runtime.together():
         if runtime.is_main:
             for split, scores in list(ended.scores.items())[-1:]:  # the test split, or else validation
-                if scores.rows is not None:
+                if scores.rows is not None and hasattr(training.task, "leave"):
                     samples = building.scored_samples(training.recipe, data, split)
                     with opened.claim.staged(run_folder.predictions(split)) as folder:
                         folder.mkdir()

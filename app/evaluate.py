@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import DataError, SamerunError, leave_with
 from app.evaluation import Evaluation
+from app.options import train_options
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
 from app.recipe import recipe_file, task_file
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
         choices=("train", "validation", "test"),
         help="which split to score (default: test, and validation where there is no test split)",
     )
+    train_options.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the run")
     arguments = parser.parse_intermixed_args(argv)
@@ -61,7 +63,9 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     share = max(1, recipe.train.global_batch_size // launched.world_size)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
     plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
-    runtime = Runtime(launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic)
+    runtime = Runtime(
+        launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic, workers=arguments.workers
+    )
     task, data = building.open_data(runtime, recipe)
     split = arguments.split or next(reversed(data.scored), "train")
     with runtime.together():

@@ -91,6 +91,8 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
 def _over_ranks(runtime: Runtime, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the ranks' sums and counts added up, on the CPU, by one reduction."""
     parts = [part for pair in totals.values() for part in pair]
+    if not parts:  # all is in the rows
+        return {}
     flat = runtime.accelerator.reduce(torch.cat([part.double().flatten() for part in parts]), "sum").cpu()
     summed = iter(flat.split([part.numel() for part in parts]))
     return {name: (next(summed).view_as(one), next(summed).view_as(other)) for name, (one, other) in totals.items()}

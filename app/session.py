@@ -5,8 +5,10 @@ Every step that can fail on one rank alone is agreed upon by all of them (`Runti
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +41,7 @@ from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
 from app.record.claim import Claim
-from app.task import Form, Task
+from app.task import Form, Loss, NeedsData, Task
 from app.trackers.examples import Examples
 
 
@@ -63,15 +65,28 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         )
         check_window(recipe.profile, total_steps=length.total_steps)
         model = building.build_model(runtime, recipe, task, data.train.facts)
-        example = task.example(data.train.facts, Form(next(model.parameters()).dtype))
-    narrow = known_answers.narrow_convolutions(model, lambda called: task.loss(called, example))
+        narrow, counted = _without_data(runtime, task, model, data.train.facts)
     if narrow:
         arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)
-    counted = 0.0
-    if runtime.is_main:  # before it is divided among the ranks
-        counted = flops.of_training(model, lambda called: task.loss(called, example)) / len(example["samples"])
     handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, model))
     return Parts(model, length, counted)
+
+
+def _without_data(
+    runtime: Runtime, task: Task, model: torch.nn.Module, facts: Mapping[str, Any]
+) -> tuple[list[known_answers.Operation], float]:
+    """Return what a pass shows without data: narrow convolutions, and on the main process FLOPs per sample; 0: not known."""
+    try:
+        example = task.example(facts, Form(next(model.parameters()).dtype))
+
+        def forward(called: Callable[..., Any]) -> Loss:
+            return task.loss(called, example)
+
+        narrow = known_answers.narrow_convolutions(model, forward)
+        # Now: later the model is divided among the ranks.
+        return narrow, flops.of_training(model, forward) / len(example["samples"]) if runtime.is_main else 0.0
+    except NeedsData:
+        return [], 0.0
 
 
 def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, opened: Opened) -> Training:
@@ -117,7 +132,9 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     window = recipe.profile.window
     clock, say = metrics.clock, display.say
     profile = Profile(runtime, claim, clock, window=window, say=say) if window else NoProfile(clock)
-    examples = Examples(opened.trackers, task.look, count=recipe.log.examples, steps_per_epoch=length.steps_per_epoch)
+    examples = Examples(
+        opened.trackers, getattr(task, "look", None), count=recipe.log.examples, steps_per_epoch=length.steps_per_epoch
+    )
     return Training(
         recipe=recipe,
         runtime=runtime,
@@ -163,7 +180,8 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
 
 
 def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, run_dir: Path) -> Display:
-    remedy = loader.remedy(data.train, local_world_size=runtime.launched.local_world_size, device=runtime.device)
+    launched = runtime.launched
+    remedy = loader.remedy(data.train, asked=runtime.workers, local_world_size=launched.local_world_size, device=runtime.device)
     display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy)
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
     notes = [

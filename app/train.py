@@ -74,6 +74,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         tf32=recipe.train.tf32,
         deterministic=recipe.train.deterministic,
         hang_timeout_s=arguments.hang_timeout,
+        workers=arguments.workers,
     )
     handshake.check_group(runtime.accelerator, launched, plan)
     arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.train.dtype), known_answers.GENERAL)

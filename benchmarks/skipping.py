@@ -59,7 +59,8 @@ def _first_batch(runtime: Runtime, recipe: Recipe, step: int) -> tuple[float, fl
     order_s = time.perf_counter() - start_s
     assert numbers.min() >= step // (SAMPLES // BATCH) * SAMPLES
     start_s = time.perf_counter()
-    prepared = runtime.deal(loader.build(source, batches(), seed=recipe.seed, local_world_size=1, device=runtime.device))
+    workers = loader.workers_of(None, local_world_size=1, device=runtime.device)
+    prepared = runtime.deal(loader.build(source, batches(), seed=recipe.seed, workers=workers))
     batch = next(iter(prepared))
     whole_s = time.perf_counter() - start_s
     assert batch["samples"].tolist() == numbers.tolist()

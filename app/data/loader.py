@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import signal
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,12 +141,13 @@ def _copy(arrays: Mapping[str, np.ndarray], memory: Mapping[str, np.ndarray]) ->
         np.copyto(memory[name], array)  # in this thread: torch's pool is left to others
 
 
-def build(source: Samples, batches: Any, *, seed: int | None, local_world_size: int, device: torch.device) -> DataLoader:
+def build(source: Samples, batches: Any, *, seed: int | None, workers: int) -> DataLoader:
     """Return a loader over `batches`, a batch sampler of global micro-batches, for Accelerate to divide.
 
-    For samples that are made one by one: worker processes do it. `seed` as in `Fetching`.
+    For samples that are made one by one: so many worker processes do it; 0: this process. `seed` as in `Fetching`.
     """
-    workers = num_workers(cores.of_this_process(local_world_size), device)
+    # Of more workers than cores, which were asked for (`workers_of`).
+    warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
     return DataLoader(
         Fetching(source, seed=seed),
         batch_sampler=batches,
@@ -156,6 +158,17 @@ def build(source: Samples, batches: Any, *, seed: int | None, local_world_size: 
     )
 
 
+def workers_of(asked: int | None, *, local_world_size: int, device: torch.device) -> int:
+    """Return how many worker processes this process starts: as many as were asked for, or else as its cores allow.
+
+    Beside a device at least one: batches are brought there by a thread (`transfer`), which shares the generators that samples
+    may draw from with the training.
+    """
+    if asked is not None:
+        return asked if device.type == "cpu" else max(1, asked)
+    return num_workers(cores.of_this_process(local_world_size), device)
+
+
 def num_workers(own_cores: int, device: torch.device) -> int:
     """Return how many worker processes one training process may start that has this many cores.
 
@@ -164,13 +177,14 @@ def num_workers(own_cores: int, device: torch.device) -> int:
     return max(0, min(16, own_cores - (1 if device.type == "cpu" else 0)))
 
 
-def remedy(source: Samples, *, local_world_size: int, device: torch.device) -> str:
-    """Return what helps where training waits for these samples."""
+def remedy(source: Samples, *, asked: int | None, local_world_size: int, device: torch.device) -> str:
+    """Return what helps where training waits for these samples; `asked` as in `workers_of`."""
     own = getattr(source, "remedy", "")
     if source.workers:
-        workers = num_workers(cores.of_this_process(local_world_size), device)
+        workers = workers_of(asked, local_world_size=local_world_size, device=device)
         count = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
-        text = f"samples are made by {count}, as many as this job's cores allow; give it more cores (--cpus-per-task)"
+        why = "as --workers says; leave it out" if asked is not None else "as many as this job's cores allow"
+        text = f"samples are made by {count}, {why}; give it more cores (--cpus-per-task)"
     else:
         text = "the disk they lie on is slow; give the job more memory, in which the system keeps what was read"
     return f"{text}, or {own}" if own else text

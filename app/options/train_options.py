@@ -48,6 +48,7 @@ def parser(prog: str = "python -m app.train", *, keys_of: str | None = None) -> 
                         "with the stacks of all processes in RUN/stacks, when it stood still for so long; it has to be longer "
                         "than any step, forward pass of an evaluation and save takes; 0: never "
                         f"(default: {_HANG_TIMEOUT_S})")  # fmt: skip
+    add_workers(parser)
     parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
     return parser
@@ -58,3 +59,10 @@ def show_help(words: Sequence[str]) -> NoReturn:
     given = parser().parse_known_intermixed_args([word for word in words if word not in ("-h", "--help")])[0]
     parser(keys_of=recipe_file.load(given.recipe, given.overrides).recipe.task).print_help()
     sys.exit(0)
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Add `--workers`: what is made by how many is the same, so it is no recipe key."""
+    parser.add_argument("--workers", type=not_negative, metavar="N", help="processes that make the samples of each training "
+                        "process, where samples are made one by one; 0: it makes them itself, beside a GPU one does. They are "
+                        "the same samples with any number (default: as its cores allow, at most 16)")  # fmt: skip

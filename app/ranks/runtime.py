@@ -46,7 +46,7 @@ _COLLECTIVE = timedelta(minutes=30)
 class Runtime:
     """The processes that train together, seen from one of them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
         self,
         launched: Launched,
         plan: BatchPlan,
@@ -55,17 +55,20 @@ class Runtime:
         tf32: bool = False,
         deterministic: bool = False,
         hang_timeout_s: int | None = None,
+        workers: int | None = None,
     ) -> None:
         """Join the process group and take a device, which computes as the recipe's `tf32` and `deterministic` say (`numerics`).
 
         `clip_norm` is the recipe's gradient clipping norm, `hang_timeout_s` that of the watchdog (0: it watches nothing), which
-        is to see before any collective is over that the training stands still. Raises PresetError if the preset contradicts the
+        is to see before any collective is over that the training stands still; `workers` is how many processes are to make this
+        one's samples, None: as many as its cores allow. Raises PresetError if the preset contradicts the
         recipe, RecipeError if the environment does, and TopologyError if the processes cannot meet, or two of them would share
         a device.
         """
         _refuse_other_clipping(launched, clip_norm)
         self.launched = launched
         self.plan = plan
+        self.workers = workers
         self.signs_of_life, self.step = 0, 0  # see `alive`
         self.notes: list[str] = []
         """What the user should know of the processes."""

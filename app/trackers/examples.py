@@ -17,16 +17,16 @@ class Examples:
     """Shows samples of the first steps of epochs 0, 1, 2, 4, 8, ...: later ones look no different, and each takes space."""
 
     def __init__(
-        self, trackers: Trackers, look: Callable[[Batch, int, str], tuple[str, Any]], *, count: int, steps_per_epoch: int
+        self, trackers: Trackers, look: Callable[[Batch, int, str], tuple[str, Any]] | None, *, count: int, steps_per_epoch: int
     ) -> None:
-        """`count` samples are shown at most, if a tracker shows pictures; `look` is the task's."""
+        """`count` samples are shown at most, if a tracker shows pictures; `look` is the task's, if it has one."""
         self._trackers, self._look = trackers, look
         self._count = count if trackers.take_pictures else 0
         self._steps_per_epoch = steps_per_epoch
 
     def see(self, step: int, micro_batch: int, batch: Batch) -> None:
         """Show what the model is given in a micro-batch of a step (both from 0), if it is time to."""
-        if self._count == 0 or micro_batch or step % self._steps_per_epoch:
+        if self._look is None or self._count == 0 or micro_batch or step % self._steps_per_epoch:
             return
         epoch = step // self._steps_per_epoch
         if epoch & (epoch - 1):

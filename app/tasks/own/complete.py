@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from app.data.draws import Draws, HostDraws
-from app.data.samples import Batch
+from app.data.samples import Batch, Splits
 from app.errors import DataError, RecipeError, SamerunError, TrainingError
 from app.task import Form, Loss, NeedsData, Scores, Table, Totals
 from app.tasks.own import given, repeatable
@@ -52,6 +52,10 @@ class Complete:
         """Open a split, and try whether its samples are the same each time. Raises DataError if not."""
         found = self._task.samples(split)
         if found is None:
+            if split == "train":
+                raise DataError(
+                    f'{self._class}.samples("train") in {self._name} returned None: there have to be some to train on'
+                )
             return None
         samples = completed(found, what=f"the {'training' if split == 'train' else split} samples of {self._name}")
         repeatable.check(samples, is_random=split == "train")
@@ -59,9 +63,9 @@ class Complete:
             self._training = samples
         return samples
 
-    def notes(self, *data: Any) -> list[str]:
+    def notes(self, data: Splits) -> list[str]:
         """Return the task's own; none without."""
-        return list(self._task.notes(*data)) if self._has("notes") else []
+        return list(self._task.notes(data)) if self._has("notes") else []
 
     def matched(self, samples: Any, facts: Mapping[str, Any]) -> Any:
         """Return what the task makes of other samples; without a word of it, they must have the model's facts."""

@@ -30,6 +30,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "finish": ("sums", "rows"),
     "head": ("model",),
     "example": ("facts", "form"),
+    "notes": ("data",),
     "matched": ("samples", "facts"),
     "look": ("batch", "most", "title"),
     "leave": ("folder", "samples", "rows"),

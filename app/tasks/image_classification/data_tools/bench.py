@@ -146,7 +146,8 @@ def _with_workers(recipe: Recipe, source: Source, seconds: float) -> tuple[int, 
     if not source.workers:  # training looks batches up itself
         return 0, _per_second(map(loader.Fetching(source, seed=recipe.seed).__getitems__, _order(recipe, source)), seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fed = loader.build(source, _order(recipe, source), seed=recipe.seed, local_world_size=1, device=device)
+    workers = loader.workers_of(None, local_world_size=1, device=device)
+    fed = loader.build(source, _order(recipe, source), seed=recipe.seed, workers=workers)
     batches = iter(fed)
     for _ in range(2 * fed.num_workers):  # what the workers had ready when the measurement began
         next(batches)

@@ -1,0 +1,153 @@
+"""A user's samples: what they may leave out, what they return, and that they are the same each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from app.data.draws import HostDraws
+from app.data.samples import LooksUp, Samples
+from app.errors import DataError
+from app.tasks.own import repeatable
+from app.tasks.own.samples import completed
+
+
+class Own:
+    """Samples with a fetch of one's own."""
+
+    def __init__(self, fetch: Callable[[np.ndarray, Any], Any], size: int = 30) -> None:
+        self.fetch, self._size = fetch, size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def numbered(indices: np.ndarray, draw: HostDraws | None) -> dict[str, Any]:
+    shift = 0 if draw is None else draw.uniform("shift")
+    return {"x": indices[:, None].astype(np.float32), "y": torch.from_numpy(indices * 2.0 + shift)}
+
+
+def test_what_is_left_out_is_there() -> None:
+    samples = completed(Own(numbered), what="the training samples")
+    assert (len(samples), samples.facts, samples.workers, isinstance(samples, LooksUp)) == (30, {}, False, False)
+    assert {name: field.dtype for name, field in samples.fetch(np.arange(3), None).items()} == {
+        "x": torch.float32,
+        "y": torch.float64,
+    }
+    assert not hasattr(samples, "count")
+    arrays = completed(Samples.of({"x": np.zeros((4, 2))}, facts={"k": [1]}), what="the training samples")
+    assert (isinstance(arrays, LooksUp), arrays.facts) == (True, {"k": [1]})
+
+
+def test_a_fingerprint_tells_data_apart() -> None:
+    def of(fetch: Callable[[np.ndarray, Any], Any], size: int = 30) -> str:
+        return completed(Own(fetch, size), what="").fingerprint
+
+    same = [of(numbered), of(lambda indices, draw: dict(numbered(indices, draw)))]
+    other = [
+        of(numbered, 31),
+        of(lambda indices, draw: {"z": numbered(indices, draw)["x"]}),
+        of(lambda indices, draw: {"x": numbered(indices, draw)["x"].astype(np.float64), "y": numbered(indices, draw)["y"]}),
+        of(lambda indices, draw: {**numbered(indices, draw), "y": torch.from_numpy(indices * 2.0 + (indices == 29))}),
+    ]
+    assert same[0] == same[1]
+    assert len({same[0], *other}) == 5
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a tuple": (lambda at, draw: (at, at), "fetch of the training samples returned a tuple of 2, and has to return a dict"),
+    "a list": (lambda at, draw: {"y": [1, 2]}, "returned a list of 2 as field 'y', and has to return a tensor, or an array"),
+    "words": (lambda at, draw: {"y": np.array(["a", "b"])}, r"returned a ndarray \[2\] of <U1 as field 'y'"),
+    "no batch": (lambda at, draw: {"y": torch.zeros(7)}, r"field 'y' as a Tensor \[7\] of float32 for 2 indices: its first"),
+    "a scalar": (lambda at, draw: {"y": torch.zeros(())}, r"field 'y' as a Tensor \[\] of float32 for 2 indices"),
+    "ours": (
+        lambda at, draw: {"samples": torch.zeros(2)},
+        "a field 'samples': call it otherwise, samples and numbers are taken",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_fetch_returns_is_looked_at(case: str) -> None:
+    fetch, text = WRONG[case]
+    with pytest.raises(DataError, match=text):
+        completed(Own(fetch), what="the training samples").fetch(np.arange(2), None)
+
+
+def test_samples_that_are_none_are_told() -> None:
+    with pytest.raises(
+        DataError, match=r"the test samples are a list, which has no fetch: samples\(split\) returns Samples.of"
+    ):
+        completed([1, 2], what="the test samples")
+    with pytest.raises(DataError, match="the test samples are none: their length is 0"):
+        completed(Samples.of({"x": np.zeros((0, 2))}), what="the test samples")
+    with pytest.raises(DataError, match=r"facts of the test samples are .*they go into model\.json"):
+        completed(Samples.of({"x": np.zeros(2)}, facts={"mean": np.float32(1)}), what="the test samples")
+    seen = iter([{"x": torch.zeros(1)}, {"z": torch.zeros(1)}])
+    samples = completed(Own(lambda at, draw: next(seen)), what="the test samples")
+    samples.fetch(np.arange(1), None)
+    with pytest.raises(DataError, match="returned the fields z, and before x: each batch has to have the same"):
+        samples.fetch(np.arange(1), None)
+
+
+class Restless(Dataset):
+    """Keeps a generator."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, self._rng.random()
+
+
+RNG, COUNTS = np.random.default_rng(0), iter(range(1000))
+UNSTEADY: dict[str, tuple[Any, str, str]] = {
+    "a generator": (
+        lambda: Own(lambda at, draw: {"x": at * 1.0, "y": RNG.random(len(at))}),
+        "field 'y' of sample 0 of the training samples is not the same when the same samples with the same draws are fetched "
+        "again. fetch must depend on its arguments alone",
+        r"Take random numbers from `draw`, as in draw.uniform\('flip'\) \[B\]",
+    ),
+    "a counter": (lambda: Own(lambda at, draw: {"x": at + next(COUNTS)}), "field 'x' of sample 0 .* fetched again", "no state"),
+    "the place in the batch": (
+        lambda: Own(lambda at, draw: {"x": at, "y": np.arange(len(at))}),
+        "field 'y' of sample 0 .* fetched in another order",
+        "nothing of the other samples",
+    ),
+    "the batch": (
+        lambda: Own(lambda at, draw: {"x": at - at.mean()}),
+        "field 'x' of sample 0 of the training samples is not the same when it is fetched alone",
+        "nothing of the other samples",
+    ),
+    "a data set": (
+        lambda: Samples.of(Restless(), names=("x", "y")),
+        "field 'y' of sample 0 .* fetched again",
+        "the data set has a generator of its own .*Have __getitem__ make such a generator anew",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSTEADY)
+def test_samples_that_differ_each_time_are_refused_at_the_start(case: str) -> None:
+    make, text, remedy = UNSTEADY[case]
+    with pytest.raises(DataError, match=f"{text}.*{remedy}"):
+        repeatable.check(completed(make(), what="the training samples"), is_random=True)
+
+
+def padded(indices: np.ndarray, draw: HostDraws | None) -> dict[str, Any]:
+    longest = int(indices.max()) + 1
+    return {"x": np.where(np.arange(longest) <= indices[:, None], 7, 0), "y": np.where(indices % 2, np.nan, 1.0)}
+
+
+@pytest.mark.parametrize("fetch", [numbered, padded])
+@pytest.mark.parametrize("is_random", [True, False])
+def test_samples_that_keep_the_rule_pass(fetch: Any, is_random: bool) -> None:
+    repeatable.check(completed(Own(fetch), what=""), is_random=is_random)
