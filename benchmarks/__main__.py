@@ -31,8 +31,8 @@ from app.errors import RecipeError, RunFolderError, SamerunError, TrainingError
 from app.options.values import above_zero, names, numbers, positive
 from app.place.cores import machine
 from app.recipe import recipe_file
-from benchmarks import turns, whole
-from benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Row, results, table, versions, write
+from benchmarks import contestants, whole_runs
+from benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Turn, results, table, versions, write
 
 _HAND_WRITTEN = (LIMIT, "hand-written")
 _WARM_STEPS = 10
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise RunFolderError(f"the folder {folder} (--out) cannot be made: {error.strerror}. Choose another.") from error
     entries = _entries(options, console)
-    rows: list[Row] = []
+    rows: list[Turn] = []
     found: list[Result] = []
     failed: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="samerun-bench-") as place:
@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
             found = results(rows)
             console.print(table(group, [result for result in found if result.group == group], batch))
             write(folder, _about(options), rows, found)
-        whole_runs = _whole_runs([entry for entry in entries if entry.name not in failed], work, options, console)
-    write(folder, {**_about(options), "whole_runs": whole_runs}, rows, found)
+        runs = _whole_runs([entry for entry in entries if entry.name not in failed], work, options, console)
+    write(folder, {**_about(options), "whole_runs": runs}, rows, found)
     console.print(f"{_about(options)['machine']}\nwritten to {folder}", markup=False, highlight=False)
     return 0
 
@@ -153,33 +153,35 @@ def _common(options: argparse.Namespace, place: Path) -> tuple[dict[str, Any], i
 
 def _compete(
     group: Group, entries: list[Entry], work: dict[str, Any], options: argparse.Namespace, console: Console
-) -> list[Row]:
+) -> list[Turn]:
     """Let the programs of a group take turns, and return all windows but those of the warm-up."""
     with ExitStack() as stack:
         started = {}
         for entry in entries:
             task, log = _task(entry, work, group.model), Path(work["folder"], f"{entry.name}.log")
-            variables = {**turns.ON_CPU, **entry.variables}
-            one = turns.start(entry.name, task, threads=group.threads, processes=group.processes, log=log, variables=variables)
+            variables = {**contestants.ON_CPU, **entry.variables}
+            one = contestants.start(
+                entry.name, task, threads=group.threads, processes=group.processes, log=log, variables=variables
+            )
             started[entry.name] = stack.enter_context(one)
-        contestants = {entry.name: started[entry.name] for entry in entries if _is_ready(entry, started[entry.name], console)}
-        warm_s = {name: contestant.run(_WARM_STEPS).cpu_s for name, contestant in contestants.items()}[LIMIT]
+        ready = {entry.name: started[entry.name] for entry in entries if _is_ready(entry, started[entry.name], console)}
+        warm_s = {name: contestant.run(_WARM_STEPS).cpu_s for name, contestant in ready.items()}[LIMIT]
         steps = _WINDOW_STEPS * max(1, math.ceil(options.window * _WARM_STEPS / warm_s / _WINDOW_STEPS))
         rows = []
-        names = list(contestants)
+        names = list(ready)
         for number in range(1 + options.rounds):
             console.print(f"{group}: round {number} of {options.rounds}, {steps} steps each", markup=False)
             turned = names[number % len(names) :] + names[: number % len(names)]
-            windows = {name: contestants[name].run(steps) for name in turned}
+            windows = {name: ready[name].run(steps) for name in turned}
             if number > 0:
                 rows += [
-                    Row(group, name, number, steps, windows[name].cpu_us_per_step, windows[name].wall_us_per_step)
+                    Turn(group, name, number, steps, windows[name].cpu_us_per_step, windows[name].wall_us_per_step)
                     for name in names
                 ]
         return rows
 
 
-def _is_ready(entry: Entry, contestant: turns.Contestant, console: Console) -> bool:
+def _is_ready(entry: Entry, contestant: contestants.Contestant, console: Console) -> bool:
     """Wait for the first step; say if a peer fails. Raises TrainingError if another program does."""
     try:
         contestant.take_first_step()
@@ -201,13 +203,14 @@ def _whole_runs(entries: list[Entry], work: dict[str, Any], options: argparse.Na
     """Return what was asked for of the CPU seconds to the first step, and with an epoch and an evaluation, and show it."""
     model, threads, log = options.models[0], options.threads[0], Path(work["folder"], "whole.log")
     programs = {
-        entry.name: whole.Program(_task(entry, work, model, epochs=1), {**turns.ON_CPU, **entry.variables}) for entry in entries
+        entry.name: whole_runs.Program(_task(entry, work, model, epochs=1), {**contestants.ON_CPU, **entry.variables})
+        for entry in entries
     }
-    first = whole.first_steps(programs, starts=options.starts, threads=threads, log=log) if options.starts else {}
-    epochs = whole.epochs(programs, threads=threads, log=log) if options.epoch else {}
+    first = whole_runs.first_steps(programs, starts=options.starts, threads=threads, log=log) if options.starts else {}
+    epochs = whole_runs.epochs(programs, threads=threads, log=log) if options.epoch else {}
     if not (first or epochs):
         return {}
-    console.print(whole.table(model, first, epochs))
+    console.print(whole_runs.table(model, first, epochs))
     return {"first_step_cpu_s_of_starts": first, "epoch_cpu_s": epochs}
 
 

@@ -1,4 +1,4 @@
-"""One process of `python -m benchmarks`: runs one program, measured. Started by `benchmarks.turns` alone."""
+"""One process of `python -m benchmarks`: runs one program, measured. Started by `benchmarks.contestants` alone."""
 
 from __future__ import annotations
 

@@ -24,10 +24,9 @@ from app.recipe.schema import Recipe
 from app.tasks.image_classification.data import idx
 from app.tasks.image_classification.data.arrays import ArraySource
 from app.tasks.image_classification.data.open import open_data
-from app.tasks.image_classification.data.record import Record
 from app.tasks.image_classification.data.source import Source
 from app.tasks.image_classification.data.split import Images
-from app.tasks.image_classification.data.writers import WRITERS
+from app.tasks.image_classification.data.writers import WRITERS, Record
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 from benchmarks.memory import peak_anonymous_bytes
 

@@ -42,7 +42,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Row:
+class Turn:
     """One window of one program, in one round."""
 
     group: Group
@@ -91,9 +91,9 @@ class Result:
     """CPU time of a step, divided by that of Samerun: of Samerun with augmentation, where the program has it."""
 
 
-def results(rows: Sequence[Row]) -> list[Result]:
+def results(rows: Sequence[Turn]) -> list[Result]:
     """Return the result of each program of each group, in the order in which they first came."""
-    found: dict[tuple[Group, str], dict[int, Row]] = {}
+    found: dict[tuple[Group, str], dict[int, Turn]] = {}
     for row in rows:
         found.setdefault((row.group, row.program), {})[row.round] = row
     return [
@@ -102,7 +102,7 @@ def results(rows: Sequence[Row]) -> list[Result]:
     ]
 
 
-def _result(rounds: Mapping[int, Row], limits: Mapping[int, Row], ours: Mapping[int, Row]) -> Result:
+def _result(rounds: Mapping[int, Turn], limits: Mapping[int, Turn], ours: Mapping[int, Turn]) -> Result:
     pairs = [(row.cpu_us_per_step, limits[number].cpu_us_per_step) for number, row in rounds.items()]
     first = next(iter(rounds.values()))
     return Result(
@@ -139,7 +139,7 @@ def table(group: Group, of_group: Sequence[Result], batch: int) -> Table:
     return made
 
 
-def write(folder: Path, about: Mapping[str, Any], rows: Sequence[Row], found: Iterable[Result]) -> None:
+def write(folder: Path, about: Mapping[str, Any], rows: Sequence[Turn], found: Iterable[Result]) -> None:
     """Write bench.csv, a line for each window, and bench.json: `about`, the results and the CPU us a step of each round."""
     with (folder / WINDOWS).open("w", newline="") as file:
         writer = csv.writer(file)

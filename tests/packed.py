@@ -14,8 +14,7 @@ from torchvision.datasets import ImageFolder
 
 from app.errors import DataError
 from app.tasks.image_classification.data.open import Data, open_data
-from app.tasks.image_classification.data.record import Record
-from app.tasks.image_classification.data.writers import WRITERS
+from app.tasks.image_classification.data.writers import WRITERS, Record
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 FORMATS = sorted(WRITERS)

@@ -141,7 +141,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "benchmarks.feeding",
             "benchmarks.work",
             "benchmarks.programs",
-            "benchmarks.turns",
+            "benchmarks.contestants",
             "benchmarks.gpu.presets",
             "app.ranks.runtime",
             "app.trackers.services",
@@ -169,7 +169,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
         '"SLURM': {
             "app.place.slurm_variables",
             "app.place.inherited",
-            "benchmarks.turns",
+            "benchmarks.contestants",
             "launch.schedulers.slurm_job",
         },
         "distributed_type": {"app.ranks.runtime", "app.ranks.handshake", "app.place.launched", "launch.preset"},

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import TrainingError
-from benchmarks import turns
+from benchmarks import contestants
 
 HAND, OURS = "hand-written on a device", "samerun"
 """Names of the programs as `benchmarks.bench_case` knows them."""
@@ -67,13 +67,13 @@ def compete(entries: Mapping[str, Entry], *, steps: int, rounds: int, threads: i
     """
     found = Found()
     with ExitStack() as stack:
-        running: dict[str, turns.Contestant] = {}
+        running: dict[str, contestants.Contestant] = {}
         for number, (name, entry) in enumerate(entries.items()):
             log = folder / f"{number}.log"
-            started = turns.start(name, dict(entry.task), threads=threads, log=log, variables=entry.variables)
+            started = contestants.start(name, dict(entry.task), threads=threads, log=log, variables=entry.variables)
             running[name] = stack.enter_context(started)
 
-        def each(what: Callable[[turns.Contestant], float], names: Iterable[str]) -> dict[str, float]:
+        def each(what: Callable[[contestants.Contestant], float], names: Iterable[str]) -> dict[str, float]:
             done = {}
             for name in names:
                 try:
@@ -83,7 +83,7 @@ def compete(entries: Mapping[str, Entry], *, steps: int, rounds: int, threads: i
                     del running[name]
             return done
 
-        each(turns.Contestant.take_first_step, list(running))
+        each(contestants.Contestant.take_first_step, list(running))
         each(lambda contestant: contestant.run(steps).wall_s, list(running))
         for number in range(rounds):
             if number and time.monotonic() > end_s:

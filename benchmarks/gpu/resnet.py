@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import turns
+from benchmarks import contestants
 from benchmarks.figures import Spread
 from benchmarks.gpu import photographs, shipped
 from benchmarks.gpu.contest import HAND, OURS, Entry, Found, Goal, compete, failed_line, say
@@ -105,7 +105,7 @@ def _pair(
         "synthetic_samples": 4 * options.batch if made_up else None,
         "compiled": compiled,
     }
-    variables = {"ACCELERATE_MIXED_PRECISION": "bf16", **(turns.ON_CPU if options.dry_run else {})}
+    variables = {"ACCELERATE_MIXED_PRECISION": "bf16", **(contestants.ON_CPU if options.dry_run else {})}
     ours = {**variables, **({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"} if compiled else {})}
     hand = f"{_HAND}, {what}"
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import turns
+from benchmarks import contestants
 from benchmarks.figures import LINEAR, Spread
 from benchmarks.gpu.contest import HAND, OURS, Entry, Goal, compete, failed_line, say
 
@@ -16,7 +16,7 @@ _MODELS = (LINEAR, "convnet")
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
     """One matrix, and the small ConvNet, on gray images of 28 pixels, in bf16 with the fused AdamW."""
-    variables = {"ACCELERATE_MIXED_PRECISION": "bf16", **(turns.ON_CPU if options.dry_run else {})}
+    variables = {"ACCELERATE_MIXED_PRECISION": "bf16", **(contestants.ON_CPU if options.dry_run else {})}
     entries = {}
     for model in _MODELS:
         task = {

@@ -14,8 +14,8 @@ from processes import ONE_THREAD, Started, read
 
 import benchmarks.__main__
 from app.errors import RecipeError, RunFolderError, SamerunError, TrainingError
-from benchmarks import turns
-from benchmarks.figures import LIMIT, LINEAR, Group, Row, Spread, results
+from benchmarks import contestants
+from benchmarks.figures import LIMIT, LINEAR, Group, Spread, Turn, results
 from benchmarks.gpu import photographs
 
 ALL = {LIMIT, "hand-written", "samerun"}
@@ -73,7 +73,7 @@ def test_starts_and_whole_commands_are_measured_without_a_peer_that_fails(tmp_pa
 @pytest.mark.multiproc
 def test_a_program_that_ends_between_its_turns_is_named(tmp_path):
     task = {"program": LIMIT, "recipe": "digits", "model": LINEAR, "folder": str(tmp_path), "shape": [1, 8, 8, 10]}
-    with turns.start("the limit", {**task, "overrides": []}, threads=1, log=tmp_path / "log") as contestant:
+    with contestants.start("the limit", {**task, "overrides": []}, threads=1, log=tmp_path / "log") as contestant:
         contestant.take_first_step()
         assert contestant.run(10).cpu_s > 0
         (process,) = (child for child in psutil.Process().children() if "benchmarks.bench_case" in child.cmdline())
@@ -88,7 +88,7 @@ def test_ratios_are_those_of_the_same_round():
     # The machine is ten times as slow in the second round, for both.
     times = {LIMIT: (100.0, 1000.0, 100.0), "samerun": (125.0, 1250.0, 125.0), "samerun + augmentation": (200.0, 2000.0, 200.0)}
     times |= {"fabric": (250.0, 2500.0, 1250.0), "fabric + augmentation": (300.0, 3000.0, 300.0)}
-    rows = [Row(group, name, number, 10, us, us) for name, all_us in times.items() for number, us in enumerate(all_us)]
+    rows = [Turn(group, name, number, 10, us, us) for name, all_us in times.items() for number, us in enumerate(all_us)]
     limit, ours, augmented, peer, augmented_peer = results(rows)
     assert limit.ratio == Spread(1.0, 1.0, 1.0)
     assert ours.ratio == Spread(0.8, 0.8, 0.8)
@@ -120,7 +120,7 @@ def test_what_a_window_uses_was_made_while_it_was_measured(program, tmp_path):
     overrides = ["train.global_batch_size=24", "data.image_size=16", "data.resize_size=16", f"data.path={tmp_path / 'files'}"]
     task = {"program": program, "recipe": "imagenet_resnet50", "overrides": overrides, "model": "convnet"}
     task |= {"folder": str(tmp_path / "files"), "shape": [3, 16, 16, 10], "augmented": True}
-    with turns.start(program, task, threads=1, log=tmp_path / "log") as contestant:
+    with contestants.start(program, task, threads=1, log=tmp_path / "log") as contestant:
         contestant.take_first_step()
         windows = [contestant.run(6) for _ in range(3)]
     made = [window.made for window in windows]

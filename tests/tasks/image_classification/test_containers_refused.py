@@ -17,8 +17,7 @@ from packed import CLASSES, FORMATS, PICTURE, opened, records, refused, write_da
 
 from app.errors import DataError, RecipeError
 from app.tasks.image_classification.data import lmdb_file, tfrecords
-from app.tasks.image_classification.data.record import Record
-from app.tasks.image_classification.data.writers import WRITERS
+from app.tasks.image_classification.data.writers import WRITERS, Record
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ from sources import everything
 from app.data.turns import alone
 from app.errors import DataError
 from app.tasks.image_classification.data import containers
-from app.tasks.image_classification.data.record import Record
 from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES
-from app.tasks.image_classification.data.writers import WRITERS, write_tfrecord, write_webdataset
+from app.tasks.image_classification.data.writers import WRITERS, Record, write_tfrecord, write_webdataset
 
 # Writing
 

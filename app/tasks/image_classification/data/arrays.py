@@ -141,12 +141,7 @@ def _resized(split: Split, framing: Framing, shape: tuple[int, ...]) -> Iterator
 
 
 def open_arrays(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split that `samerun data pack --to arrays` wrote: data.path/<split>.
-
-    Raises:
-        RecipeError: data.path is not given.
-        DataError: A split is not there or not whole.
-    """
+    """Open what `samerun data pack --to arrays` wrote: data.path/<split>."""
     data = recipe.data
     if data.path is None:
         raise RecipeError("data.source=arrays needs data.path: the folder that `samerun data pack --to arrays` made")
@@ -162,7 +157,7 @@ def open_arrays(recipe: Sections) -> tuple[Source, Source]:
 
 
 def open_digits(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split of the embedded digits (digits.md): 1 channel, 8x8 pixels, 10 classes."""
+    """Open the embedded digits (digits.md): 1 channel, 8x8 pixels, 10 classes."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"], file["labels"]
     images = (images.astype(np.uint16) * 255 // 16).astype(np.uint8)[:, None]

@@ -16,11 +16,7 @@ from app.tasks.image_classification.sections import Sections
 
 
 def open_cifar(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split: 3 channels, 32x32 pixels, 10 or 100 (fine) classes.
-
-    Raises:
-        DataError: The folder is not there, or a file is missing or damaged.
-    """
+    """Open CIFAR's folder: 3 channels, 32x32 pixels, 10 or 100 (fine) classes."""
     kind, root = _kind(recipe), _root(recipe)
     folder = root / kind.base_folder
     if not folder.is_dir():
@@ -33,11 +29,7 @@ def open_cifar(recipe: Sections) -> tuple[Source, Source]:
 
 
 def download_cifar(recipe: Sections) -> None:
-    """Download and unpack the folder with torchvision, unless it is there and whole.
-
-    Raises:
-        OSError, RuntimeError: It cannot be downloaded.
-    """
+    """Download and unpack the folder with torchvision, unless it is there and whole. Raises OSError or RuntimeError."""
     kind, root = _kind(recipe), _root(recipe)
     if _damaged(kind, root / kind.base_folder):
         kind(root, download=True)

@@ -77,17 +77,9 @@ class RecordReader:
 
 
 def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Records]) -> tuple[Source, Source]:
-    """Return the training and the test split.
+    """Open both splits; `open_split` makes records of data.path, the name of a split, and the recipe's key that says it.
 
     Picture files become RGB, or grayscale with data.color=gray; without data.image_size all must have the size of the first.
-
-    Args:
-        recipe: What is learnt.
-        open_split: From data.path, the name of a split and the recipe's key that it comes from to its records.
-
-    Raises:
-        RecipeError: data.path is not given.
-        DataError: A file is missing or damaged, the splits' classes differ, or a label is not that of a class.
     """
     data = recipe.data
     if data.path is None:
@@ -158,7 +150,7 @@ class Handle(Protocol):
         """Let go of the file."""
 
 
-class Opened(Generic[H]):
+class OwnHandle(Generic[H]):
     """A file that a library opens, when it is first used in a process.
 
     Its handle is used in no other process, as LMDB demands: after a fork, or pickled, the file is opened again.

@@ -56,11 +56,7 @@ class FakeReader:
 
 
 def open_fake(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split: data.fake_channels, data.image_size and data.fake_classes say what of.
-
-    Raises:
-        RecipeError: data.image_size is not given.
-    """
+    """Make up both splits: data.fake_channels, data.image_size and data.fake_classes say what of."""
     data = recipe.data
     side = data.image_size
     if side is None:

@@ -64,12 +64,7 @@ class FileReader:
 
 
 def open_folder(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split: RGB (or data.color=gray), data.image_size pixels, one class for each sub-folder.
-
-    Raises:
-        RecipeError: data.path or data.image_size is not given.
-        DataError: A folder is missing or unreadable, a class has no picture, or the splits' classes differ.
-    """
+    """Open both splits: RGB (or data.color=gray), data.image_size pixels, one class for each sub-folder."""
     data = recipe.data
     if data.path is None or data.image_size is None:
         needed = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from app.data.extras import extra
 from app.errors import DataError
-from app.tasks.image_classification.data.containers import Opened, decoded, open_records
+from app.tasks.image_classification.data.containers import OwnHandle, decoded, open_records
 from app.tasks.image_classification.data.rows import picture_of
 from app.tasks.image_classification.data.source import Source, first_line
 from app.tasks.image_classification.sections import Sections
@@ -32,7 +32,7 @@ SUFFIXES = (".h5", ".hdf5")
 class Hdf5Records:
     """The rows of a split."""
 
-    opened: Opened[OpenFile]
+    opened: OwnHandle[OpenFile]
     classes: tuple[str, ...] | None
     labels: np.ndarray
     """int64 [N]."""
@@ -62,7 +62,7 @@ class Hdf5Records:
 
 
 def open_hdf5(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split, as `open_records` does."""
+    """Open both splits, as `open_records` does."""
     images, labels = (IMAGES, recipe.data.image_column), (LABELS, recipe.data.label_column)
     return open_records(recipe, functools.partial(_open_split, images, labels))
 
@@ -72,10 +72,10 @@ def _open_split(images: Sequence[str], labels: Sequence[str], folder: Path, spli
     if path is None:
         raise DataError(f"{folder} holds no file {split}{SUFFIXES[0]} for {key}={split}; correct data.path or {key}")
     with _reading(path, str(path)):
-        return _records(Opened(OpenFile, path), images, labels)
+        return _records(OwnHandle(OpenFile, path), images, labels)
 
 
-def _records(opened: Opened[OpenFile], images: Sequence[str], labels: Sequence[str]) -> Hdf5Records:
+def _records(opened: OwnHandle[OpenFile], images: Sequence[str], labels: Sequence[str]) -> Hdf5Records:
     path, file = opened.path, opened().file
     image_set, label_set = _dataset(file, images, path, "image"), _dataset(file, labels, path, "label")
     encoded = _holds_files(image_set)

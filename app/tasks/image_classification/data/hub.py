@@ -28,14 +28,10 @@ BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 
 
 def open_hub(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split.
+    """Open both splits, from the library's cache if they are the hub's.
 
     Encoded images become RGB, unless all that are sampled are grayscale or data.color says otherwise; arrays keep their
     channels. Without data.image_size every image must have the size of the first.
-
-    Raises:
-        RecipeError: data.path is not given.
-        DataError: There are no such files, splits or columns, or a label or an image is not what it must be.
     """
     data = recipe.data
     splits = _load(recipe)
@@ -63,11 +59,7 @@ def open_hub(recipe: Sections) -> tuple[Source, Source]:
 def download_hub(recipe: Sections) -> None:
     """Download a data set of the hub into the library's cache, unless data.path is a file or a folder.
 
-    The library sees to it that processes take turns.
-
-    Raises:
-        RecipeError: data.path is not given.
-        DataError: It cannot be downloaded.
+    The library sees to it that processes take turns. Raises RecipeError without data.path, DataError where it cannot.
     """
     path = _path(recipe)
     if path.exists():

@@ -54,11 +54,7 @@ def find(recipe: Sections) -> list[Path] | None:
 
 
 def open_idx(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split: 1 channel, 10 classes.
-
-    Raises:
-        DataError: The files are in none of the usual places, or one of them is not what it should be.
-    """
+    """Open the four files from the first of the usual places that has them: 1 channel, 10 classes."""
     name = recipe.data.source
     files = find(recipe)
     if files is None:
@@ -93,11 +89,7 @@ def _open_split(images: Path, labels: Path, classes: tuple[str, ...]) -> Split:
 
 
 def read_labels(path: Path) -> np.ndarray:
-    """Return the numbers in an idx file of one dimension, uint8 [N]: mapped, or in memory if it is compressed.
-
-    Raises:
-        DataError: The file cannot be read, or is not what it should be.
-    """
+    """Return the numbers in an idx file of one dimension, uint8 [N]: mapped, or in memory if compressed. Raises DataError."""
     shape = read_shape(path, 1)
     if path.suffix != ".gz":
         return Images.mapped(path, _header_bytes(1), shape).array
@@ -105,11 +97,7 @@ def read_labels(path: Path) -> np.ndarray:
 
 
 def read_shape(path: Path, dimensions: int) -> tuple[int, ...]:
-    """Return the shape of the array in an idx file of unsigned bytes; a plain file is checked to have so many bytes.
-
-    Raises:
-        DataError: The file cannot be read, is no such file, or is shorter or longer than it says.
-    """
+    """Return the shape of the array in an idx file of unsigned bytes; a plain file must have so many. Raises DataError."""
     header, magic = _header_bytes(dimensions), UNSIGNED_BYTE << 8 | dimensions
     with _opened(path) as file:
         start = file.read(header)
@@ -161,11 +149,7 @@ def _header_bytes(dimensions: int) -> int:
 
 
 def download_idx(recipe: Sections) -> None:
-    """Download the files with torchvision, unless they are there.
-
-    Raises:
-        OSError, RuntimeError: They cannot be downloaded.
-    """
+    """Download the files with torchvision, unless they are there. Raises OSError or RuntimeError."""
     if find(recipe) is None:
         from torchvision import datasets  # not at the top: it takes a second or two
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from app.data.extras import extra
 from app.errors import DataError
-from app.tasks.image_classification.data.containers import Opened, class_names, decoded, open_records
+from app.tasks.image_classification.data.containers import OwnHandle, class_names, decoded, open_records
 from app.tasks.image_classification.data.source import Source, first_line
 from app.tasks.image_classification.sections import Sections
 
@@ -59,7 +59,7 @@ class LmdbRecords:
 
 
 def open_lmdb(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split, as `open_records` does."""
+    """Open both splits, as `open_records` does."""
     return open_records(recipe, _open_split)
 
 
@@ -91,7 +91,7 @@ def _records(opened: Database) -> LmdbRecords:
     return LmdbRecords(opened, names, np.frombuffer(stored, LABEL_TYPE).astype(np.int64))
 
 
-class Database(Opened[Any]):
+class Database(OwnHandle[Any]):
     """A database that is opened when it is used; `database` gives it."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -41,6 +41,8 @@ OPEN = {
     "lmdb": open_lmdb,
     "tfrecord": open_tfrecords,
 }
+"""What opens both splits, by data.source. All raise RecipeError for a key that is needed and not given, and DataError for data
+that is missing, unreadable or not what it must be."""
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 
 

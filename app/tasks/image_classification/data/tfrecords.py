@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -39,8 +39,7 @@ FOOTER = struct.Struct("<I")
 """Of a record: the masked CRC of its content."""
 
 
-@dataclass(frozen=True, eq=False)
-class Features:
+class Features(NamedTuple):
     """Names of the features that hold a sample, most likely first."""
 
     image: tuple[str, ...]

@@ -13,8 +13,9 @@ import os
 import tarfile
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ import numpy as np
 from app.data.extras import extra
 from app.errors import DataError
 from app.tasks.image_classification.data import hdf5, lmdb_file, tar_shards, tfrecords
-from app.tasks.image_classification.data.record import Record, Writer
 from app.tasks.image_classification.data.source import first_line
 
 SHARD_BYTES = 1 << 30
@@ -33,6 +33,28 @@ HDF5_CHUNK = 64
 """Rows in a chunk, of which the whole is looked at for one."""
 LMDB_BYTES = 1 << 40
 """Most that a database may hold; only addresses are reserved for it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A picture's file and its label."""
+
+    key: str
+    """What the sample was called where it came from: an image folder's relative path without the extension, say."""
+    encoded: bytes
+    """The picture's file, stored as it is."""
+    extension: str
+    """Of the picture's file, without the dot, in lower case: jpg, png, ..."""
+    label: int
+    """In 0 .. number of classes - 1."""
+
+
+Writer = Callable[[Path, str, Sequence[str], Iterable[Record]], None]
+"""From folder, split, class names and records to a container in the folder, with the samples numbered as the records come.
+
+Nothing is seen under the container's name before it is complete. Raises DataError if there is one for that split already, if
+there are no records, or if a label is not that of a class.
+"""
 
 
 def write_webdataset(

@@ -23,11 +23,10 @@ from app.tasks.image_classification.data.decoded import reader_of
 from app.tasks.image_classification.data.folders import FileReader
 from app.tasks.image_classification.data.open import OPEN, Data, open_stored
 from app.tasks.image_classification.data.pictures import Reader, format_of
-from app.tasks.image_classification.data.record import Record
 from app.tasks.image_classification.data.source import Source
 from app.tasks.image_classification.data.split import Unstored, pictures_in_a_chunk, write_split
 from app.tasks.image_classification.data.stage import located
-from app.tasks.image_classification.data.writers import WRITERS
+from app.tasks.image_classification.data.writers import WRITERS, Record
 from app.tasks.image_classification.data_tools.many import in_order
 
 _PIECE = 32

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import turns
+from benchmarks import contestants
 from benchmarks.figures import Spread
 
 
@@ -33,7 +33,7 @@ def first_steps(programs: Mapping[str, Program], *, starts: int, threads: int, l
     for number in range(starts):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             task, variables = programs[name].task, programs[name].variables
-            with turns.start(name, task, threads=threads, log=log, variables=variables) as contestant:
+            with contestants.start(name, task, threads=threads, log=log, variables=variables) as contestant:
                 found[name].append(contestant.take_first_step())
     return found
 
@@ -42,7 +42,7 @@ def epochs(programs: Mapping[str, Program], *, threads: int, log: Path) -> dict[
     """Return the CPU seconds of a process that trains an epoch, evaluates and ends. Raises TrainingError if one fails."""
     found = {}
     for name, program in programs.items():
-        with turns.start(name, program.task, threads=threads, log=log, variables=program.variables) as contestant:
+        with contestants.start(name, program.task, threads=threads, log=log, variables=program.variables) as contestant:
             contestant.take_first_step()
             found[name] = contestant.run_to_the_end()
     return found
