@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any
@@ -58,12 +59,10 @@ class Feed:
             pass
 
     def of_step(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
-        """Yield the batches of a step (from 0) with their weights: those of all ranks and passes have the mean 1 / passes."""
-        passes = (self._next(step, number) for number in range(self._runtime.plan.accumulation))
-        for number, (batch, weight) in enumerate(self._weighed(step, passes)):
-            if self._draws_in_passes:
-                self._seed_pass(step, number)
-            yield batch, weight
+        """Return the batches of a step (from 0) with their weights: those of all ranks and passes have the mean 1 / passes."""
+        passes = map(self._next, itertools.repeat(step), range(self._runtime.plan.accumulation))
+        weighed = self._weighed(step, passes)
+        return self._seeded(step, weighed) if self._draws_in_passes else weighed
 
     def samples_of(self, step: int) -> list[int]:
         """Return the indices of the samples of a step (from 0)."""
@@ -80,29 +79,30 @@ class Feed:
         return ready
 
     def _weighed(self, step: int, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
-        """Yield the passes with count * ranks / total: what is averaged over the ranks is then the mean of the global batch."""
+        """Return the passes with count * ranks / total: averaged over ranks, they add up to the mean of the global batch."""
         ranks = self._runtime.plan.world_size
         if hasattr(self._samples, "count"):  # known beforehand, on the host
             size = len(self._samples)
             self.total = float(self._samples.count(samples_of(self._recipe, size, step)).sum())
-            for batch in passes:
-                yield batch, float(self._samples.count(batch["numbers"] % size).sum()) * ranks / max(self.total, 1.0)
-        elif hasattr(self._task, "count"):  # known when all batches are there
+            total = max(self.total, 1.0)
+            return ((batch, float(self._samples.count(batch["numbers"] % size).sum()) * ranks / total) for batch in passes)
+        if hasattr(self._task, "count"):  # known when all batches are there
             batches = list(passes)
             counts = [self._task.count(batch).double() for batch in batches]
             self.total = total = self._runtime.accelerator.reduce(torch.stack(counts).sum(), "sum")
-            for batch, count in zip(batches, counts, strict=True):
-                yield batch, count * ranks / total.clamp(min=1)
-        else:
-            for batch in passes:
-                yield batch, 1 / self._runtime.plan.accumulation
+            return zip(batches, [count * ranks / total.clamp(min=1) for count in counts], strict=True)
+        return zip(passes, itertools.repeat(1 / self._runtime.plan.accumulation), strict=False)
 
-    def _seed_pass(self, step: int, number: int) -> None:
-        """Seed torch's generators for a forward pass, so that a resumed run draws what it would have drawn.
+    def _seeded(
+        self, step: int, passes: Iterator[tuple[Batch, float | torch.Tensor]]
+    ) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+        """Seed torch's generators for each forward pass, so that a resumed run draws what it would have drawn.
 
         Ranks draw differently, for dropout on different samples must not repeat itself.
         """
-        torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, self._runtime.launched.rank))
+        for number, batch_and_weight in enumerate(passes):
+            torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, self._runtime.launched.rank))
+            yield batch_and_weight
 
 
 def samples_of(recipe: Recipe, size: int, step: int) -> np.ndarray:

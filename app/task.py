@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from app.data.draws import Draws
 from app.data.samples import Batch, Samples, Splits
 
 
-@dataclass(frozen=True)
-class Later:
+class Later(NamedTuple):
     """A sum that nobody wants before the next log: worked out for many passes at once, which costs what one does."""
 
     of: Callable[..., tuple[Tensor, Tensor | float]]
@@ -34,7 +33,7 @@ class Later:
     tensors: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Loss:
     """What a pass over B samples costs."""
 

@@ -76,7 +76,7 @@ class Checkpoints:
         wanted = self._recipe.checkpoint
         if wanted.every_steps is not None and step % wanted.every_steps == 0:
             return True
-        return (wanted.are_wanted and is_last) or self._is_best(scores)
+        return (is_last and wanted.are_wanted) or self._is_best(scores)
 
     def save(self, step: int, scores: Evaluation | None = None) -> None:
         """Copy the state after so many steps and begin to write it, when the save before is on disk. Called by all ranks.

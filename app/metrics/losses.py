@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ class Losses:
         self.names: tuple[str, ...] | None = None
         """Of the task's sums; known after the first pass."""
         self._taken = torch.zeros(2, dtype=torch.float64, device=device)
-        self._passes: list[Loss] = []
+        self._means: list[Tensor] = []
+        self._counts: list[int | Tensor] = []
+        self._sums: list[Mapping[str, Later]] = []
         self._skipped: list[Tensor | bool] = []
 
     def add(self, loss: Loss) -> None:
@@ -36,7 +38,9 @@ class Losses:
                 f"the task's loss reports {', '.join(sums) or 'nothing'}, and in its first pass it reported "
                 f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in the same order, in every pass"
             )
-        self._passes.append(Loss(loss.mean.detach(), loss.count, sums))
+        self._means.append(loss.mean.detach())
+        self._counts.append(loss.count)
+        self._sums.append(sums)
 
     def end_step(self, skipped: Tensor | bool) -> None:
         """Finish a step; what was skipped (as `Step.skipped`) has no part in the sums. All steps have equally many passes."""
@@ -52,23 +56,23 @@ class Losses:
         return taken
 
     def _add_up(self) -> None:
-        spoilt = self._spoilt(len(self._passes))
-        sums = [_summed(*self._losses(), spoilt)]
+        spoilt = self._spoilt(len(self._means))
+        added_up = [_summed(*self._losses(), spoilt)]
         for name in self.names or ():
-            sums.append(_summed(*self._of([loss.sums[name] for loss in self._passes]), spoilt))
-        self._taken = self._taken + torch.cat(sums)
-        self._passes, self._skipped = [], []
+            added_up.append(_summed(*self._of([sums[name] for sums in self._sums]), spoilt))
+        self._taken = self._taken + torch.cat(added_up)
+        self._means, self._counts, self._sums, self._skipped = [], [], [], []
 
     def _losses(self) -> tuple[Tensor, Tensor | float, float]:
         """The losses of the passes, their counts, and by what to multiply."""
-        means, counts = torch.stack([loss.mean for loss in self._passes]), [loss.count for loss in self._passes]
-        if all(isinstance(count, int) and count == counts[0] for count in counts):
+        means, counts = torch.stack(self._means), self._counts
+        if set(map(type, counts)) == {int} and len(set(counts)) == 1:
             return means, 1.0, float(counts[0])  # a product once, after the sum: as it always was, to the last bit
         each = torch.stack([torch.as_tensor(count, device=self._device) for count in counts]).double()
         return torch.where(each > 0, means.double() * each, 0.0), each, 1.0
 
     def _of(self, passes: Sequence[Later]) -> tuple[Tensor, Tensor | float, float]:
-        stacked = (torch.stack(tensors) for tensors in zip(*(later.tensors for later in passes), strict=True))
+        stacked = map(torch.stack, zip(*[later.tensors for later in passes], strict=True))
         found, counts = passes[0].of(*stacked)
         return found, counts, 1.0
 

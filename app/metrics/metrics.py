@@ -132,7 +132,7 @@ class Metrics:
     def _check_counts(self, counted: float) -> None:
         """Raise TrainingError, on all ranks, if the loss was not a mean over as much as the gradient took it for."""
         skipped = {step - self._logged_steps - 1 for step in self._skipped_to_log}
-        expected = sum(float(total) for place, total in enumerate(self._totals) if place not in skipped)
+        expected = sum(map(float, [total for place, total in enumerate(self._totals) if place not in skipped]))
         self._totals = []
         if counted != expected:
             raise TrainingError(

@@ -21,8 +21,7 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -34,9 +33,10 @@ from torch.optim import optimizer as torch_optimizer
 from app.optim import from_recipe
 from app.optim.spikes import SpikeGuard, leave_out
 
+_NOTHING = nullcontext()
 
-@dataclass(frozen=True)
-class Step:
+
+class Step(NamedTuple):
     """What became of a step."""
 
     grad_norm: torch.Tensor | float
@@ -80,6 +80,7 @@ class Steps:
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         self._pass_gradient: torch.Tensor | None = None
         self._pass_weight: float | None = None
+        self._no_grad = torch.no_grad()  # kept, as making one takes longer than entering it
         self._own: Any = optimizer.optimizer
         """DeepSpeed's optimizer, or torch's."""
         if self._engine is not None:
@@ -95,7 +96,7 @@ class Steps:
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Return the block of one forward and backward pass: in all but a step's last, ranks keep their gradients."""
-        return nullcontext() if self._accumulation == 1 else self._accelerator.accumulate(self._model)
+        return _NOTHING if self._accumulation == 1 else self._accelerator.accumulate(self._model)
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Add a pass's mean loss, a scalar, to the gradient of the step, with this weight: a number, or a scalar on the device.
@@ -128,7 +129,7 @@ class Steps:
         It may be if the gradient is finite and no spike.
         """
         self._lap("other")
-        from_recipe.set_learning_rate(self.optimizer, learning_rate)
+        from_recipe.set_learning_rate(self._own, learning_rate)
         if self._engine is not None:
             self._engine.step()  # clips, leaves out what is not finite, and forgets the gradient
             norm = float(self._engine.get_global_grad_norm())
@@ -167,7 +168,7 @@ class Steps:
             left_out = torch.logical_not(norm < self._spikes.limit, out=torch.empty_like(norm, dtype=torch.float32))
             self._own.found_inf = left_out
         if left_out is not True:
-            with torch.no_grad():
+            with self._no_grad:
                 (self._watched_step if _is_watched(self._own) else self._bare_step)(self._own)
         if self._scaler is not None:
             self._scaler.update()
@@ -181,7 +182,7 @@ class Steps:
         else:  # what that does too, without a look at each tensor's device and type
             norms = torch._foreach_norm(gradients)
             if self._looks and self._clip_norm is None:
-                return math.hypot(*(norm.item() for norm in norms))
+                return math.hypot(*map(torch.Tensor.item, norms))
             norm = torch.linalg.vector_norm(torch.stack(norms))
         if self._clip_norm is not None:
             clip_grads_with_norm_(self._parameters, self._clip_norm, norm)

@@ -46,7 +46,7 @@ class NoProfile:
 
     def __init__(self, clock: Clock) -> None:
         self.lap = clock.lap
-        self.name_backward: Callable[[], None] = lambda: None
+        self.name_backward: Callable[[], None] | None = None
 
     def begin_step(self, step: int) -> None:
         """Do nothing."""

@@ -111,7 +111,7 @@ class ImageClassification:
 
     def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:
         """Return the batch with `inputs` [B, C, H, W] and `targets`: labels int64 [B], or shares of the classes [B, K]."""
-        preparation = self._prepares(form)
+        preparation = self._preparation or self._prepares(form)
         if draw is None:
             return {**batch, "inputs": preparation.evaluate(batch), "targets": batch["labels"]}
         self._inputs, targets = preparation.train(batch, draw, self._inputs)
@@ -123,11 +123,11 @@ class ImageClassification:
         logits = model(batch["inputs"])
         mean = models.mean_loss(logits, targets, label_smoothing=self._sections.augment.label_smoothing)
         if targets.is_floating_point():
-            return Loss(mean, len(targets))
+            return Loss(mean, targets.shape[0])
         answers = logits.detach()
         if not answers.is_cpu or answers.numel() > _FEW_LOGITS:  # a CUDA graph writes the next ones over these
             answers = answers.argmax(1)
-        return Loss(mean, len(targets), {"accuracy": Later(_right, (answers, targets))})
+        return Loss(mean, targets.shape[0], {"accuracy": Later(_right, (answers, targets))})
 
     # Scores -----------------------------------------------------------------------------------------------------------
 
@@ -183,17 +183,14 @@ class ImageClassification:
         return found
 
     def _prepares(self, form: Form) -> Preparation:
-        if self._preparation is None:
-            sections, is_last = self._sections, form.memory_format == torch.channels_last
-            channels, num_classes = self._facts["channels"], len(self._facts["classes"])
-            self._preparation = Preparation(
-                sections.data,
-                sections.augment,
-                num_classes=num_classes,
-                channels=channels,
-                dtype=form.dtype,
-                channels_last=is_last,
-            )
+        self._preparation = Preparation(
+            self._sections.data,
+            self._sections.augment,
+            num_classes=len(self._facts["classes"]),
+            channels=self._facts["channels"],
+            dtype=form.dtype,
+            channels_last=form.memory_format == torch.channels_last,
+        )
         return self._preparation
 
 

@@ -62,6 +62,8 @@ class Preparation:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=computing).view(-1, 1, 1)
         self._dtype = dtype
         self._augment = augment
+        changes_images = augment.crop_padding > 0 or augment.flip > 0 or augment.randaugment_ops > 0
+        self._changes_anything = changes_images or augment.erase > 0 or augment.mixes_pairs
         self._num_classes = num_classes
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         # `_normalised` says why a single channel's order is right by then.
@@ -85,8 +87,7 @@ class Preparation:
         Targets are the labels int64 [B], or where the recipe mixes pairs float32 (float64 for float64) [B, num_classes].
         """
         augment, images, labels = self._augment, batch["images"], batch["labels"]
-        changes_images = augment.crop_padding > 0 or augment.flip > 0 or augment.randaugment_ops > 0
-        if not (changes_images or augment.erase > 0 or augment.mixes_pairs):
+        if not self._changes_anything:
             return self._finished(self._normalised(images, memory)), labels
         inputs = self._normalised(self._changed(images, draws), memory)
         if augment.erase > 0:
