@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +97,33 @@ def test_code_of_a_run_folder_is_not_run(recipe: Path) -> None:
     (hostile / "line.py").write_text("raise SystemExit('run')\ntask = int\n")
     with pytest.raises(RecipeError, match=r"lies in the run folder .*: code of a run folder is not run"):
         tasks.of(load(str(recipe), [f"task={hostile / 'line.py'}"]).recipe)
+
+
+def ran(*words: str, check: bool = True) -> str:
+    command = [sys.executable, "-m", "launch.cli", *words] if words[0] == "launch" else [sys.executable, "-m", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_a_run_of_it_goes_on_unless_the_file_was_changed_and_the_weights_outlive_a_move(recipe: Path) -> None:
+    run, folder = recipe.parent / "run", recipe.parent
+    start = ["launch", "--recipe", str(recipe), "--run-dir", str(run), "--trackers", "none"]
+    ran(*start, "--preset", "multi_gpu", "--processes", "2", "train.steps=4", "checkpoint.every_steps=2")
+    told = json.loads((run / "run.json").read_text())
+    assert (told["task"], len(told["task_digest"])) == (str(folder / "line.py"), 16)
+    (folder / "helper_of_line.py").write_text("WORD = 2\n")
+    goes_on = [*start, "--preset", "cpu", "checkpoint.every_steps=2"]
+    refused = ran(*goes_on, check=False)
+    assert "whose task was another: helper_of_line.py changed since" in refused
+    assert "-WORD = 1\n+WORD = 2" in refused
+    (run / "result.json").unlink(missing_ok=True)
+    assert "resumed from" in ran(*goes_on, "--changed-task")
+    moved = folder / "elsewhere"
+    moved.mkdir()
+    for name in ("line.py", "helper_of_line.py"):
+        (folder / name).rename(moved / name)
+    assert "line.py: it cannot be read" in ran("app.evaluate", str(run), check=False)
+    assert "loss" in ran("app.evaluate", str(run), f"task={moved / 'line.py'}")
