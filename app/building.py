@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from app import own_layers, tasks
@@ -17,7 +18,7 @@ from app.data import held_out, loader, transfer
 from app.data.loader import Failure
 from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
-from app.errors import PresetError
+from app.errors import DataError, PresetError
 from app.evaluation import Evaluation, evaluate
 from app.optim import schedule
 from app.ranks import numerics, random_layers
@@ -83,6 +84,20 @@ def evaluation_of(
     batches = EvalBatches(size=len(samples), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
     fed, form = _fed(runtime, samples, batches, seed=None), form_of(runtime, recipe, task)
     return functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form)
+
+
+def try_score(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, data: Splits) -> None:
+    """Have a user's task score a micro-batch, if there is a split to be scored. All ranks call it. Raises TrainingError."""
+    own = getattr(task, "try_score", None)
+    if own is None or not data.scored:
+        return
+    samples = scored_samples(recipe, data, next(iter(data.scored)))
+    numbers = np.arange(runtime.plan.micro_batch)
+    batch = loader.Fetching(samples, seed=None).__getitems__(np.where(numbers < len(samples), numbers, -1))
+    if isinstance(batch, Failure):
+        raise DataError(batch.text)
+    fields = {name: field.to(runtime.device) if isinstance(field, torch.Tensor) else field for name, field in batch.items()}
+    own(model, fields, form_of(runtime, recipe, task))
 
 
 def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:

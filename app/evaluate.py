@@ -58,6 +58,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     from app.data import held_out
     from app.ranks.runtime import Runtime
 
+    run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # what is no finished run is told as that
     recipe = recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
     _, model, facts = model_file.load(arguments.run, recipe.task if task_file.is_own(recipe.task) else None)
     share = max(1, recipe.train.global_batch_size // launched.world_size)

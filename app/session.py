@@ -129,6 +129,8 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
         if resumed.note:
             display.say(f"note: {resumed.note}")
+    else:
+        building.try_score(runtime, recipe, task, model, data)
     window = recipe.profile.window
     clock, say = metrics.clock, display.say
     profile = Profile(runtime, claim, clock, window=window, say=say) if window else NoProfile(clock)

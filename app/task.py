@@ -1,7 +1,23 @@
 """The contract of a task: what is special about pictures, text or a problem of one's own, and all that the application asks.
 
 A task is one process's view. It knows no rank, no device and no strategy: the application deals the samples, brings batches to
-the device, distributes the model, and adds up over the ranks. Only what is marked optional may be missing.
+the device, distributes the model, and adds up over the ranks.
+
+A task of one's own is a class in a file that ends with `task = MyTask`. It needs three methods, and no base class:
+
+    class MyTask:
+        def samples(self, split):
+            x, y = read_my_data(split)
+            return Samples.of({"x": x, "y": y})
+
+        def model(self, facts):
+            return nn.Linear(4, 1)
+
+        def loss(self, model, batch):
+            return Loss(F.mse_loss(model(batch["x"]), batch["y"]), len(batch["x"]))
+
+All else is optional for it (`Task` says what is done without). Before the first step the application looks whether it keeps the
+rules, and says in a sentence which one it breaks.
 
 What keeps a run the same on any topology:
 
@@ -9,6 +25,8 @@ What keeps a run the same on any topology:
 - `loss` calls the model exactly once and touches none of its submodules, or FSDP2 and ZeRO break.
 - A sample's loss does not depend on other samples of its pass, but for its `neighbours`.
 - The gradient of a step is that of the mean over its whole global batch: a pass weighs by its `Loss.count`.
+
+For tasks of one's own, real numbers get the model's precision where the model is called. Targets stay as they are.
 """
 
 from __future__ import annotations
@@ -42,7 +60,8 @@ class Loss:
     count: int | Tensor
     """What it is the mean of: samples, tokens, ... A tensor is a scalar on the device."""
     sums: Mapping[str, Later] = field(default_factory=dict)
-    """More to report of the training, by name: the same names in every pass."""
+    """More to report of the training, by name: the same names in every pass. A task of one's own may give the pair (sum, count)
+    of the pass instead, numbers or tensors."""
 
     @classmethod
     def of(cls, total: Tensor, count: int | Tensor, sums: Mapping[str, Later] | None = None) -> Loss:
@@ -56,7 +75,8 @@ class Scores:
     """What a model scores on B samples; padding has no part in it."""
 
     sums: Mapping[str, tuple[Tensor, Tensor]]
-    """Sum and count by name, float64 and of one shape: they are added up over all batches and ranks."""
+    """Sum and count by name, float64 and of one shape: they are added up over all batches and ranks. Those of a task of one's
+    own may be of any type, and a count a single number."""
     rows: Tensor | None = None
     """float64 [B, R]: what is to be kept of each sample, gathered in the order of the samples."""
 
@@ -84,6 +104,9 @@ Table = dict[str, float | None]
 class Task(Protocol):
     """What is learnt, and how, seen from one process. Built from the recipe's sections of its own.
 
+    A task that comes with the package has all of this. One of a user's own has `samples`, `model` and `loss`, and what it likes
+    of the rest. Its `ready` is not given `form`, and its `finish` may return the scores alone.
+
     Samples may weigh differently, as texts do by their tokens. Then either the samples have `count(indices) -> int64 [B]`,
     which says beforehand what each counts, or the task has `count(batch)`, which says it of a ready batch, as a scalar on its
     device; all batches of a step are in memory then before its first pass. With neither, each sample counts 1.
@@ -91,16 +114,20 @@ class Task(Protocol):
 
     @property
     def monitor(self) -> tuple[str, Literal["max", "min"]]:
-        """The score by which the best checkpoint is chosen, and which end of it is good."""
+        """The score by which the best checkpoint is chosen, and which end of it is good. Optional: ("loss", "min")."""
 
     @property
     def channels_last(self) -> bool:
-        """Whether the network is faster on any device with inputs in that memory order (`train.channels_last: null`)."""
+        """Whether the network is faster on any device with inputs in that memory order (`train.channels_last: null`).
+
+        Optional: False.
+        """
 
     def prepare(self) -> Task | None:
         """Bring the data to this machine; return the task that all processes of it then use, or None: each has its own.
 
-        One process of each node calls it while the others wait. What it returns is pickled. Raises DataError and RecipeError.
+        One process of each node calls it while the others wait. What it returns is pickled; of a user's task all that
+        the others see is the files that it left. Optional. Raises DataError and RecipeError.
         """
 
     def samples(self, split: Split) -> Samples | None:
@@ -116,40 +143,63 @@ class Task(Protocol):
         """
 
     def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:
-        """Return a batch as `loss` and `score` take it, on the batch's device. None: nothing is random."""
+        """Return a batch as `loss` and `score` take it, on the batch's device. None: nothing is random.
+
+        The place for random changes of whole batches: `draw.uniform("noise")` is float32 [B], on the device, and the same for a
+        sample wherever it is. Optional: the batch as `fetch` gave it.
+        """
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
-        """Return the loss of a pass over the batch."""
+        """Return the loss of a pass over the batch. Calls `model` once and uses nothing else of it."""
 
     def score(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
-        """Return the scores of the batch's samples; `valid` is bool [B], False for padding."""
+        """Return the scores of the batch's samples; `valid` is bool [B], False for padding, which must not count.
+
+        It calls `model` equally often for every batch. Optional: `loss` is the score, and what else its `sums` report; padding
+        is cut off then before `ready`, and of a batch of nothing else the sums are 0.
+        """
 
     def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:
-        """Return the scores by name, and tables of scores, of a whole split; `rows` are those of all samples, on the CPU."""
+        """Return the scores by name, and tables of scores, of a whole split; `rows` are those of all samples, on the CPU.
+
+        Optional: of each sum its mean; of one with several numbers a table of them, by their places.
+        """
 
     def example(self, facts: Mapping[str, Any], form: Form) -> Batch:
-        """Return a batch of 2 as `ready` returns it, without data (torch's meta device): to count FLOPs with, for instance."""
+        """Return a batch of 2 as `ready` returns it, without data (torch's meta device): to count FLOPs with, for instance.
+
+        Optional: the shapes of two training samples. A loss that cannot do without numbers (`.item()`) leaves FLOPs unknown.
+        """
 
     def notes(self, data: Splits) -> list[str]:
-        """Return what a person would want to read of the data before a run, a sentence each."""
+        """Return what a person would want to read of the data before a run, a sentence each. Optional: nothing."""
 
     def head(self, model: nn.Module) -> str:
-        """Return the name of the layer that other samples may want of another shape, which fine-tuning leaves new."""
+        """Return the name of the layer that other samples may want of another shape, which fine-tuning leaves new.
+
+        Optional: the last one that has parameters.
+        """
 
     def matched(self, samples: Any, facts: Mapping[str, Any]) -> Samples:
-        """Return other samples as a model with these facts takes them. Raises DataError if it cannot."""
+        """Return other samples as a model with these facts takes them. Raises DataError if it cannot.
+
+        Optional: the samples, if their facts are the same.
+        """
 
     def look(self, batch: Batch, most: int, title: str) -> tuple[str, Any]:
-        """Return a name and a picture, uint8 [H, W, 3] (an array), of at most so many samples of a ready training batch."""
+        """Return a name and a picture, uint8 [H, W, 3] (an array), of at most so many samples of a ready training batch.
+
+        Optional: trackers show none.
+        """
 
     def leave(self, folder: Path, samples: Any, rows: Tensor) -> None:
         """Write into `folder`, new and empty, what a person would want to see of the samples that were scored at the end.
 
-        Raises DataError.
+        Optional: there is no such folder. Raises DataError.
         """
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
         """Return what the model makes of each input, in words and as JSON holds it: the `top` most likely of several answers.
 
-        Raises DataError if an input cannot be read.
+        Optional: `app.predict` says that there is none. Raises DataError if an input cannot be read.
         """

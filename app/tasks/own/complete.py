@@ -150,6 +150,23 @@ class Complete:
         self._calls_of_score = called.times
         return scores
 
+    def try_score(self, model: nn.Module, batch: Batch, form: Form) -> None:
+        """Score a batch before the first step: what is wrong with the task's own score would be seen after an epoch else.
+
+        Its last sample is made padding. All ranks call it. Raises TrainingError.
+        """
+        if not self._has("score"):
+            return
+        valid = batch["samples"] >= 0
+        valid[-1] = False
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            scores = self.score(model, self.ready(batch, None, form), valid)
+        model.train(was_training)
+        if not self._has("finish"):
+            self._check_monitor([name for name, (total, _) in scores.sums.items() if total.ndim == 0])
+
     def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:
         """Return what the task makes of the sums; without, the mean of each, and a table of those that have several."""
         if self._has("finish"):
@@ -158,11 +175,7 @@ class Complete:
             means = {name: total / count for name, (total, count) in totals.items()}
             scores = {name: mean.item() for name, mean in means.items() if mean.ndim == 0}
             tables = {name: _table(mean) for name, mean in means.items() if mean.ndim == 1}
-        if self.monitor[0] not in scores:
-            raise TrainingError(
-                f"the monitor of {self._class} is {self.monitor!r}, and its scores are {', '.join(scores) or 'none'}: set "
-                f'monitor = ({next(iter(scores), "NAME")!r}, "max") or "min" in {self._name}, which end of it is good'
-            )
+        self._check_monitor(list(scores))
         return scores, tables
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
@@ -173,6 +186,14 @@ class Complete:
                 "predict(self, model, inputs, *, top), which returns for each path of inputs a text and a dict"
             )
         return self._task.predict(model, inputs, top=top)  # type: ignore[no-any-return]
+
+    def _check_monitor(self, names: Sequence[str]) -> None:
+        if self.monitor[0] not in names:
+            first = names[0] if names else "rmse"
+            raise TrainingError(
+                f"the monitor of {self._class} is {self.monitor!r}, and its scores are {', '.join(names) or 'none'}: set "
+                f'monitor = ("{first}", "max") in {self._name}, or "min", whichever end of it is good'
+            )
 
     def _has(self, name: str) -> bool:
         return hasattr(self._task, name)

@@ -208,8 +208,12 @@ def test_what_is_not_as_it_should_be_is_told_at_the_first_call() -> None:
         with_(score=lambda self, model, batch, valid: {}).score(None, batch, valid)
     with pytest.raises(TrainingError, match=r"the rows of Mine.score are a Tensor \[4\] .* tensor \[2, R\]"):
         with_(score=lambda self, model, batch, valid: Scores({}, torch.zeros(4))).score(None, batch, valid)
-    with pytest.raises(TrainingError, match=r"monitor of Mine is \('loss', 'min'\), and its scores are rmse: set monitor = "):
+    told = r"monitor of Mine is \('loss', 'min'\), and its scores are rmse: set monitor = \(\"rmse\", \"max\"\) in my_task.py"
+    with pytest.raises(TrainingError, match=told):
         with_(finish=lambda self, sums, rows: {"rmse": 1.0}).finish({}, None)
+    rmse = with_(score=lambda self, model, batch, valid: Scores({"rmse": (model(batch["x"]).sum(), valid.sum())}))
+    with pytest.raises(TrainingError, match=told):
+        rmse.try_score(rmse.model({}), batch_of([0, 1]), Form())
     calls = iter([1, 0])
     uneven = with_(score=lambda self, model, batch, valid: Scores({}, None if not next(calls) else model(batch["x"])))
     uneven.score(lambda x: torch.zeros(len(x)), batch, valid)
