@@ -43,7 +43,7 @@ _COMMANDS = {
              "look at data, pack it smaller or in another form, measure how fast it is fed"),
     "watch": ("app.reports.watch", "main", "follow a run in the terminal, from any machine that sees its folder"),
     "report": ("app.reports.page", "main", "write all that a run folder tells as one HTML page"),
-    "curves": ("app.reports.curves", "main", "draw the loss and the score of runs, while training and on the test set"),
+    "curves": ("app.reports.curves", "main", "draw the loss and the score of runs, in training and in validation"),
     "compare": ("app.reports.compare", "main", "say what differs between two runs, and whether they were the same one"),
     "timeline": ("app.reports.timeline", "main",
                  "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),

@@ -1,4 +1,4 @@
-"""`samerun curves RUN...`: loss and score of several runs, in training and on the test set, on one page, as PDF and PNG.
+"""`samerun curves RUN...`: loss and score of several runs, in training and in validation, on one page, as PDF and PNG.
 
 Reads run folders and nothing else. What a run does not have is a sentence on stderr, and everything else is drawn.
 """
@@ -95,7 +95,7 @@ def _xs(text: str) -> Sequence[plots.X]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun curves",
-        description="Draw the loss and the score of runs, while training and on the test set, as curves.pdf and curves.png.",
+        description="Draw the loss and the score of runs, in training and in validation, as curves.pdf and curves.png.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")

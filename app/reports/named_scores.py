@@ -1,6 +1,7 @@
 """What a run is judged by, as people read it: its scores by their names, and their values in words.
 
-A score of the test set is `test_NAME` in evaluations.jsonl and result.json; that of the training data is NAME in metrics.jsonl.
+A score of a split is `validation_NAME` or `test_NAME` in evaluations.jsonl and result.json; that of the training data is
+NAME in metrics.jsonl. A run is judged by its validation score while it goes on; the test score is that of its end.
 Which scores there are is the task's affair: here one is a name and a number.
 """
 
@@ -13,27 +14,31 @@ from app.reports.past_run import PastRun
 from app.reports.state import is_number
 
 LOSS = "loss"
-_TEST = "test_"
-_SAMPLES = "test_samples"
-"""No score, but of how many samples the others are."""
+SPLITS = ("validation", "test")
+_SAMPLES = tuple(f"{split}_samples" for split in SPLITS)
+"""No scores, but of how many samples the others are."""
 
 
-def test_key(quantity: str) -> str:
-    """Return what a quantity is called where it is of the test set."""
-    return f"{_TEST}{quantity}"
+def key_of(split: str, quantity: str) -> str:
+    """Return what a quantity is called where it is of a split."""
+    return f"{split}_{quantity}"
 
 
 def quantities(runs: Iterable[PastRun]) -> list[str]:
     """Return what is followed over the course of the runs: the loss, and the score by which each is judged."""
-    judged = [run.monitor[0].removeprefix(_TEST) for run in runs if run.monitor]
-    return list(dict.fromkeys([LOSS, *judged]))
+    return list(dict.fromkeys([LOSS, *(run.monitor[0] for run in runs if run.monitor)]))
 
 
 def scores(run: PastRun, line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scores of the test set in a line of evaluations or a result; the first is that by which the run is judged."""
-    first = [run.monitor[0]] if run.monitor else []
-    keys = [key for key in dict.fromkeys([*first, *line]) if key.startswith(_TEST) and key != _SAMPLES]
+    """Return the scores in a line of evaluations or a result, those of a split first by which the run is judged."""
+    first = [key_of(split, run.monitor[0]) for split in SPLITS] if run.monitor else []
+    keys = [key for key in dict.fromkeys([*first, *line]) if split_of(key) and key not in _SAMPLES]
     return {key: line[key] for key in keys if is_number(line.get(key))}
+
+
+def split_of(key: str) -> str | None:
+    """Return the split that a score is of, by its name in a line; None: it is no score of a split."""
+    return next((split for split in SPLITS if key.startswith(f"{split}_")), None)
 
 
 def last_scores(run: PastRun) -> dict[str, float]:

@@ -36,7 +36,7 @@ class PastRun:
     metrics: Sequence[Line]
     """The whole lines of metrics.jsonl, by rising step; of a step that was taken twice the later."""
     evaluations: Sequence[Line]
-    """Those of evaluations.jsonl."""
+    """Those of evaluations.jsonl; of a step after which several splits were scored, one line with the scores of all."""
     events: Sequence[ledger.Event]
     """Those of ledger.jsonl, the oldest first."""
     result: Mapping[str, Any]
@@ -53,7 +53,10 @@ class PastRun:
 
     @property
     def monitor(self) -> tuple[str, str] | None:
-        """The score by which the run is judged, and whether its best is `max` or `min`; None if run.json does not tell."""
+        """The score by which the run is judged, of any split, and whether its best is `max` or `min`.
+
+        None if run.json does not tell.
+        """
         return run_folder.monitor(self.about)
 
     @property
@@ -129,7 +132,7 @@ def _lines(path: Path, complaints: list[str], *, optional: bool = False) -> list
     try:
         for number, _, values in lines:
             if is_count(values.get("step")):
-                by_step[values["step"]] = values
+                by_step[values["step"]] = {**by_step.get(values["step"], {}), **values} if optional else values
             else:
                 lines.leave_out(number, "it does not tell its step")
     except RunFolderError as error:

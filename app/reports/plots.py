@@ -1,10 +1,10 @@
 """Loss and scores of past runs as lines on matplotlib axes.
 
-    draw(axes, [run], "loss")                          training as a line, test as a line with markers
-    draw(axes, runs, "accuracy", x="time", parts=["test"])
+    draw(axes, [run], "loss")                          training as a line, validation as a line with markers
+    draw(axes, runs, "accuracy", x="time", parts=["validation"])
     figure, notes = page(runs, xs=["epoch", "time"])   the loss and what the runs are judged by, with one legend
 
-A quantity is the loss or the name of a score, without `test_`; which scores there are, the runs tell.
+A quantity is the loss or the name of a score, without its split; which scores there are, the runs tell.
 
 A run is told by its line style and marker, so that it can be printed in grey; of runs that lie upon each other, each later
 line is thinner than those below. Whatever a run does not have is left out, and what `curve` returns says so.
@@ -24,10 +24,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from app.record import ledger
-from app.reports.named_scores import LOSS, is_share, quantities, test_key, words
+from app.reports.named_scores import LOSS, is_share, key_of, quantities, words
 from app.reports.past_run import Line, PastRun
 
-Part = Literal["training", "test"]
+Part = Literal["training", "validation", "test"]
 X = Literal["epoch", "samples", "time"]
 PARTS: tuple[Part, ...] = get_args(Part)
 XS: tuple[X, ...] = get_args(X)
@@ -58,7 +58,7 @@ class Curve:
 def curve(run: PastRun, part: Part, quantity: str, *, x: X = "epoch") -> Curve:
     """Return one curve of a run, without the points that have no value or no place."""
     lines: Sequence[Line] = run.metrics if part == "training" else run.evaluations
-    key = quantity if part == "training" else test_key(quantity)
+    key = quantity if part == "training" else key_of(part, quantity)
     lines = [line for line in lines if _is_number(line.get(key))]
     if not lines:
         return Curve(x=[], y=[], notes=[f"{run.name}: no {part} {words(quantity)} is recorded."])
@@ -68,9 +68,15 @@ def curve(run: PastRun, part: Part, quantity: str, *, x: X = "epoch") -> Curve:
 
 
 def parts_of(runs: Sequence[PastRun], quantity: str) -> list[Part]:
-    """Return the parts that a quantity of these runs is expected of: not every task has its score of the training data too."""
+    """Return the parts that a quantity of these runs is expected of.
+
+    Not every task has its score of the training data too. Test is one point, at the end: it is no curve where there is one of
+    validation, but was it before there were three splits.
+    """
     is_trained = quantity == LOSS or any(quantity in line for run in runs for line in run.metrics)
-    return list(PARTS) if is_trained else ["test"]
+    is_validated = any(key_of("validation", quantity) in line for run in runs for line in run.evaluations)
+    looked_at: Part = "validation" if is_validated else "test"
+    return ["training", looked_at] if is_trained else [looked_at]
 
 
 def _epochs(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
@@ -158,7 +164,7 @@ def draw(
 
 def _falls(runs: Sequence[PastRun], quantity: str) -> bool:
     """Whether less of it is better, so that what matters is at the lower end of its axis."""
-    return quantity == LOSS or any(run.monitor == (test_key(quantity), "min") for run in runs)
+    return quantity == LOSS or any(run.monitor == (quantity, "min") for run in runs)
 
 
 def _readable(run: PastRun, found: Curve) -> Curve:

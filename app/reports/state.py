@@ -65,7 +65,8 @@ def _judged(run: PastRun, now: float) -> tuple[str, str, bool]:
     if isinstance(last_event, ledger.End):
         outcome = outcome or last_event.outcome
     if outcome == "finished" or (run.result and not run.events):
-        return "finished", "all steps are done", True
+        early = run.result.get("stopped_early_because")
+        return "finished", f"before its last step, because {early}" if early else "all steps are done", True
     if outcome == "stopped":
         again = bool(run.outcome.get("go_on"))
         return "stopped", f"after saving{because}{'; it is to be started again by itself' if again else ''}", not again

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from app.errors import RunFolderError
 from app.record import goodput as accounting
 from app.record import ledger, run_folder
-from app.reports.named_scores import LOSS, heading, is_share, last_scores, scores, test_key, value_text, words
+from app.reports.named_scores import LOSS, SPLITS, heading, is_share, key_of, last_scores, scores, split_of, value_text, words
 from app.reports.past_run import PastRun
 from app.reports.state import State, duration, is_number, moment
 
@@ -55,7 +55,7 @@ class Goodput(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The scores of the test set, and of which weights they are."""
+    """The scores of what splits there are, and of which weights they are."""
 
     caption: str
     rows: list[Row]
@@ -71,7 +71,8 @@ class Named(NamedTuple):
 def facts(run: PastRun, state: State | None) -> list[Row]:
     """The few numbers that everybody asks for first."""
     known = last_scores(run)
-    main = [*([run.monitor[0]] if run.monitor else []), test_key(LOSS)]
+    judged = [run.monitor[0]] if run.monitor else []
+    main = [key_of(split, name) for split in reversed(SPLITS) for name in (*judged, LOSS)]
     rows = [(words(key), value_text(key, known[key])) for key in dict.fromkeys(main) if key in known]
     if state:
         rows.append(("steps", f"{state.step:,}" + (f" of {state.total_steps:,}" if state.total_steps else "")))
@@ -98,7 +99,7 @@ _PARTS = {
     "startup_s": ("start-up", "until the first step, of every start"),
     "compute_s": ("compute", "steps that count in the end"),
     "data_wait_s": ("data wait", "waiting for data in these steps"),
-    "evaluation_s": ("evaluation", "on the test set"),
+    "evaluation_s": ("evaluation", "on the validation split, and at the end on the test split"),
     "saving_s": ("saving", "the loop stood still for a checkpoint"),
     "lost_work_s": ("lost work", "what a later start did again"),
     "down_s": ("between starts", "from the last line of a start until the next"),
@@ -176,12 +177,14 @@ def starts(run: PastRun, state: State | None) -> list[list[str]]:
 
 
 def tested(run: PastRun) -> Scores | None:
-    """Return every score of the test set: of the final weights, or of the last evaluation of a run that has not ended."""
+    """Return every score of validation and test: of the final weights, or of the last evaluation of a run that goes on."""
     final = scores(run, run.result)
     known = final or last_scores(run)
     if not known:
         return None
-    of = f"Of the final weights, over {run.result['test_samples']:,} samples" if final else "Of the last evaluation"
+    splits = [split for split in SPLITS if any(split_of(key) == split for key in known)]
+    sizes = " and ".join(f"{run.result[key_of(split, 'samples')]:,} {split} samples" for split in splits) if final else ""
+    of = f"Of the final weights, over {sizes}" if final else "Of the last evaluation"
     return Scores(of, [(words(key), value_text(key, value)) for key, value in known.items()])
 
 

@@ -27,6 +27,7 @@ OWN_KEYS = {
     "train.steps": "--steps",
     "train.epochs": "--steps",
     "train.evaluate_every_epochs": None,
+    "train.evaluate_every_steps": None,
     "log.every_steps": "--warm-up-steps",
     "checkpoint.every_steps": None,
     "checkpoint.every_minutes": None,

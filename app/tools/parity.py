@@ -45,6 +45,7 @@ _OWN_KEYS = {
     "train.epochs": "--steps",
     "train.max_micro_batch": "--accumulation",
     "train.evaluate_every_epochs": None,
+    "train.evaluate_every_steps": None,
     "log.every_steps": None,
     "log.samples": None,
 }
