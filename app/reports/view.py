@@ -47,10 +47,9 @@ def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableT
     rows: list[tuple[str, RenderableType]] = [("steps", _progress(run, state))]
     remaining_s = None if state.word != "going on" else remaining(run, state)
     if remaining_s is not None:
-        ends_early = (run.recipe.get("train") or {}).get("stop_after_evaluations_without_gain")
-        rows.append(
-            ("done in at most" if ends_early else "done in", f"{duration(remaining_s)}, at {moment(now + remaining_s)}")
-        )
+        may_end_early = (run.recipe.get("train") or {}).get("stop_after_evaluations_without_gain")
+        name = "done in at most" if may_end_early else "done in"
+        rows.append((name, f"{duration(remaining_s)}, at {moment(now + remaining_s)}"))
     rows += _told(run.metrics, "loss", "loss", "{:.4f}".format)
     rows += _told(run.metrics, "samples_per_s", "samples/s", "{:,.0f}".format)
     rows += _told(run.metrics, "learning_rate", "learning rate", "{:.3g}".format)

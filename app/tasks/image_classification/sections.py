@@ -42,8 +42,10 @@ class DataRecipe:
     """Whether missing data may be downloaded, by one process per node."""
     train_split: str = "train"
     """Name of the training split: a sub-folder for imagefolder, a split for huggingface, file names begin with it elsewhere."""
-    test_split: str = "test"
-    """Name of the test split, as for train_split."""
+    validation_split: str | None = None
+    """Name of the validation split, as for train_split. None: `val`, `valid` or `validation`, where there is one."""
+    test_split: str | None = None
+    """Name of the test split, as for train_split. None: `test`, where there is one."""
     image_column: str = "image"
     """Column, dataset or feature that holds the images (huggingface, hdf5, tfrecord)."""
     label_column: str = "label"

@@ -66,8 +66,8 @@ def test_gray_pictures_stay_gray_where_the_recipe_says_so(tmp_path: Path, source
     write_folder(tmp_path / "pictures", mode="L")
     pack(tmp_path / "pictures", tmp_path / "packed", source)
     for color, channels in (("auto", 3), ("gray", 1)):
-        expected, _ = opened("imagefolder", tmp_path / "pictures", color=color)
-        found, _ = opened(source, tmp_path / "packed", color=color)
+        expected, *_ = opened("imagefolder", tmp_path / "pictures", color=color)
+        found, *_ = opened(source, tmp_path / "packed", color=color)
         assert found.channels == expected.channels == channels
         assert torch.equal(everything(found)[0], everything(expected)[0])
 
@@ -163,7 +163,7 @@ def test_hdf5_of_pixels_is_read(tmp_path: Path, layout: str) -> None:
         with h5py.File(tmp_path / f"{split}.hdf5", "w") as file:
             file.create_dataset("image", data=stored, compression="gzip" if layout == "compressed" else None)
             file.create_dataset("kind", data=np.array([[0], [2], [1], [0], [2]], np.int32))
-    train, _ = opened("hdf5", tmp_path, image_size=None, label_column="kind")
+    train, *_ = opened("hdf5", tmp_path, image_size=None, label_column="kind")
     check_contract(train)
     images, labels = everything(train)
     assert torch.equal(images, torch.from_numpy(pixels[:, :1] if layout == "NHW" else pixels))

@@ -167,7 +167,7 @@ def test_tfrecords_that_cannot_be_read(copied: Callable[[str], Path], pictures: 
     refused(
         "tfrecord", path, rf"^the record at byte 0 of {shard} has the features height, kind, photo, but needs image/encoded or"
     )
-    train, _ = opened("tfrecord", path, image_column="photo", label_column="kind", test_split="train")
+    train, *_ = opened("tfrecord", path, image_column="photo", label_column="kind", test_split="train")
     assert len(train) == 1
     change(shard, at=0, to=b"\xff")
     refused("tfrecord", path, rf"^the record at byte 0 of {shard} does not begin as one \(its length's CRC is wrong\)")

@@ -33,7 +33,7 @@ def test_names_of_any_letters_come_back(tmp_path: Path, source: str) -> None:
     names = ("0:a", " b ", "c\u00e9\udcff", "")
     for split in ("train", "test"):
         WRITERS[source](tmp_path, split, names, [Record("\u00e9\udcff", PICTURE, "jpg", 3)] * 2)
-    train, _ = opened(source, tmp_path)
+    train, *_ = opened(source, tmp_path)
     assert train.classes == names
     assert everything(train)[1].tolist() == [3, 3]
 
@@ -77,7 +77,7 @@ def test_shards_are_numbered_and_read_in_order(
     assert len(samples) > containers.MOST_OPEN_FILES
     assert {path.name for path in tmp_path.glob("train-*")} == {names.format(index, 180) for index in range(180)}
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    train, _ = opened(source, tmp_path, test_split="train")
+    train, *_ = opened(source, tmp_path, test_split="train")
     for one, other in zip(everything(train), everything(opened(source, packed[source]).train), strict=True):
         assert torch.equal(one, torch.cat([other] * 20))
     # The other split had its fingerprint taken, and both have an index.
@@ -150,7 +150,7 @@ def test_where_the_data_cannot_be_written_the_index_is_kept_in_the_cache(
         shutil.copytree(packed["tfrecord"], tmp_path / place / "packed", ignore=shutil.ignore_patterns(".*"))
     path = tmp_path / "data" / "packed"
     (path / ".samerun.lock").mkdir()  # stands in the way even of a superuser
-    train, _ = opened("tfrecord", path)
+    train, *_ = opened("tfrecord", path)
     assert not list(path.glob(".samerun-index-*"))
     (index,) = (tmp_path / "cache").rglob(train.read.records.index.path.name)  # type: ignore[attr-defined]
     assert index.stat().st_size == 128 + 9 * 32

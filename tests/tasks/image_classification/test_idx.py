@@ -33,7 +33,7 @@ def test_mnist_equals_torchvisions_reading(tmp_path: Path, inside: str, compress
 def test_fashion_mnist_has_its_own_folder_and_classes(tmp_path: Path) -> None:
     write_mnist(tmp_path / "MNIST/raw", train_size=5)
     write_mnist(tmp_path / "FashionMNIST/raw", train_size=6)
-    train, _ = open_data(recipe("fashion_mnist", tmp_path))
+    train, *_ = open_data(recipe("fashion_mnist", tmp_path))
     assert len(train) == 6
     assert train.classes == tuple(datasets.FashionMNIST.classes)
 
@@ -42,11 +42,11 @@ def test_the_usual_places_are_searched_in_order(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(idx.DEBIAN, "mnist", str(tmp_path / "debian"))
     write_mnist(tmp_path / "debian", train_size=3, compress=True)
-    assert len(open_data(recipe("mnist"))[0]) == 3
+    assert len(open_data(recipe("mnist")).train) == 3
     write_mnist(tmp_path / "data/MNIST/raw", train_size=4)
-    assert len(open_data(recipe("mnist"))[0]) == 4
+    assert len(open_data(recipe("mnist")).train) == 4
     write_mnist(tmp_path / "data", train_size=5)
-    assert len(open_data(recipe("mnist"))[0]) == 5
+    assert len(open_data(recipe("mnist")).train) == 5
 
 
 def test_missing_files_name_every_place_and_both_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_an_empty_split(tmp_path: Path) -> None:
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs the package dataset-fashion-mnist")
 def test_debians_fashion_mnist_is_found_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train, test = open_data(recipe("fashion_mnist"))
+    train, *_, test = open_data(recipe("fashion_mnist"))
     assert (len(train), len(test)) == (60_000, 10_000)
     for source in (train, test):
         _, labels = everything(source)

@@ -132,11 +132,11 @@ def test_a_packed_split_is_a_source(tmp_path: Path) -> None:
     for name in ("train", "test"):
         write_split(tmp_path / name, unstored())
     data = DataRecipe(source="arrays", path=str(tmp_path))
-    train, _ = open_data(Sections(data=data))
+    train, *_ = open_data(Sections(data=data))
     check_contract(train)
     assert torch.equal(everything(train)[0], torch.from_numpy(PIXELS))
-    resized, _ = open_data(Sections(data=replace(data, image_size=4)))
-    again, _ = open_data(Sections(data=replace(data, image_size=4)))
+    resized, *_ = open_data(Sections(data=replace(data, image_size=4)))
+    again, *_ = open_data(Sections(data=replace(data, image_size=4)))
     assert resized.image_size == (4, 4)
     assert torch.equal(everything(resized)[0], everything(again)[0])
     assert len(list((tmp_path / "cache/splits").glob("*/images.npy"))) == 2, "each split is resized once"
@@ -154,9 +154,9 @@ def test_pictures_of_other_sizes_are_decoded_once(tmp_path: Path) -> None:
     )
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "rows")
     recipe = Sections(data=DataRecipe(source="huggingface", path=str(tmp_path / "rows")))
-    first, _ = open_data(recipe)
+    first, *_ = open_data(recipe)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache/splits").glob("*/images.npy")}
-    second, _ = open_data(recipe)
+    second, *_ = open_data(recipe)
     assert made
     assert all(path.stat().st_mtime_ns == before for path, before in made.items())
     assert torch.equal(everything(second)[0], torch.from_numpy(PIXELS))

@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def test_digits_are_the_first_1797_of_the_original_and_split_by_five() -> None:
-    train, test = open_data(recipe("digits"))
+    train, *_, test = open_data(recipe("digits"))
     assert (len(train), len(test)) == (1438, 359)
     assert (train.channels, train.image_size, train.classes) == (1, (8, 8), tuple("0123456789"))
     assert not train.workers
@@ -64,7 +64,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_digits_come_out_of_workers() -> None:
-    check_workers_and_pickling(open_data(recipe("digits"))[1])
+    check_workers_and_pickling(open_data(recipe("digits")).test)
 
 
 @pytest.mark.parametrize("batch_size", [4, 500])
@@ -96,17 +96,17 @@ def test_the_host_keeps_the_numbers_of_what_accelerate_sends_to_a_device() -> No
 
 
 def test_arrays_are_resized_once_as_torchvision_would() -> None:
-    stored, _ = everything(open_data(recipe("digits"))[0])
-    resized, _ = everything(open_data(recipe("digits", image_size=12))[0])
+    stored, _ = everything(open_data(recipe("digits")).train)
+    resized, _ = everything(open_data(recipe("digits", image_size=12)).train)
     assert torch.equal(resized, F.resize(stored, [12, 12], antialias=True))
-    cropped, _ = everything(open_data(recipe("digits", image_size=12, resize_size=15))[0])
+    cropped, _ = everything(open_data(recipe("digits", image_size=12, resize_size=15)).train)
     assert torch.equal(cropped, F.center_crop(F.resize(stored, [15, 15], antialias=True), [12, 12]))
 
 
 def test_arrays_can_be_cropped_at_random() -> None:
     asked = replace(recipe("digits", image_size=8), augment=AugmentRecipe(resized_crop_min_area=0.3))
-    train, test = open_data(asked)
-    plain_train, plain_test = open_data(recipe("digits"))
+    train, *_, test = open_data(asked)
+    plain_train, _, plain_test = open_data(recipe("digits"))
     assert train.workers
     assert not test.workers
     assert not torch.equal(everything(train)[0], everything(plain_train)[0])
@@ -181,7 +181,7 @@ def test_cifar_equals_torchvisions_reading(tmp_path: Path, monkeypatch: pytest.M
 def test_cifar_in_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_cifar(tmp_path / "data", monkeypatch, datasets.CIFAR10)
-    assert len(open_data(recipe("cifar10"))[0]) == 30
+    assert len(open_data(recipe("cifar10")).train) == 30
 
 
 def test_missing_or_damaged_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_missing_or_damaged_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_fake_data_equals_torchvisions() -> None:
     keys = {"image_size": 9, "fake_train_samples": 11, "fake_test_samples": 5, "fake_classes": 4, "fake_channels": 3}
-    train, test = open_data(recipe("fakedata", **keys))
+    train, *_, test = open_data(recipe("fakedata", **keys))
     for source, offset in ((train, 0), (test, 11)):
         reference = datasets.FakeData(len(source), (3, 9, 9), 4, random_offset=offset)
         check_contract(source)
@@ -213,7 +213,7 @@ def test_fake_data_equals_torchvisions() -> None:
 
 
 def test_fake_data_leaves_the_random_state_alone() -> None:
-    train, _ = open_data(recipe("fakedata", image_size=4))
+    train, *_ = open_data(recipe("fakedata", image_size=4))
     before = torch.get_rng_state()
     train.fetch(np.arange(3), None)
     assert torch.equal(torch.get_rng_state(), before)
@@ -245,12 +245,12 @@ def test_the_fingerprint_is_of_the_data_alone(tmp_path: Path) -> None:
     write_mnist(tmp_path / "there", compress=True)
     here, there = (open_data(recipe("mnist", tmp_path / name)) for name in ("here", "there"))
     assert [source.fingerprint for source in here] == [source.fingerprint for source in there]
-    assert open_data(recipe("mnist", tmp_path / "here", image_size=20))[0].fingerprint == here[0].fingerprint
+    assert open_data(recipe("mnist", tmp_path / "here", image_size=20)).train.fingerprint == here[0].fingerprint
 
 
 def test_the_fingerprint_stays_what_it_was() -> None:
     """A run resumes only on data with the fingerprint it began with: changing how it is made breaks every saved run."""
-    assert open_data(recipe("digits"))[0].fingerprint == "d118e20b4255d954ec0116139752093315cf7857423996f3c2aa254224574f39"
+    assert open_data(recipe("digits")).train.fingerprint == "d118e20b4255d954ec0116139752093315cf7857423996f3c2aa254224574f39"
 
 
 @pytest.mark.parametrize(

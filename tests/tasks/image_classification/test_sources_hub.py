@@ -116,7 +116,7 @@ def test_rows_are_those_of_the_library(tmp_path: Path, write) -> None:
 
 def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
     pictures(10).to_parquet(tmp_path / "all.parquet")
-    train, test = open_data(recipe(tmp_path / "all.parquet", train_split="train[:70%]", test_split="train[70%:]"))
+    train, *_, test = open_data(recipe(tmp_path / "all.parquet", train_split="train[:70%]", test_split="train[70%:]"))
     expected, _ = reference(pictures(10))
     assert torch.equal(torch.cat([everything(train)[0], everything(test)[0]]), expected)
     assert (len(train), len(test)) == (7, 3)
@@ -125,14 +125,14 @@ def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_parquet(tmp_path / "rows")
     monkeypatch.chdir(tmp_path)
-    assert len(open_data(recipe("rows"))[0]) == 9
+    assert len(open_data(recipe("rows")).train) == 9
 
 
 def test_other_names_of_splits_and_columns(tmp_path: Path) -> None:
     rows = pictures(5).rename_columns({"image": "img", "label": "fine"})
     save(tmp_path / "rows", DatasetDict(learn=rows, check=rows))
     keys = {"train_split": "learn", "test_split": "check", "image_column": "img", "label_column": "fine"}
-    assert len(open_data(recipe(tmp_path / "rows", **keys))[0]) == 5
+    assert len(open_data(recipe(tmp_path / "rows", **keys)).train) == 5
 
 
 def test_the_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def test_the_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
 
 def test_all_gray_pictures_stay_gray_and_mixed_ones_become_rgb(tmp_path: Path) -> None:
     gray = pictures(7, shape=(6, 5))
-    train, _ = open_data(recipe(save(tmp_path / "gray", DatasetDict(train=gray, test=gray))))
+    train, *_ = open_data(recipe(save(tmp_path / "gray", DatasetDict(train=gray, test=gray))))
     assert train.channels == 1
     assert torch.equal(everything(train)[0], reference(gray)[0])
     mixed = datasets.concatenate_datasets([gray, pictures(2)])
-    train, _ = open_data(recipe(save(tmp_path / "mixed", DatasetDict(train=mixed, test=gray))))
+    train, *_ = open_data(recipe(save(tmp_path / "mixed", DatasetDict(train=mixed, test=gray))))
     assert train.channels == 3
     assert torch.equal(everything(train)[0][:7], reference(gray)[0].expand(-1, 3, -1, -1))
 
@@ -168,7 +168,7 @@ def test_all_gray_pictures_stay_gray_and_mixed_ones_become_rgb(tmp_path: Path) -
 def test_arrays_keep_their_channels(tmp_path: Path, stored: str, shape: tuple, feature: object) -> None:
     images = pixels(8, shape=shape)
     rows = table({"image": images, "label": [0, 1] * 4}, features=Features({"image": feature, "label": Value("int64")}))
-    train, _ = open_data(recipe(save(tmp_path / "rows", rows)))
+    train, *_ = open_data(recipe(save(tmp_path / "rows", rows)))
     check_contract(train)
     expected = images[:, None] if stored == "HW" else np.moveaxis(images, stored.index("C") + 1, 1)
     np.testing.assert_array_equal(everything(train)[0].numpy(), expected)
@@ -183,14 +183,14 @@ def test_encoded_bytes_are_pictures_too(tmp_path: Path) -> None:
         encoded.append(file.getvalue())
     features = Features({"image": Value("binary"), "label": Value("int64")})
     rows = table({"image": encoded, "label": original["label"]}, features=features)
-    train, _ = open_data(recipe(save(tmp_path / "rows", rows)))
+    train, *_ = open_data(recipe(save(tmp_path / "rows", rows)))
     assert torch.equal(everything(train)[0], reference(original)[0])
 
 
 def test_sizes_may_differ_when_one_is_asked_for(tmp_path: Path) -> None:
     rows = datasets.concatenate_datasets([pictures(3), pictures(2, shape=(9, 7, 3))])
     path = save(tmp_path / "rows", DatasetDict(train=rows, test=rows))
-    train, test = open_data(recipe(path, image_size=8, crop=0.5))
+    train, *_, test = open_data(recipe(path, image_size=8, crop=0.5))
     assert train.workers
     assert not test.workers
     images, _ = everything(test)
@@ -214,9 +214,9 @@ def test_arrays_of_different_channels_are_named(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "rows")
-    in_memory, _ = open_data(recipe(path))
+    in_memory, *_ = open_data(recipe(path))
     monkeypatch.setattr(decoded, "DECODED_ONCE_BYTES", 9 * 6 * 5 * 3 - 1)
-    source, test = open_data(recipe(path))
+    source, _, test = open_data(recipe(path))
     assert source.workers
     assert not test.workers
     assert source.fingerprint == in_memory.fingerprint
@@ -229,7 +229,7 @@ def test_large_data_is_decoded_by_workers(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_strings_are_numbered_by_the_training_split(tmp_path: Path) -> None:
     rows = table({"image": list(pixels(4)), "label": ["b", "a", "c", "a"]}, {"image": list(pixels(2)), "label": ["c", "a"]})
-    train, test = open_data(recipe(save(tmp_path / "rows", rows)))
+    train, *_, test = open_data(recipe(save(tmp_path / "rows", rows)))
     assert train.classes == test.classes == ("a", "b", "c")
     assert everything(train)[1].tolist() == [1, 0, 2, 0]
     assert everything(test)[1].tolist() == [2, 0]
@@ -237,7 +237,7 @@ def test_strings_are_numbered_by_the_training_split(tmp_path: Path) -> None:
 
 def test_integers_name_themselves(tmp_path: Path) -> None:
     rows = table({"image": list(pixels(3)), "label": [0, 2, 1]})
-    assert open_data(recipe(save(tmp_path / "rows", rows)))[0].classes == ("0", "1", "2")
+    assert open_data(recipe(save(tmp_path / "rows", rows))).train.classes == ("0", "1", "2")
 
 
 FOUR = list(pixels(4))
@@ -316,7 +316,7 @@ def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
     named = rf"^{path}/train/ant/3\.png \(sample 1 of the train split of {path}\) cannot be read as an image"
     with pytest.raises(DataError, match=named):
         open_data(recipe(path))
-    train, _ = open_data(recipe(path, image_size=6, crop=0.5))
+    train, *_ = open_data(recipe(path, image_size=6, crop=0.5))
     with pytest.raises(DataError, match=named):
         everything(train)
 
@@ -396,7 +396,7 @@ def test_what_was_downloaded_before_is_opened_without_the_network(tmp_path: Path
     path = as_parquet(tmp_path / "something")
     datasets.load_dataset(str(path))
     (tmp_path / "cache/something").rename(tmp_path / "cache/someone___something")  # where the hub's someone/something goes
-    train, _ = open_data(recipe("someone/something"))
+    train, *_ = open_data(recipe("someone/something"))
     assert torch.equal(everything(train)[0], reference(pictures(9))[0])
     assert capfd.readouterr().err == ""
 

@@ -170,7 +170,7 @@ def test_the_random_crop_is_torchvisions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cropped_pictures_are_torchvisions(folder: Path) -> None:
-    train, _ = open_data(recipe(folder, crop=0.1, seed=5))
+    train, *_ = open_data(recipe(folder, crop=0.1, seed=5))
     reference = ImageFolder(str(folder / "train"))
     indices, samples = np.arange(12), np.arange(12) + 3 * 12
     images, _ = fetched(train, indices, samples, seed=5)
@@ -182,7 +182,7 @@ def test_cropped_pictures_are_torchvisions(folder: Path) -> None:
 
 
 def test_a_crop_depends_on_the_seed_and_the_sample_number_alone(folder: Path) -> None:
-    train, test = open_data(recipe(folder, crop=0.1))
+    train, *_, test = open_data(recipe(folder, crop=0.1))
     indices = np.arange(12)
     first_epoch, _ = fetched(train, indices)
     shuffled = np.random.default_rng(0).permutation(12)
@@ -203,7 +203,7 @@ def test_without_draws_the_crop_is_the_centre(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_workers_crop_like_this_process(folder: Path) -> None:
-    check_workers_and_pickling(open_data(recipe(folder, crop=0.3))[0])
+    check_workers_and_pickling(open_data(recipe(folder, crop=0.3)).train)
 
 
 # The folder
@@ -211,7 +211,7 @@ def test_workers_crop_like_this_process(folder: Path) -> None:
 
 def test_the_fingerprint_is_of_names_labels_and_contents(tmp_path: Path) -> None:
     def fingerprint(root: Path) -> str:
-        return open_data(recipe(root))[0].fingerprint
+        return open_data(recipe(root)).train.fingerprint
 
     for name in ("here", "there"):
         write_folder(tmp_path / name)
@@ -240,7 +240,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     write_folder(tmp_path, splits=("train",))
     with pytest.raises(DataError, match=rf"{tmp_path}/test cannot be read .* data\.test_split name it"):
         open_data(recipe(tmp_path))
-    assert len(open_data(recipe(tmp_path, test_split="train"))[1]) == 12
+    assert len(open_data(recipe(tmp_path, test_split="train")).test) == 12
     (tmp_path / "test").write_text("a file")
     with pytest.raises(DataError, match=rf"{tmp_path}/test cannot be read \(Not a directory\)"):
         open_data(recipe(tmp_path))
@@ -282,7 +282,7 @@ def test_an_empty_class_is_named(tmp_path: Path) -> None:
 def test_an_unreadable_picture_is_named_when_it_is_fetched(tmp_path: Path, kind: str) -> None:
     write_folder(tmp_path)
     path = tmp_path / "train/bee/0.jpg"
-    train, _ = open_data(recipe(tmp_path))
+    train, *_ = open_data(recipe(tmp_path))
     if kind == "gone":
         path.unlink()
     else:
@@ -303,7 +303,7 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
 def test_file_names_of_any_bytes(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "train/ant/0.jpg").rename(tmp_path / "train/ant" / "0 \u00e9\udcff.jpg")
-    train, _ = open_data(recipe(tmp_path))
+    train, *_ = open_data(recipe(tmp_path))
     assert everything(train)[0].shape == (12, 3, 24, 24)
 
 

@@ -20,8 +20,9 @@ from app.errors import DataError, RecipeError
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.kept import keep, stamps
 from app.tasks.image_classification.data.pictures import PictureSource
-from app.tasks.image_classification.data.source import Source, check_labels, facts_of
+from app.tasks.image_classification.data.source import Data, Source, check_labels, facts_of
 from app.tasks.image_classification.data.split import Images, Split, Unstored, open_split, pictures_in_a_chunk
+from app.tasks.image_classification.data.split_names import NoSplitError, each_split, sources
 from app.tasks.image_classification.sections import Sections
 
 
@@ -140,23 +141,33 @@ def _resized(split: Split, framing: Framing, shape: tuple[int, ...]) -> Iterator
         yield framing.fixed(torch.from_numpy(array[start : start + step].copy())).numpy()
 
 
-def open_arrays(recipe: Sections) -> tuple[Source, Source]:
+def open_arrays(recipe: Sections) -> Data:
     """Open what `samerun data pack --to arrays` wrote: data.path/<split>."""
     data = recipe.data
     if data.path is None:
         raise RecipeError("data.source=arrays needs data.path: the folder that `samerun data pack --to arrays` made")
-    folders = [Path(data.path) / name for name in (data.train_split, data.test_split)]
-    splits = [open_split(folder) for folder in folders]
-    if splits[0].classes != splits[1].classes:
-        raise DataError(f"{folders[0]} and {folders[1]} have different classes; pack both splits together")
-    train, test = (
-        open_array(split, recipe=recipe, training=training, where=str(folder), made_of=stamps(sorted(folder.iterdir())))
-        for split, folder, training in zip(splits, folders, (True, False), strict=True)
-    )
-    return train, test
+    root = Path(data.path)
+
+    def opened(name: str, _key: str) -> tuple[Path, Split]:
+        if not (root / name).is_dir() and name != data.train_split:
+            raise NoSplitError(f"{root / name} is no whole split of arrays (it is not there): pack it again")
+        return root / name, open_split(root / name)
+
+    parts = each_split(data, opened)
+    first, split = parts[0]
+    for folder, other in filter(None, parts):
+        if other.classes != split.classes:
+            raise DataError(f"{first} and {folder} have different classes; pack all splits together")
+
+    def source(part: tuple[Path, Split], training: bool) -> Source:
+        folder, own = part
+        made_of = stamps(sorted(folder.iterdir()))
+        return open_array(own, recipe=recipe, training=training, where=str(folder), made_of=made_of)
+
+    return sources(parts, source)
 
 
-def open_digits(recipe: Sections) -> tuple[Source, Source]:
+def open_digits(recipe: Sections) -> Data:
     """Open the embedded digits (digits.md): 1 channel, 8x8 pixels, 10 classes."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"], file["labels"]
@@ -173,4 +184,4 @@ def open_digits(recipe: Sections) -> tuple[Source, Source]:
         )
         for rows, training, name in ((~in_test, True, "train"), (in_test, False, "test"))
     )
-    return train, test
+    return Data(train, None, test)

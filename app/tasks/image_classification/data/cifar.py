@@ -10,12 +10,12 @@ import numpy as np
 from app.errors import DataError
 from app.tasks.image_classification.data.arrays import open_array
 from app.tasks.image_classification.data.kept import keep, stamps
-from app.tasks.image_classification.data.source import DOWNLOADS, Source
+from app.tasks.image_classification.data.source import DOWNLOADS, Data, Source
 from app.tasks.image_classification.data.split import Unstored
 from app.tasks.image_classification.sections import Sections
 
 
-def open_cifar(recipe: Sections) -> tuple[Source, Source]:
+def open_cifar(recipe: Sections) -> Data:
     """Open CIFAR's folder: 3 channels, 32x32 pixels, 10 or 100 (fine) classes."""
     kind, root = _kind(recipe), _root(recipe)
     folder = root / kind.base_folder
@@ -25,7 +25,7 @@ def open_cifar(recipe: Sections) -> tuple[Source, Source]:
             "point data.path at the folder it is unpacked in, or set data.download=true"
         )
     train, test = (_split(kind, root, recipe=recipe, training=training) for training in (True, False))
-    return train, test
+    return Data(train, None, test)
 
 
 def download_cifar(recipe: Sections) -> None:

@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,7 +24,8 @@ from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.pictures import PictureSource, decode, format_of
 from app.tasks.image_classification.data.rows import numbers_up_to
-from app.tasks.image_classification.data.source import Source, check_labels, fingerprint
+from app.tasks.image_classification.data.source import Data, Source, check_labels, fingerprint
+from app.tasks.image_classification.data.split_names import each_split, sources
 from app.tasks.image_classification.sections import Sections
 
 H = TypeVar("H", bound="Handle")
@@ -76,29 +78,27 @@ class RecordReader:
         return content if format_of(content) else None
 
 
-def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Records]) -> tuple[Source, Source]:
-    """Open both splits; `open_split` makes records of data.path, the name of a split, and the recipe's key that says it.
+def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Records]) -> Data:
+    """Open the splits; `open_split` makes records of data.path, the name of a split, and the recipe's key that says it.
 
     Picture files become RGB, or grayscale with data.color=gray; without data.image_size all must have the size of the first.
     """
     data = recipe.data
     if data.path is None:
-        raise RecipeError(f"data.source={data.source} needs data.path: the folder that holds the files of both splits")
+        raise RecipeError(f"data.source={data.source} needs data.path: the folder that holds the files of all splits")
     folder = Path(data.path)
-    splits = [
-        open_split(folder, split, key)
-        for split, key in ((data.train_split, "data.train_split"), (data.test_split, "data.test_split"))
-    ]
-    classes = _classes(*splits)
-    for split in splits:
+    splits = each_split(data, lambda split, key: open_split(folder, split, key))
+    there = [split for split in splits if split is not None]
+    classes = _classes(there)
+    for split in there:
         check_labels(split.labels, len(classes), where=split.where)
     channels = 1 if data.color == "gray" else 3
     first = splits[0].picture(0, channels)
-    train, test = (
-        _source(RecordReader(split, channels), classes, first, Framing.of(recipe, training=training))
-        for split, training in zip(splits, (True, False), strict=True)
-    )
-    return train, test
+
+    def source(split: Records, training: bool) -> Source:
+        return _source(RecordReader(split, channels), classes, first, Framing.of(recipe, training=training))
+
+    return sources(splits, source)
 
 
 def _source(reader: RecordReader, classes: tuple[str, ...], first: Tensor, framing: Framing) -> Source:
@@ -116,15 +116,16 @@ def _source(reader: RecordReader, classes: tuple[str, ...], first: Tensor, frami
     )
 
 
-def _classes(train: Records, test: Records) -> tuple[str, ...]:
-    """Return the classes' names: those that the containers hold, else 0 up to the largest label of the training split."""
-    if train.classes and test.classes and train.classes != test.classes:
-        raise DataError(
-            f"the classes of the two splits differ: {len(train.classes)} ({listed(train.classes, 5)}) in {train.where}, "
-            f"{len(test.classes)} ({listed(test.classes, 5)}) in {test.where}; write both with the same"
-        )
-    names = train.classes or test.classes
-    return names or tuple(numbers_up_to(int(train.labels.max(initial=0)), train.where))
+def _classes(splits: Sequence[Records]) -> tuple[str, ...]:
+    """Return the classes' names: those that the containers hold, else 0 up to the largest label of the first, for training."""
+    named = [(split.classes, split.where) for split in splits if split.classes]
+    for (names, where), (other, there) in pairwise(named):
+        if names != other:
+            raise DataError(
+                f"the classes of two splits differ: {len(names)} ({listed(names, 5)}) in {where}, {len(other)} "
+                f"({listed(other, 5)}) in {there}; write both with the same"
+            )
+    return named[0][0] if named else tuple(numbers_up_to(int(splits[0].labels.max(initial=0)), splits[0].where))
 
 
 def class_names(content: bytes, where: str) -> tuple[str, ...]:

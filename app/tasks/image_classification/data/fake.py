@@ -16,7 +16,7 @@ from torch import Tensor
 from app.errors import RecipeError
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.pictures import PictureSource
-from app.tasks.image_classification.data.source import Source, fingerprint
+from app.tasks.image_classification.data.source import Data, Source, fingerprint
 from app.tasks.image_classification.sections import Sections
 
 # Images that the fingerprint makes: fewer than of stored data, because each is computed.
@@ -55,8 +55,8 @@ class FakeReader:
         return noise.mul_(255).to(torch.int32).to(torch.uint8), int(label)
 
 
-def open_fake(recipe: Sections) -> tuple[Source, Source]:
-    """Make up both splits: data.fake_channels, data.image_size and data.fake_classes say what of."""
+def open_fake(recipe: Sections) -> Data:
+    """Make up the splits: data.fake_channels, data.image_size and data.fake_classes say what of."""
     data = recipe.data
     side = data.image_size
     if side is None:
@@ -67,7 +67,7 @@ def open_fake(recipe: Sections) -> tuple[Source, Source]:
         _split(FakeReader(shape, data.fake_classes, offset), size, recipe=recipe, training=offset == 0)
         for size, offset in sizes_and_offsets
     )
-    return train, test
+    return Data(train, None, test)
 
 
 def _split(read: FakeReader, size: int, *, recipe: Sections, training: bool) -> Source:

@@ -1,4 +1,4 @@
-"""A folder of images: path/<split>/<class>/<picture>, as torchvision's ImageFolder finds them."""
+"""A folder of images: path/<split>/<class>/<picture>, as torchvision's ImageFolder finds them, or path/<class>/<picture>."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.listing import Listing, counted, pictures_below
 from app.tasks.image_classification.data.pictures import PictureSource, decode
-from app.tasks.image_classification.data.source import Source, fingerprint
-from app.tasks.image_classification.sections import Sections
+from app.tasks.image_classification.data.source import Data, Source, fingerprint
+from app.tasks.image_classification.data.split_names import TEST_NAMES, VALIDATION_NAMES, NoSplitError, each_split, sources
+from app.tasks.image_classification.sections import DataRecipe, Sections
 
 # Bytes of a picture's file that the fingerprint reads, beside the file's size.
 FINGERPRINT_BYTES = 1 << 16
@@ -63,8 +64,11 @@ class FileReader:
             raise DataError(f"{path} cannot be read ({error.strerror}); mend it or leave it out") from error
 
 
-def open_folder(recipe: Sections) -> tuple[Source, Source]:
-    """Open both splits: RGB (or data.color=gray), data.image_size pixels, one class for each sub-folder."""
+def open_folder(recipe: Sections) -> Data:
+    """Open the splits: RGB (or data.color=gray), data.image_size pixels, one class for each sub-folder.
+
+    Class folders without a folder for each split around them are all for training.
+    """
     data = recipe.data
     if data.path is None or data.image_size is None:
         needed = {
@@ -72,16 +76,28 @@ def open_folder(recipe: Sections) -> tuple[Source, Source]:
             "data.image_size": (data.image_size, "the side in pixels that pictures are brought to (224 is usual)"),
         }
         raise RecipeError(*(f"data.source=imagefolder needs {key}: {why}" for key, (value, why) in needed.items() if not value))
-    root = Path(data.path)
-    folders = [root / data.train_split, root / data.test_split]
-    classes = [_classes(folder, key) for folder, key in zip(folders, ("data.train_split", "data.test_split"), strict=True)]
-    if classes[0] != classes[1]:
-        raise DataError(_difference(folders, classes))
-    train, test = (
-        _open_split(folder, tuple(classes[0]), data.image_size, recipe=recipe, training=training)
-        for folder, training in zip(folders, (True, False), strict=True)
-    )
-    return train, test
+    root, side = Path(data.path), data.image_size
+    if _is_flat(root, data):
+        return Data(_open_split(root, tuple(_classes(root, "data.path")), side, recipe=recipe, training=True), None, None)
+    found = each_split(data, lambda name, key: (root / name, _classes(root / name, key)))
+    (first, classes), *others = filter(None, found)
+    for folder, other in others:
+        if other != classes:
+            raise DataError(_difference([first, folder], [classes, other]))
+
+    def source(part: tuple[Path, list[str]], training: bool) -> Source:
+        return _open_split(part[0], tuple(classes), side, recipe=recipe, training=training)
+
+    return sources(found, source)
+
+
+def _is_flat(root: Path, data: DataRecipe) -> bool:
+    """Whether the folder holds class folders: neither it nor a folder in it has one for a split."""
+    usual = ("train", *VALIDATION_NAMES, *TEST_NAMES)
+    if (data.train_split, data.validation_split, data.test_split) != ("train", None, None) or not root.is_dir():
+        return False
+    inner = [entry for entry in root.iterdir() if entry.is_dir()]
+    return bool(inner) and not any((place / name).exists() for place in (root, *inner) for name in usual)
 
 
 def _classes(folder: Path, key: str) -> list[str]:
@@ -89,7 +105,7 @@ def _classes(folder: Path, key: str) -> list[str]:
     try:
         classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     except OSError as error:
-        raise DataError(
+        raise (NoSplitError if isinstance(error, FileNotFoundError) else DataError)(
             f"{folder} cannot be read ({error.strerror}); data.path must hold a folder for each split, and {key} name it"
         ) from error
     if not classes:
@@ -103,7 +119,7 @@ def _difference(folders: list[Path], classes: list[list[str]]) -> str:
         only = sorted(set(classes[here]) - set(classes[there]))
         if only:
             parts.append(f"{listed(only, 5)} only in {folders[here]}")
-    return f"the class folders of the two splits differ: {'; '.join(parts)}. Give both the same class folders"
+    return f"the class folders of two splits differ: {'; '.join(parts)}. Give both the same class folders"
 
 
 def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Sections, training: bool) -> Source:

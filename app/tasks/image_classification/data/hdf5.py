@@ -21,7 +21,8 @@ from app.data.extras import extra
 from app.errors import DataError
 from app.tasks.image_classification.data.containers import OwnHandle, decoded, open_records
 from app.tasks.image_classification.data.rows import picture_of
-from app.tasks.image_classification.data.source import Source, first_line
+from app.tasks.image_classification.data.source import Data, first_line
+from app.tasks.image_classification.data.split_names import NoSplitError
 from app.tasks.image_classification.sections import Sections
 
 IMAGES, LABELS, CLASSES = "images", "labels", "classes"
@@ -61,8 +62,8 @@ class Hdf5Records:
             return np.asarray(self.opened().dataset(self.images)[index])
 
 
-def open_hdf5(recipe: Sections) -> tuple[Source, Source]:
-    """Open both splits, as `open_records` does."""
+def open_hdf5(recipe: Sections) -> Data:
+    """Open the splits, as `open_records` does."""
     images, labels = (IMAGES, recipe.data.image_column), (LABELS, recipe.data.label_column)
     return open_records(recipe, functools.partial(_open_split, images, labels))
 
@@ -70,7 +71,7 @@ def open_hdf5(recipe: Sections) -> tuple[Source, Source]:
 def _open_split(images: Sequence[str], labels: Sequence[str], folder: Path, split: str, key: str) -> Hdf5Records:
     path = next((place for suffix in ("", *SUFFIXES) if (place := folder / f"{split}{suffix}").is_file()), None)
     if path is None:
-        raise DataError(f"{folder} holds no file {split}{SUFFIXES[0]} for {key}={split}; correct data.path or {key}")
+        raise NoSplitError(f"{folder} holds no file {split}{SUFFIXES[0]} for {key}={split}; correct data.path or {key}")
     with _reading(path, str(path)):
         return _records(OwnHandle(OpenFile, path), images, labels)
 

@@ -20,22 +20,24 @@ from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.kept import stamps
 from app.tasks.image_classification.data.pictures import PictureSource
 from app.tasks.image_classification.data.rows import RowReader, read_labels
-from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES, Source, fingerprint, first_line, spread
+from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES, Data, Source, fingerprint, first_line, spread
+from app.tasks.image_classification.data.split_names import NoSplitError, each_split
 from app.tasks.image_classification.sections import Sections
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 """The library's name for what reads a single file, by the file's suffix."""
 
 
-def open_hub(recipe: Sections) -> tuple[Source, Source]:
-    """Open both splits, from the library's cache if they are the hub's.
+def open_hub(recipe: Sections) -> Data:
+    """Open the splits, from the library's cache if they are the hub's.
 
     Encoded images become RGB, unless all that are sampled are grayscale or data.color says otherwise; arrays keep their
     channels. Without data.image_size every image must have the size of the first.
     """
     data = recipe.data
-    splits = _load(recipe)
-    where = (f"the {data.train_split} split of {data.path}", f"the {data.test_split} split of {data.path}")
+    names = _names(recipe)
+    splits = _load(recipe, names)
+    where = [f"the {name} split of {data.path}" for name in names.values()]
     for rows, name in zip(splits, where, strict=True):
         _check_columns(rows, recipe, name)
     classes, labels = read_labels(splits, data.label_column, where)
@@ -49,11 +51,11 @@ def open_hub(recipe: Sections) -> tuple[Source, Source]:
         data.color == "gray" or (data.color == "auto" and all(train_reader.is_gray(index) for index in sampled))
     ):
         readers = [replace(reader, channels=1) for reader in readers]
-    train, test = (
-        _open_split(reader, classes, readers[0], Framing.of(recipe, training=training), _pins(recipe))
-        for reader, training in zip(readers, (True, False), strict=True)
-    )
-    return train, test
+    opened = {
+        split: _open_split(reader, classes, readers[0], Framing.of(recipe, training=split == "train"), _pins(recipe))
+        for split, reader in zip(names, readers, strict=True)
+    }
+    return Data(opened["train"], opened.get("validation"), opened.get("test"))
 
 
 def download_hub(recipe: Sections) -> None:
@@ -82,26 +84,38 @@ def _path(recipe: Sections) -> Path:
     return Path(recipe.data.path)
 
 
-def _load(recipe: Sections) -> tuple[Any, Any]:
-    """Return the training and the test split as `datasets.Dataset`."""
+def _names(recipe: Sections) -> dict[str, str]:
+    """Return the names of the splits that the recipe asks for, or that are there under a usual name; training comes first."""
+    path = _path(recipe)
+    _refuse_for_files(recipe, path)
+    data, there = recipe.data, set(_saved_splits(path)) or set(_load(recipe, None))
+
+    def named(name: str, _key: str) -> str:
+        if name in (data.train_split, data.validation_split, data.test_split) or name in there:
+            return name  # one that the recipe names and that is not there is refused by what loads it
+        raise NoSplitError(name)
+
+    found = zip(("train", "validation", "test"), each_split(data, named), strict=True)
+    return {split: name for split, name in found if name is not None}
+
+
+def _load(recipe: Sections, names: dict[str, str] | None) -> Any:
+    """Return the splits of these names as `datasets.Dataset`, in a list; None: all that there are, by name."""
     from datasets.exceptions import DatasetsError
 
-    path, names = _path(recipe), [recipe.data.train_split, recipe.data.test_split]
-    _refuse_for_files(recipe, path)
+    path = _path(recipe)
     try:
         with _offline():
-            train, test = _load_saved(path, names) if _saved_splits(path) else _load_files(recipe, path, names)
+            return _load_saved(path, names) if names and _saved_splits(path) else _load_files(recipe, path, names)
     except ConnectionError as error:
         raise DataError(
             f"data.path={path} is no file or folder here, and the cache of the datasets library has no data set of that "
             "name; correct the path, or set data.download=true to get it from the hub"
         ) from error
     except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(
-            f"data.path={path} cannot be opened with data.train_split={names[0]} and data.test_split={names[1]}: "
-            f"{first_line(error)}"
-        ) from error
-    return train, test
+        asked = ", ".join(f"data.{split}_split={name}" for split, name in (names or {}).items())
+        with_names = f" with {asked}" if asked else ""
+        raise DataError(f"data.path={path} cannot be opened{with_names}: {first_line(error)}") from error
 
 
 def _saved_splits(path: Path) -> list[str]:
@@ -109,21 +123,21 @@ def _saved_splits(path: Path) -> list[str]:
     return sorted(str(state.parent.relative_to(path)) for state in (*path.glob("state.json"), *path.glob("*/state.json")))
 
 
-def _load_saved(path: Path, names: list[str]) -> list[Any]:
+def _load_saved(path: Path, names: dict[str, str]) -> list[Any]:
     from datasets import load_from_disk
 
     saved = _saved_splits(path)
     if saved == ["."]:
         raise DataError(
-            f"data.path={path} is a single Dataset without splits; save a DatasetDict with the splits {' and '.join(names)}"
+            f"data.path={path} is a single Dataset without splits; save a DatasetDict with the split {names['train']}, and others"
         )
-    for key, name in zip(("data.train_split", "data.test_split"), names, strict=True):
+    for split, name in names.items():
         if name not in saved:
-            raise DataError(f"{key}={name}: {path} has the splits {', '.join(saved)}; name one of these")
+            raise DataError(f"data.{split}_split={name}: {path} has the splits {', '.join(saved)}; name one of these")
     try:
-        return [load_from_disk(str(path / name)) for name in names]
+        return [load_from_disk(str(path / name)) for name in names.values()]
     except IndexError as error:  # what version 5.2 makes of a split that was empty when it was saved
-        raise DataError(f"data.path={path}: one of the splits {' and '.join(names)} holds no samples") from error
+        raise DataError(f"data.path={path}: one of the splits {' and '.join(names.values())} holds no samples") from error
 
 
 def _refuse_for_files(recipe: Sections, path: Path) -> None:
@@ -138,22 +152,24 @@ def _refuse_for_files(recipe: Sections, path: Path) -> None:
         )
 
 
-def _load_files(recipe: Sections, path: Path, names: list[str]) -> Any:
+def _load_files(recipe: Sections, path: Path, names: dict[str, str] | None) -> Any:
     from datasets import load_dataset
+
+    splits = None if names is None else list(names.values())
 
     if path.is_file():
         if path.suffix not in BUILDERS:
             raise DataError(
                 f"data.path={path} is a file of no known kind ({', '.join(BUILDERS)}); give one of these, or a folder"
             )
-        return load_dataset(BUILDERS[path.suffix], data_files=str(path), split=names)
+        return load_dataset(BUILDERS[path.suffix], data_files=str(path), split=splits)
     if recipe.data.hub_revision is not None:
         return _load_pinned(recipe, names)
-    return load_dataset(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=names)
+    return load_dataset(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=splits)
 
 
-def _load_pinned(recipe: Sections, names: list[str]) -> Any:
-    """Return the splits of a commit from the library's cache. Raises DataError if it is not there.
+def _load_pinned(recipe: Sections, names: dict[str, str] | None) -> Any:
+    """Return the splits of a commit, as `_load` does, from the library's cache. Raises DataError if it is not there.
 
     Off the network `load_dataset` ignores `revision` and takes what was cached last (`packaged_modules/cache/cache.py` of
     version 5.2). The cache has a folder for each: OWNER___NAME/CONFIGURATION/VERSION/COMMIT.
@@ -178,7 +194,7 @@ def _load_pinned(recipe: Sections, names: list[str]) -> Any:
         raise DataError(f"{of} has several configurations: name one of {configs} in data.hub_config")
     config, version, commit = found[0].parts[-3:]
     builder = Cache(repo_id=name, dataset_name=last, config_name=config, version=version, hash=commit)
-    return [builder.as_dataset(split=split) for split in names]
+    return builder.as_dataset() if names is None else [builder.as_dataset(split=split) for split in names.values()]
 
 
 @contextmanager

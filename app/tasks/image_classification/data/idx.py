@@ -18,7 +18,7 @@ import numpy as np
 from app.errors import DataError
 from app.tasks.image_classification.data.arrays import open_array
 from app.tasks.image_classification.data.kept import keep, stamps
-from app.tasks.image_classification.data.source import DOWNLOADS, Source
+from app.tasks.image_classification.data.source import DOWNLOADS, Data
 from app.tasks.image_classification.data.split import Images, Split, Unstored, pictures_in_a_chunk
 from app.tasks.image_classification.sections import Sections
 
@@ -53,7 +53,7 @@ def find(recipe: Sections) -> list[Path] | None:
     return None
 
 
-def open_idx(recipe: Sections) -> tuple[Source, Source]:
+def open_idx(recipe: Sections) -> Data:
     """Open the four files from the first of the usual places that has them: 1 channel, 10 classes."""
     name = recipe.data.source
     files = find(recipe)
@@ -73,7 +73,7 @@ def open_idx(recipe: Sections) -> tuple[Source, Source]:
         )
         for images, labels, training in ((files[0], files[1], True), (files[2], files[3], False))
     )
-    return train, test
+    return Data(train, None, test)
 
 
 def _open_split(images: Path, labels: Path, classes: tuple[str, ...]) -> Split:

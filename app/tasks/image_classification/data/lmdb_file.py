@@ -23,7 +23,8 @@ from torch import Tensor
 from app.data.extras import extra
 from app.errors import DataError
 from app.tasks.image_classification.data.containers import OwnHandle, class_names, decoded, open_records
-from app.tasks.image_classification.data.source import Source, first_line
+from app.tasks.image_classification.data.source import Data, first_line
+from app.tasks.image_classification.data.split_names import NoSplitError
 from app.tasks.image_classification.sections import Sections
 
 LABELS, LENGTH, CLASSES = b"__labels__", b"__len__", b"__classes__"
@@ -58,15 +59,15 @@ class LmdbRecords:
         return _value(self.opened, key_of(index))
 
 
-def open_lmdb(recipe: Sections) -> tuple[Source, Source]:
-    """Open both splits, as `open_records` does."""
+def open_lmdb(recipe: Sections) -> Data:
+    """Open the splits, as `open_records` does."""
     return open_records(recipe, _open_split)
 
 
 def _open_split(folder: Path, split: str, key: str) -> LmdbRecords:
     path = next((place for place in (folder / split, folder / f"{split}.lmdb") if place.exists()), None)
     if path is None:
-        raise DataError(f"{folder} holds no database {split}.lmdb for {key}={split}; correct data.path or {key}")
+        raise NoSplitError(f"{folder} holds no database {split}.lmdb for {key}={split}; correct data.path or {key}")
     opened = database(path)
     opened.close()  # it may have been written again since
     try:

@@ -1,11 +1,10 @@
-"""From a recipe to its two sources: the one place that knows which kinds of data there are."""
+"""From a recipe to its sources: the one place that knows which kinds of data there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from app.data.turns import alone
 from app.errors import DataError, RecipeError
@@ -20,13 +19,13 @@ from app.tasks.image_classification.data.idx import download_idx, open_idx
 from app.tasks.image_classification.data.lmdb_file import open_lmdb
 from app.tasks.image_classification.data.pictures import PictureSource
 from app.tasks.image_classification.data.reduced import ReducedSource
-from app.tasks.image_classification.data.source import DOWNLOADS, Source, first_line
+from app.tasks.image_classification.data.source import DOWNLOADS, Data, Source, first_line
 from app.tasks.image_classification.data.stage import located, staged
 from app.tasks.image_classification.data.tar_shards import open_tar_shards
 from app.tasks.image_classification.data.tfrecords import open_tfrecords
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
-OPEN = {
+OPEN: Mapping[str, Callable[[Sections], Data]] = {
     "digits": open_digits,
     "mnist": open_idx,
     "fashion_mnist": open_idx,
@@ -46,23 +45,6 @@ that is missing, unreadable or not what it must be."""
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 
 
-class Data(NamedTuple):
-    """The splits of a recipe's data. None: there is no such split."""
-
-    train: Source
-    validation: Source | None
-    test: Source | None
-
-    @property
-    def there(self) -> dict[str, Source]:
-        """The splits that there are, by name."""
-        return {name: source for name, source in self._asdict().items() if source is not None}
-
-    def changed(self, change: Callable[[Source], Source]) -> Data:
-        """Return the splits with each of them changed."""
-        return self._replace(**{name: change(source) for name, source in self.there.items()})
-
-
 def open_data(recipe: Sections) -> Data:
     """Return the splits that a recipe asks for, from the node's own disk if it says so.
 
@@ -77,8 +59,7 @@ def open_data(recipe: Sections) -> Data:
 
 def open_staged(recipe: Sections) -> Data:
     """Return the splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
-    train, test = OPEN[recipe.data.source](recipe)
-    opened = Data(train, None, test)
+    opened = OPEN[recipe.data.source](recipe)
     if recipe.data.jpeg_decoder == "reduced":
         return opened.changed(lambda source: _reduced(source, recipe.data))
     return opened.changed(decoded_once)
@@ -106,8 +87,7 @@ def open_stored(recipe: Sections) -> Data:
     augment = replace(recipe.augment, resized_crop_min_area=None)
     as_they_are = replace(data, image_size=size, resize_size=None, jpeg_decoder="libjpeg")
     stored = replace(recipe, data=as_they_are, augment=augment)
-    train, test = OPEN[data.source](stored)
-    return Data(train, None, test)
+    return OPEN[data.source](stored)
 
 
 def download_data(recipe: Sections) -> None:

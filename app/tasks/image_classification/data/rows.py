@@ -136,13 +136,13 @@ def picture_of(value: Any, *, name: str) -> Tensor:
 
 
 def read_labels(splits: Sequence[Any], column: str, where: Sequence[str]) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Return the class names, and the labels of the training and the test split (int64 [N] each).
+    """Return the class names, and the labels of each split (int64 [N]), of which the first is for training.
 
     The classes are those of a ClassLabel column; else, of the training split, the sorted different strings, or 0 up to the
     largest integer.
 
     Args:
-        splits: The training and the test split, each a `datasets.Dataset`.
+        splits: Each a `datasets.Dataset`, the training split first.
         column: Name of the column.
         where: What errors call each split.
 
@@ -150,11 +150,12 @@ def read_labels(splits: Sequence[Any], column: str, where: Sequence[str]) -> tup
         DataError: A label is missing or not that of a class, or the column holds something else.
     """
     columns = [_column(split, column, name) for split, name in zip(splits, where, strict=True)]
-    train_names, test_names = (getattr(split.features[column], "names", None) for split in splits)
-    if train_names != test_names:
-        raise DataError(
-            f"data.label_column={column}: {where[0]} has the classes {train_names}, {where[1]} {test_names}; make them the same"
-        )
+    train_names, *others = (getattr(split.features[column], "names", None) for split in splits)
+    for other, name in zip(others, where[1:], strict=True):
+        if other != train_names:
+            raise DataError(
+                f"data.label_column={column}: {where[0]} has the classes {train_names}, {name} {other}; make them the same"
+            )
     if train_names is not None:
         names = train_names
     elif columns[0].dtype.kind == "O":

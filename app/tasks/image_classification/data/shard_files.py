@@ -14,6 +14,7 @@ from pathlib import Path
 from app.data.extras import extra
 from app.errors import DataError
 from app.place.topology import listed
+from app.tasks.image_classification.data.split_names import NoSplitError
 
 # The last number in a name, and of how many.
 _NUMBER = re.compile(r"(\d+)(?:-of-(\d+))?(?=\D*$)")
@@ -29,7 +30,8 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
         suffixes: What names of such files end with (".tar"); "" only for those that say `-of-`.
 
     Raises:
-        DataError: There are none, one of a set is missing, or there is more than one set.
+        NoSplitError: There are none.
+        DataError: One of a set is missing, or there is more than one set.
     """
     is_pattern = any(sign in split for sign in "*?[{")
     try:
@@ -46,7 +48,7 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
     if not found:
         likely = f"{split}{suffixes[0]}, {split}-000000{suffixes[0]} and so on, and a sub-folder {split}"
         there = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
-        raise DataError(
+        raise NoSplitError(
             f"{folder} holds no files of {key}={split}: looked for {split if is_pattern else likely}, found "
             f"{listed(there, 5) or 'nothing'}; correct data.path or {key}"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -50,6 +50,23 @@ class Source(Samples, Protocol):
 
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
         """Return `images`, uint8 [B, C, H, W], and `labels`, int64 [B], as `Samples.fetch` says."""
+
+
+class Data(NamedTuple):
+    """The splits of a recipe's data. None: there is no such split."""
+
+    train: Source
+    validation: Source | None
+    test: Source | None
+
+    @property
+    def there(self) -> dict[str, Source]:
+        """The splits that there are, by name."""
+        return {name: source for name, source in self._asdict().items() if source is not None}
+
+    def changed(self, change: Callable[[Source], Source]) -> Data:
+        """Return the splits with each of them changed."""
+        return self._replace(**{name: change(source) for name, source in self.there.items()})
 
 
 def facts_of(source: Source) -> dict[str, Any]:

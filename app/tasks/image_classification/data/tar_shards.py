@@ -23,7 +23,7 @@ from app.errors import DataError
 from app.tasks.image_classification.data.containers import Files, class_names, decoded, open_records
 from app.tasks.image_classification.data.index import Index, Row, indexed
 from app.tasks.image_classification.data.shard_files import find_shards
-from app.tasks.image_classification.data.source import Source, first_line
+from app.tasks.image_classification.data.source import Data, first_line
 from app.tasks.image_classification.sections import Sections
 
 CLASSES = "__classes__"
@@ -72,8 +72,8 @@ class _Member(NamedTuple):
     """What a member that holds the label says."""
 
 
-def open_tar_shards(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split, as `open_records` does; a sample without picture or label is a DataError."""
+def open_tar_shards(recipe: Sections) -> Data:
+    """Return the splits, as `open_records` does; a sample without picture or label is a DataError."""
     return open_records(recipe, _open_split)
 
 

@@ -27,7 +27,7 @@ from app.errors import DataError
 from app.tasks.image_classification.data.containers import Files, decoded, open_records
 from app.tasks.image_classification.data.index import Index, Row, indexed
 from app.tasks.image_classification.data.shard_files import find_shards
-from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.source import Data
 from app.tasks.image_classification.sections import Sections
 
 IMAGE, LABEL = "image/encoded", "image/class/label"
@@ -76,8 +76,8 @@ class ExampleRecords:
         return f"the record at byte {offset_bytes - HEADER.size} of {self.shards.paths[number]} (sample {index})"
 
 
-def open_tfrecords(recipe: Sections) -> tuple[Source, Source]:
-    """Return the training and the test split, as `open_records` does; a record whose CRC is wrong is a DataError."""
+def open_tfrecords(recipe: Sections) -> Data:
+    """Return the splits, as `open_records` does; a record whose CRC is wrong is a DataError."""
     features = Features((IMAGE, recipe.data.image_column), (LABEL, recipe.data.label_column))
     return open_records(recipe, functools.partial(_open_split, features))
 

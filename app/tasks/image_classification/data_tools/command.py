@@ -16,7 +16,6 @@ from app.recipe.schema import Recipe
 
 FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")
 """What `pack` writes."""
-_TEST_NAMES = ("test", "val", "valid", "validation")
 _WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is found out unless data.source=KIND says it"
 
 
@@ -44,8 +43,6 @@ def recipe_of(what: str, overrides: Sequence[str]) -> Recipe:
         raise RecipeError(f"{what} is neither a recipe ({', '.join(recipe_file.names())}, or a .yaml file) nor a path of data")
     said = [override for override in overrides if override.startswith("data.source=")]
     found = [] if said else [f"data.source={_kind(path)}"]
-    if path.is_dir() and not (path / "test").exists():
-        found += [f"data.test_split={name}" for name in _TEST_NAMES if (path / name).is_dir()][:1]
     return recipe_file.load("imagefolder", recipe_file.replaced([f"data.path={path}", *found], overrides)).recipe
 
 

@@ -106,8 +106,7 @@ def _open(recipe: Recipe, asked: Packing) -> Data:
     if asked.shrinking is not None:
         raise RecipeError("--max-side is for files; for arrays data.image_size=N says the size that all pictures get")
     augment = replace(recipe.sections.augment, resized_crop_min_area=None)
-    train, test = OPEN[recipe.sections.data.source](located(replace(recipe.sections, augment=augment)))
-    return Data(train, None, test)
+    return OPEN[recipe.sections.data.source](located(replace(recipe.sections, augment=augment)))
 
 
 def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:
