@@ -20,7 +20,7 @@ from sources import check_contract, check_workers_and_pickling, everything, fetc
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_container_is_the_image_folder(pictures: Path, packed: dict[str, Path], source: str) -> None:
     for expected, found in zip(
-        opened("imagefolder", pictures, crop=0.3), opened(source, packed[source], crop=0.3), strict=True
+        opened("imagefolder", pictures, crop=0.3), opened(source, packed[source], crop=0.3).there.values(), strict=True
     ):
         check_contract(found)
         assert found.workers
@@ -57,7 +57,7 @@ def test_a_file_that_was_replaced_is_read_anew(pictures: Path, tmp_path: Path, s
 
 
 def test_all_containers_of_the_same_pictures_have_one_fingerprint(packed: dict[str, Path]) -> None:
-    facts = [[split.fingerprint for split in opened(source, packed[source])] for source in FORMATS]
+    facts = [[split.fingerprint for split in opened(source, packed[source]).there.values()] for source in FORMATS]
     assert facts.count(facts[0]) == 4
 
 
@@ -136,7 +136,9 @@ def test_tfrecords_of_others_are_read(pictures: Path, tmp_path: Path, names: tup
         samples = list(records(pictures / split))
         for name, part in zip(names, (samples[:4], samples[4:]), strict=True):
             write_examples(tmp_path / name.replace("train", split), part, image=image, label=label)
-    for expected, found in zip(opened("imagefolder", pictures), opened("tfrecord", tmp_path), strict=True):
+    for expected, found in zip(
+        opened("imagefolder", pictures).there.values(), opened("tfrecord", tmp_path).there.values(), strict=True
+    ):
         for one, other in zip(everything(expected), everything(found), strict=True):
             assert torch.equal(one, other)
 
@@ -174,6 +176,8 @@ def test_hdf5_of_pixels_is_read(tmp_path: Path, layout: str) -> None:
 def test_lmdb_of_others_is_read(pictures: Path, tmp_path: Path) -> None:
     write_database(tmp_path / "train.lmdb", list(records(pictures / "train")))
     write_database(tmp_path / "test", list(records(pictures / "test")), subdir=False)
-    for expected, found in zip(opened("imagefolder", pictures), opened("lmdb", tmp_path), strict=True):
+    for expected, found in zip(
+        opened("imagefolder", pictures).there.values(), opened("lmdb", tmp_path).there.values(), strict=True
+    ):
         for one, other in zip(everything(expected), everything(found), strict=True):
             assert torch.equal(one, other)

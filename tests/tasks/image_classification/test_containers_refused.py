@@ -52,9 +52,7 @@ def test_splits_of_other_classes_are_refused(pictures: Path, packed: dict[str, P
         return
     for file in (tmp_path / "test").glob("test*"):
         file.rename(tmp_path / "train" / file.name)
-    refused(
-        source, tmp_path / "train", r"^the classes of the two splits differ: 3 \(ant, bee, cat\) in .*, 3 \(ant, bee, dog\)"
-    )
+    refused(source, tmp_path / "train", r"^the classes of two splits differ: 3 \(ant, bee, cat\) in .*, 3 \(ant, bee, dog\)")
 
 
 @pytest.mark.parametrize("source", FORMATS)

@@ -88,8 +88,8 @@ def test_arrays_give_the_same_run(folder: Path, tmp_path: Path, processes: str) 
     packed = recipe_of(
         str(tmp_path / "out"), ["data.image_size=null", "data.resize_size=null", "augment.resized_crop_min_area=null"]
     )
-    assert (packed.sections.data.source, packed.sections.data.test_split) == ("arrays", "val")
-    for before, after in zip(open_data(recipe.sections), open_data(packed.sections), strict=True):
+    assert packed.sections.data.source == "arrays"
+    for before, after in zip(open_data(recipe.sections).there.values(), open_data(packed.sections).there.values(), strict=True):
         assert (after.classes, after.workers) == (before.classes, False)
         assert torch.equal(everything(after)[0], everything(before)[0])
         assert torch.equal(everything(after)[1], everything(before)[1])
@@ -106,11 +106,13 @@ def test_a_container_holds_the_same_samples(
     said = capsys.readouterr().out.split(" with ")[1].split()
     assert recipe_of(out, []).sections.data.source == kind
     packed = recipe_of("imagefolder", [*said, *size])
-    for before, after in zip(open_data(recipe_of(str(folder), size).sections), open_data(packed.sections), strict=True):
+    for before, after in zip(
+        open_data(recipe_of(str(folder), size).sections).there.values(), open_data(packed.sections).there.values(), strict=True
+    ):
         assert after.classes == before.classes
         for mine, theirs in zip(everything(after), everything(before), strict=True):
             assert torch.equal(mine, theirs)
-    main(["pack", out, "data.test_split=val", "--to", "imagefolder", "--out", str(tmp_path / "back"), "--processes", "1"])
+    main(["pack", out, "--to", "imagefolder", "--out", str(tmp_path / "back"), "--processes", "1"])
     assert sorted(files_in(folder).values()) == sorted(files_in(tmp_path / "back").values())
 
 
@@ -118,7 +120,7 @@ def test_what_was_an_array_keeps_its_fingerprint(tmp_path: Path) -> None:
     made_up(tmp_path / "idx", 300, compress=True)
     main(["pack", str(tmp_path / "idx"), *WHOLE, "--to", "arrays", "--out", str(tmp_path / "out")])
     before, after = (open_data(recipe_of(str(tmp_path / name), WHOLE).sections) for name in ("idx", "out"))
-    assert [split.fingerprint for split in before] == [split.fingerprint for split in after]
+    assert [split.fingerprint for split in before.there.values()] == [split.fingerprint for split in after.there.values()]
 
 
 def test_pixels_become_pictures_in_a_folder(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_inspect_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[
     facts = json.loads(capsys.readouterr().out)
     train = facts["train"]
     assert facts["source"] == "imagefolder"
-    assert (train["samples"], facts["test"]["samples"], train["classes"]) == (7, 6, 2)
+    assert (train["samples"], facts["validation"]["samples"], train["classes"], "test" in facts) == (7, 6, 2, False)
     assert train["samples_by_class"] == {"cat": 3, "dog": 4}
     assert train["largest_to_smallest_class"] == 1.33
     assert train["stored_as"] == {"JPEG": 2, "PNG": 4}
@@ -190,8 +192,8 @@ def test_inspect_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[
     whole = [np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3) / 255 for path in (folder / "val").rglob("*.*")]
     mean = np.mean([pixels.mean(0) for pixels in whole], 0)
     std = np.sqrt(np.mean([(pixels**2).mean(0) for pixels in whole], 0) - mean**2)
-    np.testing.assert_allclose(facts["test"]["mean"], mean, atol=2e-4)
-    np.testing.assert_allclose(facts["test"]["std"], std, atol=2e-4)
+    np.testing.assert_allclose(facts["validation"]["mean"], mean, atol=2e-4)
+    np.testing.assert_allclose(facts["validation"]["std"], std, atol=2e-4)
     recipe = recipe_of(str(folder), [])
     assert facts["train"]["fingerprint"] == open_data(recipe.sections).train.fingerprint
     (folder / "train/dog/3.png").unlink()

@@ -22,7 +22,7 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 def test_mnist_equals_torchvisions_reading(tmp_path: Path, inside: str, compress: bool) -> None:
     write_mnist(tmp_path / inside, compress=compress)
     write_mnist(tmp_path / "plain/MNIST/raw")
-    for source, is_train in zip(open_data(recipe("mnist", tmp_path)), (True, False), strict=True):
+    for source, is_train in zip(open_data(recipe("mnist", tmp_path)).there.values(), (True, False), strict=True):
         reference = datasets.MNIST(tmp_path / "plain", train=is_train)
         check_contract(source)
         images, labels = everything(source)

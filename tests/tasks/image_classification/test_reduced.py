@@ -76,7 +76,9 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("crop", [None, 0.3])
 def test_images_are_nearly_those_of_whole_pictures(folder: Path, crop: float | None) -> None:
-    for small, full in zip(opened(folder, "reduced", crop=crop), opened(folder, "libjpeg", crop=crop), strict=True):
+    for small, full in zip(
+        opened(folder, "reduced", crop=crop).there.values(), opened(folder, "libjpeg", crop=crop).there.values(), strict=True
+    ):
         indices = np.arange(len(full))
         (found, labels), (expected, expected_labels) = fetched(small, indices), fetched(full, indices)
         assert torch.equal(labels, expected_labels)

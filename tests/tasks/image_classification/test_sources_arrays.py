@@ -56,7 +56,9 @@ def test_digits_are_those_of_scikit_learn() -> None:
         images, labels = file["images"], file["labels"]
     original = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
     assert hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == original
-    for source, rows in zip(open_data(recipe("digits")), (np.arange(1797) % 5 != 4, np.arange(1797) % 5 == 4), strict=True):
+    for source, rows in zip(
+        open_data(recipe("digits")).there.values(), (np.arange(1797) % 5 != 4, np.arange(1797) % 5 == 4), strict=True
+    ):
         opened, opened_labels = everything(source)
         np.testing.assert_array_equal(opened[:, 0].numpy(), np.floor(images[rows] / 16 * 255))
         np.testing.assert_array_equal(opened_labels.numpy(), labels[rows])
@@ -168,7 +170,7 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[datasets
 def test_cifar_equals_torchvisions_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> None:
     write_cifar(tmp_path, monkeypatch, kind)
     for path in (tmp_path, tmp_path / kind.base_folder):
-        for source, is_train in zip(open_data(recipe(name, path)), (True, False), strict=True):
+        for source, is_train in zip(open_data(recipe(name, path)).there.values(), (True, False), strict=True):
             reference = kind(tmp_path, train=is_train)
             check_contract(source)
             images, labels = everything(source)

@@ -103,7 +103,7 @@ def as_pictures(folder: Path) -> Path:
 def test_rows_are_those_of_the_library(tmp_path: Path, write) -> None:
     path = write(tmp_path / "rows")
     opened = open_data(recipe(path))
-    for source, name, size in zip(opened, ("train", "test"), (9, 4), strict=True):
+    for source, name, size in zip(opened.there.values(), ("train", "test"), (9, 4), strict=True):
         rows = datasets.load_from_disk(path / name) if write is as_saved else datasets.load_dataset(str(path), split=name)
         check_contract(source)
         assert (len(source), source.channels, source.image_size, source.classes) == (size, 3, (6, 5), tuple(NAMES))
@@ -348,28 +348,26 @@ def test_missing_splits_list_those_there_are(tmp_path: Path) -> None:
         open_data(recipe(as_parquet(tmp_path / "files"), test_split="val"))
     pictures().save_to_disk(tmp_path / "single")
     with pytest.raises(
-        DataError, match=r"single is a single Dataset without splits; save a DatasetDict with .* train and test$"
+        DataError, match=r"single is a single Dataset without splits; save a DatasetDict, with a split train in it$"
     ):
         open_data(recipe(tmp_path / "single"))
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        DataError, match=r"empty cannot be opened with .*: The directory at \S+empty doesn't contain any data files"
-    ):
+    with pytest.raises(DataError, match=r"empty cannot be opened: The directory at \S+empty doesn't contain any data files"):
         open_data(recipe(tmp_path / "empty"))
     (tmp_path / "broken").mkdir()
     for name in ("train", "test"):
         (tmp_path / f"broken/{name}.parquet").write_bytes(b"PAR1 nonsense")
-    with pytest.raises(DataError, match=r"broken cannot be opened with .*Parquet magic bytes not found"):
+    with pytest.raises(DataError, match=r"broken cannot be opened: .*Parquet magic bytes not found"):
         open_data(recipe(tmp_path / "broken"))
     (tmp_path / "notes.txt").write_text("no pictures")
     with pytest.raises(
         DataError, match=r"notes\.txt is a file of no known kind \(\.parquet, \.arrow\); give one of these, or a"
     ):
         open_data(recipe(tmp_path / "notes.txt"))
-    with pytest.raises(DataError, match=r"no/such/folder cannot be opened with .*: Couldn't find any data file"):
+    with pytest.raises(DataError, match=r"no/such/folder cannot be opened: Couldn't find any data file"):
         open_data(recipe(tmp_path / "no/such/folder"))
 
 

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("resize_size", [None, 29])
 def test_pictures_are_those_of_torchvision(folder: Path, resize_size: int | None) -> None:
-    for source, split in zip(open_data(recipe(folder, resize_size=resize_size)), ("train", "test"), strict=True):
+    for source, split in zip(open_data(recipe(folder, resize_size=resize_size)).there.values(), ("train", "test"), strict=True):
         reference = ImageFolder(str(folder / split))
         check_contract(source)
         assert source.workers
@@ -238,8 +238,9 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     ):
         open_data(recipe(tmp_path / "none"))
     write_folder(tmp_path, splits=("train",))
+    assert set(open_data(recipe(tmp_path)).there) == {"train"}
     with pytest.raises(DataError, match=rf"{tmp_path}/test cannot be read .* data\.test_split name it"):
-        open_data(recipe(tmp_path))
+        open_data(recipe(tmp_path, test_split="test"))
     assert len(open_data(recipe(tmp_path, test_split="train")).test) == 12
     (tmp_path / "test").write_text("a file")
     with pytest.raises(DataError, match=rf"{tmp_path}/test cannot be read \(Not a directory\)"):

@@ -55,7 +55,7 @@ def test_one_process_copies_and_all_read_the_copy(data: Path, tmp_path: Path, ca
     (copy,) = copies(tmp_path / "disk")
     after = open_data(asked)
     assert "copying" not in capfd.readouterr().err, "a later run finds it"
-    assert [split.fingerprint for split in after] == [split.fingerprint for split in before]
+    assert [split.fingerprint for split in after.there.values()] == [split.fingerprint for split in before.there.values()]
     assert torch.equal(everything(after.train)[0], everything(before.train)[0])
     os.utime(data / "train-labels-idx1-ubyte.gz", (0, 0))
     staged(asked)

@@ -129,7 +129,7 @@ def _load_saved(path: Path, names: dict[str, str]) -> list[Any]:
     saved = _saved_splits(path)
     if saved == ["."]:
         raise DataError(
-            f"data.path={path} is a single Dataset without splits; save a DatasetDict with the split {names['train']}, and others"
+            f"data.path={path} is a single Dataset without splits; save a DatasetDict, with a split {names['train']} in it"
         )
     for split, name in names.items():
         if name not in saved:
