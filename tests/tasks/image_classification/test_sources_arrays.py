@@ -246,7 +246,7 @@ def test_the_fingerprint_is_of_the_data_alone(tmp_path: Path) -> None:
     write_mnist(tmp_path / "here")
     write_mnist(tmp_path / "there", compress=True)
     here, there = (open_data(recipe("mnist", tmp_path / name)) for name in ("here", "there"))
-    assert [source.fingerprint for source in here] == [source.fingerprint for source in there]
+    assert [source.fingerprint for source in here.there.values()] == [source.fingerprint for source in there.there.values()]
     assert open_data(recipe("mnist", tmp_path / "here", image_size=20)).train.fingerprint == here[0].fingerprint
 
 

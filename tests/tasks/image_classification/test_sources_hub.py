@@ -137,8 +137,8 @@ def test_other_names_of_splits_and_columns(tmp_path: Path) -> None:
 
 def test_the_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
     here, there = open_data(recipe(save(tmp_path / "a"))), open_data(recipe(as_parquet(tmp_path / "b")))
-    assert [source.fingerprint for source in here] == [source.fingerprint for source in there]
-    assert here[0].fingerprint != here[1].fingerprint
+    assert [source.fingerprint for source in here.there.values()] == [source.fingerprint for source in there.there.values()]
+    assert here.train.fingerprint != here.test.fingerprint
 
 
 # Kinds of pictures
