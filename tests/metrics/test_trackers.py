@@ -32,7 +32,7 @@ from app.trackers.trackers import Trackers
 
 pytestmark = pytest.mark.multiproc
 
-# Epochs have 22 steps: evaluations after 22 and 24, pictures in steps 1 and 23.
+# Epochs have 20 steps: evaluations after 20 and 24, pictures in steps 1 and 21.
 RECIPE = (
     "--recipe",
     "digits",
@@ -108,15 +108,20 @@ def test_tensorboard_has_the_files_of_the_run_folder_and_each_step_once(run: Con
     board = shown(run_dir)
     metrics, evaluations = (numbers(read_lines(run_dir / f"{name}.jsonl")) for name in ("metrics", "evaluations"))
     assert [step for step, _ in metrics["loss"]] == [*range(3, 19, 3), *range(21, 31, 3)]
-    assert [step for step, _ in evaluations["test_accuracy"]] == [22, 30]
+    assert [step for step, _ in evaluations["validation_accuracy"]] == [20, 30]
+    assert [step for step, _ in evaluations["test_accuracy"]] == [30]
     curves = evaluations | metrics  # where a line was evaluated is said in evaluations.jsonl alone
     found = {name: [(event.step, event.value) for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
-    assert {name for name, curve in found.items() if curve} == set(curves) >= {"loss", "learning_rate", "test_accuracy"}
+    assert (
+        {name for name, curve in found.items() if curve}
+        == set(curves)
+        >= {"loss", "learning_rate", "validation_accuracy", "test_accuracy"}
+    )
     for name, curve in curves.items():
         assert found[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve], name
 
     pictures = board.Images("augmented_batch")
-    assert [picture.step for picture in pictures] == [picture.step for picture in run.pictures] == [1, 23]
+    assert [picture.step for picture in pictures] == [picture.step for picture in run.pictures] == [1, 21]
     for picture, other in zip(pictures, run.pictures, strict=True):
         assert picture.encoded_image_string == other.encoded_image_string, "one process and two give the same pictures"
 
@@ -163,7 +168,11 @@ def test_wandb_without_a_key_writes_one_run_that_can_be_sent(run: Continued) -> 
     assert {(header.run_id, header.project, header.display_name) for header in headers} == {(identity, "digits", "run")}
     logged = [record.history for start in starts for record in start if record.HasField("history")]
     rows = [{item.key or item.nested_key[0]: item.value_json for item in row.item} for row in logged]
-    for name, steps in {"loss": [*range(3, 31, 3)], "test_accuracy": [22, 24, 30], "augmented_batch": [1, 23, 23]}.items():
+    for name, steps in {
+        "loss": [*range(3, 31, 3)],
+        "validation_accuracy": [20, 24, 30],
+        "augmented_batch": [1, 21, 21],
+    }.items():
         assert [int(row["_step"]) for row in rows if name in row] == steps
 
 
@@ -175,7 +184,7 @@ def test_trackio_has_one_run_of_all_starts(run: Continued) -> None:
     assert {name for name, _, _ in rows} == {read(run.run_dir / "trackers.json")["trackio"]}
     found = [(step, json.loads(metrics)) for _, step, metrics in rows]
     assert [step for step, metrics in found if "loss" in metrics] == [*range(3, 31, 3)]
-    assert [step for step, metrics in found if "test_accuracy" in metrics] == [22, 24, 30]
+    assert [step for step, metrics in found if "validation_accuracy" in metrics] == [20, 24, 30]
     assert json.loads(config)["train.steps"] == 30
 
 
@@ -189,7 +198,7 @@ def test_mlflow_has_one_run_of_all_starts_in_the_run_folder(tmp_path: Path) -> N
         settings = dict(store.execute("select key, value from params").fetchall())
     assert (name, status, settings["optim.name"]) == ("run", "FINISHED", "adamw")
     assert [step for key, step in metrics if key == "loss"] == [*range(3, 31, 3)]
-    assert [step for key, step in metrics if key == "test_accuracy"] == [22, 24, 30]
+    assert [step for key, step in metrics if key == "validation_accuracy"] == [20, 24, 30]
 
 
 def test_a_run_that_begins_again_is_a_new_one_to_its_trackers(tmp_path: Path) -> None:

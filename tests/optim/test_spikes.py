@@ -161,9 +161,9 @@ def test_a_step_that_others_take_changes_nothing_and_has_its_gradients_back(name
 def environment() -> dict[str, str]:
     """The picture of the run that is poisoned: one of the step SPIKE."""
     recipe = recipe_file.load("digits", RECIPE[2:]).recipe
-    index = int(samples_of(recipe, 1438, SPIKE - 1)[40])
-    epoch = (SPIKE - 1) // (1438 // recipe.train.global_batch_size)
-    return {"POISONED_SAMPLE": str(epoch * 1438 + index)}
+    index = int(samples_of(recipe, 1294, SPIKE - 1)[40])
+    epoch = (SPIKE - 1) // (1294 // recipe.train.global_batch_size)
+    return {"POISONED_SAMPLE": str(epoch * 1294 + index)}
 
 
 def go(preset: str, processes: int, folder: Path, environment: dict[str, str], *arguments: str) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def test_what_differs_is_named(digits_run: Path, copied: Path, capsys) -> None:
     assert found["losses"]["largest"] == pytest.approx(0.5)
     assert cli.main(["compare", str(digits_run), str(copied)]) == 1
     printed = capsys.readouterr().out
-    assert "the recipes differ in optim.lr, all 44 steps that both took had the same samples" in (
+    assert "the recipes differ in optim.lr, all 40 steps that both took had the same samples" in (
         said := " ".join(printed.split())
     )
     assert "the losses up to step 20 are the same to 0.0001, and those of step 25 are the first that are not" in said
@@ -123,7 +123,7 @@ def test_losses_that_drift_apart_after_a_hundred_steps_are_of_the_same_run(digit
     assert (late.is_same, late.losses.deciding_up_to_step, late.losses.first_beyond) == (True, DECIDING_STEPS, 110)
     assert late.losses.same_up_to_step == 100
     assert str(late).startswith(
-        "The same run up to step 100, and apart after it: the recipes agree in all that is learnt, all 44"
+        "The same run up to step 100, and apart after it: the recipes agree in all that is learnt, all 40"
     )
     assert "the losses up to step 100 are the same to 0.0001; from step 110 on they drift apart: the largest" in str(late)
     assert "That it is rounding alone these losses cannot show" in str(late)

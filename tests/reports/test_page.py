@@ -85,7 +85,7 @@ def test_a_finished_run_has_all_of_it_in_one_file(browser: Browser, digits_run: 
     assert samerun(["report", str(digits_run), "--out", str(out)]) == 0
     assert out.stat().st_size < 1_000_000
     accuracy = read(digits_run / "result.json")["test_accuracy"]
-    tested = ["Scores on the test set", "Predictions on the test set"]
+    tested = ["Scores", "Predictions on the test split"]
     sections = ["Curves", "Where the time went", *tested, "One start", "What it ran on", "Recipe"]
     for width, scripts in ((390, True), (1280, True), (390, False)):
         found = looked_at(browser, out, width=width, scripts=scripts)
@@ -96,8 +96,8 @@ def test_a_finished_run_has_all_of_it_in_one_file(browser: Browser, digits_run: 
             "Goodput",
             "Confusion",
             "torch",
-            "44 of 44",
-            "finished after step 44",
+            "40 of 40",
+            "finished after step 40",
         ):
             assert told in found["text"], told
 
@@ -111,7 +111,7 @@ def test_of_a_broken_folder_each_fault_is_a_sentence_and_the_rest_is_drawn(
     title, missing, *sections = found["headings"]
     assert title == "<script>alert(1)</script>"
     assert missing == "What is missing or broken"
-    assert sections == ["Curves", "Where the time went", "Scores on the test set", "Predictions on the test set", "Recipe"]
+    assert sections == ["Curves", "Where the time went", "Scores", "Predictions on the test split", "Recipe"]
     for told in ("ledger.jsonl is missing", "result.json cannot be read", "a line is broken or cut", "1 of the pictures"):
         assert told in found["text"], told
     for told in ("The topology, of run.json", "The list of versions, of run.json"):
@@ -122,13 +122,13 @@ def test_the_page_of_another_task_has_its_own_scores(browser: Browser, digits_ru
     folder = rainfall(digits_run, tmp_path / "rain")
     assert samerun(["report", str(folder)]) == 0
     found = looked_at(browser, folder / "report.html", images=5)
-    sections = ["Curves", "Where the time went", "Scores on the test set", "One start", "What it ran on", "Recipe"]
+    sections = ["Curves", "Where the time went", "Scores", "One start", "What it ran on", "Recipe"]
     assert found["headings"] == ["digits", *sections]
     words = " ".join(found["text"].split())
     for told in (
-        "test rmse 1.0331",
+        "test rmse 1.2500",
         "test bias -0.2500",
-        "Of the final weights, over 359 samples",
+        "Of the final weights, over 144 validation samples and 359 test samples",
         "Test station error: the 10 lowest and the 10 highest of 29",
         "station 9 3.5000 station 19 8.5000",
         "Test month accuracy name value May 50.00 %",
@@ -185,7 +185,7 @@ def test_every_start_is_told_with_how_it_ended_and_the_time_since(digits_run: Pa
         assert complaints == []
         for told in (
             f"{word}</span>",
-            "killed or failed after step 44",
+            "killed or failed after step 40",
             "<td>fsdp2</td>",
             "<td>17</td>",
             "2 starts",
@@ -199,11 +199,11 @@ def test_the_seconds_of_the_time_split_are_those_that_the_run_measured(digits_ru
     stretches = time_split.split(run)
     assert [step for step, _ in stretches] == [line["step"] for line in run.metrics]
     totals = dict(zip(time_split.PARTS, map(sum, zip(*(seconds for _, seconds in stretches), strict=True)), strict=True))
-    evaluated_s = sum(event.held_s for event in run.events if isinstance(event, ledger.Evaluated) and event.step < 44)
+    evaluated_s = sum(event.held_s for event in run.events if isinstance(event, ledger.Evaluated) and event.step < 40)
     assert totals["evaluation"] >= evaluated_s > 0
     own_s = sum(totals.values()) - totals["evaluation"] - totals["saving"]
     assert own_s == pytest.approx(run.metrics[-1]["training_s"])
     shorter = time_split.merged(stretches, 4)
     assert len(shorter) <= 4
-    assert shorter[-1][0] == 44
+    assert shorter[-1][0] == 40
     assert sum(map(sum, (seconds for _, seconds in shorter))) == pytest.approx(sum(totals.values()))

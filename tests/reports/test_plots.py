@@ -28,9 +28,11 @@ def rewritten(path: Path, *without: str) -> None:
 
 def test_points_stand_where_they_belong(digits_run: Path) -> None:
     run = past_run.read(digits_run)
-    found = plots.curve(run, "test", "accuracy")
+    found = plots.curve(run, "validation", "accuracy")
     assert (list(found.x), list(found.notes)) == ([1.0, 2.0], [])
-    assert list(found.y) == [line["test_accuracy"] for line in run.evaluations]
+    assert list(found.y) == [line["validation_accuracy"] for line in run.evaluations]
+    tested = plots.curve(run, "test", "accuracy")
+    assert (list(tested.x), list(tested.y)) == ([2.0], [run.result["test_accuracy"]])
     training = plots.curve(run, "training", "loss")
     assert training.x[0] == 5 * 64 / run.samples_per_epoch
     assert plots.curve(run, "training", "loss", x="samples").x[-1] == run.result["samples_seen"]
@@ -56,7 +58,7 @@ def test_what_is_missing_is_said_and_the_rest_is_drawn(copied: Path, name: str) 
     figure, notes = plots.page([run], xs=plots.XS)
     assert notes
     assert sum(len(axes.lines) for axes in figure.axes) >= 2
-    epochs = plots.curve(run, "training" if name == "evaluations.jsonl" else "test", "loss").x
+    epochs = plots.curve(run, "training" if name == "evaluations.jsonl" else "validation", "loss").x
     assert list(epochs[-1:]) in ([2.0], [1.0])  # where an epoch's size is not known, the line's epoch: the second
 
 
@@ -79,13 +81,13 @@ def test_runs_are_told_apart_without_colour(digits_run: Path) -> None:
     looks = {(line.get_linestyle(), line.get_marker()) for line in figure.axes[1].lines}
     assert len(looks) == 8
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list("01234567")
-    assert [axes.get_ylabel() for axes in figure.axes][1] == "test loss"
+    assert [axes.get_ylabel() for axes in figure.axes][1] == "validation loss"
 
 
-def test_training_and_test_of_one_run_are_told_apart_without_colour(digits_run: Path) -> None:
+def test_training_and_validation_of_one_run_are_told_apart_without_colour(digits_run: Path) -> None:
     axes = Figure().subplots()
     assert plots.draw(axes, [past_run.read(digits_run)], "loss") == []
-    assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("training", "None"), ("test", "o")]
+    assert [(line.get_label(), line.get_marker()) for line in axes.lines] == [("training", "None"), ("validation", "o")]
 
 
 def test_a_run_is_drawn_by_what_its_task_is_judged_by(digits_run: Path, tmp_path: Path) -> None:
@@ -93,8 +95,8 @@ def test_a_run_is_drawn_by_what_its_task_is_judged_by(digits_run: Path, tmp_path
     figure, notes = plots.page([run])
     loss, score = figure.axes
     assert notes == []  # that there is no such score of the training data is no fault
-    assert [axes.get_ylabel() for axes in (loss, score)] == ["loss", "test rmse"]
-    assert list(score.lines[0].get_ydata()) == [line["test_rmse"] for line in run.evaluations]
+    assert [axes.get_ylabel() for axes in (loss, score)] == ["loss", "validation rmse"]
+    assert list(score.lines[0].get_ydata()) == [line["validation_rmse"] for line in run.evaluations]
     assert (len(loss.lines), len(score.lines)) == (2, 1)
 
 
@@ -102,11 +104,17 @@ def test_runs_of_two_tasks_share_the_loss_alone(digits_run: Path, tmp_path: Path
     runs = [past_run.read(digits_run), past_run.read(rainfall(digits_run, tmp_path / "rain"))]
     figure, notes = plots.page(runs)
     found = {axes.get_ylabel(): len(axes.lines) for axes in figure.axes}
-    assert found == {"training loss": 2, "test loss": 2, "training accuracy (%)": 1, "test accuracy (%)": 1, "test rmse": 1}
+    assert found == {
+        "training loss": 2,
+        "validation loss": 2,
+        "training accuracy (%)": 1,
+        "validation accuracy (%)": 1,
+        "validation rmse": 1,
+    }
     assert notes == [
         "rain: no training accuracy is recorded.",
-        "rain: no test accuracy is recorded.",
-        "digits: no test rmse is recorded.",
+        "rain: no validation accuracy is recorded.",
+        "digits: no validation rmse is recorded.",
     ]
 
 

@@ -56,7 +56,7 @@ def test_the_run_folder_holds_all_that_is_promised(run: Path) -> None:
 
 def test_metrics_have_a_line_per_logged_step(run: Path) -> None:
     lines = read_lines(run / "metrics.jsonl")
-    steps = 2 * (1438 // 64)
+    steps = 2 * (1294 // 64)
     assert [line["step"] for line in lines] == [*range(5, steps, 5), steps]
     for line in lines:
         assert {"samples_seen", "epoch", "loss", "learning_rate", "samples_per_s", "data_wait_share"} <= line.keys()
@@ -66,19 +66,24 @@ def test_metrics_have_a_line_per_logged_step(run: Path) -> None:
 
 def test_each_epoch_uses_each_sample_at_most_once(run: Path) -> None:
     lines = read_lines(run / "samples.jsonl")
-    assert len(lines) == 44
+    assert len(lines) == 40
     for epoch in range(2):
-        samples = [sample for line in lines[22 * epoch : 22 * epoch + 22] for sample in line["samples"]]
-        assert len(samples) == len(set(samples)) == 22 * 64
-        assert all(sample // 1438 == epoch for sample in samples)
+        samples = [sample for line in lines[20 * epoch : 20 * epoch + 20] for sample in line["samples"]]
+        assert len(samples) == len(set(samples)) == 20 * 64
+        assert all(sample // 1294 == epoch for sample in samples)
 
 
 def test_the_result_counts_every_test_sample(run: Path) -> None:
     result = read(run / "result.json")
     assert result["test_samples"] == 359
-    assert (result["steps"], result["samples_seen"], result["world_size"], result["preset"]) == (44, 44 * 64, 2, "multi_gpu")
+    assert (result["steps"], result["samples_seen"], result["world_size"], result["preset"]) == (40, 40 * 64, 2, "multi_gpu")
     assert result["test_accuracy"] > 0.8
-    assert result["test_accuracy"] == read_lines(run / "evaluations.jsonl")[-1]["test_accuracy"]
+    *looked_at, tested = read_lines(run / "evaluations.jsonl")
+    assert result["test_accuracy"] == tested["test_accuracy"]
+    assert [line["step"] for line in looked_at] == [20, 40]
+    assert result["validation_accuracy"] == looked_at[-1]["validation_accuracy"]
+    assert result["validation_samples"] == 144
+    assert not [name for line in looked_at for name in line if name.startswith("test_")]
 
 
 def test_evaluating_the_run_again_gives_the_same_scores(run: Path) -> None:
@@ -86,7 +91,7 @@ def test_evaluating_the_run_again_gives_the_same_scores(run: Path) -> None:
     scores = json.loads(finished.output.splitlines()[-1])
     result = read(run / "result.json")
     assert scores["accuracy"] == result["test_accuracy"]
-    assert scores["samples"] == result["test_samples"]
+    assert (scores["split"], scores["samples"]) == ("test", result["test_samples"])
     assert scores["loss"] == pytest.approx(result["test_loss"], rel=1e-6)
 
 
@@ -163,7 +168,7 @@ def test_a_run_folder_that_holds_a_run_is_not_overwritten(run: Path) -> None:
     [
         (("optim.lrr=1",), 3, "optim.lr"),
         (("train.global_batch_size=63", "augment.mixup=0.2"), 3, "multiple of 2"),
-        (("train.global_batch_size=2048",), 6, "1438"),
+        (("train.global_batch_size=2048",), 6, "1294"),
         (("data.source=imagefolder", "data.path=nowhere", "data.image_size=8"), 6, "nowhere"),
         (("optim.lr=1e30", "optim.name=sgd", "train.max_skipped_steps=0", "log.every_steps=1"), 8, "is not finite"),
         (("--trackers", "tensorbord"), 9, "there is no such tracker; did you mean tensorboard?"),

@@ -27,7 +27,7 @@ def losses(folder: Path) -> list[float]:
     found = [line["loss"] for line in lines]
     assert all(map(math.isfinite, found))
     assert found[-1] < 0.5 * found[0]
-    (evaluation,) = read_lines(folder / "evaluations.jsonl")  # of the average
+    *_, evaluation = read_lines(folder / "evaluations.jsonl")  # of the average
     return [*found, evaluation["test_loss"]]
 
 
