@@ -90,6 +90,8 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
 
 def _over_ranks(runtime: Runtime, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the ranks' sums and counts added up, on the CPU, by one reduction."""
+    if not totals:
+        return {}
     parts = [part for pair in totals.values() for part in pair]
     if not parts:  # all is in the rows
         return {}

@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # Of each: its module, its function there, and what it is for.
 _COMMANDS = {
+    "new": ("launch.new", "new", "write a folder to start from: a task of your own, its recipe, a job script and a test"),
     "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
     "submit": ("launch.submit.submit", "submit", "check a job, write its script and hand it to Slurm or PBS"),
     "doctor": ("launch.start.examination", "doctor", "examine this machine, or all nodes of an allocation, before a run"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from installation import installed  # noqa: F401 - a fixture
 from processes import end_warm, train
 from refusals import refused  # noqa: F401 - a fixture
 from slurm_lab import RECIPE, STEPS, losses

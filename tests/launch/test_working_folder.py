@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import ONE_THREAD, REPOSITORY, Finished, Started, clean_environment, read
+from installation import run_installed
+from processes import ONE_THREAD, REPOSITORY, Started, read
 
 from launch.run_module import program
 
@@ -50,26 +49,6 @@ def test_no_module_of_the_launcher_hides_one_of_python() -> None:
     assert modules & sys.stdlib_module_names == set()
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs of an environment into which our wheel is installed; all else it has from this one."""
-    place = tmp_path_factory.mktemp("installed")
-    pip, quiet = [sys.executable, "-m", "pip", "--disable-pip-version-check"], ["--quiet", "--no-deps", "--no-index"]
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
-    source = place / "source"
-    source.mkdir()  # what building leaves beside the sources is left there
-    for name in ("app", "launch", "accelerate_configs", "pyproject.toml", "README.md", "LICENSE"):
-        (source / name).symlink_to(REPOSITORY / name)
-    build = [*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", place, source]
-    subprocess.run(build, check=True)
-    (wheel,) = place.glob("*.whl")
-    subprocess.run([*pip, "--python", place / "venv", "install", *quiet, wheel], check=True)
-    (site_packages,) = (place / "venv" / "lib").glob("*/site-packages")
-    ours = next(entry for entry in sys.path if entry.endswith("site-packages"))
-    (site_packages / "more.pth").write_text(f"{ours}\n")
-    return place / "venv" / "bin"
-
-
 @pytest.mark.multiproc
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -81,8 +60,4 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda arguments: arguments[0],
 )
 def test_a_wheel_is_ours(installed: Path, folder: Path, arguments: tuple[str, ...]) -> None:
-    environment = {**clean_environment(), **ONE_THREAD, "PATH": f"{installed}{os.pathsep}{os.environ['PATH']}"}
-    del environment["PYTHONPATH"]
-    command = ["samerun", *arguments]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    Finished(ended.returncode, ended.stdout + ended.stderr).check()
+    run_installed(installed, ["samerun", *arguments], folder).check()

@@ -1,0 +1,60 @@
+"""Somebody else's Dataset with random transforms of its own: folders of pictures, one for each class, read by torchvision. The
+transforms draw from the generator of Python, NumPy or torch: `Samples.of` seeds these for each sample, so that a picture is
+changed alike on whatever process it is read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from app.task import Loss, Samples, Scores
+
+SIZE = 32  # pixels
+
+
+@dataclass(frozen=True)
+class Data:
+    places = ("path",)
+    path: str = "pictures"
+    "Folder with train/ and val/, and in each of these a folder of pictures for each class."
+
+
+@dataclass(frozen=True)
+class Sections:
+    data: Data = Data()
+
+
+class Pictures:
+    monitor = ("accuracy", "max")
+
+    def __init__(self, sections):
+        self.folder = Path(sections.data.path)
+
+    def samples(self, split):
+        if split == "validation":
+            return None  # there is no folder: `train.validation_fraction` holds some of the training samples back
+        random = [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip(), v2.ColorJitter(0.2, 0.2)]
+        changes = random if split == "train" else [v2.Resize((SIZE, SIZE))]
+        to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+        name = {"train": "train", "test": "val"}[split]
+        pictures = ImageFolder(self.folder / name, transform=v2.Compose([*changes, *to_tensor]))
+        return Samples.of(pictures, names=("pictures", "labels"), facts={"classes": pictures.classes})
+
+    def model(self, facts):
+        first = [nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.GroupNorm(8, 32), nn.GELU()]
+        second = [nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.GroupNorm(8, 64), nn.GELU()]
+        return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, len(facts["classes"])))
+
+    def loss(self, model, batch):
+        return Loss(cross_entropy(model(batch["pictures"]), batch["labels"]), len(batch["labels"]))
+
+    def score(self, model, batch, valid):
+        right = model(batch["pictures"]).argmax(1) == batch["labels"]
+        return Scores({"accuracy": ((right & valid).sum(), valid.sum())})
+
+
+task = Pictures

@@ -1,0 +1,43 @@
+"""`samerun new DIR`: a folder to start from: a task of one's own, its recipe, a job script and a test. It works at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from app.errors import UsageError
+
+_TEMPLATE = Path(__file__).parent / "template"
+_ENDING = ".template"
+"""The files are not Samerun's code: nothing that looks for that shall find them."""
+
+
+def new(argv: list[str]) -> int:
+    """Write the folder. Raises UsageError if there is something in it, or it cannot be written."""
+    folder = Path(_parser().parse_args(argv).folder)
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} is there, and not an empty folder: give another name")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(_TEMPLATE.glob(f"*{_ENDING}")):
+            (folder / file.name.removesuffix(_ENDING)).write_text(file.read_text())
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from None
+    sys.stdout.write(
+        f"{folder}: task.py, recipe.yaml, job.sh, test_task.py, README.md. It works at once:\n"
+        f"    cd {folder}\n"
+        "    samerun launch --recipe recipe.yaml\n"
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun new",
+        description="Write a folder to start from: task.py (a network of your own on data of your own), recipe.yaml, a job "
+        "script, a test and a README. It works at once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="DIR", help="folder to write, new or empty")
+    return parser

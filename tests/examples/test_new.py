@@ -1,0 +1,92 @@
+"""`samerun new` writes a folder that works at once, from an installed wheel as well."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from installation import run_installed
+from processes import REPOSITORY, read, train
+
+from app.errors import UsageError
+from launch.new import new
+
+WRITTEN = {"task.py", "recipe.yaml", "job.sh", "test_task.py", "README.md"}
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match="is there, and not an empty folder: give another name"):
+            new([str(place)])
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "file"}
+    with pytest.raises(UsageError, match="cannot be written: Not a directory"):
+        new([str(tmp_path / "file" / "below")])
+
+
+@pytest.mark.multiproc
+def test_what_it_writes_trains_and_learns(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "my-task"
+    new([str(folder)])
+    assert {path.name for path in folder.iterdir()} == WRITTEN
+    train("fsdp2", tmp_path / "run", "--recipe", str(folder / "recipe.yaml"), "model.width=16", processes=2).check()
+    assert read(tmp_path / "run" / "result.json")["test_loss"] < 0.005  # 0.037 is the variance of what is learnt
+    (line,) = [line for line in (folder / "job.sh").read_text().splitlines() if line.startswith("exec ")]
+    assert line == 'exec samerun launch --recipe recipe.yaml "$@"'
+
+
+def test_the_job_script_asks_for_what_ours_asks_for(tmp_path: Path) -> None:
+    new([str(tmp_path / "new")])
+    asked = [
+        {line for line in script.read_text().splitlines() if line.startswith("#SBATCH") and "--nodes" not in line}
+        for script in (tmp_path / "new" / "job.sh", REPOSITORY / "launch" / "multinode.sh")
+    ]
+    assert asked[0] == asked[1]
+    assert len(asked[0]) >= 7
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_outside_the_repository_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    run_installed(installed, ["samerun", "new", "my-task"], tmp_path).check()
+    folder = tmp_path / "my-task"
+    run_installed(installed, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"], folder).check()
+    for preset in ("cpu", "deepspeed_zero3"):
+        processes = () if preset == "cpu" else ("--processes", "2")
+        command = [
+            "samerun",
+            "launch",
+            "--recipe",
+            "recipe.yaml",
+            "--preset",
+            preset,
+            *processes,
+            "--run-dir",
+            f"runs/{preset}",
+        ]
+        run_installed(installed, [*command, "--trackers", "none"], folder).check()
+    compared = run_installed(installed, ["samerun", "compare", "runs/cpu", "runs/deepspeed_zero3"], folder).check()
+    assert "The same run" in compared.output
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_an_example_is_copied_and_trained_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    for ending in ("py", "yaml"):
+        shutil.copy(REPOSITORY / "examples" / f"segmentation.{ending}", tmp_path)
+    command = [
+        "samerun",
+        "launch",
+        "--recipe",
+        "segmentation.yaml",
+        "--preset",
+        "fsdp2",
+        "--processes",
+        "2",
+        "--run-dir",
+        "run",
+    ]
+    run_installed(installed, [*command, "--trackers", "none"], tmp_path).check()
+    assert read(tmp_path / "run" / "result.json")["test_mean_iou"] > 0.8
