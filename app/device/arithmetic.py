@@ -46,13 +46,11 @@ class Answers:
     """Why the device could not compute the rest; that is not to compute wrongly."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """A rank that computes something wrongly."""
 
-    rank: int
-    host: str
-    device: str
+    by: Answers
     answer: Answer
     text: str
     """What was computed, what was found and what was expected."""
@@ -88,7 +86,7 @@ def examine(
     )
     ranks: list[Answers] = runtime.gather(own)
     faults = judge(ranks)
-    faulty = {fault.rank for fault in faults}
+    faulty = {fault.by.rank for fault in faults}
     for key, kind in differing([each for each in ranks if each.rank not in faulty]):
         mine = [each for each in computed if each.answer.key == key and own.kind == kind and own.rank not in faulty]
         everyone: list[list[Computed]] = runtime.gather(mine)
@@ -118,13 +116,13 @@ def is_certain(fault: Fault) -> bool:
     On a kind of device that was never tried the bound of rounding may be too narrow, and equal devices may round otherwise. A
     number beyond the bound on one rank, and within it on others, is wrong there too.
     """
-    is_tried = fault.device.partition(":")[0] in _TRIED
+    is_tried = fault.by.device.partition(":")[0] in _TRIED
     return is_tried or (fault.answer.wrong is not None and not fault.everywhere)
 
 
 def sentence(faults: Sequence[Fault]) -> str:
     """Return what is wrong, with what to do."""
-    named = [f"rank {fault.rank} on {fault.host}, {fault.device}: {fault.text}" for fault in faults[:_MOST_FAULTS]]
+    named = [f"rank {fault.by.rank} on {fault.by.host}, {fault.by.device}: {fault.text}" for fault in faults[:_MOST_FAULTS]]
     if len(faults) > _MOST_FAULTS:
         named.append(f"and {len(faults) - _MOST_FAULTS} more")
     layers = list(dict.fromkeys(fault.answer.where for fault in faults if fault.answer.where))
@@ -133,10 +131,10 @@ def sentence(faults: Sequence[Fault]) -> str:
             f"The model computes this in {', '.join(layers)}: take larger samples (data.image_size), another model, or "
             "mixed_precision 'no'"
         )
-    elif all(fault.everywhere for fault in faults) and len({fault.rank for fault in faults}) > 1:
+    elif all(fault.everywhere for fault in faults) and len({fault.by.rank for fault in faults}) > 1:
         remedy = f"All ranks compute it wrongly, which points to torch {torch.__version__} and not to a machine"
     else:
-        hosts = sorted({fault.host for fault in faults})
+        hosts = sorted({fault.by.host for fault in faults})
         remedy = f"Leave out {', '.join(hosts)}; `samerun doctor` there examines the devices alone"
     return "the arithmetic is wrong.\n" + "\n".join(named) + f"\n{remedy}."
 
@@ -149,7 +147,12 @@ def judge(ranks: Sequence[Answers]) -> list[Fault]:
             same = [other for other in ranks if any(given.key == answer.key for given in other.answers)]
             if answer.wrong is not None:
                 everywhere = all(_given(other, answer).wrong is not None for other in same)
-                faults.append(_fault(each, answer, _said(answer, answer.wrong), everywhere=everywhere))
+                found = answer.wrong
+                text = (
+                    f"{_of(answer)} is {found.found:.9g} at {_at(found)}, where {found.expected:.9g} is right and rounding "
+                    f"makes {found.allowed:.1g} at most"
+                )
+                faults.append(Fault(each, answer, text, everywhere))
             elif answer.unsteady is not None:
                 alike = [other for other in same if other.kind == each.kind]
                 everywhere = all(_given(other, answer).unsteady is not None for other in alike)
@@ -157,7 +160,7 @@ def judge(ranks: Sequence[Answers]) -> list[Fault]:
                     continue  # a kernel that adds up in any order
                 found = answer.unsteady
                 text = f"{_of(answer)} is {found.expected:.9g} at {_at(found)} once and {found.found:.9g} the next time"
-                faults.append(_fault(each, answer, text, everywhere=everywhere))
+                faults.append(Fault(each, answer, text, everywhere))
     return faults
 
 
@@ -190,7 +193,7 @@ def odd_ones(given: dict[Answers, Computed]) -> list[Fault]:
                 f"{_of(each.answer)} is {element.found:.9g} at {_at(element)} and {usual:.9g} on rank {usual_rank.rank}, where "
                 f"{element.expected:.9g} is right: devices of one kind round alike"
             )
-            faults.append(_fault(rank, each.answer, text, everywhere=False))
+            faults.append(Fault(rank, each.answer, text, everywhere=False))
     return faults
 
 
@@ -202,17 +205,6 @@ def _difference(one: Computed, other: Computed) -> tuple[Element, float]:
 
 def _given(each: Answers, to: Answer) -> Answer:
     return next(answer for answer in each.answers if answer.key == to.key)
-
-
-def _fault(each: Answers, answer: Answer, text: str, *, everywhere: bool) -> Fault:
-    return Fault(rank=each.rank, host=each.host, device=each.device, answer=answer, text=text, everywhere=everywhere)
-
-
-def _said(answer: Answer, element: Element) -> str:
-    return (
-        f"{_of(answer)} is {element.found:.9g} at {_at(element)}, where {element.expected:.9g} is right and rounding makes "
-        f"{element.allowed:.1g} at most"
-    )
 
 
 def _of(answer: Answer) -> str:

@@ -101,7 +101,8 @@ def _examine(
     with waiting("joining the process group"):
         runtime = Runtime(launched, plan)
         handshake.check_group(runtime.accelerator, launched, plan)
-        first_ranks = [rank for rank, index in enumerate(runtime.gather(launched.local_rank)) if index == 0]
+        places: list[tuple[int, str]] = runtime.gather((launched.local_rank, socket.gethostname()))
+        first_ranks = [rank for rank, (index, _) in enumerate(places) if index == 0]
     device = runtime.device
     with waiting("the devices, each alone"):
         runtime.accelerator.wait_for_everyone()
@@ -116,8 +117,13 @@ def _examine(
     with waiting("writing to the run folder"):
         node = probe.write_files(run_dir) if launched.local_rank == 0 else None
         if node is not None:
+            following = first_ranks[(first_ranks.index(launched.rank) + 1) % len(first_ranks)]
             node = replace(
-                node, clock_ms=clock.ahead_ns / 1e6, clock_error_ms=clock.error_ns / 1e6, link_gb_per_s=link_gb_per_s
+                node,
+                clock_ms=clock.ahead_ns / 1e6,
+                clock_error_ms=clock.error_ns / 1e6,
+                link_to=places[following][1] if following != launched.rank else "",
+                link_gb_per_s=link_gb_per_s,
             )
         free_bytes, total_bytes = probe.memory(device)
         own = Rank(
@@ -134,7 +140,7 @@ def _examine(
             known_answers_s=known_answers_s,
             wrong_answers=wrong_answers,
         )
-        ranks = _with_neighbours(runtime.gather(own), first_ranks)
+        ranks = runtime.gather(own)
     runtime.close()
     notes = [*runtime.notes, *notes]
     return Examination(ranks=ranks, all_reduces=all_reduces, notes=notes)
@@ -151,17 +157,6 @@ def _all_reduces(runtime: Runtime) -> list[AllReduce]:
         rates = tuple(size_bytes / seconds / 1e9 for seconds in slowest_s)
         found.append(AllReduce(size_bytes=size_bytes, gb_per_s=rates, wrong_ranks=wrong))
     return found
-
-
-def _with_neighbours(ranks: Sequence[Rank], first_ranks: Sequence[int]) -> tuple[Rank, ...]:
-    """Add to each node the name of the next in the ring."""
-    if len(first_ranks) == 1:
-        return tuple(ranks)
-    following = dict(zip(first_ranks, [*first_ranks[1:], first_ranks[0]], strict=True))
-    return tuple(
-        replace(rank, node=replace(rank.node, link_to=ranks[following[rank.rank]].host)) if rank.node else rank
-        for rank in ranks
-    )
 
 
 @contextmanager

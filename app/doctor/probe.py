@@ -60,10 +60,11 @@ def known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
     ranks, faults = arithmetic.examine(runtime, [torch.float32, *half], GENERAL)
     narrow, met = arithmetic.examine(runtime, half, NARROW)
     notes = [
-        f"{fault.text} (rank {fault.rank} on {fault.host}). Runs whose models compute this are refused" for fault in met[:1]
+        f"{fault.text} (rank {fault.by.rank} on {fault.by.host}). Runs whose models compute this are refused"
+        for fault in met[:1]
     ]
     notes += [
-        f"{fault.text} (rank {fault.rank} on {fault.host}). {arithmetic.IN_DOUBT}"
+        f"{fault.text} (rank {fault.by.rank} on {fault.by.host}). {arithmetic.IN_DOUBT}"
         for fault in faults
         if not arithmetic.is_certain(fault)
     ]
@@ -71,7 +72,7 @@ def known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
         f"rank {each.rank} on {each.host} could not compute all known answers: {each.failed}" for each in ranks if each.failed
     ]
     own = runtime.launched.rank
-    wrong = [fault.text for fault in faults if fault.rank == own and arithmetic.is_certain(fault)]
+    wrong = [fault.text for fault in faults if fault.by.rank == own and arithmetic.is_certain(fault)]
     return wrong, ranks[own].elapsed_s + narrow[own].elapsed_s, notes
 
 

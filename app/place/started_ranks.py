@@ -57,7 +57,7 @@ class StartedRank:
 
 
 @dataclass(frozen=True)
-class _Starter:
+class Starter:
     """The variables in which a starter tells a process its place."""
 
     name: str
@@ -70,21 +70,22 @@ class _Starter:
 
     @property
     def told(self) -> tuple[str, str, str, str]:
+        """All four."""
         return self.rank, self.world_size, self.local_rank, self.local_world_size
 
 
 # The innermost first. PALS sets no size of its own, but Cray PMI's; Slurm's Cray plugin sets both. Open MPI: "Environment
 # variables set for MPI applications" in its documentation. PMI, srun: captured. Others: Slurm's plugin mpi/cray_shasta, and
 # the scripts of ALCF's users.
-_STARTERS = (
-    _Starter("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+STARTERS = (
+    Starter("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
              "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -x {}={} ..."),
-    _Starter("mpirun (MVAPICH2)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+    Starter("mpirun (MVAPICH2)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
              "MV2_COMM_WORLD_LOCAL_SIZE", "mpirun -env {} {} ..."),
-    _Starter("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpiexec -genv {} {} ..."),
-    _Starter("mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "mpiexec --env {}={} ..."),
-    _Starter("mpiexec (Cray PMI)", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "export {}={}"),
-    _Starter("srun", STEP.rank, STEP.step_num_tasks, STEP.local_rank, STEP.tasks_per_node, "export {}={}"),
+    Starter("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpiexec -genv {} {} ..."),
+    Starter("mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "mpiexec --env {}={} ..."),
+    Starter("mpiexec (Cray PMI)", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "export {}={}"),
+    Starter("srun", STEP.rank, STEP.step_num_tasks, STEP.local_rank, STEP.tasks_per_node, "export {}={}"),
 )  # fmt: skip
 # How a process is told the name of its own machine.
 _OWN_NAMES = ("PMIX_HOSTNAME", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME", JOB.node)
@@ -107,7 +108,7 @@ def translate(
     """
     if "RANK" in environment and "LOCAL_RANK" in environment:
         return None
-    starter = next((each for each in _STARTERS if all(name in environment for name in each.told)), None)
+    starter = next((each for each in STARTERS if all(name in environment for name in each.told)), None)
     if starter is None:
         _refuse_lonely_copies(environment)
         return None
@@ -136,7 +137,7 @@ def translate(
 
 def _refuse_lonely_copies(environment: Mapping[str, str]) -> None:
     """Several processes that are not told their place, or not that on their node, where each would take the first device."""
-    for starter in _STARTERS:
+    for starter in STARTERS:
         count = number(environment, starter.world_size, default=1)
         if count > 1:
             missing = [name for name in starter.told if name not in environment]
@@ -152,7 +153,7 @@ def _visible_devices(environment: Mapping[str, str]) -> int | None:
     return next((len(devices.split(",")) for devices in lists if devices), None)
 
 
-def _local_world_size(environment: Mapping[str, str], starter: _Starter) -> int:
+def _local_world_size(environment: Mapping[str, str], starter: Starter) -> int:
     if starter.name != "srun":
         return number(environment, starter.local_world_size)
     nodes_before = number(environment, STEP.node_rank)
@@ -163,7 +164,7 @@ def _local_world_size(environment: Mapping[str, str], starter: _Starter) -> int:
     raise TopologyError(f"{said(environment, starter.local_world_size, STEP.node_rank)}: there is no number for this node")
 
 
-def _head(environment: Mapping[str, str], starter: _Starter, rank: int, *, alone: bool, read: Callable[[str], str]) -> str:
+def _head(environment: Mapping[str, str], starter: Starter, rank: int, *, alone: bool, read: Callable[[str], str]) -> str:
     """The machine of rank 0."""
     if "MASTER_ADDR" in environment:
         return environment["MASTER_ADDR"]
@@ -185,7 +186,7 @@ def _head(environment: Mapping[str, str], starter: _Starter, rank: int, *, alone
     return with_suffix(hosts[0], environment)
 
 
-def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[str], str]) -> tuple[Sequence[str], str]:
+def _hosts(environment: Mapping[str, str], starter: Starter, read: Callable[[str], str]) -> tuple[Sequence[str], str]:
     """The machines of the job, the head first, and where they were read; none where it is no job of a batch system."""
     slurm = Slurm(environment, STEP if starter.name == "srun" else JOB)
     if slurm.names.hosts in environment:
@@ -200,7 +201,7 @@ def _hosts(environment: Mapping[str, str], starter: _Starter, read: Callable[[st
     return [], ""
 
 
-def _port(environment: Mapping[str, str], starter: _Starter) -> int:
+def _port(environment: Mapping[str, str], starter: Starter) -> int:
     """A port for this start of this job."""
     if "MASTER_PORT" in environment:
         return number(environment, "MASTER_PORT")

@@ -87,10 +87,10 @@ def _recommend(method: Method, fit: Fit | None, *, wanted: float, is_legal: Call
     enough = max(devices for devices in found if too_many is None or devices < too_many)
     between = range(too_many - 1 if too_many else 2 * largest, enough, -1)
     fitted = next((one for one in _fitted(fit, method, filter(is_legal, between)) if one[1].value >= wanted), None)
-    why = f"{_text(found[enough])} measured on {enough}"
+    why = f"{found[enough]} measured on {enough}"
     if fitted:
-        why += f", and {_text(fitted[1])} by the fit on {fitted[0]}"
-    limit = f"{_text(found[too_many])} measured on {too_many}" if too_many else _beyond(fit, method, largest, wanted)
+        why += f", and {fitted[1]} by the fit on {fitted[0]}"
+    limit = f"{found[too_many]} measured on {too_many}" if too_many else _beyond(fit, method, largest, wanted)
     return (fitted[0] if fitted else enough), f"{why}; {limit}."
 
 
@@ -106,9 +106,4 @@ def _beyond(fit: Fit | None, method: Method, largest: int, wanted: float) -> str
         return f"more than {largest} were not measured, and {fitting.LEAST_SIZES} sizes are needed to foretell more"
     share = _foretell(fit, 2 * largest, method.base.devices).efficiency
     verdict = "still enough: measure more" if share.value >= wanted else "too little"
-    return f"{_text(share)} by the fit on {2 * largest}, twice what was measured, which is {verdict}"
-
-
-def _text(share: Interval) -> str:
-    spread = "" if share.low is None or share.low == share.high else f" ({share.low:.2f} to {share.high:.2f})"
-    return f"{share.value:.2f}{spread}"
+    return f"{share} by the fit on {2 * largest}, twice what was measured, which is {verdict}"

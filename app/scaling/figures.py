@@ -83,6 +83,10 @@ class Interval:
     low: float | None
     high: float | None
 
+    def __str__(self) -> str:
+        is_exact = self.low is None or self.low == self.high
+        return f"{self.value:.2f}" + ("" if is_exact else f" ({self.low:.2f} to {self.high:.2f})")
+
 
 @dataclass(frozen=True)
 class Method:

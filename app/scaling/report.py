@@ -12,7 +12,7 @@ from typing import Any
 
 from app.record import run_folder
 from app.scaling.advice import Advice
-from app.scaling.figures import Row
+from app.scaling.figures import Interval, Row
 from app.scaling.fit import LEAST_SIZES
 
 MARKDOWN, TABLE, JSON, PLOT = "report.md", "report.csv", "report.json", "scaling"
@@ -128,12 +128,10 @@ def _line(report: Report, row: Row) -> str:
         value, deviation = figures[name], figures[f"{name}_deviation"]
         return "-" if value is None else _text(value) + ("" if deviation is None else f" +- {_text(deviation)}")
 
-    low, high = figures["efficiency_low"], figures["efficiency_high"]
-    between = "" if low is None or low == high else f" ({low:.2f} to {high:.2f})"
     runs = "<br>".join(f"`{run.source}`" for run in row.runs)
     cells = [
         cell("nodes", "d", 1), cell("devices_per_node", "d", 1) if row.devices_per_node else str(row.devices), row.method,
-        spread("samples_per_s"), spread("seconds"), cell("speed_up", ".2f"), cell("efficiency", ".2f") + between,
+        spread("samples_per_s"), spread("seconds"), cell("speed_up", ".2f"), _share(figures),
         cell("data_wait_share", ".1%"), cell("communication_share", ".1%"), cell("memory_bytes", ".2f", 2**-30),
         cell("device_hours", ".4g"), runs or "failed",
     ]  # fmt: skip
@@ -153,9 +151,12 @@ def sentence(report: Report, row: Row) -> str:
         return f"{where}: {'; '.join(row.problems)}"
     figures = _figures(report, row)
     rate = "" if figures["samples_per_s"] is None else f"{_text(figures['samples_per_s'])} samples/s, "
-    low, high = figures["efficiency_low"], figures["efficiency_high"]
-    between = "" if low is None or low == high else f" ({low:.2f} to {high:.2f})"
-    return f"{where}: {rate}{report.work} in {_text(figures['seconds'])} s, efficiency {figures['efficiency']:.2f}{between}"
+    return f"{where}: {rate}{report.work} in {_text(figures['seconds'])} s, efficiency {_share(figures)}"
+
+
+def _share(figures: Mapping[str, Any]) -> str:
+    values = [figures[name] for name in ("efficiency", "efficiency_low", "efficiency_high")]
+    return "-" if values[0] is None else str(Interval(*values))
 
 
 def recommendation(report: Report, advice: Advice) -> str:

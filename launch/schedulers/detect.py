@@ -11,20 +11,13 @@ from collections.abc import Callable, Mapping
 from app.errors import TopologyError
 from app.place.environment import check_threads
 from app.place.slurm_variables import is_in_step
+from app.place.started_ranks import STARTERS
 from launch.schedulers import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import Job
 
 # Each returns None for an environment of another kind.
 FINDERS: tuple[Callable[..., Allocation | None], ...] = (hosts.find, slurm.find, pbs.find, grid_engine.find)
-
-# How many processes something else started, each of which would launch a whole run. A task of srun is no such case: Slurm's
-# own variables tell whether it is the only one of its node, and PMI's are there for every task.
-_STARTED_BY = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
-    "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)",
-    "PMI_SIZE": "mpiexec (PMI)",
-}
 
 
 def find(
@@ -82,11 +75,14 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
 
 
 def _refuse_mpi(environment: Mapping[str, str]) -> None:
-    for name, starter in _STARTED_BY.items():
-        size = environment.get(name, "1")
-        if size != "1" and (name != "PMI_SIZE" or not is_in_step(environment)):
-            program = starter.split()[0]
-            raise TopologyError(
-                f"{starter} started {size} processes ({name}={size}), and each would launch the whole run. Start "
-                f"`samerun launch` once, without {program}, or let {program} start `python -m app.train` itself"
-            )
+    """A task of srun is no such case: Slurm's own variables tell whether it is the only one of its node, and PMI's are there
+    for every task."""
+    for starter in STARTERS:
+        size = environment.get(starter.world_size, "1")
+        if size == "1" or starter.name == "srun" or (starter.world_size == "PMI_SIZE" and is_in_step(environment)):
+            continue
+        program = starter.name.split()[0]
+        raise TopologyError(
+            f"{starter.name} started {size} processes ({starter.world_size}={size}), and each would launch the whole run. "
+            f"Start `samerun launch` once, without {program}, or let {program} start `python -m app.train` itself"
+        )

@@ -99,7 +99,7 @@ def test_of_three_the_odd_one_is_named_and_of_two_the_one_that_is_further_off() 
     odd = Computed(replace(right.answer, digest="other"), off, right.expected)
     for order in ([right, odd], [odd, right], [right, right, odd], [odd, right, right]):
         (fault,) = arithmetic.odd_ones({as_rank(rank, [each]): each for rank, each in enumerate(order)})
-        assert (fault.rank, fault.host) == (order.index(odd), f"node{order.index(odd)}")
+        assert (fault.by.rank, fault.by.host) == (order.index(odd), f"node{order.index(odd)}")
         assert f"matrix product in float32: the result is {float(off[3, 4]):.9g} at [3, 4]" in fault.text
         assert f"{float(right.found[3, 4]):.9g} on rank" in fault.text
 
@@ -113,7 +113,7 @@ def test_a_kernel_of_accelerators_that_adds_up_in_any_order_is_no_fault() -> Non
     assert len(arithmetic.judge([unsteady])) == 3  # a CPU's never do
     on_gpu = [replace(each, device="cuda:0") for each in (unsteady, steady)]
     assert arithmetic.judge(on_gpu[:1]) == []
-    assert {fault.rank for fault in arithmetic.judge(on_gpu)} == {0}
+    assert {fault.by.rank for fault in arithmetic.judge(on_gpu)} == {0}
 
 
 def test_on_a_kind_of_device_that_was_never_tried_only_a_rank_that_is_off_alone_is_refused() -> None:
