@@ -31,8 +31,10 @@ class Called:
         self.times += 1
         if self._most is not None and self.times > self._most:
             raise TrainingError(f"{self._of} called the model a second time for one batch: {_RULE}")
-        args, kwargs = pytree.tree_map(self._as_wanted, (args, kwargs))
-        return self._model(*args, **kwargs)
+        if kwargs or any(type(arg) is not Tensor for arg in args):
+            args, kwargs = pytree.tree_map(self._as_wanted, (args, kwargs))
+            return self._model(*args, **kwargs)
+        return self._model(*map(self._as_wanted, args))  # a tenth of the time
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

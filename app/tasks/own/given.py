@@ -98,6 +98,8 @@ def loss(given: Any, *, of: str) -> Loss:
             f"the mean of {of} has no gradient: it has to come from what model(...) returned, without .detach(), .item() and "
             "torch.no_grad() in between"
         )
+    if type(count) is int and not given.sums:  # nothing to look at
+        return given
     is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
     if not is_number and not (isinstance(count, Tensor) and count.ndim == 0):
         raise TrainingError(f"the count of {of} is {kind(count)}, and has to be a number: len(...) of the batch, or a sum")

@@ -51,7 +51,7 @@ task = Line
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [{key: line[key] for key in ("step", "loss", "mean", "samples")} for line in read_lines(run_dir / "metrics.jsonl")]
+    return [{key: line[key] for key in ("step", "loss", "mean", "grad_norm")} for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 def test_a_task_of_twenty_lines_gives_the_same_run_on_any_processes_and_workers(tmp_path: Path) -> None:
@@ -65,6 +65,7 @@ def test_a_task_of_twenty_lines_gives_the_same_run_on_any_processes_and_workers(
         arguments = ("--recipe", str(tmp_path / "line.yaml"), "--workers", str(workers))
         train(preset, tmp_path / name, *arguments, processes=processes).check()
         runs[name] = lines(tmp_path / name)
+        assert read_lines(tmp_path / name / "samples.jsonl") == read_lines(tmp_path / "none" / "samples.jsonl")
     assert len(runs["none"]) == 12
     assert runs["three"] == runs["none"]
     for name in ("ranks", "sharded"):
