@@ -153,17 +153,24 @@ class Complete:
     def try_score(self, model: nn.Module, batch: Batch, form: Form) -> None:
         """Score a batch before the first step: what is wrong with the task's own score would be seen after an epoch else.
 
-        Its last sample is made padding. All ranks call it. Raises TrainingError.
+        Once as it is, and once as if all of it were padding, which must not count. All ranks call it. Raises TrainingError.
         """
         if not self._has("score"):
             return
-        valid = batch["samples"] >= 0
-        valid[-1] = False
-        was_training = model.training
+        was_training, valid = model.training, batch["samples"] >= 0
         model.eval()
         with torch.no_grad():
-            scores = self.score(model, self.ready(batch, None, form), valid)
+            ready = self.ready(batch, None, form)
+            scores = self.score(model, ready, valid)
+            nothing = self.score(model, ready, torch.zeros_like(valid))
         model.train(was_training)
+        for name, sums in nothing.sums.items():
+            if any(part.any() for part in sums[: 1 if self._has("finish") else 2]):  # NaN is not 0
+                raise TrainingError(
+                    f"{self._class}.score counts padding: where valid is False throughout, the sum and count of {name!r} are "
+                    f"{' and '.join(str(part.tolist()) for part in sums)}, and have to be 0. Leave out what is not "
+                    "valid, as in ((error * valid).sum(), valid.sum()): how many are padding depends on the processes"
+                )
         if not self._has("finish"):
             self._check_monitor([name for name, (total, _) in scores.sums.items() if total.ndim == 0])
 

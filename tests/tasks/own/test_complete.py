@@ -211,7 +211,15 @@ def test_what_is_not_as_it_should_be_is_told_at_the_first_call() -> None:
     told = r"monitor of Mine is \('loss', 'min'\), and its scores are rmse: set monitor = \(\"rmse\", \"max\"\) in my_task.py"
     with pytest.raises(TrainingError, match=told):
         with_(finish=lambda self, sums, rows: {"rmse": 1.0}).finish({}, None)
-    rmse = with_(score=lambda self, model, batch, valid: Scores({"rmse": (model(batch["x"]).sum(), valid.sum())}))
+    every = with_(score=lambda self, model, batch, valid: Scores({"loss": (model(batch["x"]).sum(), len(batch["x"]))}))
+    with pytest.raises(
+        TrainingError, match=r"Mine.score counts padding: .* the sum and count of 'loss' are .* and 2.0, and have"
+    ):
+        every.try_score(every.model({}), batch_of([0, 1]), Form())
+    mean = with_(score=lambda self, model, batch, valid: Scores({"loss": (model(batch["x"])[valid].mean(), valid.sum())}))
+    with pytest.raises(TrainingError, match=r"the sum and count of 'loss' are nan and 0.0"):
+        mean.try_score(mean.model({}), batch_of([0, 1]), Form())
+    rmse = with_(score=lambda self, model, batch, valid: Scores({"rmse": ((model(batch["x"]) * valid).sum(), valid.sum())}))
     with pytest.raises(TrainingError, match=told):
         rmse.try_score(rmse.model({}), batch_of([0, 1]), Form())
     calls = iter([1, 0])
