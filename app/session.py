@@ -65,6 +65,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         )
         check_window(recipe.profile, total_steps=length.total_steps)
         model = building.build_model(runtime, recipe, task, data.train.facts)
+        from_recipe.Rule.of(recipe.optim, model)  # what does not fit is refused before a run folder is there
         narrow, counted = _without_data(runtime, task, model, data.train.facts)
     if narrow:
         arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)

@@ -12,13 +12,13 @@ import signal
 import sys
 import time
 
-from app.errors import STOPPED, SamerunError, leave_with, let_the_first_be_seen
+from app.errors import STOPPED, PresetError, SamerunError, leave_with, let_the_first_be_seen
 from app.guard.lifeline import Lifeline, end_workers
 from app.options import tracker_names, train_options
 from app.place.environment import LAUNCHER
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read, read_job
-from app.recipe import recipe_file
+from app.recipe import optimizers, recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
 
@@ -57,6 +57,8 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     """Train, and return whether the run was stopped before its end."""
     recipe = loaded.recipe
     plan = BatchPlan.of(recipe, launched.world_size)
+    if refusal := optimizers.refusal(recipe.optim.name, launched.strategy):
+        raise PresetError(refusal)
     trackers = tracker_names.chosen(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
     from app import building, ending, opening, session

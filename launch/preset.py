@@ -109,6 +109,11 @@ class Preset:
     """Why it cannot be used on several nodes; empty: it can."""
 
     @property
+    def strategy(self) -> str:
+        """How the processes cooperate, as `Launched.strategy` has it."""
+        return {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}.get(self.distributed_type, "ddp")
+
+    @property
     def is_single_process(self) -> bool:
         """Whether it starts one process whatever number is asked for."""
         return self.distributed_type == "NO"

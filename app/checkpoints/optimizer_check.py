@@ -51,7 +51,9 @@ def _differences(stepped: Stepped, rule: Rule, dtype: torch.dtype) -> Iterator[s
     if not stepped.settings:
         yield f"nothing steps on {stepped.name}"
         return
-    wanted = {**rule.settings, "weight_decay": rule.weight_decays.get(stepped.name, "nothing, for it is not trained")}
+    factor = rule.lr_factors.get(stepped.name, 1.0)
+    decay = rule.weight_decays.get(stepped.name, "nothing, for it is not trained")
+    wanted = {**rule.settings, "lr": rule.settings["lr"] * factor, "lr_factor": factor, "weight_decay": decay}
     for setting, value in wanted.items():
         found = stepped.settings.get(setting, "not set")
         if found != value:

@@ -14,15 +14,15 @@ WEIGHT, AVERAGE = "weight", "average"
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of one tensor that has a parameter's shape."""
+    """Consecutive elements of one tensor that belongs to a parameter."""
 
     key: str
     """What it is: WEIGHT, AVERAGE, or the optimizer's own name of a state tensor ("exp_avg", "momentum_buffer", ...)."""
     name: str
     """The parameter's plain name, as in model.safetensors."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Of the whole tensor: the parameter's, but for states of optimizers that step on whole parameters only."""
     start: int
-    """Index of the first element in the flattened parameter."""
+    """Index of the first element in the flattened tensor."""
     values: torch.Tensor
     """The elements, 1-D, on any device; a view of live memory where it is read into."""

@@ -2,7 +2,8 @@
 
 Under one process and DDP a rank holds whole parameters; under ZeRO-1/2/3 flat ranges of them, with what pads a partition
 left out; under FSDP2 rows, which are flat ranges too. `Shards` gives all of them as `Piece`s: the full-precision weights,
-every state tensor of the optimizer that has the parameter's shape, and the moving average of the weights.
+every state tensor of the optimizer, and the moving average of the weights. State tensors have the parameter's shape, but for
+those of optimizers that step on whole parameters only (`app/recipe/optimizers.py`).
 
 DeepSpeed has no public way to these tensors. The attributes of its optimizers and parameters that this takes are used here
 and nowhere else; they were read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py and stage3.py, utils/tensor_fragment.py).
@@ -28,8 +29,8 @@ from app.ranks import compiling
 if TYPE_CHECKING:
     from app.checkpoints.average import WeightAverage
 
-_STEP = "step"
-"""The one name that torch's and DeepSpeed's optimizers have for a count of steps; for a scalar parameter it has its shape."""
+_SCALARS = ("step", "mu_product")
+"""What torch's and DeepSpeed's optimizers keep beside tensors; for a scalar parameter it has its shape."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,15 @@ class Shards:
         averages = self._average.tensors if self._average else [None] * len(self._fragments)
         found = []
         for fragment, average in zip(self._fragments, averages, strict=True):
-            tensors = {WEIGHT: fragment.of(fragment.stepped)}
-            tensors |= {key: fragment.of(state) for key, state in self._states(fragment.stepped)}
+            tensors, name = {WEIGHT: fragment.of(fragment.stepped)}, fragment.name
+            for key, state in self._states(fragment.stepped):
+                if state.shape == fragment.stepped.shape:
+                    tensors[key] = fragment.of(state)
+                else:  # of a whole parameter, or the optimizer would have been refused
+                    found.append(Piece(key, name, tuple(state.shape), 0, state.view(-1)))
             if average is not None:
                 tensors[AVERAGE] = average
-            found += [Piece(key, fragment.name, fragment.shape, fragment.start, values) for key, values in tensors.items()]
+            found += [Piece(key, name, fragment.shape, fragment.start, values) for key, values in tensors.items()]
         return found
 
     def owned_pieces(self) -> list[Piece]:
@@ -144,9 +149,9 @@ class Shards:
         return [share for piece in self.pieces() if (share := self._share(piece)).values.numel() > 0]
 
     def scalars(self) -> dict[str, float]:
-        """Return what the optimizer keeps beside tensors: AdamW's count of steps, which all parameters share."""
+        """Return what the optimizer keeps beside tensors: a count of steps, and what follows from it; alike for all weights."""
         counts = [
-            {key: float(value) for key, value in state.items() if key == _STEP}
+            {key: float(value) for key, value in state.items() if key in _SCALARS}
             for state in (self.stepper.state.get(tensor) for tensor in self._stepped)
             if state
         ]
@@ -165,11 +170,12 @@ class Shards:
         if not expected and not scalars:
             return  # of an optimizer without state, or from before the first step
         self._step_on_zeros()
+        found = {key for tensor in self._stepped for key, _ in self._states(tensor)}
+        counted = {key for tensor in self._stepped for key in self.stepper.state[tensor] if key in _SCALARS}
+        if self._stepped and (found != expected or counted != scalars.keys()):
+            raise CheckpointError(_other_optimizer(self.stepper, expected, found))
         for tensor in self._stepped:
             state = self.stepper.state[tensor]
-            found = {key for key, _ in self._states(tensor)}
-            if found != expected or {_STEP} & state.keys() != scalars.keys():
-                raise CheckpointError(_other_optimizer(self.stepper, expected, found))
             for _, values in self._states(tensor):
                 values.zero_()  # SGD has put the decay of the weights into its momentum
             for key, value in scalars.items():
@@ -207,7 +213,7 @@ class Shards:
     def _states(self, stepped: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The optimizer's tensors for what it steps on, without its scalars."""
         state = self.stepper.state.get(stepped, {})
-        return [(key, value) for key, value in state.items() if key != _STEP and torch.is_tensor(value)]
+        return [(key, value) for key, value in state.items() if key not in _SCALARS and torch.is_tensor(value)]
 
     def _share(self, piece: Piece) -> Piece:
         count = piece.values.numel()
@@ -237,7 +243,7 @@ def _other_optimizer(optimizer: torch.optim.Optimizer, expected: Collection[str]
     theirs, ours = (" and ".join(sorted(keys)) or "nothing" for keys in (expected, found))
     return (
         f"the checkpoint holds {theirs} for each weight, and this run's optimizer, {type(optimizer).__name__}, keeps {ours}: "
-        "resume with the optimizer that wrote it (optim.name, optim.momentum)."
+        "resume with the optimizer that wrote it (optim.name, optim.momentum, optim.settings)."
     )
 
 

@@ -1,9 +1,14 @@
-"""The optimizer of a recipe: plain torch, with weight decay where it belongs and fused kernels where torch has them."""
+"""The optimizer of a recipe: plain torch, with weight decay where it belongs and fused kernels where torch has them.
+
+Which there are stands in `app/recipe/optimizers.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,9 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
+from app.errors import RecipeError
+from app.recipe import optimizers
+from app.recipe.optimizers import Group
 from app.recipe.schema import OptimRecipe
 
-# Kinds of device on which torch (2.8 and later) has a fused AdamW and SGD: one pass over the weights instead of several.
+# Kinds of device on which torch (2.8 and later) has a fused Adam, AdamW and SGD: one pass over the weights instead of several.
 _FUSED_DEVICES = {"cpu", "cuda"}
 
 
@@ -31,40 +39,79 @@ class Rule:
     """Its settings, by torch's names, but for the weight decay. The learning rate is the peak of the recipe, unscaled."""
     weight_decays: Mapping[str, float]
     """The weight decay of each trainable parameter, by name."""
+    lr_factors: Mapping[str, float]
+    """What multiplies its learning rate."""
     sizes: Mapping[str, int]
     """Elements of each of them."""
 
     @classmethod
     def of(cls, recipe: OptimRecipe, model: nn.Module) -> Rule:
-        """Return the rule for a model whose parameters are not sharded yet: the weight decay follows from names and shapes."""
+        """Return the rule for a model whose parameters are not sharded yet: the weight decay follows from names and shapes.
+
+        Raises RecipeError for a setting that torch refuses, and for a group that is of no parameter.
+        """
         kind, chosen = _chosen(recipe)
-        (group,) = kind([nn.Parameter(torch.zeros(1))], **chosen).param_groups  # with what torch adds
+        try:
+            (group,) = kind([nn.Parameter(torch.zeros(1))], **chosen).param_groups  # with what torch adds
+        except ValueError as error:
+            raise RecipeError(f"torch's {kind.__name__} refuses what optim says: {error}") from None
         settings = {name: value for name, value in group.items() if name not in _ONLY_HOW | {"weight_decay"}}
-        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        weight_decays = {name: recipe.weight_decay if decays(name, parameter) else 0.0 for name, parameter in trainable}
-        return cls(kind, settings, weight_decays, {name: parameter.numel() for name, parameter in trainable})
+        group_of = _group_of_each(optimizers.groups_of(recipe), [name for name, _ in model.named_parameters()])
+        weight_decays, lr_factors, sizes = {}, {}, {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                by_default = recipe.weight_decay if decays(name, parameter) else 0.0
+                own = group_of[name].weight_decay
+                weight_decays[name] = by_default if own is None else own
+                lr_factors[name], sizes[name] = group_of[name].lr_factor, parameter.numel()
+        return cls(kind, settings, weight_decays, lr_factors, sizes)
 
 
 def _chosen(recipe: OptimRecipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    if recipe.name == "sgd":
-        return torch.optim.SGD, {"lr": recipe.lr, "momentum": recipe.momentum, "nesterov": recipe.nesterov}
-    return torch.optim.AdamW, {"lr": recipe.lr, "betas": recipe.betas, "eps": recipe.eps}
+    kind = getattr(torch.optim, optimizers.TABLE[recipe.name].torch_name)
+    return kind, {"lr": recipe.lr, **optimizers.settings_of(recipe)}
+
+
+def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]:
+    """The group of each parameter: the first that matches, or one that changes nothing. Raises RecipeError, as `Rule.of`."""
+    rest = Group("*")
+    found = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), rest) for name in names}
+    for group in groups:
+        if any(of_name is group for of_name in found.values()):
+            continue
+        matched = [name for name in names if fnmatchcase(name, group.pattern)]
+        if matched:
+            raise RecipeError(
+                f"optim.groups has {group.pattern}, and groups before it have taken all {len(matched)} parameters that it "
+                "matches: the first that matches counts, so put the narrower pattern first"
+            )
+        modules = [name.partition(".")[0] for name in names]
+        near = difflib.get_close_matches(group.pattern.strip("*."), [*names, *modules], n=3, cutoff=0.5)
+        shown = ", ".join(dict.fromkeys(near or [*names[:2], *names[-2:]]))
+        raise RecipeError(f"optim.groups has {group.pattern}, which matches no parameter of the model: it has {shown}, ...")
+    return found
 
 
 def build(recipe: OptimRecipe, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
-    """Return the optimizer of the model's trainable parameters: in two groups, with and without weight decay, if there is any.
+    """Return the optimizer of the model's trainable parameters: in two groups, with and without weight decay, if there is any,
+    and as many for each learning rate.
 
-    Call it before the parameters are sharded, as `Rule.of`. `fused`, for AdamW alone: None is where supported.
+    Call it before the parameters are sharded, as `Rule.of`. `fused`, for Adam and AdamW: None is where supported.
     The learning rate is the recipe's until `set_learning_rate` sets that of a step.
     """
-    of_decay: dict[float, list[nn.Parameter]] = {recipe.weight_decay: [], 0.0: []}
-    for name, decay in Rule.of(recipe, model).weight_decays.items():
-        of_decay[decay].append(model.get_parameter(name))
+    rule = Rule.of(recipe, model)
+    alike: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, recipe.weight_decay): [], (1.0, 0.0): []}
+    for name, decay in rule.weight_decays.items():
+        alike.setdefault((rule.lr_factors[name], decay), []).append(model.get_parameter(name))
     # A group costs a call of the fused kernel.
-    groups = [{"params": parameters, "weight_decay": decay} for decay, parameters in of_decay.items() if parameters]
+    groups = [
+        {"params": parameters, "lr": recipe.lr * factor, "lr_factor": factor, "weight_decay": decay}
+        for (factor, decay), parameters in alike.items()
+        if parameters
+    ]
     kind, chosen = _chosen(recipe)
-    if kind is torch.optim.AdamW:
-        devices = {parameter.device.type for parameters in of_decay.values() for parameter in parameters}
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        devices = {parameter.device.type for parameters in alike.values() for parameter in parameters}
         chosen["fused"] = devices <= _FUSED_DEVICES if fused is None else fused
     return kind(groups, **chosen)
 
@@ -82,9 +129,9 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give all parameter groups the learning rate `lr`."""
+    """Give each parameter group the learning rate `lr`, times its factor if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 def takes_verdict(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from app.errors import DataError, RecipeError
+from app.recipe import optimizers
 from app.recipe.ranges import MOST_STEPS
 from app.recipe.schema import OptimRecipe, TrainRecipe
 
@@ -48,8 +49,8 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
 
 
 def notes_on(optim: OptimRecipe, length: Length) -> list[str]:
-    """Return what a person would want to know of the learning rates before the run, a sentence each."""
-    notes = []
+    """Return what a person would want to know of the optimizer and its rates before the run, a sentence each."""
+    notes = optimizers.notes_on(optim)
     if optim.lr == 0:
         notes.append("optim.lr is 0: no step will change a weight")
     warmup_steps = _warmup_steps(optim, steps_per_epoch=length.steps_per_epoch)

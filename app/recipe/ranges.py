@@ -10,13 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from app.recipe import optimizers
+
 if TYPE_CHECKING:
     from app.recipe.schema import Recipe
 
 
 def problems_of(recipe: Recipe) -> list[str]:
     """Return what is wrong with a recipe, a sentence each: the key, its value, and what it must be."""
-    return [*out_of_range(recipe, _RANGES), *_contradictions(recipe), *_no_window(recipe)]
+    return [
+        *out_of_range(recipe, _RANGES),
+        *optimizers.problems_of(recipe.optim),
+        *_contradictions(recipe),
+        *_no_window(recipe),
+    ]
 
 
 MOST_STEPS = 10**9

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from app import tasks
 from app.errors import RecipeError
-from app.recipe import ranges, task_file
+from app.recipe import optimizers, ranges, task_file
 
 ALL_KEYS = ("*",)
 """For `not_learnt`, of a section none of whose keys decides what is learnt."""
@@ -94,8 +94,9 @@ class TrainRecipe:
 class OptimRecipe:
     """The optimizer and the learning rate of each step."""
 
-    name: Literal["sgd", "adamw"] = "adamw"
-    """Optimizer."""
+    name: str = "adamw"
+    """Optimizer: sgd, adamw, adam, nadam, radam, adamax, rmsprop, adadelta, adagrad or adafactor, or its class, as in
+    torch.optim.AdamW. The last two need whole parameters: not under ZeRO and FSDP2."""
     lr: float = 1e-3
     """Peak learning rate, for a global batch of lr_reference_batch samples if that is given, for any otherwise."""
     lr_reference_batch: int | None = None
@@ -105,11 +106,17 @@ class OptimRecipe:
     nesterov: bool = False
     """Nesterov's form of momentum (SGD)."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of AdamW's two moments, per step."""
+    """Decay of the two moments, per step (adamw, adam, nadam, radam, adamax)."""
     eps: float = 1e-8
-    """Term added to AdamW's denominator."""
+    """Term added to the denominator (those, and rmsprop)."""
+    settings: tuple[str, ...] | None = None
+    """What else the optimizer takes, each NAME=VALUE by torch's names, as in alpha=0.9,centered=true for rmsprop."""
     weight_decay: float = 0.0
     """Weight decay of matrices and kernels; norms and biases get none."""
+    groups: tuple[str, ...] | None = None
+    """Parameters with a rate or decay of their own, each PATTERN lr_factor=F weight_decay=W, as in "backbone.* lr_factor=0.1":
+    F multiplies the learning rate of each step, W is the decay of all of them; what is left out is as for the others. The
+    pattern is of names of parameters, with the shell's * and ?, and the first that matches counts."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient; a larger one is scaled down to it. None: no clipping."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
@@ -124,6 +131,9 @@ class OptimRecipe:
     """Epochs at which the step schedule multiplies the rate by decay_factor."""
     decay_factor: float = 0.1
     """Factor of the step schedule."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", optimizers.short(self.name))
 
 
 @dataclass(frozen=True, kw_only=True)

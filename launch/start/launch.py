@@ -17,12 +17,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from app.errors import STOPPED, RunFolderError, TopologyError
+from app.errors import STOPPED, PresetError, RunFolderError, TopologyError
 from app.files.own_folder import new_folder
 from app.options.command_line import Parser
 from app.options.values import not_negative
 from app.place.launched import end_time_s
 from app.place.topology import Topology
+from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe
 from launch import preset
@@ -171,6 +172,8 @@ def _resolve(
         chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset says otherwise"
     # What every process would refuse after its slow imports is refused now.
     loaded = load_recipe(options.recipe or "digits", overrides)
+    if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy):
+        raise PresetError(refusal)
     run_dir, run_dir_origin = _run_dir(options, job, loaded.name)
     return Resolved(
         allocation=allocation,

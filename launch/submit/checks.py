@@ -14,6 +14,7 @@ from pathlib import Path
 
 from app.errors import PresetError, RecipeError
 from app.place.topology import Topology
+from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe
 from app.recipe.recipe_file import replaced
@@ -115,6 +116,13 @@ def preset_problems(options: argparse.Namespace, topology: Topology | None) -> l
     return []
 
 
+def _strategy(options: argparse.Namespace) -> str:
+    try:
+        return preset.load(options.preset).strategy if options.preset else "ddp"
+    except PresetError:  # which is said of the preset
+        return "ddp"
+
+
 def divide(
     options: argparse.Namespace, overrides: Sequence[str], *, world_size: int | None, combinations: Sequence[Combination]
 ) -> tuple[list[str], list[str]]:
@@ -125,11 +133,13 @@ def divide(
     batches: dict[str, None] = {}
     found: dict[str, list[int]] = {}
     changes = [combination.overrides for combination in combinations] or [()]
+    strategy = _strategy(options)
     for index, changed in enumerate(changes):
         problems: Sequence[str] = ()
         try:
             recipe = load_recipe(options.recipe, replaced(overrides, changed)).recipe
-            problems = () if options.data_on_nodes else list(_data_problems(recipe))
+            problems = [] if options.data_on_nodes else list(_data_problems(recipe))
+            problems += filter(None, [optimizers.refusal(recipe.optim.name, strategy)])
             if world_size:
                 batches[str(BatchPlan.of(recipe, world_size))] = None
         except RecipeError as error:

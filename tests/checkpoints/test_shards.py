@@ -30,6 +30,9 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, scri
     return file, records
 
 
+ON_PARTS = "nadam,rmsprop,adam,radam,adamax,adadelta"
+
+
 def whole(ranks: list[list[Any]]) -> script.Tensors:
     """All ranks' pieces put together: raises an assertion if an element is missing or there twice."""
     assert all(ranks), "a rank writes nothing"
@@ -81,12 +84,12 @@ def test_the_reference_is_worth_comparing_with(left: tuple[Path, dict[str, scrip
 @pytest.mark.parametrize(
     ("preset", "cases"),
     [
-        ("multi_gpu", "adamw,sgd,float64"),
-        ("deepspeed_zero1", "adamw,sgd"),
-        ("deepspeed_zero2", "adamw,sgd"),
-        ("deepspeed_zero3", "adamw,sgd"),
-        ("deepspeed_zero3_offload", "adamw"),
-        ("fsdp2", "adamw,sgd,float64,gathered"),
+        ("multi_gpu", "adamw,sgd,float64,nadam,adagrad,adafactor"),
+        ("deepspeed_zero1", f"adamw,sgd,{ON_PARTS}"),
+        ("deepspeed_zero2", "adamw,sgd,nadam"),
+        ("deepspeed_zero3", f"adamw,sgd,{ON_PARTS}"),
+        ("deepspeed_zero3_offload", "adamw,nadam"),
+        ("fsdp2", f"adamw,sgd,float64,gathered,{ON_PARTS}"),
     ],
 )
 def test_two_processes_hold_what_one_does_and_go_on_from_it(
@@ -104,7 +107,7 @@ def runtime() -> Runtime:
     return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=script.BATCH, world_size=1, accumulation=1))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "float64"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "float64", "nadam", "adafactor"])
 def test_one_process_does_so_too(runtime: Runtime, left: tuple[Path, dict[str, script.Record]], name: str) -> None:
     record = script.run(runtime, script.CASES[name], left[1][name])
     assert_same(record, left[1][name], tolerance=1e-12 if name == "float64" else 1e-6)

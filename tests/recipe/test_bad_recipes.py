@@ -47,7 +47,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "an unknown task": (b"task: language\n", "task is 'language': there is no such task; there is image_classification"),
     "a list as task": (b"task: [a]\n", "task is [a] (bad.yaml:1): expected text"),
     "no task": (b"task:\n", "task is empty (bad.yaml:1): expected text"),
-    "null for a word": (b"optim: {name: null}\n", "optim.name is null (bad.yaml:1): expected one of sgd, adamw"),
+    "null for a word": (b"optim: {name: null}\n", "optim.name is null (bad.yaml:1): expected text"),
     "a number below its range": (b"seed: -1\n", "seed is -1: it must be at least 0"),
     "a number above its range": (b"seed: 99999999999999999999\n", "seed is 99999999999999999999: it must be at least 0"),
     "an unknown source": (b"data: {source: cifar}\n", "data.source is cifar (bad.yaml:1): expected one of digits, mnist"),

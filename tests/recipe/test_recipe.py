@@ -169,7 +169,6 @@ WRONG = [
     ("optim.lr", "fast", "a number"),
     ("optim.lr", ".nan", "a number"),
     ("optim.lr", "inf", "a number"),
-    ("optim.name", "adam", "one of sgd, adamw"),
     ("data.download", "1", "true or false"),
     ("data.download", "yes", "true or false"),
     ("data.train_split", "null", "text"),

@@ -22,6 +22,7 @@ from app.recipe.schema import OptimRecipe
 BEFORE, AFTER = 3, 2  # steps of the first model, and of the second, which goes on from there
 BATCH = 8
 DECAY = 0.75
+SCALARS = ("step", "mu_product")
 # Group -> {tensor of the parameter's shape}: {"weight": {"conv.weight": ...}, "exp_avg": {...}, ...}
 Tensors = dict[str, dict[str, torch.Tensor]]
 
@@ -40,7 +41,16 @@ class Case:
 
 ADAMW = OptimRecipe(name="adamw", lr=0.01, weight_decay=0.1)
 SGD = OptimRecipe(name="sgd", lr=0.05, momentum=0.9, weight_decay=0.1)
+# All that the learning rates, the weight decay and the states of parameters may differ in.
+GROUPED = OptimRecipe(
+    name="nadam", lr=0.01, weight_decay=0.1, groups=("head.* lr_factor=3 weight_decay=0.2", "conv.* lr_factor=0.5")
+)
+RMSPROP = OptimRecipe(name="rmsprop", lr=0.01, settings=("centered=true", "momentum=0.5"), groups=("norm.* lr_factor=0",))
 CASES = {
+    "nadam": Case(GROUPED),
+    "rmsprop": Case(RMSPROP),
+    **{name: Case(OptimRecipe(name=name, lr=0.02, weight_decay=0.1)) for name in ("adam", "radam", "adamax", "adadelta")},
+    **{name: Case(OptimRecipe(name=name, lr=0.02, weight_decay=0.1)) for name in ("adagrad", "adafactor")},
     "adamw": Case(ADAMW),
     "sgd": Case(SGD, persistence_threshold=20),
     "float64": Case(ADAMW, dtype=torch.float64),
@@ -114,10 +124,11 @@ def reference(case: Case) -> Record:
             for name, parameter in model.named_parameters():
                 tensors["weight"][name] = parameter.detach().clone()
                 for key, values in optimizer.state[parameter].items():
-                    if key != "step":
+                    if key not in SCALARS:
                         tensors.setdefault(key, {})[name] = values.clone()
             record.tensors.append(tensors)
-            record.scalars.append({"step": float(step + 1)} if case.optim.name == "adamw" else {})
+            state = optimizer.state[model.head.bias]
+            record.scalars.append({key: float(state[key]) for key in SCALARS if key in state})
             record.seen.append(step + 1)
     return record
 

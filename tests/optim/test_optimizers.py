@@ -1,0 +1,241 @@
+"""Optimizers by name, held against torch: what each takes, where it may step, and that it goes on from what was saved."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from processes import REPOSITORY
+from torch import nn
+
+from app.checkpoints.shards import Shards
+from app.errors import PresetError, RecipeError
+from app.optim import from_recipe, schedule
+from app.place.launched import Launched
+from app.ranks.runtime import Runtime
+from app.recipe import optimizers, recipe_file
+from app.recipe.batching import BatchPlan
+from app.recipe.optimizers import LEFT_OUT, TABLE
+from app.recipe.schema import OptimRecipe, Recipe
+from launch import preset
+from launch.start.launch import launch
+
+# Each optimizer as it is, and with the settings that change what it keeps.
+VARIANTS = {
+    **{name: (name, ()) for name in TABLE},
+    "adamw amsgrad": ("adamw", ("amsgrad=true",)),
+    "nadam decoupled": ("nadam", ("decoupled_weight_decay=true",)),
+    "rmsprop centered": ("rmsprop", ("centered=true", "momentum=0.9", "alpha=0.9")),
+    "adagrad decaying": ("adagrad", ("lr_decay=0.1", "initial_accumulator_value=0.5")),
+}
+
+
+def recipe_of(variant: str) -> OptimRecipe:
+    name, settings = VARIANTS[variant]
+    return OptimRecipe(name=name, lr=0.02, weight_decay=0.1, settings=settings or None)
+
+
+def gradient(step: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * 3.0**step
+
+
+def test_every_optimizer_of_torch_has_a_name_or_a_reason() -> None:
+    there = {name for name in dir(torch.optim) if inspect.isclass(getattr(torch.optim, name))} - {"Optimizer"}
+    named = {optimizer.torch_name for optimizer in TABLE.values()}
+    assert named.isdisjoint(LEFT_OUT)
+    assert there == named | LEFT_OUT.keys()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_says_what_torch_takes(name: str) -> None:
+    """Every number and switch of torch's that changes what is learnt, with torch's default, is a key or a setting."""
+    optimizer = TABLE[name]
+    of_torch = inspect.signature(getattr(torch.optim, optimizer.torch_name)).parameters
+    assert {"lr", "weight_decay", *optimizer.keys} <= of_torch.keys()
+    defaults = {field.name: field.default for field in fields(OptimRecipe)}
+    for key in set(optimizer.keys) - {"momentum"}:
+        assert defaults[key] == of_torch[key].default, key
+    for key, default in optimizer.settings.items():
+        assert (default, type(default)) == (of_torch[key].default, type(default)), key
+    left_out = {"params", "lr", "weight_decay", "maximize", *from_recipe._ONLY_HOW}
+    left_out |= {"sgd": {"dampening"}, "adafactor": {"eps"}}.get(name, set())  # no kernel that is used has the one
+    assert {*optimizer.keys, *optimizer.settings} == of_torch.keys() - left_out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_who_may_step_on_parts_of_a_parameter_does_the_same_there(variant: str) -> None:
+    """A matrix, and its elements cut into flat parts, with the same gradients: ZeRO cuts so, and FSDP2 by rows."""
+    recipe, whole, steps = recipe_of(variant), nn.Linear(6, 5, bias=False), 6
+    torch.nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(7))
+    parts = [nn.Parameter(part.clone()) for part in whole.weight.detach().flatten().split(11)]
+    on_whole = from_recipe.build(recipe, whole)
+    taken = inspect.signature(type(on_whole)).parameters.keys() & on_whole.defaults.keys()
+    on_parts = type(on_whole)(parts, **{key: on_whole.defaults[key] for key in taken} | {"weight_decay": 0.1})
+    for step in range(steps):
+        whole.weight.grad = gradient(step, 5, 6)
+        for part, values in zip(parts, whole.weight.grad.flatten().split(11), strict=True):
+            part.grad = values.clone()
+        for optimizer in (on_whole, on_parts):
+            from_recipe.set_learning_rate(optimizer, 0.02 / (step + 1))
+            optimizer.step()
+    found = torch.cat([part.detach() for part in parts])
+    difference = (found - whole.weight.detach().flatten()).abs().max().item()
+    if recipe.name == "adafactor":
+        assert difference > 0.01
+    else:
+        assert difference < 1e-6
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 3, 3), nn.LayerNorm(4), nn.Linear(4, 1)
+        for index, parameter in enumerate(self.parameters()):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed + index))
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=2, world_size=1, accumulation=1))
+
+
+def advance(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = gradient(10 * step + index, *parameter.shape) / 3.0 ** (10 * step + index)
+        from_recipe.set_learning_rate(optimizer, 0.05 / (step + 1))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_goes_on_to_the_last_bit_from_what_was_saved(runtime: Runtime, variant: str) -> None:
+    recipe = recipe_of(variant)
+    first, second = (runtime.prepare(model := Net(seed), from_recipe.build(recipe, model)) for seed in (0, 50))
+    advance(*first, range(3))
+    left, shards = Shards(runtime.accelerator, *first), Shards(runtime.accelerator, *second)
+    saved = {(piece.key, piece.name): piece for piece in left.owned_pieces()}
+    shards.allocate_state({key for key, _ in saved}, left.scalars())
+    pieces = shards.pieces()
+    assert {(piece.key, piece.name) for piece in pieces} == saved.keys()
+    for piece in pieces:
+        assert piece.shape == saved[piece.key, piece.name].shape
+        piece.values.detach().copy_(saved[piece.key, piece.name].values)
+    for pair in (first, second):
+        advance(*pair, range(3, 6))
+    for one, other in zip(first[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert left.scalars() == shards.scalars()
+
+
+def test_which_presets_cut_parameters() -> None:
+    cut = {name for name in preset.names() if optimizers.refusal("adafactor", preset.load(name).strategy)}
+    assert set(preset.names()) - cut == set(optimizers.WHOLE_PRESETS)
+    assert not any(optimizers.refusal("nadam", preset.load(name).strategy) for name in preset.names())
+
+
+@pytest.mark.parametrize(("name", "presets"), [("adafactor", ("deepspeed_zero1", "fsdp2")), ("adagrad", ("deepspeed_zero3",))])
+def test_who_needs_whole_parameters_is_refused_where_they_are_cut(name: str, presets: tuple[str, ...]) -> None:
+    for cutting in presets:
+        command = ["--preset", cutting, "--processes", "2", "--dry-run", f"optim.name=torch.optim.{TABLE[name].torch_name}"]
+        with pytest.raises(PresetError, match=rf"optim.name is {name}, .*cuts them: use cpu, single_gpu, .* or an optimizer"):
+            launch(command, {}, say=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optim.name=adamx"], "optim.name is 'adamx': did you mean adamax or adam?; there is sgd, adamw"),
+        (["optim.name=torch.optim.Muon"], "optim.name is 'torch.optim.Muon': it steps on matrices alone"),
+        (["optim.name=lbfgs"], "it computes the loss several times in a step"),
+        (["optim.settings=alpha=0.9"], "optim.settings has 'alpha=0.9': adamw has no such setting; it has amsgrad"),
+        (["optim.settings=amsgrad=1"], "amsgrad is 1: it must be true or false"),
+        (["optim.settings=amsgrad"], "optim.settings has 'amsgrad': expected NAME=VALUE"),
+        (["optim.settings=eps=1"], "optim.settings has 'eps=1': give it as optim.eps"),
+        (["optim.name=rmsprop", "optim.settings=alfa=0.9"], "did you mean alpha?"),
+        (["optim.name=rmsprop", "optim.settings=alpha=much"], "alpha is much: it must be a number"),
+        (["optim.name=rmsprop", "optim.settings=alpha=0.9,alpha=0.8"], "optim.settings has alpha twice"),
+        (["optim.groups=head.* lr_facto=2"], "optim.groups has 'head.* lr_facto=2': lr_facto=2 is neither lr_factor=F nor"),
+        (["optim.groups=head.* lr_factor=-1"], "lr_factor is -1: it must be at least 0"),
+        (["optim.groups=head.* lr_factor=inf"], "lr_factor is inf: it must be a number"),
+        (["optim.groups=head.* lr_factor=1 lr_factor=2"], "lr_factor is given twice"),
+        (["optim.groups=head.*"], "expected PATTERN lr_factor=F weight_decay=W"),
+        (["optim.groups=lr_factor=2"], "expected PATTERN lr_factor=F weight_decay=W"),
+    ],
+)
+def test_what_cannot_be_is_said_before_torch_is_there(words: list[str], said: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        recipe_file.load("digits", words)
+    assert said in str(refused.value)
+    assert "(command line)" in str(refused.value)
+
+
+def test_a_class_of_torch_is_its_short_name() -> None:
+    for name, optimizer in TABLE.items():
+        recipes = [Recipe(optim=OptimRecipe(name=one)) for one in (name, f"torch.optim.{optimizer.torch_name}")]
+        assert recipe_file.digest(recipes[0]) == recipe_file.digest(recipes[1])
+        assert type(from_recipe.build(recipes[1].optim, nn.Linear(2, 2))).__name__ == optimizer.torch_name
+
+
+def test_settings_reach_torch_and_what_it_refuses_is_said() -> None:
+    optimizer = from_recipe.build(recipe_of("rmsprop centered"), nn.Linear(2, 2))
+    assert {key: optimizer.defaults[key] for key in ("centered", "momentum", "alpha")} == {
+        "centered": True,
+        "momentum": 0.9,
+        "alpha": 0.9,
+    }
+    with pytest.raises(RecipeError, match=r"torch's RMSprop refuses what optim says: Invalid alpha value: -1\.0"):
+        from_recipe.build(OptimRecipe(name="rmsprop", settings=("alpha=-1",)), nn.Linear(2, 2))
+
+
+def test_a_key_that_the_optimizer_does_not_take_is_noted() -> None:
+    length = schedule.Length(steps_per_epoch=10, total_steps=20)
+    assert schedule.notes_on(OptimRecipe(name="adam", momentum=0.8), length) == [
+        "optim.momentum is 0.8, and adam does not take it"
+    ]
+    (note,) = schedule.notes_on(OptimRecipe(name="adadelta", eps=1e-3), length)
+    assert note == "optim.eps is 0.001, and adadelta does not take it: its own is optim.settings=eps=1e-06"
+    for name in TABLE:
+        assert schedule.notes_on(OptimRecipe(name=name), length) == []
+
+
+def groups(*texts: str, **keys: Any) -> list[tuple[set[str], float, float]]:
+    """Which parameters are in each group, with its learning rate in a step of 0.5, and its weight decay."""
+    model = Net(0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = from_recipe.build(OptimRecipe(lr=0.1, groups=texts or None, **keys), model)
+    from_recipe.set_learning_rate(optimizer, 0.5)
+    return [
+        ({names[id(parameter)] for parameter in group["params"]}, group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+    ]
+
+
+def test_groups_have_their_rates_and_their_weight_decay() -> None:
+    assert groups("head.* lr_factor=10 weight_decay=0.5", "conv.* lr_factor=0", weight_decay=0.2) == [
+        ({"norm.weight", "norm.bias"}, 0.5, 0.0),
+        ({"conv.weight"}, 0.0, 0.2),
+        ({"conv.bias"}, 0.0, 0.0),
+        ({"head.weight", "head.bias"}, 5.0, 0.5),
+    ]
+    first = groups("conv.bias lr_factor=2", "conv.* lr_factor=3", "*.bias weight_decay=0.1")
+    assert ({"conv.bias"}, 1.0, 0.0) in first
+    assert ({"conv.weight"}, 1.5, 0.0) in first
+    assert ({"norm.bias", "head.bias"}, 0.5, 0.1) in first
+
+
+def test_groups_of_nothing_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"optim.groups has haed.\*, which matches no parameter of the model: it has head"):
+        groups("haed.* lr_factor=2")
+    with pytest.raises(RecipeError, match=r"optim.groups has \*.bias, and groups before it have taken all 3 parameters"):
+        groups("* lr_factor=2", "*.bias weight_decay=0")
+
+
+def test_the_documentation_has_the_table() -> None:
+    page = (REPOSITORY / "docs" / "same-run.md").read_text()
+    for name, optimizer in TABLE.items():
+        taken = ", ".join([*(f"`optim.{key}`" for key in optimizer.keys), *(f"`{key}`" for key in optimizer.settings)])
+        where = "whole parameters only" if optimizer.whole_because else "every preset"
+        assert f"| `{name}` | {taken} | {where} |" in page
