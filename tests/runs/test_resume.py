@@ -35,6 +35,9 @@ OPTIMIZERS = {
     "adamw": ("optim.name=adamw", "optim.lr=0.003"),
     "sgd": ("optim.name=sgd", "optim.lr=0.1", "optim.momentum=0.9"),
 }
+# ZeRO's flat groups are other ones on each stage; NAdam keeps a product beside its count of steps.
+GROUPED = ("optim.name=nadam", "optim.lr=0.003", "optim.groups=head.* lr_factor=0.5 weight_decay=0.1,*.bias lr_factor=2")
+KINDS = {**OPTIMIZERS, "grouped": GROUPED}
 
 Topology = tuple[str, int]
 ALONE: Topology = ("cpu", 1)
@@ -63,14 +66,14 @@ class Undisturbed:
     def reference(self, optimizer: str, steps: int = STEPS) -> Path:
         """One process, and a checkpoint at its end alone."""
         saving = (f"train.steps={steps}", f"checkpoint.every_steps={steps}")
-        return go(ALONE, self.folder / f"{optimizer}-{steps}", *OPTIMIZERS[optimizer], *saving)
+        return go(ALONE, self.folder / f"{optimizer}-{steps}", *KINDS[optimizer], *saving)
 
     @functools.cache  # noqa: B019
     def source(self, topology: Topology, optimizer: str, precision: str = "no") -> Path:
         """A run that leaves a checkpoint in the middle and is, by that, no other run."""
         saving = (f"checkpoint.every_steps={HALF}", "checkpoint.keep_last=3")
         run_dir = self.folder / f"{topology}-{optimizer}-{precision}"
-        go(topology, run_dir, *OPTIMIZERS[optimizer], *saving, precision=precision)
+        go(topology, run_dir, *KINDS[optimizer], *saving, precision=precision)
         found = [path.name for path in step_folders.committed(run_dir)]
         assert found == ["step-00000035", "step-00000030", "step-00000015"]
         if precision == "no":
@@ -141,6 +144,8 @@ def matrix() -> list[Any]:
             marks = () if soon else pytest.mark.slow
             name = f"{source[0]}-{source[1]}-to-{target[0]}-{target[1]}-{optimizer}"
             cases.append(pytest.param(source, target, optimizer, marks=marks, id=name))
+    for source, target in ((("deepspeed_zero3", 2), ("fsdp2", 2)), (("fsdp2", 2), ("multi_gpu", 2))):
+        cases.append(pytest.param(source, target, "grouped", id=f"{source[0]}-to-{target[0]}-grouped"))
     return cases
 
 
@@ -150,7 +155,7 @@ def test_a_run_goes_on_under_any_preset(
 ) -> None:
     first, reference = undisturbed.source(source, optimizer), undisturbed.reference(optimizer)
     saved = step_folders.path_of(first, HALF)
-    arguments = (*OPTIMIZERS[optimizer], f"checkpoint.every_steps={STEPS}", "--resume", str(saved))
+    arguments = (*KINDS[optimizer], f"checkpoint.every_steps={STEPS}", "--resume", str(saved))
     second = go(target, tmp_path / "second", *arguments)
     assert read(second / "run.json")["resumed_step"] == HALF
     losses, tensors = loss_difference(second, reference, after=HALF), tensor_difference(second, reference)

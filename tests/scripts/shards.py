@@ -45,11 +45,12 @@ SGD = OptimRecipe(name="sgd", lr=0.05, momentum=0.9, weight_decay=0.1)
 GROUPED = OptimRecipe(
     name="nadam", lr=0.01, weight_decay=0.1, groups=("head.* lr_factor=3 weight_decay=0.2", "conv.* lr_factor=0.5")
 )
-RMSPROP = OptimRecipe(name="rmsprop", lr=0.01, settings=("centered=true", "momentum=0.5"), groups=("norm.* lr_factor=0.1",))
+RMSPROP = OptimRecipe(name="rmsprop", lr=0.01, settings=("alpha=0.9", "momentum=0.5"), groups=("norm.* lr_factor=0.1",))
 CASES = {
     "nadam": Case(GROUPED),
     "rmsprop": Case(RMSPROP),
-    **{name: Case(OptimRecipe(name=name, lr=0.02, weight_decay=0.1)) for name in ("adam", "radam", "adamax", "adadelta")},
+    **{name: Case(OptimRecipe(name=name, lr=0.02, weight_decay=0.1)) for name in ("adam", "radam", "adamax")},
+    "adadelta": Case(OptimRecipe(name="adadelta", lr=1.0, weight_decay=0.1)),
     **{name: Case(OptimRecipe(name=name, lr=0.02, weight_decay=0.1)) for name in ("adagrad", "adafactor")},
     "adamw": Case(ADAMW),
     "sgd": Case(SGD, persistence_threshold=20),
