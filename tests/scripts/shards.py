@@ -45,7 +45,7 @@ SGD = OptimRecipe(name="sgd", lr=0.05, momentum=0.9, weight_decay=0.1)
 GROUPED = OptimRecipe(
     name="nadam", lr=0.01, weight_decay=0.1, groups=("head.* lr_factor=3 weight_decay=0.2", "conv.* lr_factor=0.5")
 )
-RMSPROP = OptimRecipe(name="rmsprop", lr=0.01, settings=("alpha=0.9", "momentum=0.5"), groups=("norm.* lr_factor=0.1",))
+RMSPROP = OptimRecipe(name="rmsprop", lr=0.01, settings=("alpha=0.9",), groups=("norm.* lr_factor=0.1",))
 CASES = {
     "nadam": Case(GROUPED),
     "rmsprop": Case(RMSPROP),
