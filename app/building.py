@@ -20,7 +20,7 @@ from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
 from app.errors import DataError, PresetError
 from app.evaluation import Evaluation, evaluate
-from app.optim import schedule
+from app.optim import freezing, schedule
 from app.ranks import numerics, random_layers
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
@@ -66,6 +66,7 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tor
         own_layers.take_channels_last(model)
         if launched.strategy == "ddp":
             own_layers.order_small_kernels(model)
+    freezing.freeze(model, recipe.train.freeze or ())
     return model
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from app.data.loader import Failure, batches_of
 from app.data.samples import Batch
 from app.errors import DataError
+from app.optim import freezing
 from app.ranks.runtime import Runtime
 from app.task import Form, Table, Task
 
@@ -78,7 +79,7 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
         numbers.append(batch["samples"])
         if found.rows is not None:
             rows.append(found.rows)
-    model.train(was_training)
+    freezing.set_training(model, mode=was_training)
     counted = int(runtime.accelerator.reduce((torch.cat(numbers) >= 0).sum(), "sum"))
     if counted != size:
         raise DataError(f"the evaluation counted {counted} samples of a data set of {size}: the loader lost or repeated some.")

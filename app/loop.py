@@ -16,6 +16,7 @@ from app.feed import Feed
 from app.guard.control import Control, Request
 from app.guard.patience import Patience
 from app.metrics.metrics import Metrics
+from app.optim import freezing
 from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
 from app.profiling.profile import NoProfile, Profile
@@ -74,7 +75,7 @@ def train(run: Training) -> Finished | Stopped:
     """Take the steps of the recipe and return the scores of the final weights, unless asked to stop."""
     scores: Evaluation | None = None
     step = run.first_step
-    run.model.train()
+    freezing.set_training(run.model, mode=True)
     with run.feed:
         while step < run.length.total_steps and not run.patience.is_out:
             run.profile.begin_step(step + 1)

@@ -152,13 +152,13 @@ def _steps_before(origin: Resumed | Initial | None) -> int:
 def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
     """What run.json says of the time before this start; `earlier` is the file of the start before, if there was one."""
     if not isinstance(origin, Resumed):
-        return {"init_from": str(origin.place)} if origin else {}
+        return {"init_from": origin.place} if origin else {}
     told: dict[str, Any] = {}
     if earlier.exists():
         try:
             told = run_folder.read_json(earlier)
         except RunFolderError as error:
-            print(f"note: {error} It is written anew, without --init-from if it had that.", flush=True)  # noqa: T201
+            print(f"note: {error} It is written anew, without what the run began with.", flush=True)  # noqa: T201
     begun_with = {"init_from": told["init_from"]} if "init_from" in told else {}
     return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
 

@@ -112,5 +112,6 @@ def _replace(model: nn.Module, kind: type[M], with_own: Callable[[M], nn.Module]
 
 def without_data(model: nn.Module) -> Callable[..., Any]:
     """Return the model as a function of tensors of torch's meta device: calls cost no arithmetic, memory or random numbers."""
-    tensors = {key: tensor.to("meta") for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held = (*model.named_parameters(), *model.named_buffers())
+    tensors = {key: tensor.detach().to("meta").requires_grad_(tensor.requires_grad) for key, tensor in held}
     return lambda *inputs, **named: torch.func.functional_call(model, tensors, inputs, named)

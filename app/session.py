@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from app import building, console, tasks
-from app.checkpoints import checkpoint, model_file
+from app.checkpoints import checkpoint, frozen, model_file
 from app.checkpoints.average import NoAverage, WeightAverage
 from app.checkpoints.optimizer_check import check_optimizer
 from app.checkpoints.shards import Shards
@@ -98,6 +98,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     display = _display(runtime, loaded, task, data, parts, claim.path)
     control = _control(runtime, recipe, parts, claim)
 
+    frozen_file = frozen.settle(runtime, claim, parts.model, resumed.folder if resumed else None)
     rule = from_recipe.Rule.of(recipe.optim, parts.model)  # before the parameters are sharded
     draws_in_passes = bool(random_layers.layers_with_dropout(parts.model))
     model, optimizer = runtime.prepare(parts.model, from_recipe.build(recipe.optim, parts.model))
@@ -119,6 +120,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
             "model": model_file.described(recipe, data.train.facts),
             "task_sources": tasks.sources(recipe.task),
         },
+        frozen=frozen_file,
         monitor=task.monitor,
         metrics=metrics,
         spikes=spikes,

@@ -139,7 +139,8 @@ class Task(Protocol):
     def model(self, facts: Mapping[str, Any]) -> nn.Module:
         """Return the network for samples with these facts, on the CPU, in training mode, in float32.
 
-        Its weights are drawn from torch's global generator. Raises RecipeError if the samples do not suit it.
+        Its weights are drawn from torch's global generator. What requires no gradient is not trained, as with
+        `train.freeze`. Raises RecipeError if the samples do not suit it.
         """
 
     def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:

@@ -96,7 +96,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
     initial = initial_weights.take_up(
         runtime,
         parts.model,
-        arguments.init_from,
+        recipe.train,
         head=task.head(parts.model),
         resumed=resumed.folder if resumed else None,
     )

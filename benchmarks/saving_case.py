@@ -86,6 +86,7 @@ def _build(layers: int, folder: Path) -> Case:
         recipe,
         shards=shards,
         facts=facts,
+        frozen=None,
         monitor=("accuracy", "max"),
         metrics=metrics,
         spikes=SpikeGuard(None),

@@ -85,7 +85,8 @@ def test_samerun_commands_are_accepted(tmp_path: Path) -> None:
     assert launches
     for line in launches:
         words = [word for word in shlex.split(line, comments=True)[1:] if word != "--dry-run"]
-        for place in (word for option, word in itertools.pairwise(words) if option in ("--resume", "--init-from")):
+        begun = [word.removeprefix("train.init_from=") for word in words if word.startswith("train.init_from=")]
+        for place in (*begun, *(word for option, word in itertools.pairwise(words) if option == "--resume")):
             (tmp_path / place).mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "launch.cli", words[0], "--dry-run", *words[1:]]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from app.checkpoints import step_folders as files
+from app.checkpoints.manifest import FileEntry
 from app.checkpoints.piece import Piece
 from app.checkpoints.shards import Shards
 from app.errors import CheckpointError
@@ -48,6 +49,7 @@ class Checkpoints:
         *,
         shards: Shards,
         facts: Mapping[str, Any],
+        frozen: FileEntry | None,
         monitor: tuple[str, Literal["max", "min"]],
         metrics: Metrics,
         spikes: SpikeGuard,
@@ -57,13 +59,14 @@ class Checkpoints:
         """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
 
         `data`, the fingerprints of the data sets, for `resumable`, and `model`, what rebuilds it, for `samerun export`.
+        `frozen` is, on the main process, what `frozen.settle` returned.
 
         `monitor` is the score by which the best checkpoint is chosen, and which end of it is best. `metrics` is told how long
         the training was held and how long the writing took. What `spikes` and `patience` know is saved too. `on_disk` is called
         on every rank, in another thread, with the seconds from a step to its checkpoint on the disk.
         """
         self._runtime, self._claim, self._recipe = runtime, claim, recipe
-        self._shards, self._facts, self._metrics = shards, dict(facts), metrics
+        self._shards, self._facts, self._frozen, self._metrics = shards, dict(facts), frozen, metrics
         self._spikes, self._patience = spikes, patience
         (self._monitored, self._good_end), self._on_disk = monitor, on_disk
         self._copies = _Copies()
@@ -133,7 +136,7 @@ class Checkpoints:
             with ranks.together():
                 if is_main:
                     claim.sync()  # what is done is recorded before it counts
-                    saved = files.commit(claim, step, entries, state=state, buffers=buffers)
+                    saved = files.commit(claim, step, entries, state=state, buffers=buffers, frozen=self._frozen)
                     best = state["best"]["step"] if state["best"] else None
                     files.prune(claim, saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
         except CheckpointError:

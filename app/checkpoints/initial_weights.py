@@ -1,72 +1,72 @@
-"""Beginning with the weights of another run or of a file (`--init-from`), as for fine-tuning: weights and buffers, no more.
+"""Beginning with weights that are there (`train.init_from`), as for fine-tuning: weights and buffers, no more.
 
 Every tensor of the model has to be there in its shape, and no other: a network that is half another's trains without a
-word. Only one layer, the head, which says how many classes there are for instance, may be missing or of another shape; then it
-stays new.
+word. Only the last layer, the head, which says how many classes there are for instance, may be missing or of another shape, and
+what `train.init_allow` names; that stays new. What was taken, what is new and what was left out is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 
-from app.checkpoints import checkpoint
-from app.checkpoints import step_folders as files
-from app.checkpoints.durable import telling
-from app.checkpoints.piece import Piece
-from app.checkpoints.tensor_file import TensorFile
-from app.errors import CheckpointError
+from app.checkpoints import checkpoint, published, stored_weights
+from app.checkpoints.stored_weights import IN_FOLDERS, Stored
+from app.errors import CheckpointError, RecipeError
+from app.files import paths
+from app.optim import freezing
 from app.ranks import handshake
 from app.ranks.runtime import Runtime
-from app.record import run_folder
-
-Shape = tuple[int, ...]
+from app.recipe.schema import PUBLISHED, TrainRecipe
 
 _MOST_NAMED = 8
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+"""What DistributedDataParallel, torch.compile and Lightning put before every name."""
 
 
 @dataclass(frozen=True)
 class Initial:
     """What a run begins with instead of the weights of its seed."""
 
-    place: Path
-    """A safetensors file, or a checkpoint."""
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Tensors on disk, by their plain names."""
-
-    shapes: Mapping[str, Shape]
-    read_into: Callable[[str, torch.Tensor], None]
-    """Fills `values`, 1-D, with the tensor of a name, in their dtype."""
+    place: str
+    """A file or a checkpoint, or the name of published weights."""
 
 
 def take_up(
-    runtime: Runtime, model: torch.nn.Module, init_from: str | None, *, head: str, resumed: Path | None
+    runtime: Runtime, model: torch.nn.Module, recipe: TrainRecipe, *, head: str, resumed: Path | None
 ) -> Initial | None:
-    """Give the model, plain on the CPU of every rank, the weights that --init-from names; None: it names none.
+    """Give the model, plain on the CPU of every rank, the weights that `init_from` names; None: it names none.
 
     It is a file, a checkpoint or a run folder: then the weights that the run left, or those of its newest checkpoint, which
-    are the averaged ones if it has them. The layer `head` alone may be another one. A run that goes on from a checkpoint,
-    `resumed`, passes them over. Raises, on all ranks, CheckpointError if they cannot be read or do not fit, and TopologyError
-    if ranks read different ones.
+    are the averaged ones if it has them. The layer `head` may be another one. A run that goes on from a checkpoint, `resumed`,
+    does not read them. Raises, on all ranks, CheckpointError if they cannot be read or do not fit, RecipeError for a pattern
+    of `init_allow` that matches nothing, and TopologyError if ranks read different ones.
     """
-    if init_from is None:
+    if recipe.init_from is None:
         return None
     if resumed is not None:
-        _say(runtime, f"--init-from {init_from} is passed over: the run goes on from {resumed}")
+        _say(runtime, f"train.init_from is not read, as the run goes on from {resumed}")
         return None
-    place = _find(runtime, Path(init_from))
+    if recipe.init_from.startswith(PUBLISHED):
+        name, place = recipe.init_from, _published(runtime, recipe.init_from.removeprefix(PUBLISHED), download=recipe.download)
+    else:
+        with runtime.together():
+            asked = Path(paths.filled_in("train.init_from", recipe.init_from))
+        place = _find(runtime, asked)
+        name = str(place)
     with runtime.together():
-        stored = _of_checkpoint(place) if place.is_dir() else _of_file(place)
-        said = _load(model, stored, place, head)
+        stored = stored_weights.open_stored(place)
+        if recipe.init_from.startswith(PUBLISHED):
+            stored = stored.renamed({published.name_here(there): there for there in stored.shapes})
+        said = _load(model, stored, name, head, recipe.init_allow or ())
     handshake.check_agreement(runtime.gather, runtime.device, {"initial weights": handshake.weights_digest(model)})
     _say(runtime, said)
-    return Initial(place)
+    return Initial(name)
 
 
 def _say(runtime: Runtime, sentence: str) -> None:
@@ -74,73 +74,113 @@ def _say(runtime: Runtime, sentence: str) -> None:
         print(sentence, flush=True)  # noqa: T201 - the user must know
 
 
+def _published(runtime: Runtime, name: str, *, download: bool) -> Path:
+    """Return the file on every rank, after one process of each node has downloaded it there, if it may."""
+    with runtime.together():
+        if runtime.launched.local_rank == 0:
+            published.file_of(name, download=download)
+    with runtime.together():
+        return published.file_of(name, download=False)
+
+
 def _find(runtime: Runtime, place: Path) -> Path:
     """Return the file, or the checkpoint, which all ranks have found whole, that is meant."""
-    left = place / run_folder.MODEL
-    file = runtime.from_main(left if left.exists() else place if place.is_file() else None)
+    inside = (place / file for file in IN_FOLDERS)
+    file = runtime.from_main(place if place.is_file() else next((path for path in inside if path.exists()), None))
     found: Path | None = file or checkpoint.find(runtime, place)
     if found is None:
         raise CheckpointError(
-            f"--init-from is {place}: give a safetensors file, a checkpoint, or a run folder with a {run_folder.MODEL} or a "
-            "checkpoint. That is none of them."
+            f"train.init_from is {place}: give a safetensors or .pth file, a checkpoint, or a folder with one or with a "
+            f"{' or '.join(IN_FOLDERS[:2])}. That is none of them."
         )
     return found
 
 
-def _of_file(path: Path) -> _Stored:
-    with telling(path, "read"), path.open("rb") as opened:
-        begin = opened.read(4)
-    if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
-        convert = "save_file(torch.load(PATH, weights_only=True), NEW), with save_file of safetensors.torch"
-        raise CheckpointError(
-            f"--init-from is {path}, a pickle of torch.save, and a safetensors file is wanted: {convert}, makes one"
-        )
-    file = TensorFile(path)
-    return _Stored(file.shapes, file.read_into)
-
-
-def _of_checkpoint(folder: Path) -> _Stored:
-    reader = files.Reader(folder)
-    key, buffers = reader.finished_key(), reader.buffers()
-    shapes = reader.shapes(key)
-
-    def read_into(name: str, values: torch.Tensor) -> None:
-        if name in buffers:
-            values.copy_(buffers[name].view(-1))
-        else:
-            reader.read_into(Piece(key, name, shapes[name], 0, values))
-
-    return _Stored(shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}, read_into)
-
-
 @torch.no_grad()
-def _load(model: torch.nn.Module, stored: _Stored, place: Path, head: str) -> str:
+def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: Sequence[str]) -> str:
     """Fill the model and return the sentence that says with what. Raises CheckpointError, naming all that does not fit."""
-    tensors = model.state_dict()
-    shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differing = [name for name in {**shapes, **stored.shapes} if shapes.get(name) != stored.shapes.get(name)]
-    wrong = [_difference(name, stored.shapes, shapes) for name in differing if _layer(name) != head]
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    stored = _without_prefixes(stored, tensors)
+    _leave_out_ties(tensors, stored.shapes)
+    _check_patterns(allow, [*tensors, *stored.shapes])
+    names = list({**tensors, **stored.shapes})
+    free = {name for name in names if _layer(name) == head or any(fnmatchcase(name, pattern) for pattern in allow)}
+    differing = {name: text for name in names if (text := _difference(name, tensors, stored))}
+    wrong = [text for name, text in differing.items() if name not in free]
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise CheckpointError(
             f"the weights of {place} are of another model: {'; '.join(wrong[:_MOST_NAMED])}{more}. Only the last layer, "
-            f"{head}, may differ: give the recipe that model (model.*, data.*), or choose other weights."
+            f"{head}, may differ, and what train.init_allow names: give the recipe that model (model.*, data.*), or choose "
+            "other weights."
         )
-    for name, tensor in tensors.items():
-        if not differing or _layer(name) != head:
-            stored.read_into(name, tensor.view(-1))
-    said = f"the weights to begin with are those of {place}"
-    if differing:
-        how = "; ".join(_difference(name, stored.shapes, shapes) for name in differing)
-        said += f", but the last layer, {head}, is new, because it is of another shape ({how})"
-    return said
+    layers = {_layer(name) for name in differing}
+    taken = {name: it for name, it in tensors.items() if not (name in free and _layer(name) in layers)}
+    for name, tensor in taken.items():
+        stored.read_into(name, tensor.detach().view(-1))
+    how = f" ({', '.join(stored.remarks)})" if stored.remarks else ""
+    parts = [f"{len(taken)} tensors taken", *_conversions(taken, stored)]
+    # A layer that is not there as it has to be stays new as a whole.
+    if new := [differing.get(name, name) for name in tensors if name not in taken]:
+        parts.append(f"{len(new)} new, of the seed: {_listed(new)}")
+    if left := [name for name in stored.shapes if name not in tensors]:
+        parts.append(f"{len(left)} left out: {_listed(left)}")
+    return f"the weights to begin with are those of {place}{how}: {'; '.join(parts)}"
+
+
+def _difference(name: str, tensors: Mapping[str, torch.Tensor], stored: Stored) -> str:
+    """Say how what is stored differs from what the model has; nothing: it can be taken."""
+    if name not in tensors:
+        return f"{name} is not in this run's"
+    if name not in stored.shapes:
+        return f"{name} is not there"
+    (shape, dtype), here = (stored.shapes[name], stored.dtypes[name]), tensors[name]
+    if shape != tuple(here.shape):
+        return f"{name} is {shape} there and {tuple(here.shape)} here"
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point != here.dtype.is_floating_point:
+        return f"{name} is of {_word(dtype)} there and of {_word(here.dtype)} here"
+    return ""
+
+
+def _without_prefixes(stored: Stored, names: Collection[str]) -> Stored:
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in stored.shapes) and not any(name.startswith(prefix) for name in names):
+            bare = {name.removeprefix(prefix): name for name in stored.shapes}
+            stored = stored.renamed(bare, f"without {prefix!r} before each name")
+    return stored
+
+
+def _leave_out_ties(tensors: dict[str, torch.Tensor], stored: Collection[str]) -> None:
+    """Forget names that are not stored of tensors that have another name which is, as tied embeddings have."""
+    there = {id(tensor) for name, tensor in tensors.items() if name in stored}
+    for name in [name for name, tensor in tensors.items() if name not in stored and id(tensor) in there]:
+        del tensors[name]
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = freezing.near(pattern, list(dict.fromkeys(names)))
+            raise RecipeError(f"train.init_allow has {pattern!r}, which matches no weight, here or there: {near}")
+
+
+def _conversions(taken: Mapping[str, torch.Tensor], stored: Stored) -> list[str]:
+    """Say from which types to which others how many tensors were converted."""
+    counts = Counter((stored.dtypes[name], tensor.dtype) for name, tensor in taken.items())
+    return [
+        f"{count} of them converted from {_word(there)} to {_word(here)}"
+        for (there, here), count in counts.items()
+        if there != here
+    ]
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:_MOST_NAMED]) + (f" and {len(words) - _MOST_NAMED} more" if len(words) > _MOST_NAMED else "")
+
+
+def _word(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _layer(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _difference(name: str, there: Mapping[str, Shape], here: Mapping[str, Shape]) -> str:
-    if name not in here:
-        return f"{name} is not in this run's"
-    return f"{name} is {there[name]} there and {here[name]} here" if name in there else f"{name} is not there"

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 WEIGHT, AVERAGE = "weight", "average"
 """The keys of the full-precision weights and of their moving average."""
+FROZEN = "frozen"
+"""The key of parameters that are not trained, and the folder of their file."""
 
 
 @dataclass(frozen=True)

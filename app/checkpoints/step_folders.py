@@ -4,6 +4,7 @@
     buffers.safetensors         the model's buffers, whole, by name
     state.json                  the state of the run that is no tensor
     manifest.json               size and SHA-256 of each file, and of each tensor its shape, dtype and which ranges are where
+    RUN/frozen/SHA256.safetensors   the parameters that are not trained: one file for all checkpoints, which name it
 
 Nothing in them depends on how many ranks wrote them or how tensors were cut: whatever is asked for is put together from the
 ranges that hold it. The steps of a save, of which a kill at any moment leaves the older checkpoints as they are:
@@ -23,6 +24,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from app.checkpoints import manifest
 from app.checkpoints.durable import Stamp, check, check_size, telling, write_bytes
 from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
-from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
+from app.checkpoints.piece import AVERAGE, FROZEN, WEIGHT, Piece
 from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
 from app.errors import CheckpointError
 from app.files import regular
@@ -83,6 +85,27 @@ def write_pieces(
     return FileEntry(file, stamp, tuple(_range_of(piece) for piece in pieces))
 
 
+def write_frozen(claim: Claim, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    """Write the parameters that are not trained, whole, beside the checkpoints, under the name of their digest.
+
+    Raises CheckpointError. The same tensors in the same order give the same file.
+    """
+    pieces = [Piece(FROZEN, name, tuple(it.shape), 0, it.detach().reshape(-1)) for name, it in tensors.items()]
+    made = write_pieces(claim.place, 0, pieces)
+    entry = replace(made, file=f"{FROZEN}/{made.stamp.sha256}.safetensors")
+    final = claim.path / entry.file
+    with telling(final, "written"):
+        final.parent.mkdir(exist_ok=True)
+        claim.put(claim.place / made.file, final)
+        sync(claim.path)
+    return entry
+
+
+def place_of(folder: Path, file: str) -> Path:
+    """Return where a file is that the manifest of a checkpoint names: in its folder or, for all checkpoints, in the run's."""
+    return folder.resolve().parents[1] / file if file.startswith(f"{FROZEN}/") else folder / file
+
+
 def _range_of(piece: Piece) -> Range:
     dtype, stop = dtype_of(piece.name, piece.values), piece.start + piece.values.numel()
     return Range(piece.key, piece.name, tuple(piece.shape), dtype, piece.start, stop)
@@ -95,18 +118,22 @@ def commit(
     *,
     state: Mapping[str, Any],
     buffers: Mapping[str, torch.Tensor],
+    frozen: FileEntry | None = None,
 ) -> Path:
     """Make a checkpoint of what all ranks wrote and return its folder. `state` is what JSON can hold.
+
+    `frozen` is what `write_frozen` returned, if some parameters are not trained.
 
     Raises CheckpointError if the ranks' ranges do not cover every tensor exactly once, if a rank's file is not where this
     process looks, or if the disk refuses. A checkpoint of the same step, from before a resume, is replaced; a kill in the
     instant between the two renames leaves neither under its name.
     """
     folder, final = temporary_of(claim, step), path_of(claim.path, step)
-    tensors = manifest.put_together(final, entries)
+    shared = [frozen] if frozen else []
+    tensors = manifest.put_together(final, [*entries, *shared])
     for entry in entries:
         _check_arrived(folder / entry.file, entry.stamp)
-    stamps = {entry.file: entry.stamp for entry in entries}
+    stamps = {entry.file: entry.stamp for entry in (*entries, *shared)}
     stamps[BUFFERS] = write_tensors(folder / BUFFERS, list(buffers.items()))
     stamps[STATE] = write_bytes(folder / STATE, json.dumps(state, indent=2).encode() + b"\n")
     write_bytes(folder / manifest.MANIFEST, manifest.to_bytes(stamps, tensors))
@@ -185,7 +212,7 @@ def verify(folder: Path, *, part: tuple[int, int] = (0, 1)) -> None:
     stamps, _ = manifest.read(folder)
     index, count = part
     for file in sorted(stamps)[index::count]:
-        check(folder / file, stamps[file])
+        check(place_of(folder, file), stamps[file])
 
 
 class Reader:
@@ -197,22 +224,40 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stamps, self._tensors = manifest.read(folder)
+        self._frozen = self._tensors.pop(FROZEN, {})
         self._files: dict[str, TensorFile] = {}
         check(folder / STATE, self._stamps[STATE])
         with telling(folder / STATE, "read"):
             self.state: dict[str, Any] = json.loads(regular.content(folder / STATE))
 
     def keys(self) -> list[str]:
-        """Return which tensors there are of parameters: "weight", "exp_avg", ..."""
+        """Return which tensors there are of trained parameters: "weight", "exp_avg", ..."""
         return sorted(self._tensors)
+
+    @property
+    def frozen(self) -> FileEntry | None:
+        """The file of the parameters that are not trained, which may be of another start's run folder; None: all are."""
+        found = {file for stored in self._frozen.values() for *_, file in stored.ranges}
+        if not found:
+            return None
+        (file,) = found
+        ranges = [Range(FROZEN, name, it.shape, it.dtype, 0, prod(it.shape)) for name, it in self._frozen.items()]
+        return FileEntry(file, self._stamps[file], tuple(ranges))
 
     def finished_key(self) -> str:
         """Return the key of the weights that a finished run would leave: the averaged ones if there are such."""
         return AVERAGE if AVERAGE in self._tensors else WEIGHT
 
     def shapes(self, key: str = WEIGHT) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the tensor `key` of each parameter that has one."""
-        return {name: stored.shape for name, stored in self._tensors.get(key, {}).items()}
+        """Return the shape of the tensor `key` of each parameter that has one; frozen ones have weights, which are averages."""
+        return {name: stored.shape for name, stored in self._of(key).items()}
+
+    def dtypes(self, key: str = WEIGHT) -> dict[str, str]:
+        """Return the types of the same, as safetensors names them."""
+        return {name: stored.dtype for name, stored in self._of(key).items()}
+
+    def _of(self, key: str) -> dict[str, Stored]:
+        return {**self._tensors.get(key, {}), **(self._frozen if key in (WEIGHT, AVERAGE) else {})}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's buffers, by name, on the CPU."""
@@ -223,8 +268,7 @@ class Reader:
         """Return the tensors `key` of all parameters, whole, and the buffers: what `tensor_file.write` makes one file of."""
         buffers = self._file(BUFFERS)
         return {
-            name: Content(stored.dtype, stored.shape, self._chunks(key, name, stored))
-            for name, stored in self._tensors[key].items()
+            name: Content(stored.dtype, stored.shape, self._chunks(key, name, stored)) for name, stored in self._of(key).items()
         } | {
             name: Content(buffers.dtypes[name], shape, buffers.chunks(name, 0, prod(shape)))
             for name, shape in buffers.shapes.items()
@@ -232,7 +276,10 @@ class Reader:
 
     def _chunks(self, key: str, name: str, stored: Stored) -> Iterator[bytearray]:
         for start, stop, file in stored.ranges:
-            yield from self._file(file).chunks(tensor_name(key, name, start), 0, stop - start)
+            yield from self._file(file).chunks(self._name(key, name, start), 0, stop - start)
+
+    def _name(self, key: str, name: str, start: int) -> str:
+        return tensor_name(FROZEN if name in self._frozen else key, name, start)
 
     def read_into(self, piece: Piece) -> None:
         """Fill `piece.values` with its elements, converted to their dtype and device."""
@@ -242,12 +289,12 @@ class Reader:
             start, end, file = stored.ranges[index]
             end = min(end, stop)
             values = piece.values[position - piece.start : end - piece.start]
-            self._file(file).read_into(tensor_name(piece.key, piece.name, start), values, start=position - start)
+            self._file(file).read_into(self._name(piece.key, piece.name, start), values, start=position - start)
             position, index = end, index + 1
 
     def _find(self, piece: Piece) -> Stored:
-        names = self._tensors.get(piece.key)
-        if names is None:
+        names = self._of(piece.key)
+        if not names:
             raise CheckpointError(f"{self.folder} has no {piece.key!r} of any parameter: it has {', '.join(self._tensors)}.")
         stored = names.get(piece.name)
         if stored is None:
@@ -265,5 +312,5 @@ class Reader:
 
     def _file(self, file: str) -> TensorFile:
         if file not in self._files:
-            self._files[file] = TensorFile(self.folder / file)
+            self._files[file] = TensorFile(place_of(self.folder, file))
         return self._files[file]

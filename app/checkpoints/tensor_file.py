@@ -69,6 +69,14 @@ def dtype_of(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
+def dtype_in_torch(dtype: str) -> torch.dtype | str:
+    """Return torch's type of a name of safetensors; the name itself of one that cannot be read."""
+    import torch
+
+    found: torch.dtype | str = getattr(torch, _TORCH_NAMES[dtype]) if dtype in _TORCH_NAMES else dtype
+    return found
+
+
 def write_tensors(
     path: Path,
     tensors: Sequence[tuple[str, torch.Tensor]],

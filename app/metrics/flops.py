@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +79,20 @@ def of_training(model: torch.nn.Module, forward: Callable[[Callable[..., Any]], 
 
     Args:
         model: on any device, whole: not yet divided among processes.
-        forward: calls what it is given, in the model's place, with inputs of torch's meta device.
+        forward: calls what it is given, in the model's place, with inputs of torch's meta device, and returns the `Loss`.
     """
     # On tensors without data: no arithmetic, memory or random numbers are spent.
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        forward(without_data(model))
-    done: int = counter.get_total_flops()
-    return float((1 + _BACKWARD) * done)
+    has_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    with torch.set_grad_enabled(has_frozen), FlopCounterMode(display=False) as counter:
+        loss = forward(without_data(model))
+        forwards: int = counter.get_total_flops()
+        # Gradients of what is frozen are not computed, nor of what comes before it if nothing there is trained.
+        if has_frozen:
+            with suppress(RuntimeError):  # an operation without a backward pass on such tensors: then it is at most this
+                loss.mean.backward()
+                done: int = counter.get_total_flops()
+                return float(done)
+    return float((1 + _BACKWARD) * forwards)
 
 
 def peak_per_s(device: torch.device, *, mixed_precision: str) -> float | None:

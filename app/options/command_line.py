@@ -23,7 +23,7 @@ _MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("report_to", "logger", "tracker", "log_with"), ("--trackers",)),
     **dict.fromkeys(("precision", "fp16", "bf16", "amp"), ("--mixed-precision",)),
     **dict.fromkeys(("config", "cfg", "yaml"), ("--recipe",)),
-    **dict.fromkeys(("pretrained", "weights", "finetune"), ("--init-from",)),
+    **dict.fromkeys(("pretrained", "weights", "finetune"), ("train.init_from=",)),
     **dict.fromkeys(("master_port", "rdzv_port"), ("--port",)),
     **dict.fromkeys(("batch_size", "batch", "bs", "b", "per_device_train_batch_size"), ("train.global_batch_size=",)),
     **dict.fromkeys(("learning_rate", "base_lr"), ("optim.lr=",)),

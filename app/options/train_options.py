@@ -41,9 +41,6 @@ def parser(prog: str = "python -m app.train", *, keys_of: str | None = None) -> 
                         )  # fmt: skip
     parser.add_argument("--changed-task", action="store_true", help="go on although the recipe's own task file was changed "
                         "since: for changes that have no part in what is learnt")  # fmt: skip
-    parser.add_argument("--init-from", metavar="PATH", help="begin with these weights, as for fine-tuning: a safetensors "
-                        "file, a run folder or a checkpoint; the last layer stays new if it is of other classes"
-                        )  # fmt: skip
     parser.add_argument("--hang-timeout", type=not_negative, default=_HANG_TIMEOUT_S, metavar="SECONDS", help="end the run, "
                         "with the stacks of all processes in RUN/stacks, when it stood still for so long; it has to be longer "
                         "than any step, forward pass of an evaluation and save takes; 0: never "

@@ -28,7 +28,9 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
 def topology_dependence(model: nn.Module) -> list[str]:
     """Return a sentence for each kind of layer through which the same recipe can give another result on other processes."""
     sentences = []
-    unsynchronized = [name for name, layer in _batchnorms(model).items() if not isinstance(layer, nn.SyncBatchNorm)]
+    # One that is frozen is not in training mode: it keeps its statistics.
+    using_batches = {name: layer for name, layer in _batchnorms(model).items() if layer.training}
+    unsynchronized = [name for name, layer in using_batches.items() if not isinstance(layer, nn.SyncBatchNorm)]
     if unsynchronized:
         sentences.append(
             f"{_counted(unsynchronized, 'batch normalisation layer')}: their statistics are those of one micro-batch, so "

@@ -6,6 +6,7 @@ Standard library only, like `schema.py`, which it serves.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from app.recipe import optimizers
 
 if TYPE_CHECKING:
-    from app.recipe.schema import Recipe
+    from app.recipe.schema import Recipe, TrainRecipe
 
 
 def problems_of(recipe: Recipe) -> list[str]:
@@ -95,6 +96,7 @@ def _contradictions(recipe: Recipe) -> list[str]:
     if optim.warmup_epochs is not None and optim.warmup_steps is not None:
         both = f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}"
         problems.append(f"{both}: give one of them")
+    problems += _of_initial_weights(train)
     neighbours, why = recipe.sections.neighbours, recipe.sections.why_neighbours
     if train.global_batch_size % neighbours:
         problems.append(
@@ -102,6 +104,22 @@ def _contradictions(recipe: Recipe) -> list[str]:
         )
     if optim.nesterov and optim.momentum == 0:
         problems.append("optim.nesterov needs optim.momentum greater than 0")
+    return problems
+
+
+_PUBLISHED = re.compile(r"torchvision:\w+\.\w+", re.ASCII)
+
+
+def _of_initial_weights(train: TrainRecipe) -> list[str]:
+    begins_with = train.init_from
+    problems = [
+        f"{key} is {value!r}, which is for train.init_from, and that is null: give both or neither"
+        for key, value in (("train.init_allow", train.init_allow), ("train.download", train.download or None))
+        if value is not None and begins_with is None
+    ]
+    if begins_with is not None and begins_with.startswith("torchvision:") and not _PUBLISHED.fullmatch(begins_with):
+        example = "torchvision:ResNet50_Weights.IMAGENET1K_V2"
+        problems.append(f"train.init_from is {begins_with!r}: published weights have names such as {example}")
     return problems
 
 

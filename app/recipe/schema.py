@@ -25,6 +25,8 @@ from app.recipe import optimizers, ranges, task_file
 
 ALL_KEYS = ("*",)
 """For `not_learnt`, of a section none of whose keys decides what is learnt."""
+PUBLISHED = "torchvision:"
+"""What `train.init_from` begins with where it is the name of published weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,9 @@ class TrainRecipe:
         "max_micro_batch",
         "max_skipped_steps",
         "deterministic",
+        "download",
     )
+    places: ClassVar = ("init_from",)
 
     global_batch_size: int = 128
     """Samples in one optimizer step, over all processes."""
@@ -81,6 +85,17 @@ class TrainRecipe:
     GPUs, and another computation (docs/same-run.md). CPUs do not. false: IEEE's float32 everywhere."""
     deterministic: bool = False
     """Use only kernels that give the same bits each time on the same devices: slower; operations that have none are refused."""
+    init_from: str | None = None
+    """Begin with these weights, as for fine-tuning (docs/checkpoints.md): a safetensors or .pth file, a run folder, a
+    checkpoint, a folder of transformers, or torchvision:NAME for published ones, such as
+    torchvision:ResNet50_Weights.IMAGENET1K_V2; `~` and variables are filled in. None: those of the seed."""
+    init_allow: tuple[str, ...] | None = None
+    """Patterns of names, such as decoder.*, of what train.init_from need not fit: it stays new where it is not there, or of
+    another shape, and is left out where the model has none. The last layer need not fit either way."""
+    download: bool = False
+    """Whether published weights of train.init_from may be downloaded, by one process per node."""
+    freeze: tuple[str, ...] | None = None
+    """Patterns of parameters' names, such as features.*, that are not trained. None: all are."""
 
     def takes_channels_last(self, *, tensor_cores: bool, preferred: bool) -> bool:
         """Return whether images are kept in channels-last order.
@@ -241,6 +256,13 @@ class Recipe:
         problems = ranges.problems_of(self)
         if problems:
             raise RecipeError(*problems)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Files and folders that have to be there before the run, each by its key; `~` and variables are not filled in."""
+        begins_with = self.train.init_from
+        own = {} if begins_with is None or begins_with.startswith(PUBLISHED) else {"train.init_from": begins_with}
+        return {**self.sections.inputs, **own}
 
     def with_sections(self, **changes: Any) -> Recipe:
         """Return the recipe with these of the task's sections in the place of its own."""

@@ -8,6 +8,7 @@
     samples.jsonl     with log.samples: the samples of each step
     ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/record/ledger.py)
     checkpoints/      what the run can go on from (app/checkpoints/step_folders.py)
+    frozen/           the parameters that are not trained, once for all checkpoints, which name them by their digest
     result.json       at the end: steps, samples, scores, throughput
     test_predictions/ at the end: what the task leaves of its predictions on the test split; validation_predictions/
                       where there is none

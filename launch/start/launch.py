@@ -43,7 +43,8 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     if not resolved.is_task:  # or each node would look again
         if not resolved.job:  # or the time is that of the job
             end_time_s(environment)
-        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume()):
+        begins = resolved.init_from
+        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume(), init_from=begins):
             raise problem
     resolved.accelerate_argv()  # what cannot be is refused here, not on every node
     if resolved.topology.node_rank == 0:  # or each node would say the same
@@ -183,6 +184,7 @@ def _resolve(
         preset_origin=origin,
         recipe=options.recipe or "digits",
         recipe_origin="--recipe" if options.recipe else "default",
+        init_from=loaded.recipe.inputs.get("train.init_from"),
         run_dir=run_dir,
         run_dir_origin=run_dir_origin,
         plan=BatchPlan.of(loaded.recipe, topology.world_size),

@@ -27,6 +27,8 @@ class Resolved:
     preset_origin: str
     recipe: str
     recipe_origin: str
+    init_from: str | None
+    """Where the weights are that the recipe begins with, if that is a path."""
     run_dir: str | None
     run_dir_origin: str
     plan: BatchPlan

@@ -22,8 +22,13 @@ def of_training(passed_on: Sequence[str], *, command: str, its_options: Sequence
     return train_options.parser(f"samerun {command}").parse_all(passed_on, also=its_options)
 
 
-def problems(training: argparse.Namespace, *, run_dir: str | None, resume: str | None) -> Iterator[SamerunError]:
-    """Yield what the run would end with: how it is started is in `training`, but for its folder and --resume."""
+def problems(
+    training: argparse.Namespace, *, run_dir: str | None, resume: str | None, init_from: str | None = None
+) -> Iterator[SamerunError]:
+    """Yield what the run would end with: how it is started is in `training`, but for its folder and --resume.
+
+    `init_from` is the recipe's, where it is a path.
+    """
     try:
         tracker_names.chosen(training.trackers)
     except TrackerError as error:
@@ -38,11 +43,10 @@ def problems(training: argparse.Namespace, *, run_dir: str | None, resume: str |
     if resume not in (None, "auto", "never") and not Path(resume).is_dir():
         what = "that is a file" if Path(resume).exists() else "there is no such folder"
         yield CheckpointError(f"--resume is {resume}: {what}; give auto, never, or the path of a run folder or of a checkpoint")
-    begins_with = training.init_from
-    # A run that goes on passes the weights over that it began with, which may be gone since.
-    if begins_with is not None and not Path(begins_with).exists() and not holds_a_run:
-        which = "give a safetensors file, a run folder or a checkpoint"
-        yield CheckpointError(f"--init-from is {begins_with}: there is no such file or folder; {which}")
+    # A run that goes on does not read the weights that it began with, which may be gone since.
+    if init_from and not holds_a_run and not os.access(os.path.expandvars(Path(init_from).expanduser()), os.F_OK):
+        which = "give a file of weights, a run folder or a checkpoint, or torchvision:NAME"
+        yield CheckpointError(f"train.init_from is {init_from}: there is no such file or folder; {which}")
 
 
 def unwritable(folders: Sequence[Path]) -> Iterator[str]:

@@ -153,8 +153,8 @@ def divide(
 
 
 def _data_problems(recipe: Recipe) -> Iterator[str]:
-    """What of the task's inputs is not there. What variables stand for is only known on the nodes."""
-    for key, path in recipe.sections.inputs.items():
+    """What of the recipe's inputs is not there. What variables stand for is only known on the nodes."""
+    for key, path in recipe.inputs.items():
         if "$" in path or os.access(Path(path).expanduser(), os.R_OK):
             continue
         yield (

@@ -89,7 +89,7 @@ def test_a_number_that_the_nodes_cannot_share_is_refused(
 
 
 def test_a_run_that_goes_on_needs_no_more_what_it_began_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["--run-dir", str(tmp_path), "--init-from", str(tmp_path / "gone.safetensors")]
+    arguments = ["--run-dir", str(tmp_path), f"train.init_from={tmp_path / 'gone.safetensors'}"]
     assert dry_run(capsys, *arguments)[0] == 11
     (tmp_path / "recipe.yaml").touch()
     assert dry_run(capsys, *arguments)[0] == 0

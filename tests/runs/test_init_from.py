@@ -1,21 +1,25 @@
-"""`--init-from`: all weights of a file, a run or a checkpoint but for a last layer of other classes, or none of them."""
+"""`train.init_from`: all weights of a file, a run or a checkpoint but for a last layer of other classes, or none of them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from processes import read, train
 from safetensors.torch import load_file, save_file
 
-from app.checkpoints import initial_weights
+from app.checkpoints import initial_weights, published
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
-from app.errors import CheckpointError
+from app.errors import CheckpointError, RecipeError
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
+from app.recipe.schema import TrainRecipe
 from app.record.claim import claim
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe, Sections
@@ -68,18 +72,19 @@ def runtime() -> Runtime:
     return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
 
 
-def take_up(runtime: Runtime, model: torch.nn.Module, place: Path) -> Path:
+def take_up(runtime: Runtime, model: torch.nn.Module, place: Path | str, **more: Any) -> Path:
     head = ImageClassification(Sections()).head(model)
-    initial = initial_weights.take_up(runtime, model, str(place), head=head, resumed=None)
+    recipe = TrainRecipe(init_from=str(place), **more)
+    initial = initial_weights.take_up(runtime, model, recipe, head=head, resumed=None)
     assert initial is not None
-    return initial.place
+    return Path(initial.place)
 
 
-def refused(runtime: Runtime, model: torch.nn.Module, place: Path) -> str:
+def refused(runtime: Runtime, model: torch.nn.Module, place: Path | str, **more: Any) -> str:
     """The text that weights are refused with, which leave the model as it was."""
     before = copied(model)
-    with pytest.raises(CheckpointError) as caught:
-        take_up(runtime, model, place)
+    with pytest.raises((CheckpointError, RecipeError)) as caught:
+        take_up(runtime, model, place, **more)
     assert_holds(model, before)
     return str(caught.value)
 
@@ -124,7 +129,7 @@ def test_a_last_layer_of_other_classes_stays_new(
         take_up(runtime, model, tmp_path / f"{file}.safetensors")
         assert_holds(model, {**source, **{key: fresh.state_dict()[key] for key in own}})
         said = capsys.readouterr().out
-        assert f"but the last layer, {head}, is new, because it is of another shape" in said
+        assert f"{len(source) - 2} tensors taken; 2 new, of the seed: {head}.weight" in said
         assert f"{head}.bias {why}" in said
 
 
@@ -133,25 +138,112 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
     save_file(copied(build(ModelRecipe(norm="batch", hidden=8))), file)
     said = refused(runtime, build(), file)
     assert "hidden.weight is (8, 256) there and (16, 256) here; hidden.bias is (8,) there and (16,) here. Only" in said
+    assert_holds(free := build(), copied(build()))
+    take_up(runtime, free, file, init_allow=("hidden.*", "head.*"))  # whose input is another
+    assert_holds(free, copied(build(ModelRecipe(norm="batch", hidden=8))), but={"hidden.weight", "hidden.bias", *HEAD})
+    assert "train.init_allow has 'hiden.*', which matches no weight, here or there: did you mean hidden.*?" in refused(
+        runtime, build(), file, init_allow=("hiden.*",)
+    )
     save_file(copied(build(ModelRecipe(norm="group", hidden=16))), file)
     said = refused(runtime, build(), file)
     assert "norm1.running_mean is not there" in said
     said = refused(runtime, build(ModelRecipe(norm="group", hidden=16)), save_checkpoint(tmp_path, 1, trained()))
     assert "norm2.num_batches_tracked is not in this run's" in said
     said = refused(runtime, build(ModelRecipe(name="resnet18")), file)
-    assert " and 123 more. Only the last layer, fc, may differ" in said
+    assert " and 123 more. Only the last layer, fc, may differ, and what train.init_allow names" in said
 
 
 def test_what_holds_no_weights_is_refused(runtime: Runtime, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"PK" + bytes(100))
     (tmp_path / "run").mkdir()
-    assert "model.pt, a pickle of torch.save, and a safetensors file is wanted: " in refused(
-        runtime, build(), tmp_path / "model.pt"
-    )
+    assert "model.pt cannot be read as weights alone" in refused(runtime, build(), tmp_path / "model.pt")
+    torch.save(build(), tmp_path / "code.pth")  # which names a class to be called
+    assert "code.pth cannot be read as weights alone" in refused(runtime, build(), tmp_path / "code.pth")
+    torch.save({"epoch": 3, "optimizer": {}}, tmp_path / "other.pth")
+    assert "has no tensors by name, alone or in state_dict" in refused(runtime, build(), tmp_path / "other.pth")
     (tmp_path / "noise").write_bytes(bytes(range(200)))
     assert "is damaged, or no safetensors file" in refused(runtime, build(), tmp_path / "noise")
     for place in (tmp_path / "run", tmp_path / "nothing"):
-        assert f"--init-from is {place}: give a safetensors file" in refused(runtime, build(), place)
+        assert f"train.init_from is {place}: give a safetensors or .pth file" in refused(runtime, build(), place)
+    assert "has no NOWHERE: set it" in refused(runtime, build(), "$NOWHERE/model.pth")
+
+
+def test_what_other_programs_save_is_read(runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone or beside other things, in both formats of torch, of a wrapped model, in half precision, divided among files."""
+    expected = {name: it.half() if it.is_floating_point() else it for name, it in trained().items()}
+    wrapped = {f"module._orig_mod.{name}": tensor for name, tensor in expected.items()}
+    torch.save({"epoch": 3, "state_dict": {**wrapped, "module._orig_mod.said": "so"}}, tmp_path / "zip.pth")
+    torch.save(expected, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    parted = tmp_path / "parted"
+    parted.mkdir()
+    names = sorted(expected)
+    for file, some in (("a.safetensors", names[:5]), ("b.safetensors", names[5:])):
+        save_file({name: expected[name] for name in some}, parted / file)
+    weight_map = {name: "a.safetensors" if name in names[:5] else "b.safetensors" for name in names}
+    (parted / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for place in (tmp_path / "zip.pth", tmp_path / "old.bin", parted):
+        model = build()
+        take_up(runtime, model, place)
+        assert_holds(model, expected)
+        said = capsys.readouterr().out
+        assert f"{len(expected)} tensors taken; {len(expected) - 2} of them converted from float16 to float32\n" in said
+        found = "(those in 'state_dict', without 1 entries that are no tensors, without 'module.' before each name, without"
+        assert (found in said) == (place.suffix == ".pth")
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_one_name_of_a_tied_weight_is_enough_and_whole_numbers_are_no_weights(runtime: Runtime, tmp_path: Path) -> None:
+    expected = torch.randn(5, 3)
+    save_file({"embedding.weight": expected}, tmp_path / "tied.safetensors")
+    model = Tied()
+    recipe = TrainRecipe(init_from=str(tmp_path / "tied.safetensors"))
+    initial_weights.take_up(runtime, model, recipe, head="none", resumed=None)
+    assert torch.equal(model.head.weight, expected)
+    save_file({"embedding.weight": torch.ones(5, 3, dtype=torch.int8)}, tmp_path / "tied.safetensors")
+    with pytest.raises(CheckpointError, match=r"embedding.weight is of int8 there and of float32 here"):
+        initial_weights.take_up(runtime, model, recipe, head="none", resumed=None)
+
+
+def test_published_weights_are_taken_from_the_cache_and_downloaded_if_they_may_be(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    recipe, name = ModelRecipe(name="squeezenet1_1"), "torchvision:SqueezeNet1_1_Weights.IMAGENET1K_V1"
+    cache = tmp_path / "hub" / "checkpoints"
+    said = refused(runtime, build(recipe), name)
+    assert f"{cache}/squeezenet1_1-b8a52dc0.pth, the published weights of train.init_from, is not there" in said
+    assert "did you mean SqueezeNet1_1_Weights.IMAGENET1K_V1" in refused(
+        runtime, build(recipe), "torchvision:SqueezeNet1_1_Weights.IMAGENET_V1"
+    )
+    source = copied(build(recipe, classes=1000, seed=1))
+    cache.mkdir(parents=True)
+    torch.save(source, cache / "squeezenet1_1-b8a52dc0.pth")
+    model = build(recipe, classes=5)
+    assert str(take_up(runtime, model, name)) == name
+    assert_holds(model, source, but={"classifier.1.weight", "classifier.1.bias"})
+
+    there = tmp_path / "there"
+    there.mkdir()
+    digest = hashlib.sha256(b"weights").hexdigest()[:8]
+    (there / f"good-{digest}.pth").write_bytes(b"weights")
+    (there / f"bad-{digest}.pth").write_bytes(b"other weights")
+    good, bad = ((there / f"{kind}-{digest}.pth").as_uri() for kind in ("good", "bad"))
+    with pytest.raises(CheckpointError, match=r"downloads are off: set train\.download=true"):
+        published.cached(good, download=False)
+    assert published.cached(good, download=True).read_bytes() == b"weights"
+    with pytest.raises(CheckpointError, match="invalid hash value"):
+        published.cached(bad, download=True)
+    with pytest.raises(CheckpointError, match="cannot be downloaded"):
+        published.cached((there / "none.pth").as_uri(), download=True)
+    assert sorted(path.name for path in cache.iterdir()) == [f"good-{digest}.pth", "squeezenet1_1-b8a52dc0.pth"]
+    old = "features.denseblock1.denselayer2.norm.1.running_mean"
+    assert published.name_here(old) == "features.denseblock1.denselayer2.norm1.running_mean"
 
 
 @pytest.mark.multiproc
@@ -162,8 +254,8 @@ def test_a_sharded_run_begins_with_them_and_passes_them_over_when_it_goes_on(tmp
               "data.fake_train_samples=64", "data.fake_test_samples=8", "train.global_batch_size=32", "model.norm=batch",
               "model.hidden=16", "checkpoint.every_steps=1", "--resume", "auto")  # fmt: skip
     run_dir = tmp_path / "run"
-    begun = train("fsdp2", run_dir, *recipe, "train.steps=1", "--init-from", str(place), processes=2).check()
-    assert f"the weights to begin with are those of {place}, but the last layer, head, is new" in begun.output
+    begun = train("fsdp2", run_dir, *recipe, "train.steps=1", f"train.init_from={place}", processes=2).check()
+    assert f"the weights to begin with are those of {place}: 13 tensors taken; 2 new, of the seed: head.weight" in begun.output
     left = load_file(run_dir / "model.safetensors")
     statistics = {name for name in left if "running" in name or "tracked" in name}
     fresh = build(classes=5)  # the recipe's seed is 0, too
@@ -173,6 +265,6 @@ def test_a_sharded_run_begins_with_them_and_passes_them_over_when_it_goes_on(tmp
     assert not torch.equal(left["norm1.running_mean"], expected["norm1.running_mean"])  # one step was taken
     assert read(run_dir / "run.json")["init_from"] == str(place)
 
-    went_on = train("cpu", run_dir, *recipe, "train.steps=2", "--init-from", str(tmp_path / "gone")).check()
-    assert f"--init-from {tmp_path / 'gone'} is passed over: the run goes on from {run_dir}" in went_on.output
+    went_on = train("cpu", run_dir, *recipe, "train.steps=2", f"train.init_from={tmp_path / 'gone'}").check()
+    assert f"train.init_from is not read, as the run goes on from {run_dir}" in went_on.output
     assert read(run_dir / "run.json")["init_from"] == str(place)

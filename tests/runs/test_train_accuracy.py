@@ -45,7 +45,7 @@ def recounted(weights: Path, run_dir: Path) -> list[float]:
 def test_it_is_that_of_whole_global_batches(
     digits_run: Path, tmp_path: Path, preset: str, processes: int, micro_batch: int
 ) -> None:
-    own = (f"train.max_micro_batch={micro_batch}", "log.samples=true", "--init-from", str(digits_run))
+    own = (f"train.max_micro_batch={micro_batch}", "log.samples=true", f"train.init_from={digits_run}")
     train(preset, tmp_path / "run", *KNOWN, *own, processes=processes).check()
     found = [line["accuracy"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert len(found) == 4

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from app.data.progress import progress
 from app.data.turns import alone
 from app.data.whole import made_whole, remove_remains
 from app.errors import DataError, RecipeError
+from app.files import paths
 from app.files.own_folder import own
 from app.tasks.image_classification.sections import Sections
 
@@ -49,7 +49,7 @@ def located(recipe: Sections) -> Sections:
     """
     if recipe.data.path is None:
         return recipe
-    return replace(recipe, data=replace(recipe.data, path=_filled_in("data.path", recipe.data.path)))
+    return replace(recipe, data=replace(recipe.data, path=paths.filled_in("data.path", recipe.data.path)))
 
 
 def staged(recipe: Sections) -> Sections:
@@ -65,7 +65,7 @@ def staged(recipe: Sections) -> Sections:
     if recipe.data.path is None:
         raise RecipeError(f"data.stage_to is {recipe.data.stage_to}, and there is no data.path to copy: give it")
     source = Path(recipe.data.path)
-    folder = Path(_filled_in("data.stage_to", recipe.data.stage_to))
+    folder = Path(paths.filled_in("data.stage_to", recipe.data.stage_to))
     if not source.exists():
         raise DataError(f"data.path={source} is no file or folder here, so it cannot be copied to data.stage_to={folder}")
     files = sorted(_files(source))
@@ -82,15 +82,6 @@ def staged(recipe: Sections) -> Sections:
         ) from error
     inside = place / source.name  # the name itself may tell what it is, by its ending
     return replace(recipe, data=replace(recipe.data, path=str(inside)))
-
-
-def _filled_in(key: str, text: str) -> str:
-    """Return a path with `~` and variables replaced. Raises RecipeError for a variable that is not set."""
-    filled = os.path.expandvars(Path(text).expanduser())
-    missing = re.search(r"\$\{?(\w+)", filled)
-    if missing:
-        raise RecipeError(f"{key} is {text}, and the environment here has no {missing[1]}: set it, or name the folder")
-    return filled
 
 
 def _files(source: Path) -> Iterator[_File]:

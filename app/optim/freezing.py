@@ -1,0 +1,57 @@
+"""Parameters that are not trained: by the recipe's `train.freeze`, or because the task's model says so itself.
+
+A normalisation layer all of whose own parameters are frozen keeps its running statistics too, and normalises by them while it
+trains, as in an evaluation: otherwise it would go on changing, and by statistics of micro-batches, which depend on how many
+processes there are. Dropout in frozen layers stays on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from app.errors import RecipeError
+
+_MOST_NAMED = 8
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let no parameter be trained whose name matches one of the patterns, such as `features.*`.
+
+    Raises RecipeError for a pattern that matches none, and if nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matched = [parameter for name, parameter in parameters.items() if fnmatchcase(name, pattern)]
+        if not matched:
+            raise RecipeError(f"train.freeze has {pattern!r}, which matches no parameter: {near(pattern, list(parameters))}")
+        for parameter in matched:
+            parameter.requires_grad = False
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        by = f"train.freeze is {', '.join(patterns)}" if patterns else f"the model, {type(model).__name__}, freezes itself"
+        raise RecipeError(f"{by}: all {len(parameters)} parameters are frozen, and nothing is left to train")
+    set_training(model, mode=model.training)
+
+
+def near(pattern: str, names: Sequence[str]) -> str:
+    """Return which names a pattern that matches none may have meant."""
+    layers = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)))
+    bare = pattern.rstrip(".*")
+    patterns = [f"{layer}.*" for layer in difflib.get_close_matches(bare, layers, n=2, cutoff=0.6)]
+    close = patterns or difflib.get_close_matches(bare, names, n=2, cutoff=0.6)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{hint}There are {', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def set_training(model: nn.Module, *, mode: bool) -> None:
+    """Put a model, prepared or not, into training or evaluation mode, but for layers that keep their statistics."""
+    model.train(mode)
+    for layer in model.modules():
+        own = list(layer.parameters(recurse=False))
+        if isinstance(layer, _NormBase) and own and not any(parameter.requires_grad for parameter in own):
+            layer.eval()
