@@ -38,12 +38,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def near(pattern: str, names: Sequence[str]) -> str:
-    """Return which names a pattern that matches none may have meant."""
-    layers = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)))
-    bare = pattern.rstrip(".*")
-    patterns = [f"{layer}.*" for layer in difflib.get_close_matches(bare, layers, n=2, cutoff=0.6)]
-    close = patterns or difflib.get_close_matches(bare, names, n=2, cutoff=0.6)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    """Return what a pattern may have meant that matches none of the names."""
+    layers = (".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1))
+    close = difflib.get_close_matches(pattern, [*dict.fromkeys(f"{layer}.*" for layer in layers), *names], n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]}? " if close else ""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"{hint}There are {', '.join(names[:_MOST_NAMED])}{more}"
 

@@ -49,6 +49,7 @@ def recipes(draw) -> Recipe:
     sections = {section: draw(section_of(cls)) for section, cls in recipe_keys.sections(tasks.DEFAULT).items()}
     # The rules between keys (_contradictions), each met by choosing one side.
     sections["train"]["steps"] = sections["train"]["evaluate_every_steps"] = sections["optim"]["warmup_steps"] = None
+    sections["train"]["init_allow"] = None
     sections["train"]["global_batch_size"] *= 2
     sections["augment"]["randaugment_magnitude"] *= 10
     sections["model"]["name"] = draw(st.sampled_from(model_names.known()))

@@ -1,0 +1,76 @@
+"""Parameters that are not trained: which ones patterns mean, what becomes of their norms, and what they save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from app.errors import RecipeError
+from app.metrics import flops
+from app.optim import freezing
+from app.ranks import random_layers
+from app.task import Loss
+
+
+class Net(nn.Module):
+    """[B, 10] to [B, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Dropout(0.5))
+        self.middle, self.norm, self.head = nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.norm(self.middle(self.encoder(inputs))))
+        return output
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_patterns_freeze_what_they_match_and_norms_keep_their_statistics() -> None:
+    model = Net()
+    freezing.freeze(model, ["encoder.*", "norm.weight", "?iddle.bias"])
+    assert trained(model) == ["middle.weight", "norm.bias", "head.weight", "head.bias"]
+    freezing.set_training(model, mode=False)
+    freezing.set_training(model, mode=True)
+    assert [name for name, layer in model.named_modules() if not layer.training] == ["encoder.1"]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model(torch.randn(8, 10) + 3)
+    changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+    assert changed == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    (of_batches, _) = random_layers.topology_dependence(model)
+    assert of_batches.startswith("1 batch normalisation layer (norm)")
+
+
+def test_what_matches_nothing_or_everything_is_refused() -> None:
+    for patterns, said in (
+        (
+            ["encoder.*", "encodr.*"],
+            "train.freeze has 'encodr.*', which matches no parameter: did you mean encoder.*? There are ",
+        ),
+        (["head.wieght"], "did you mean head.weight?"),
+        (["norm"], "did you mean norm.*?"),
+        (["zzz"], "'zzz', which matches no parameter: There are encoder.0.weight, "),
+        (["*"], "train.freeze is *: all 10 parameters are frozen, and nothing is left to train"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            freezing.freeze(Net(), patterns)
+        assert said in str(caught.value)
+    with pytest.raises(RecipeError, match="the model, Net, freezes itself: all 10 parameters"):
+        freezing.freeze(Net().requires_grad_(False), [])
+
+
+def test_no_arithmetic_is_counted_for_gradients_that_nobody_computes() -> None:
+    inputs = torch.empty(4, 10, device="meta")
+    model = Net()
+
+    def counted() -> float:
+        return flops.of_training(model, lambda called: Loss(called(inputs).pow(2).mean(), 4))
+
+    first, middle, last = (2 * 4 * products for products in (10 * 20, 20 * 30, 30 * 5))
+    assert counted() == 3 * (first + middle + last)
+    freezing.freeze(model, ["encoder.*"])  # then nothing before `middle` is trained
+    assert counted() == first + 2 * middle + 3 * last
