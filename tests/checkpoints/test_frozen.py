@@ -1,0 +1,99 @@
+"""The file of parameters that are not trained: written once, named by its digest, read by whatever reads a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from app.checkpoints import frozen, initial_weights
+from app.checkpoints import step_folders as files
+from app.checkpoints.piece import Piece
+from app.errors import CheckpointError
+from app.export import export
+from app.place.launched import Launched
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import TrainRecipe
+from app.record.claim import claim
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
+
+
+def net(*, seed: int, fixed: str = "0.") -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not name.startswith(fixed)
+    return model
+
+
+def saved(runtime: Runtime, run_dir: Path, model: nn.Module, step: int, resumed: Path | None = None) -> Path:
+    """A checkpoint of two ranks, with an average that is the weights plus 1."""
+    run_dir.mkdir(exist_ok=True)
+    ours = claim(run_dir)
+    entry = frozen.settle(runtime, ours, model, resumed)
+    folder = files.begin(ours, step)
+    pieces: list[list[Piece]] = [[], []]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            flat = parameter.detach().reshape(-1)
+            for key, values in (("weight", flat), ("average", flat + 1)):
+                pieces[0].append(Piece(key, name, tuple(parameter.shape), 0, values[:1]))
+                pieces[1].append(Piece(key, name, tuple(parameter.shape), 1, values[1:]))
+    entries = [files.write_pieces(folder, rank, of_rank) for rank, of_rank in enumerate(pieces)]
+    state = {"step": step, "model": {}, "recipe": {}}
+    return files.commit(ours, step, entries, state=state, buffers=dict(model.named_buffers()), frozen=entry)
+
+
+def test_a_run_goes_on_with_the_frozen_weights_that_it_had(runtime: Runtime, tmp_path: Path) -> None:
+    model = net(seed=0)
+    first = saved(runtime, tmp_path / "run", model, 1)
+    (file,) = (tmp_path / "run" / "frozen").iterdir()
+    written = file.stat().st_mtime_ns
+    other = net(seed=1)
+    second = saved(runtime, tmp_path / "run", other, 2, first)
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert not torch.equal(other[2].weight, model[2].weight)
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "run" / "frozen").iterdir()] == [written]
+    saved(runtime, tmp_path / "elsewhere", net(seed=2), 3, second)
+    assert (tmp_path / "elsewhere" / "frozen" / file.name).read_bytes() == file.read_bytes()
+    for changed in (net(seed=0, fixed="2."), net(seed=0, fixed="none")):
+        with pytest.raises(CheckpointError, match=r"froze 2 parameters, and this one freezes \d; of one are 0.bias, 0.weight"):
+            saved(runtime, tmp_path / "third", changed, 3, second)
+
+
+def test_what_is_exported_or_begun_with_is_whole(runtime: Runtime, tmp_path: Path) -> None:
+    model = net(seed=0)
+    folder = saved(runtime, tmp_path / "run", model, 1)
+    expected = {name: it if name.startswith("0.") or name not in dict(model.named_parameters()) else it + 1
+                for name, it in model.state_dict().items()}  # fmt: skip
+    export(files.Reader(folder), tmp_path / "all.safetensors", key="average")
+    exported = load_file(tmp_path / "all.safetensors")
+    assert exported.keys() == expected.keys()
+    begun = net(seed=1)
+    initial_weights.take_up(runtime, begun, TrainRecipe(init_from=str(folder)), head="none", resumed=None)
+    for name, tensor in expected.items():
+        assert torch.equal(exported[name], tensor), name
+        assert torch.equal(begun.state_dict()[name], tensor), name
+
+
+def test_a_checkpoint_is_damaged_without_its_frozen_weights(runtime: Runtime, tmp_path: Path) -> None:
+    folder = saved(runtime, tmp_path / "run", net(seed=0), 1)
+    (file,) = (tmp_path / "run" / "frozen").iterdir()
+    files.verify(folder)
+    shutil.copytree(folder, tmp_path / "alone" / "checkpoints" / folder.name)
+    with pytest.raises(CheckpointError, match=f"alone/frozen/{file.name} is missing"):
+        files.verify(tmp_path / "alone" / "checkpoints" / folder.name)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"run/frozen/{file.name} has changed since it was written"):
+        files.verify(folder)
