@@ -314,6 +314,7 @@ def _lines(values: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 def _yaml(value: Any) -> str:
     """A plain value as YAML on one line."""
     # Quoted where `load` could take it for something else: `none` is null to it, but text to PyYAML.
-    is_word = not isinstance(value, str) or (re.fullmatch(r"[\w./-]+", value, re.ASCII) and value.lower() != "none")
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    is_word = all(re.fullmatch(r"[\w./-]+", text, re.ASCII) and text.lower() != "none" for text in texts)
     text = yaml.safe_dump(value, default_flow_style=True, default_style=None if is_word else '"', width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")

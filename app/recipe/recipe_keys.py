@@ -130,7 +130,10 @@ def _items(node: yaml.Node) -> list[yaml.Node]:
     """The elements of a list; `1,2` and `1` are lists too."""
     if isinstance(node, yaml.SequenceNode):
         return list(node.value)
-    return [yaml.ScalarNode(node.tag, part.strip()) for part in node.value.split(",")] if is_plain(node) else [node]
+    if not is_plain(node):
+        return [node]
+    text = node.value.removeprefix("[").removesuffix("]") if node.value.startswith("[") else node.value  # [*.bias] is no YAML
+    return [yaml.ScalarNode(node.tag, part.strip()) for part in text.split(",")]
 
 
 OF_NO_SECTION = ("seed", "task")
