@@ -137,7 +137,7 @@ def _difference(name: str, tensors: Mapping[str, torch.Tensor], stored: Stored) 
     (shape, dtype), here = (stored.shapes[name], stored.dtypes[name]), tensors[name]
     if shape != tuple(here.shape):
         return f"{name} is {shape} there and {tuple(here.shape)} here"
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point != here.dtype.is_floating_point:
+    if isinstance(dtype, torch.dtype) and here.is_floating_point() and not dtype.is_floating_point:
         return f"{name} is of {_word(dtype)} there and of {_word(here.dtype)} here"
     return ""
 

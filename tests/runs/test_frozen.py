@@ -40,7 +40,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     state = models.build(MODEL, channels=1, image_size=(8, 8), num_classes=10).state_dict()
     path = tmp_path_factory.mktemp("weights") / "begin.pth"
-    torch.save({"state_dict": {f"module.{name}": tensor * 1.1 + 0.1 for name, tensor in state.items()}}, path)
+    torch.save(
+        {
+            "state_dict": {
+                f"module.{name}": tensor + tensor.std() / 3 if tensor.ndim > 1 else tensor + 1 for name, tensor in state.items()
+            }
+        },
+        path,
+    )
     return path
 
 
