@@ -20,7 +20,9 @@ from sources import check_contract, check_workers_and_pickling, everything, fetc
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_container_is_the_image_folder(pictures: Path, packed: dict[str, Path], source: str) -> None:
     for expected, found in zip(
-        opened("imagefolder", pictures, crop=0.3), opened(source, packed[source], crop=0.3).there.values(), strict=True
+        opened("imagefolder", pictures, crop=0.3).there.values(),
+        opened(source, packed[source], crop=0.3).there.values(),
+        strict=True,
     ):
         check_contract(found)
         assert found.workers

@@ -89,6 +89,7 @@ def test_arrays_give_the_same_run(folder: Path, tmp_path: Path, processes: str) 
         str(tmp_path / "out"), ["data.image_size=null", "data.resize_size=null", "augment.resized_crop_min_area=null"]
     )
     assert packed.sections.data.source == "arrays"
+    assert (tmp_path / "out/val").is_dir()
     for before, after in zip(open_data(recipe.sections).there.values(), open_data(packed.sections).there.values(), strict=True):
         assert (after.classes, after.workers) == (before.classes, False)
         assert torch.equal(everything(after)[0], everything(before)[0])

@@ -511,5 +511,5 @@ def test_nothing_is_downloaded_that_is_here_or_unasked(tmp_path: Path) -> None:
 def test_an_empty_split_of_files(tmp_path: Path) -> None:
     path = as_parquet(tmp_path / "rows")
     pictures(0).to_parquet(path / "test-00000-of-00001.parquet")
-    with pytest.raises(DataError, match=r"test_split=test: Instruction \"test\" corresponds to no data"):
+    with pytest.raises(DataError, match=r"rows cannot be opened: Instruction \"test\" corresponds to no data"):
         open_data(recipe(path))

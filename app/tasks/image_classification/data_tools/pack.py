@@ -25,6 +25,7 @@ from app.tasks.image_classification.data.open import OPEN, Data, open_stored
 from app.tasks.image_classification.data.pictures import Reader, format_of
 from app.tasks.image_classification.data.source import Source
 from app.tasks.image_classification.data.split import Unstored, pictures_in_a_chunk, write_split
+from app.tasks.image_classification.data.split_names import VALIDATION_NAMES
 from app.tasks.image_classification.data.stage import located
 from app.tasks.image_classification.data.writers import WRITERS, Record
 from app.tasks.image_classification.data_tools.many import in_order
@@ -95,9 +96,19 @@ def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
 
 def _names(recipe: Recipe, data: Data) -> dict[str, str]:
     """Return the names of the splits that are written: their own, unless one is a slice such as `train[:90%]`, or a pattern."""
-    own = {split: getattr(recipe.sections.data, f"{split}_split") or split for split in data.there}
+    own = {
+        split: getattr(recipe.sections.data, f"{split}_split") or _usual_name(split, source)
+        for split, source in data.there.items()
+    }
     is_plain = all(name.isidentifier() for name in own.values()) and len(set(own.values())) == len(own)
     return own if is_plain else {split: split for split in own}
+
+
+def _usual_name(split: str, source: Source) -> str:
+    """Return what a split is called that the recipe does not name: as its folder is, if that is one of its usual names."""
+    reader = reader_of(source)
+    name = reader.folder.name if isinstance(reader, FileReader) else split
+    return name if name in VALIDATION_NAMES else split
 
 
 def _open(recipe: Recipe, asked: Packing) -> Data:
