@@ -86,8 +86,9 @@ def train(run: Training) -> Finished | Stopped:
             if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
                 _log(run, step)
             step += 1
-            scores = _score(run, "validation", step) if is_last or _is_evaluated(run, step) else None
-            run.patience.see(scores)
+            is_evaluated = _is_evaluated(run, step)
+            scores = _score(run, "validation", step) if is_last or is_evaluated else None
+            run.patience.see(scores if is_evaluated else None)  # a longer run would not have had the last one
             request = run.control.agreed(step)
             if request.save or run.checkpoints.is_due(step, is_last=is_last or run.patience.is_out, scores=scores):
                 run.checkpoints.save(step, scores)

@@ -5,7 +5,9 @@
     make same-as BASE=main ARGS=--recipes         every shipped recipe on generated files
 
 Losses, gradient norms, learning rates, sample numbers (the ledger's digests) and final weights have to be equal bit for bit;
-evaluations to 1e-12, which leaves the order of additions free. The exit code is 1 if anything differs or does not run.
+evaluations to 1e-12, which leaves the order of additions free. No samples are held out for validation; a base that had no
+validation split looked at the test split on the way, so the test scores of the end alone are compared with its own. The exit
+code is 1 if anything differs or does not run.
 
 This is for changes that shall change no result. It uses what users use, so that both trees may look different inside: the
 presets, `-m app.train`, `samerun export`, recipe keys, and the files of run folders. The base is checked out into a temporary
@@ -34,7 +36,7 @@ from processes import ALONE, ONE_THREAD, REPOSITORY, SCRIPTS, Warm, clean_enviro
 
 STEPS = 10
 DIGITS = ("--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=256")  # two epochs
-OFTEN = ("log.every_steps=1", "checkpoint.every_minutes=null")
+OFTEN = ("log.every_steps=1", "checkpoint.every_minutes=null", "train.validation_fraction=null")
 AUGMENTED = ("augment.crop_padding=1", "augment.flip=0.5", "augment.randaugment_ops=2", "augment.erase=0.5")
 MIXED = ("augment.mixup=0.4", "augment.cutmix=1.0")
 AVERAGED = ("train.ema_decay=0.9", "checkpoint.every_steps=4")
@@ -45,6 +47,8 @@ ALL = (*AUGMENTED, *MIXED, *AVERAGED, "train.max_micro_batch=64", "augment.label
 SHARDED = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2")
 RENAMED = {"train.dtype": "model.dtype", "augment.label_smoothing": "train.label_smoothing"}
 """Keys of the cases that an earlier base has under another name."""
+VALIDATION = ("train.validation_fraction", "data.validation_split")
+"""Keys that a base has not which had no validation split."""
 EVALUATION_TOLERANCE = 1e-12
 """Relative to the larger of 1 and the number."""
 
@@ -100,6 +104,7 @@ def cases_of_recipes(folder: Path) -> list[Case]:
     names = sorted(path.stem for path in (REPOSITORY / "app").rglob("shipped/*.yaml"))
     assert len(names) >= 6, names
     data = {name: keys_of(name, folder) for name in names}
+    data["imagenet_resnet50"] += ("data.validation_split=null", "data.test_split=val")  # as it was of old
     few = ("train.steps=3", "train.global_batch_size=8", *OFTEN)
     return [
         Case(
@@ -142,7 +147,8 @@ class Side:
         # Ranks that torchrun started met in its store, which went with it.
         meeting = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         ranks = [{**variables, **(meeting if "RANK" in variables else {})} for variables in self._launched(case)]
-        last = {key.partition("=")[0]: self._spelt(key) for key in (*case.base, *case.keys) if "=" in key}
+        given = {key.partition("=")[0]: key for key in (*case.base, *case.keys) if "=" in key}
+        last = {key: self._spelt(given[key]) for key in given if key in self._keys or key not in VALIDATION}
         words = [word for word in case.base if "=" not in word]
         command = ("app.train", *words, "--trackers", "none", "--run-dir", str(run_dir), *more, *last.values())
         self.warm.start(command, ranks).wait().check()
@@ -164,6 +170,11 @@ class Side:
         """`key=value` with the name that the key has in this tree."""
         key, _, value = key_and_value.partition("=")
         return f"{key if key in self._keys else RENAMED.get(key, key)}={value}"
+
+    @property
+    def looks_at_validation(self) -> bool:
+        """Whether this tree has a validation split."""
+        return set(VALIDATION) <= self._keys
 
     @functools.cached_property
     def _keys(self) -> set[str]:
@@ -231,7 +242,14 @@ def compare(sides: Sequence[Side], cases: Sequence[Case]) -> int:
     show(["case", "preset", "processes", *COLUMNS])
     differing = 0
     pools = [ThreadPoolExecutor(1) for _ in sides]
-    results = [[pool.submit(side.run, case, number) for pool, side in zip(pools, sides, strict=True)]
+    at_end = not all(side.looks_at_validation for side in sides)
+
+    def run(side: Side, case: Case, number: int) -> Facts:
+        found = side.run(case, number)
+        tested = {name: value for name, value in found["evaluations"].items() if name.startswith("test_")}
+        return found | {"evaluations": tested} if at_end else found
+
+    results = [[pool.submit(run, side, case, number) for pool, side in zip(pools, sides, strict=True)]
                for number, case in enumerate(cases)]  # fmt: skip
     try:
         for case, both in zip(cases, results, strict=True):
