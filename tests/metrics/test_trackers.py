@@ -90,7 +90,7 @@ def shown(run_dir: Path) -> EventAccumulator:
 def numbers(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """The curves of a file: step and value of each name."""
     names = {name for line in lines for name, value in line.items() if isinstance(value, (int, float))} - {"step", "time"}
-    return {name: [(line["step"], line[name]) for line in lines if line[name] is not None] for name in names}
+    return {name: [(line["step"], line[name]) for line in lines if line.get(name) is not None] for name in names}
 
 
 def hyperparameters(run_dir: Path) -> Any:

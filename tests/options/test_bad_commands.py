@@ -121,8 +121,8 @@ DATA: dict[str, tuple[str, int]] = {
     "inspect nowhere": ("nowhere is neither a recipe", 3),
     "inspect file": ("data.path=file is a file of no known kind", 6),
     "inspect folder": ("folder holds no data of a known kind; say data.source=KIND", 6),
-    "inspect pictures": ("pictures/test cannot be read (No such file or directory)", 6),
-    "inspect pictures data.test_split=train": ("a/1.png", 6),
+    "inspect pictures": ("a/1.png", 6),
+    "inspect pictures data.test_split=test": ("pictures/test cannot be read (No such file or directory)", 6),
     "inspect tar": ("tar/train.tar cannot be read as a tar file", 6),
     "inspect hdf5": ("hdf5/train.h5 cannot be read", 6),
     "inspect arrays": ("arrays/train is no whole split of arrays", 6),
@@ -135,7 +135,7 @@ DATA: dict[str, tuple[str, int]] = {
     "pack digits": ("the following arguments are required: --to, --out", 2),
     "bench nowhere": ("nowhere is neither a recipe", 3),
     "bench digits --seconds 0": ("--seconds: '0': expected a number, more than 0", 2),
-    "bench pictures": ("pictures/test cannot be read (No such file or directory)", 6),
+    "bench pictures": ("the training split has 2 samples: at least 64 are measured", 3),
 }
 
 

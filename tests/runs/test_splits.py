@@ -45,7 +45,6 @@ def test_early_stopping_and_best_are_the_same_across_a_stop_and_presets(tmp_path
     assert {path.name for path in step_folders.committed(other)} >= {f"step-{step:08d}" for step in (last, best)}
     assert (other / "samples.jsonl").read_text() == (alone / "samples.jsonl").read_text()
     there = {line["step"]: line for line in read_lines(other / "evaluations.jsonl") if "validation_loss" in line}
-    assert list(there) >= [line["step"] for line in looked_at]
     for line in looked_at[: best // 5]:  # later on the rate is so high that rounding grows
         assert there[line["step"]]["validation_loss"] == pytest.approx(line["validation_loss"], rel=1e-5)
 
