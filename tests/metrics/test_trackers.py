@@ -43,6 +43,7 @@ RECIPE = (
 )
 
 
+SCORES = ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss")
 SERVICES = ("wandb", "trackio")
 
 
@@ -97,7 +98,7 @@ def hyperparameters(run_dir: Path) -> Any:
     """What TensorBoard's own server answers for the page HPARAMS of one run."""
     files = EventMultiplexer().AddRunsFromDirectory(str(run_dir)).Reload()
     context = TBContext(data_provider=MultiplexerDataProvider(files, str(run_dir)))
-    scores = [ColParams(metric=MetricName(tag=tag)) for tag in ("test_accuracy", "test_loss")]
+    scores = [ColParams(metric=MetricName(tag=tag)) for tag in SCORES]
     request = ListSessionGroupsRequest(allowed_statuses=[Status.STATUS_UNKNOWN], col_params=scores, slice_size=10)
     (group,) = Handler(RequestContext(), Context(context), "", request).run().session_groups
     return group
@@ -130,7 +131,7 @@ def test_tensorboard_has_the_files_of_the_run_folder_and_each_step_once(run: Con
     assert page.hparams["train.steps"].number_value == 30, "those of the last start"
     result = read(run_dir / "result.json")
     scores = {value.name.tag: (value.training_step, value.value) for value in page.metric_values}
-    assert scores == {name: (30, pytest.approx(result[name], rel=1e-6)) for name in ("test_accuracy", "test_loss")}
+    assert scores == {name: (30, pytest.approx(result[name], rel=1e-6)) for name in SCORES}
 
 
 def test_a_tracker_that_cannot_start_is_switched_off(tmp_path: Path) -> None:
