@@ -33,13 +33,15 @@ from app.opening import Opened
 from app.optim import from_recipe, schedule
 from app.optim.spikes import SpikeGuard
 from app.optim.steps import Steps
+from app.optim.unused import FirstGradients
 from app.place import cores
 from app.profiling.profile import NoProfile, Profile, check_window
 from app.ranks import handshake, random_layers
 from app.ranks.runtime import Runtime
-from app.recipe import recipe_file
+from app.recipe import recipe_file, task_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
+from app.record import passed
 from app.record.claim import Claim
 from app.task import Form, Loss, NeedsData, Task
 from app.trackers.examples import Examples
@@ -152,6 +154,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
             clip_norm=recipe.optim.clip_norm,
             spikes=spikes,
             before_backward=profile.name_backward,
+            before_first=FirstGradients(shards.model, runtime.together).check,
             lap=profile.lap,
         ),
         average=average,
@@ -194,6 +197,7 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
         *task.notes(held_out.as_opened(data)),
         *schedule.notes_on(loaded.recipe.optim, parts.length),
         *random_layers.topology_dependence(parts.model),
+        *_not_passed(loaded),
     ]
     if (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
         notes.append(
@@ -202,6 +206,16 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
     for note in notes:
         display.say(f"note: {note}")
     return display
+
+
+def _not_passed(loaded: LoadedRecipe) -> list[str]:
+    task = loaded.recipe.task
+    if task in tasks.SHIPPED or passed.has_passed(tasks.digest(task)):
+        return []
+    file = loaded.origins["task"].rpartition(":")[0]  # empty if the command line says it
+    recipe = file or f"{loaded.name} task={task}"
+    said = f"whether {task_file.name_of(task)} keeps the rules that make runs the same has not been shown since it was changed"
+    return [f"{said}: `samerun parity --quick --recipe {recipe}` does, in a minute"]
 
 
 def _control(runtime: Runtime, recipe: Recipe, parts: Parts, claim: Claim) -> Control:

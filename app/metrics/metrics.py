@@ -137,7 +137,8 @@ class Metrics:
         if counted != expected:
             raise TrainingError(
                 f"the losses since step {self._logged_steps} are means over {counted:,.0f} in all, and the gradients were "
-                f"weighed as if over {expected:,.0f}: the task's Loss.count must be what its samples count"
+                f"weighed as if over {expected:,.0f}: a step's gradient is that of the mean over its whole global batch, so "
+                "Loss.count must be what the samples' `count`, or the task's, says of them, and their number without either"
             )
 
     def _reported(self, sums: Sequence[float]) -> dict[str, float | None]:

@@ -57,13 +57,14 @@ class Steps:
         clip_norm: float | None,
         spikes: SpikeGuard | None = None,
         before_backward: Callable[[], None] | None = None,
+        before_first: Callable[[], None] | None = None,
         lap: Callable[[Literal["forward_backward", "optimizer", "other"]], None] = lambda _: None,
         looks: bool | None = None,
     ) -> None:
         """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have.
 
-        `spikes` tells which norm is a spike; None: none is. `before_backward` is called where a backward pass begins, `lap`
-        where a phase of a step ends.
+        `spikes` tells which norm is a spike; None: none is. `before_backward` is called where a backward pass begins,
+        `before_first` once, before the first step is taken, `lap` where a phase of a step ends.
         `looks` says whether the host waits for the norm of a gradient before its step. None: on a CPU, where that costs less
         than the fused kernels' reading of a tensor, and wherever they cannot be left the verdict.
         """
@@ -71,6 +72,7 @@ class Steps:
         self.optimizer = optimizer
         """As it was given."""
         self._before_backward, self._spikes, self._lap = before_backward, spikes or SpikeGuard(None), lap
+        self._before_first = before_first
         self._last_norm: torch.Tensor | float = math.nan
         wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)  # there is none but under DeepSpeed
         self._engine: Any = wrapped and wrapped.engine
@@ -129,6 +131,9 @@ class Steps:
         It may be if the gradient is finite and no spike.
         """
         self._lap("other")
+        if self._before_first is not None:
+            self._before_first()
+            self._before_first = None
         from_recipe.set_learning_rate(self._own, learning_rate)
         if self._engine is not None:
             self._engine.step()  # clips, leaves out what is not finite, and forgets the gradient
