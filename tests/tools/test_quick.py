@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Started
+from processes import Started, train
 from rule_breaker import TASK
 from torch import Tensor, nn
 
@@ -51,21 +51,22 @@ def examined(recipe: Path, *words: str) -> tuple[int, str]:
     return finished.returncode, finished.output
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_task_that_keeps_the_rules_passes_and_a_run_asks_for_no_more(recipe: Path) -> None:
-    def started() -> str:
-        words = ["--recipe", str(recipe), "--preset", "cpu", "--run-dir", str(recipe.parent / "run"), "--resume", "never"]
-        command = [sys.executable, "-m", "launch.cli", "launch", *words, "train.steps=1", "--trackers", "none"]
-        return Started(command, env={"SAMERUN_CACHE": str(recipe.parent / "cache")}).wait().check().output
+    cache = {"SAMERUN_CACHE": str(recipe.parent / "cache")}
+
+    def started(name: str) -> str:
+        return train("cpu", recipe.parent / name, "--recipe", str(recipe), "train.steps=1", env=cache).check().output
 
     asks = f"`samerun parity --quick --recipe {recipe}`"
-    assert asks in started()
+    assert asks in started("before")
     code, said = examined(recipe)
     assert code == 0, said
     assert said.startswith("3 steps of 16 samples on 1 process, 1 process with accumulation 2, 2 processes:\n"), said
-    assert asks not in started()
+    assert asks not in started("after")
     (recipe.parent / "table.py").write_text(TASK + "# changed\n")
-    assert asks in started()
+    assert asks in started("changed")
 
 
 @pytest.mark.slow
