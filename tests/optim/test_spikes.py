@@ -159,9 +159,9 @@ def test_a_step_that_others_take_changes_nothing_and_has_its_gradients_back(name
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """The picture of the run that is poisoned: one of the step SPIKE."""
+    """The picture of the run that is poisoned: one of the step SPIKE that is answered wrongly, or it would have no gradient."""
     recipe = recipe_file.load("digits", RECIPE[2:]).recipe
-    index = int(samples_of(recipe, 1294, SPIKE - 1)[40])
+    index = int(samples_of(recipe, 1294, SPIKE - 1)[7])
     epoch = (SPIKE - 1) // (1294 // recipe.train.global_batch_size)
     return {"POISONED_SAMPLE": str(epoch * 1294 + index)}
 
