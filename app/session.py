@@ -134,15 +134,13 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
         if resumed.note:
             display.say(f"note: {resumed.note}")
-    else:
-        building.try_score(runtime, recipe, task, model, data)
     window = recipe.profile.window
     clock, say = metrics.clock, display.say
     profile = Profile(runtime, claim, clock, window=window, say=say) if window else NoProfile(clock)
     examples = Examples(
         opened.trackers, getattr(task, "look", None), count=recipe.log.examples, steps_per_epoch=length.steps_per_epoch
     )
-    return Training(
+    training = Training(
         recipe=recipe,
         runtime=runtime,
         task=task,
@@ -185,6 +183,9 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         control=control,
         first_step=first_step,
     )
+    if not resumed:  # after Steps has its parameters: FSDP2 leaves the whole ones in the model that was called last
+        building.try_score(runtime, recipe, task, model, data)
+    return training
 
 
 def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, run_dir: Path) -> Display:

@@ -43,7 +43,7 @@ class Runs:
         return ()
 
     def go(self, name: str, preset: str, processes: int, *arguments: str) -> Path:
-        run_dir = self.folder / "-".join((name, preset, str(processes), *(word.replace("/", "_") for word in arguments)))
+        run_dir = self.folder / f"{name}-{preset}-{processes}-{len(list(self.folder.iterdir()))}"
         recipe = ("--recipe", str(EXAMPLES / f"{name}.yaml"))
         train(preset, run_dir, *recipe, *SHORT, *self.data(name), *arguments, processes=processes).check()
         assert read(run_dir / "run.json")["world_size"] == processes
