@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from moments import await_step
+from moments import await_that
 from processes import read_lines, start, train
 from safetensors.torch import load_file
 
@@ -80,9 +80,9 @@ def test_it_stays_as_it_was_through_kills_and_under_every_preset(undisturbed: Pa
     shutil.copy(weights, begin)
     whole = (*RECIPE, f"train.init_from={begin}", "--resume", "auto")
     command = ("app.train", "--run-dir", str(run_dir), "--trackers", "none")
-    for upto, preset, processes in ((5, "multi_gpu", 2), (10, "deepspeed_zero3", 3), (15, "fsdp2", 2)):
+    for upto, preset, processes in ((4, "multi_gpu", 2), (8, "deepspeed_zero3", 3), (12, "fsdp2", 2)):
         running = start(preset, processes, *command, *whole)
-        await_step(running, run_dir, upto)
+        await_that(running, lambda upto=upto: step_folders.path_of(run_dir, upto).exists())  # type: ignore[misc]
         running.kill()
         begin.unlink(missing_ok=True)  # a run that goes on needs it no more
     train("multi_gpu", run_dir, *whole, processes=3).check()
