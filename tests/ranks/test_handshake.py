@@ -94,6 +94,7 @@ def test_clipping_from_the_preset_is_refused(tmp_path: Path) -> None:
 def test_deepspeed_does_not_clip_at_its_own_default(tmp_path: Path) -> None:
     """DeepSpeed clips at 1.0 unless it is told otherwise; without clipping the first gradients here are far larger."""
     arguments = (*SHORT, "optim.name=sgd", "optim.lr=0.05", "optim.warmup_epochs=null", "data.std=0.02", "model.pooling=max")
+    arguments += ("train.validation_fraction=null",)
     clipped = train("cpu", tmp_path / "clipped", *arguments, "optim.clip_norm=1.0").check()
     reference = train("cpu", tmp_path / "cpu", *arguments, "optim.clip_norm=null").check()
     train("deepspeed_zero2", tmp_path / "zero2", *arguments, "optim.clip_norm=null", processes=2).check()
@@ -193,7 +194,13 @@ def test_two_nodes_train_one_run(tmp_path: Path) -> None:
 
 
 def test_nodes_with_different_recipes_or_data_stop_before_the_first_step(tmp_path: Path) -> None:
-    fake = ("data.source=fakedata", "data.image_size=8", "data.fake_train_samples=256", "seed=1")
+    fake = (
+        "data.source=fakedata",
+        "data.image_size=8",
+        "data.fake_train_samples=256",
+        "train.validation_fraction=null",
+        "seed=1",
+    )
     one, other = two_nodes(tmp_path / "run", fake, (*fake, "data.fake_train_samples=320", "seed=2"))
     assert one.returncode != 0
     assert other.returncode != 0

@@ -12,7 +12,7 @@ from app.data import loader
 from app.tasks.image_classification.data.arrays import ArraySource
 from app.train import main
 
-BATCHES = 20
+BATCHES = 10
 stuck_rank, how = int(sys.argv[1]), sys.argv[2]
 fetch, fetched = ArraySource.fetch_into, 0
 

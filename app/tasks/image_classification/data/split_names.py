@@ -27,9 +27,15 @@ def each_split(data: DataRecipe, open_split: Callable[[str, str], T]) -> tuple[T
     """
     used = {data.train_split, data.validation_split, data.test_split}
 
+    def named(name: str, key: str) -> T:
+        try:
+            return open_split(name, key)
+        except NoSplitError as error:
+            raise DataError(str(error)) from error
+
     def found(given: str | None, usual: tuple[str, ...], key: str) -> T | None:
         if given is not None:
-            return open_split(given, key)
+            return named(given, key)
         for name in usual:
             if name not in used:
                 try:
@@ -39,7 +45,7 @@ def each_split(data: DataRecipe, open_split: Callable[[str, str], T]) -> tuple[T
         return None
 
     return (
-        open_split(data.train_split, "data.train_split"),
+        named(data.train_split, "data.train_split"),
         found(data.validation_split, VALIDATION_NAMES, "data.validation_split"),
         found(data.test_split, TEST_NAMES, "data.test_split"),
     )
