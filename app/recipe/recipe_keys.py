@@ -132,7 +132,9 @@ def _items(node: yaml.Node) -> list[yaml.Node]:
         return list(node.value)
     if not is_plain(node):
         return [node]
-    text = node.value.removeprefix("[").removesuffix("]") if node.value.startswith("[") else node.value  # [*.bias] is no YAML
+    text: str = node.value
+    if text.startswith("[") and text.endswith("]"):  # [*.bias] is no YAML
+        text = text[1:-1]
     return [yaml.ScalarNode(node.tag, part.strip()) for part in text.split(",")]
 
 

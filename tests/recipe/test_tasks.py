@@ -110,7 +110,7 @@ def test_the_sections_say_what_is_not_learnt_and_which_samples_belong_together(w
 
     assert recipe_file.digest(recipe(text_cache="x")) == recipe_file.digest(recipe())
     assert len({recipe_file.digest(it) for it in (recipe(), recipe(text_length=4), recipe(text_folder="x"), Recipe())}) == 4
-    assert recipe_keys.places(words) == {"text.folder"}
+    assert recipe_keys.places(words) == {"text.folder", "train.init_from"}
     assert "text.cache=null  (text or null)\n      Where copies of it are kept." in recipe_file.reference(words)
     assert BatchPlan.of(recipe(), 16).micro_batch == 8
     with pytest.raises(RecipeError, match=r"a multiple of 4 \(four samples make a page\): use 4, 8, 16, 32 processes"):

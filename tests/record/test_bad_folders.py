@@ -32,7 +32,7 @@ DAMAGE: list[Row] = [
     ("recipe.yaml", b"", "verify run", "recipe.yaml: the file is empty", 3),
     ("recipe.yaml", b"seed: 1\n", "verify run", "does not say train.global_batch_size, so it was cut", 3),
     ("recipe.yaml", b"seed: 1\xff\n", "verify run", "recipe.yaml:1: it is not UTF-8", 3),
-    ("recipe.yaml", None, "verify run", "that is a folder", 3),
+    ("recipe.yaml", None, "verify run", "that is no file of text", 3),
     ("recipe.yaml", b"", "compare run other", "a recipe cannot be read", 1),
     ("run.json", b"[]", "report run", "run/run.json is broken: it holds list, not an object", 0),
     ("run.json", b"", "report run", "run/run.json cannot be read", 0),

@@ -42,7 +42,7 @@ def test_a_folder_of_runs_is_drawn_and_what_is_broken_is_said(runs: Path, tmp_pa
         f"{tmp_path} is not the folder of a run",
         f"{runs / 'digits-10' / 'metrics.jsonl'} is missing",
         f"{runs / 'digits-2' / 'metrics.jsonl'}: a line is broken or cut",
-        "digits-2: no test accuracy is recorded",
+        "digits-2: no validation accuracy is recorded",
     ):
         assert sum(sentence in line for line in printed.err.splitlines()) == 1, printed.err
 

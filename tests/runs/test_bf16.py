@@ -61,4 +61,4 @@ def test_the_command_that_the_readme_has_for_gpus_trains_here(tmp_path: Path) ->
     assert "mixed_precision bf16, float32 products in IEEE float32" in output
     assert read(tmp_path / "run" / "run.json")["mixed_precision"] == "bf16"
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-    assert read(tmp_path / "run" / "result.json")["test_samples"] == 4
+    assert read(tmp_path / "run" / "result.json")["validation_samples"] == 4

@@ -46,6 +46,7 @@ def test_it_is_that_of_whole_global_batches(
     digits_run: Path, tmp_path: Path, preset: str, processes: int, micro_batch: int
 ) -> None:
     own = (f"train.max_micro_batch={micro_batch}", "log.samples=true", f"train.init_from={digits_run}")
+    own += ("train.validation_fraction=null",)
     train(preset, tmp_path / "run", *KNOWN, *own, processes=processes).check()
     found = [line["accuracy"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert len(found) == 4
