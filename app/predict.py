@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> None:
     """Print what the model makes of each file; ends the process with the error's exit code if that fails."""
     parser = argparse.ArgumentParser(prog="python -m app.predict", description="Ask the model of a finished run.")
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what the task takes: to classify images, a picture "
-                        "in any format that Pillow reads")  # fmt: skip
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what the task takes: to classify images, a "
+                        "picture in any format that Pillow reads")  # fmt: skip
     parser.add_argument("--task", metavar="FILE", help="where the run's own task file lies now (default: where it lay)")
     parser.add_argument("--top", type=positive, default=3, help="how many answers to show, the likeliest first (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
