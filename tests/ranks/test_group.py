@@ -22,7 +22,14 @@ BY_TORCH_S, LATE_S = 10, 15
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "multi_gpu",
+        "deepspeed_zero3",
+        *(pytest.param(preset, marks=pytest.mark.slow) for preset in ("deepspeed_zero2", "fsdp2")),
+    ],
+)
 def test_ranks_wait_for_a_late_one_for_longer_than_torch_would_let_them(preset: str) -> None:
     finished = run(preset, 2, str(SCRIPTS / "late.py"), str(BY_TORCH_S), str(LATE_S)).check()
     for rank in range(2):

@@ -18,7 +18,10 @@ RUN = (
     *("--recipe", "digits", "--trackers", "none", "model.name=resnet18", "data.image_size=32"),
     *("train.global_batch_size=32", "train.steps=6", "log.every_steps=1"),
 )
-PRESETS = ["multi_gpu", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"]
+PRESETS = ["multi_gpu", "fsdp2", "deepspeed_zero3"]
+MORE = ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3_offload"]
+CASES = [*((preset, "true") for preset in PRESETS), ("fsdp2", "false")]
+CASES += [pytest.param(preset, "true", marks=pytest.mark.slow) for preset in MORE]
 
 pytestmark = pytest.mark.multiproc
 
@@ -35,7 +38,7 @@ def trained(preset: str, run_dir: Path, *arguments: str, processes: int | None =
     return run_dir
 
 
-@pytest.mark.parametrize(("preset", "order"), [*((preset, "true") for preset in PRESETS), ("fsdp2", "false")])
+@pytest.mark.parametrize(("preset", "order"), CASES)
 def test_a_resnet_learns_in_bf16(single: Path, preset: str, order: str, tmp_path: Path) -> None:
     lines = read_lines(trained(preset, tmp_path, f"train.channels_last={order}") / "metrics.jsonl")
     expected = read_lines(single / "metrics.jsonl")
