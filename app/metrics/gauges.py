@@ -25,7 +25,8 @@ class Gauges:
     ) -> None:
         """`model` is as `prepare` returned it.
 
-        `flops_per_sample` is that of a forward and backward pass; `peak_flops_per_s` is what one device can do, if known.
+        `flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
+        do, if known.
         """
         self._accelerator, self.clock = accelerator, Clock(accelerator.device)
         self.communication = Communication(model, self.clock, accelerator.device)
@@ -37,7 +38,8 @@ class Gauges:
 
         All ranks call it.
         Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
-        not known is None: communication where there is no process group, utilization where the device's peak is not known.
+        not known is None: communication where there is no process group, utilization where the device's peak or the
+        arithmetic of a sample is not known.
         """
         phases_s = spent.phases_s
         times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"], phases_s["communication"]]
@@ -49,7 +51,7 @@ class Gauges:
         added_up, (training_s, *parts_s) = totals[: len(sums)], totals[len(sums) :]
         data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
         samples_per_s = samples / (training_s / len(ranks))
-        flops_per_s = samples_per_s * self._flops_per_sample
+        flops_per_s = samples_per_s * self._flops_per_sample if self._flops_per_sample else None
         peak = self._peak_flops_per_s
         return added_up, {
             "samples_per_s": samples_per_s,
@@ -59,7 +61,7 @@ class Gauges:
             "communication_share": communication if self.communication.is_timed else None,
             "optimizer_share": optimizer,
             "flops_per_s": flops_per_s,
-            "mfu": None if peak is None else flops_per_s / (peak * len(ranks)),
+            "mfu": None if peak is None or flops_per_s is None else flops_per_s / (peak * len(ranks)),
             "memory_bytes": int(max(rank[-1] for rank in ranks)),
         }
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from processes import read_lines, train
 
 from app.metrics import flops
 from app.metrics.clock import Clock
+from app.metrics.gauges import Gauges
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
@@ -87,6 +89,11 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
 
 def test_what_is_not_known_stays_unknown() -> None:
     assert flops.peak_per_s(torch.device("cpu"), mixed_precision="bf16") is None
+    gauges = Gauges(Accelerator(cpu=True), torch.nn.Linear(1, 1), flops_per_sample=0.0, peak_flops_per_s=1e12)
+    time.sleep(0.01)
+    _, readings = gauges.read(torch.zeros(1), gauges.clock.spent(), samples=8)
+    assert readings["samples_per_s"] > 0
+    assert (readings["flops_per_s"], readings["mfu"]) == (None, None)
 
 
 # (fp16, bf16, TF32, float32) in 1e12 FLOP/s, dense, as the makers' data sheets have them.
