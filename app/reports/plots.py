@@ -70,12 +70,12 @@ def curve(run: PastRun, part: Part, quantity: str, *, x: X = "epoch") -> Curve:
 def parts_of(runs: Sequence[PastRun], quantity: str) -> list[Part]:
     """Return the parts that a quantity of these runs is expected of.
 
-    Not every task has its score of the training data too. Test is one point, at the end: it is no curve where there is one of
-    validation, but was it before there were three splits.
+    Not every task has its score of the training data too. Test is a point, at the end: it stands where there is no validation.
     """
     is_trained = quantity == LOSS or any(quantity in line for run in runs for line in run.metrics)
-    is_validated = any(key_of("validation", quantity) in line for run in runs for line in run.evaluations)
-    looked_at: Part = "validation" if is_validated else "test"
+    recorded = {key for run in runs for line in run.evaluations for key in line}
+    only_tested = key_of("test", quantity) in recorded and key_of("validation", quantity) not in recorded
+    looked_at: Part = "test" if only_tested else "validation"
     return ["training", looked_at] if is_trained else [looked_at]
 
 

@@ -41,6 +41,17 @@ def test_points_stand_where_they_belong(digits_run: Path) -> None:
     assert seconds[-1] == pytest.approx(run.metrics[-1]["time"] - run.events[0].launched)
 
 
+def test_test_scores_stand_where_there_are_none_of_validation(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+
+    def parts(keys: set[str]) -> list[plots.Part]:
+        lines = [{key: value for key, value in line.items() if key not in keys} for line in run.evaluations]
+        return plots.parts_of([PastRun(**{**vars(run), "evaluations": lines})], "loss")
+
+    assert parts(set()) == parts({"test_loss"}) == parts({"validation_loss", "test_loss"}) == ["training", "validation"]
+    assert parts({"validation_loss"}) == ["training", "test"]
+
+
 def test_older_lines_are_drawn_by_the_time_spent_training(copied: Path) -> None:
     rewritten(copied / "metrics.jsonl", "time")
     run = past_run.read(copied)
