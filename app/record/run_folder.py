@@ -86,13 +86,13 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
     Raises RunFolderError if it cannot be made, or holds a run and must not (`may_exist`).
     """
     path = Path(run_dir) if run_dir else Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if run_dir and not may_exist and (path / RECIPE).exists():
-        raise RunFolderError(
-            f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, go on with it by --resume auto, or "
-            "delete the folder."
-        )
     check_name(path)
     try:
+        if run_dir and not may_exist and (path / RECIPE).exists():
+            raise RunFolderError(
+                f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, go on with it by --resume auto, or "
+                "delete the folder."
+            )
         if run_dir:
             path.mkdir(parents=True, exist_ok=True)
             _refuse_folders(path)

@@ -87,6 +87,12 @@ def test_a_name_that_is_no_text_is_refused_by_all(tmp_path: Path, digits_run: Pa
         model_file.load(folder)
 
 
+@pytest.mark.parametrize("may_exist", [True, False])
+def test_a_name_that_is_too_long_is_refused_in_a_sentence(may_exist: bool, tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"the run folder .*rrr cannot be written: File name too long"):
+        run_folder.choose(str(tmp_path / ("r" * 300)), "digits", may_exist=may_exist)
+
+
 @pytest.mark.parametrize("threads", ["abc", "", "0", "-1", "4,2", "1.5"])
 def test_a_number_of_threads_that_is_none_is_refused_by_launcher_and_training(threads: str) -> None:
     for refuse in (detect.find, launched.read):
