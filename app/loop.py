@@ -81,16 +81,16 @@ def train(run: Training) -> Finished | Stopped:
             run.profile.begin_step(step + 1)
             taken = _take_step(run, step)
             run.average.update(taken.skipped)
-            run.metrics.end_step(step + 1, taken, run.feed.total)
-            is_last = step + 1 == run.length.total_steps
-            if (step + 1) % run.recipe.log.every_steps == 0 or is_last:
-                _log(run, step)
             step += 1
-            is_evaluated = _is_evaluated(run, step)
-            scores = _score(run, "validation", step) if is_last or is_evaluated else None
+            run.metrics.end_step(step, taken, run.feed.total)
+            ends, is_evaluated = step == run.length.total_steps, _is_evaluated(run, step)
+            scores = _score(run, "validation", step) if ends or is_evaluated else None
             run.patience.see(scores if is_evaluated else None)  # a longer run would not have had the last one
+            is_last = ends or run.patience.is_out
+            if step % run.recipe.log.every_steps == 0 or is_last:
+                _log(run, step)
             request = run.control.agreed(step)
-            if request.save or run.checkpoints.is_due(step, is_last=is_last or run.patience.is_out, scores=scores):
+            if request.save or run.checkpoints.is_due(step, is_last=is_last, scores=scores):
                 run.checkpoints.save(step, scores)
             if request.stop:
                 run.checkpoints.finish()
@@ -110,16 +110,19 @@ def _take_step(run: Training, step: int) -> Step:
 
 
 def _log(run: Training, step: int) -> None:
-    """Write and show a line; raise TrainingError if too many steps in a row were skipped: what was saved is on disk then."""
-    epoch, rate = step // run.length.steps_per_epoch, run.learning_rate_at(step)
-    run.display.show(run.metrics.log(step + 1, epoch=epoch, learning_rate=rate))
+    """Write and show the line after so many steps.
+
+    Raises TrainingError if too many steps in a row were skipped: what was saved is on disk then.
+    """
+    epoch, rate = (step - 1) // run.length.steps_per_epoch, run.learning_rate_at(step - 1)
+    run.display.show(run.metrics.log(step, epoch=epoch, learning_rate=rate))
     most = run.recipe.train.max_skipped_steps
     if run.metrics.skipped_in_row <= most:
         return
     run.checkpoints.finish()
-    samples = ", ".join(map(str, run.feed.samples_of(step)[:8]))
+    samples = ", ".join(map(str, run.feed.samples_of(step - 1)[:8]))
     raise TrainingError(
-        f"the last {run.metrics.skipped_in_row} steps up to step {step + 1} were skipped, each for a loss or gradient that is "
+        f"the last {run.metrics.skipped_in_row} steps up to step {step} were skipped, each for a loss or gradient that is "
         f"not finite or a spike, and train.max_skipped_steps is {most} (learning rate {rate:g}; "
         f"{run.steps.verdict}; the last batch has the samples {samples}, ...). {run.checkpoints.latest}. Lower optim.lr, "
         "lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike, or look at these samples."

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moments import await_that
 from PIL import Image
-from processes import read, read_lines, train
+from processes import read, read_lines, start, train
 
 from app.checkpoints import step_folders
 from app.errors import RecipeError
@@ -15,14 +16,14 @@ from app.errors import RecipeError
 pytestmark = pytest.mark.multiproc
 
 # The rate rises until steps make things worse: the best evaluation is not the last.
-RECIPE = ("--recipe", "digits", "train.steps=200", "train.global_batch_size=64", "log.every_steps=1", "log.samples=true",
+RECIPE = ("--recipe", "digits", "train.steps=200", "train.global_batch_size=64", "log.every_steps=500", "log.samples=true",
           "optim.name=sgd", "optim.lr=1.5", "optim.schedule=constant", "optim.warmup_steps=110", "optim.warmup_epochs=null",
           "optim.clip_norm=null", "checkpoint.every_minutes=null", "checkpoint.keep_best=true", "checkpoint.keep_last=1",
           "train.evaluate_every_steps=5", "train.max_validation_samples=100",
           "train.stop_after_evaluations_without_gain=3")  # fmt: skip
 
 
-def test_early_stopping_and_best_are_the_same_across_a_stop_and_presets(tmp_path: Path) -> None:
+def test_early_stopping_and_best_are_the_same_across_a_kill_and_presets(tmp_path: Path) -> None:
     alone, other = tmp_path / "alone", tmp_path / "other"
     finished = train("cpu", alone, *RECIPE).check()
     result = read(alone / "result.json")
@@ -30,6 +31,7 @@ def test_early_stopping_and_best_are_the_same_across_a_stop_and_presets(tmp_path
     assert (result["steps"], read(alone / "outcome.json")["outcome"], last % 5) == (last, "finished", 0)
     assert last < 200
     assert f"ends after step {last} of 200: 3 evaluations in a row have not bettered the validation accuracy" in finished.output
+    assert [line["step"] for line in read_lines(alone / "metrics.jsonl")] == [last]
     *looked_at, tested = read_lines(alone / "evaluations.jsonl")
     assert [line["step"] for line in looked_at] == [*range(5, last + 1, 5)]
     assert not [name for line in looked_at for name in line if name.startswith("test_")]
@@ -37,9 +39,13 @@ def test_early_stopping_and_best_are_the_same_across_a_stop_and_presets(tmp_path
     best = step_folders.Reader(step_folders.path_of(alone, last)).state["best"]["step"]
     assert best == last - 15
 
-    # Two evaluations without a gain are behind it when it ends under one preset and goes on under the other.
-    before = ("checkpoint.every_steps=1", "train.max_micro_batch=16", f"train.steps={last - 1}")
-    train("multi_gpu", other, *RECIPE, *before, processes=2).check()
+    # Two evaluations without a gain are saved when it is killed under one preset; it goes on under the other.
+    command = ("app.train", "--run-dir", str(other), "--trackers", "none")
+    running = start("multi_gpu", 2, *command, *RECIPE, "checkpoint.every_steps=1", "train.max_micro_batch=16")
+    await_that(running, lambda: step_folders.path_of(other, best).exists())
+    await_that(running, lambda: step_folders.committed(other)[0] >= step_folders.path_of(other, best + 10))
+    running.kill()
+    assert not (other / "outcome.json").exists()
     train("fsdp2", other, *RECIPE, "--resume", "auto", processes=2).check()
     assert read(other / "result.json")["stopped_early_at_step"] == last
     assert {path.name for path in step_folders.committed(other)} >= {f"step-{step:08d}" for step in (last, best)}
@@ -67,9 +73,11 @@ def folder_of(path: Path, *places: str) -> Path:
 
 def test_splits_that_are_not_there_have_no_scores(tmp_path: Path) -> None:
     recipe = ("--recipe", "imagefolder", "model.name=convnet", "data.image_size=8", "data.resize_size=null", "train.epochs=3",
-              "train.global_batch_size=8", "optim.warmup_epochs=null", "train.validation_fraction=null")  # fmt: skip
+              "train.global_batch_size=8", "optim.warmup_epochs=null")  # fmt: skip
+    note = "note: there is no validation split to look at on the way: train.validation_fraction=0.1 holds a tenth"
     path = f"data.path={folder_of(tmp_path / 'validated', 'train', 'valid')}"
     finished = train("cpu", tmp_path / "run", *recipe, path).check()
+    assert note not in finished.output
     assert "16 training samples, 2 steps an epoch, 6 steps; 16 validation samples" in finished.output
     result, lines = read(tmp_path / "run/result.json"), read_lines(tmp_path / "run/evaluations.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 6]
@@ -81,6 +89,7 @@ def test_splits_that_are_not_there_have_no_scores(tmp_path: Path) -> None:
     path = f"data.path={folder_of(tmp_path / 'flat', '.')}"
     finished = train("cpu", tmp_path / "unscored", *recipe, path).check()
     assert "nothing to score the weights on" in finished.output
+    assert note in finished.output
     assert not (tmp_path / "unscored/evaluations.jsonl").exists()
     assert read(tmp_path / "unscored/result.json")["steps"] == 6
     refused = train("cpu", tmp_path / "refused", *recipe, path, "checkpoint.keep_best=true")
