@@ -200,6 +200,11 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
         *random_layers.topology_dependence(parts.model),
         *_not_passed(loaded),
     ]
+    if data.validation is None:
+        notes.append(
+            "there is no validation split to look at on the way: train.validation_fraction=0.1 holds a tenth of the training "
+            "samples out for it"
+        )
     if (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
         notes.append(
             "this processor has no instructions for bf16, and a step can take ten times as long as with mixed_precision 'no'"

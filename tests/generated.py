@@ -21,8 +21,8 @@ def keys_of(recipe: str, folder: Path) -> tuple[str, ...]:
         write_pictures(folder / recipe, splits=("train", "test"), sizes=((32, 32),))
         return ("data.source=imagefolder", "data.image_size=32", f"data.path={folder / recipe}")
     if recipe in ("imagefolder", "imagenet_resnet50"):
-        scored = "test" if recipe == "imagefolder" else "val"
-        write_pictures(folder / recipe, splits=("train", scored), sizes=((300, 240), (250, 400)))
+        scored = ("val", "test") if recipe == "imagefolder" else ("val",)
+        write_pictures(folder / recipe, splits=("train", *scored), sizes=((300, 240), (250, 400)))
         return (f"data.path={folder / recipe}",)
     return ()
 
