@@ -3,6 +3,10 @@
     model.safetensors   the parameters, in the precision that they were trained in, and the buffers, by their plain names
     model.json          what rebuilds the model around them
     recipe.yaml         what it learns: with it the folder is one for `app.evaluate` and `app.predict`
+    config.json, ...    of a language model: what makes the folder one that transformers loads
+
+Weights of more than `--part-gb` are parts, model-00001-of-00004.safetensors and so on, with model.safetensors.index.json,
+which says where each tensor is: so transformers divides them too.
 
 The bytes go from the checkpoint's files to the new one in chunks of a few MiB, so the machine may have far less memory
 than the model needs, and neither torch nor a device is wanted. What is damaged is not exported, and each file appears whole
@@ -14,20 +18,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from app import tasks
 from app.checkpoints import step_folders as files
 from app.checkpoints import tensor_file
 from app.checkpoints.durable import Stamp, telling, write_bytes
 from app.checkpoints.piece import AVERAGE, WEIGHT
 from app.checkpoints.step_folders import Reader
+from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RunFolderError
-from app.recipe import recipe_file
+from app.files.lines import Lines
+from app.recipe import recipe_file, recipe_keys
 from app.record import run_folder
 from app.record.claim import sync
 
+_PART_GB = 5
 _KEYS = {"average": AVERAGE, "raw": WEIGHT}
 _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}
 
@@ -38,32 +46,91 @@ def main(argv: Sequence[str]) -> int:
     folder = _whole(options.place)
     reader = Reader(folder)
     key = _chosen(reader, options.weights)
-    out = options.out or _beside(folder)
-    written = export(reader, out, key=key, force=options.force)
-    size_bytes = written.stat().st_size
-    sys.stdout.write(f"{written}: the {_WORDS[key]} after {reader.state['step']} steps, {size_bytes:,} bytes\n")
+    out = options.out or _default_out(folder)
+    written = export(reader, out, key=key, force=options.force, part_bytes=int(options.part_gb * 10**9))
+    size_bytes = sum(path.stat().st_size for path in written)
+    where = written[0] if len(written) == 1 else f"{written[-1]} and {len(written) - 1} parts"
+    sys.stdout.write(f"{where}: the {_WORDS[key]} after {reader.state['step']} steps, {size_bytes:,} bytes\n")
     return 0
 
 
-def export(reader: Reader, out: Path, *, key: str, force: bool = False) -> Path:
-    """Write the tensors `key` and the buffers of a checkpoint and return the path of the weights.
+def export(reader: Reader, out: Path, *, key: str, force: bool = False, part_bytes: int = _PART_GB * 10**9) -> list[Path]:
+    """Write the tensors `key` and the buffers of a checkpoint and return the paths of the weights, that of an index last.
 
     They go into the folder `out`, with what rebuilds the model, or alone into the file `out` if it ends in .safetensors.
-    Raises RunFolderError if something is there already and is not to be replaced, CheckpointError if a disk refuses.
+    Raises RunFolderError if something is there already and is not to be replaced, CheckpointError if a disk refuses, DataError
+    if something that belongs beside them is not there any more.
     """
     alone = out.suffix == ".safetensors"
-    weights = out if alone else out / run_folder.MODEL
-    texts = {} if alone else {run_folder.MODEL_CONFIG: json.dumps(reader.state["model"], indent=2) + "\n"}
-    texts |= {} if alone else {run_folder.RECIPE: recipe_file.flat_to_yaml(reader.state["recipe"])}
-    there = [str(path) for path in (weights, *(out / name for name in texts)) if path.exists()]
+    folder, beside = (out.parent, dict[str, bytes]()) if alone else (out, _beside(reader))
+    parts = {out.name: reader.contents(key)} if alone else _parts(reader.contents(key), part_bytes)
+    index = {run_folder.MODEL_INDEX: _index(parts)} if len(parts) > 1 else {}
+    weights = [folder / name for name in (*parts, *index)]
+    older = set[Path]() if alone else set(folder.glob("model*.safetensors*"))
+    there = older | {path for path in (*weights, *(folder / name for name in beside)) if path.exists()}
     if there and not force:
-        raise RunFolderError(f"{', '.join(there)} exists already: choose another --out, or replace it by --force.")
-    with telling(weights.parent, "written"):
-        weights.parent.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        _put(out / name, lambda path, text=text: write_bytes(path, text.encode()))  # type: ignore[misc]
-    _put(weights, lambda path: tensor_file.write(path, reader.contents(key), tensor_file.OF_TORCH))
+        named = ", ".join(map(str, sorted(there)))
+        raise RunFolderError(f"{named} exists already: choose another --out, or replace it by --force.")
+    with telling(folder, "written"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, content in beside.items():
+        _put(folder / name, lambda path, content=content: write_bytes(path, content))  # type: ignore[misc]
+    for name, part in parts.items():
+        _put(folder / name, lambda path, part=part: tensor_file.write(path, part, tensor_file.OF_TORCH))  # type: ignore[misc]
+    for name, content in index.items():
+        _put(folder / name, lambda path, content=content: write_bytes(path, content))  # type: ignore[misc]
+    for path in older - set(weights):  # or they would be taken for the model
+        with telling(path, "removed"):
+            path.unlink()
     return weights
+
+
+def _beside(reader: Reader) -> dict[str, bytes]:
+    """What rebuilds the model, and what the task's library wants, by the names of the files."""
+    state = reader.state
+    files_of = {
+        run_folder.MODEL_CONFIG: (json.dumps(state["model"], indent=2) + "\n").encode(),
+        run_folder.RECIPE: recipe_file.flat_to_yaml(state["recipe"]).encode(),
+    }
+    if state["recipe"].get("task") not in tasks.WITH_FOLDERS:
+        return files_of
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in state["model"]["recipe"].items()}
+    told = {"recipe": state["recipe"], "steps": state["step"], "scores": _scores(reader)}
+    return files_of | dict(tasks.of(recipe_keys.build(values)).beside(state["model"]["facts"], told))
+
+
+def _scores(reader: Reader) -> dict[str, float]:
+    """The scores of the weights of a checkpoint, by name, if its run folder tells them."""
+    path = reader.folder.absolute().parents[1] / run_folder.EVALUATIONS
+    scores: dict[str, float] = {}
+    if path.exists():
+        for _, _, values in Lines(path):
+            if values.get("step") == reader.state["step"]:
+                scores |= {name: it for name, it in values.items() if name.startswith(("validation_", "test_"))}
+    return scores
+
+
+def _parts(contents: Mapping[str, Content], part_bytes: int) -> dict[str, dict[str, Content]]:
+    """The tensors of each file, by its name: one of all, or as many as it takes for none to be larger, as transformers does."""
+    groups: list[dict[str, Content]] = [{}]
+    filled = 0
+    for name, content in contents.items():
+        more = tensor_file.size_bytes(content)
+        if groups[-1] and filled + more > part_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = content
+        filled += more
+    if len(groups) == 1:
+        return {run_folder.MODEL: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _index(parts: Mapping[str, Mapping[str, Content]]) -> bytes:
+    """The file that says in which part each tensor is."""
+    total = sum(tensor_file.size_bytes(content) for part in parts.values() for content in part.values())
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    return (json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n").encode()
 
 
 def _put(path: Path, write: Callable[[Path], Stamp]) -> None:
@@ -104,7 +171,7 @@ def _chosen(reader: Reader, wanted: str | None) -> str:
     return _KEYS[wanted]
 
 
-def _beside(folder: Path) -> Path:
+def _default_out(folder: Path) -> Path:
     """Where a checkpoint is exported to if nothing is said: a folder of its own in the run folder."""
     folder = folder.absolute()
     return (folder.parents[1] if folder.parent.name == files.FOLDER else folder.parent) / "exported" / folder.name
@@ -123,5 +190,7 @@ def _parser() -> argparse.ArgumentParser:
                         "recipe.yaml, or a file *.safetensors for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
     parser.add_argument("--weights", choices=_KEYS, help="the moving average of the weights, or the weights as they were "
                         "(default: the average if the run has one, as a finished run leaves it)")  # fmt: skip
+    parser.add_argument("--part-gb", type=float, default=_PART_GB, metavar="GB", help="the most that a file of weights has, "
+                        "in gigabytes: a larger model is divided, with an index (default: %(default)s)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace files that are there")
     return parser

@@ -199,6 +199,13 @@ class Task(Protocol):
         Optional: there is no such folder. Raises DataError.
         """
 
+    def beside(self, facts: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, bytes]:
+        """Return the files that a library wants beside `model.safetensors` to load it without Samerun, by their names.
+
+        `told` is what a reader is to know of the weights: `recipe` (its keys and values), `steps`, and `scores` by name.
+        Optional: none. Raises DataError if something of them is not there any more.
+        """
+
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
         """Return what the model makes of each input, in words and as JSON holds it: the `top` most likely of several answers.
 

@@ -73,6 +73,8 @@ class Checkpoints:
         self._ranks = Ranks()
         self._writing: Future[None] | None = None
         self._best: dict[str, Any] | None = None
+        self.written: Path | None = None
+        """The checkpoint that this start wrote last, once it is on the disk; as every rank knows it."""
 
     def is_due(self, step: int, *, is_last: bool, scores: Evaluation | None) -> bool:
         """Whether the recipe wants a checkpoint when so many steps are done; `scores` are those of their evaluation, if any."""
@@ -145,6 +147,7 @@ class Checkpoints:
                     claim.check()  # who took the folder over took away what is written here
                     files.discard(claim, folder)  # what fills a disk must not stay
             raise
+        self.written = files.path_of(claim.path, step)
         runtime.alive()
         written_s = held_s + time.perf_counter() - start_s
         self._metrics.record_saved(step, held_s=held_s, written_s=written_s)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from app import tasks
-from app.checkpoints import tensor_file
-from app.errors import RecipeError, RunFolderError
+from app.checkpoints import stored_weights, tensor_file
+from app.checkpoints.tensor_file import Content
+from app.errors import CheckpointError, RecipeError, RunFolderError
 from app.recipe import recipe_keys, task_file
 from app.recipe.schema import Recipe
 from app.record import run_folder
@@ -33,13 +32,18 @@ def described(recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
     return about if recipe.task in tasks.SHIPPED else {**about, "task_digest": tasks.digest(recipe.task)}
 
 
-def save(claim: Claim, description: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    """Write the weights (name -> tensor) and what `described` returned into the run folder, each whole or not at all.
+def save(
+    claim: Claim, description: Mapping[str, Any], weights: Mapping[str, Content], beside: Mapping[str, bytes] | None = None
+) -> None:
+    """Write the weights (by name) and what `described` returned into the run folder, each whole or not at all.
 
-    Raises CheckpointError or RunFolderError if the disk refuses.
+    `beside` are files by their names, with which the run folder is one that the task's library loads too: it has
+    the weights once. Raises CheckpointError or RunFolderError if the disk refuses.
     """
     with claim.staged(run_folder.MODEL) as path:
-        tensor_file.write_tensors(path, list(weights.items()), tensor_file.OF_TORCH)
+        tensor_file.write(path, weights, tensor_file.OF_TORCH)
+    for name, content in (beside or {}).items():
+        claim.write_bytes(name, content)
     claim.write_json(run_folder.MODEL_CONFIG, dict(description))
 
 
@@ -50,8 +54,11 @@ def load(run_dir: Path, task_at: str | None = None) -> tuple[Task, torch.nn.Modu
 
     Raises RunFolderError if the run is not finished or a file of it is broken.
     """
-    path, about = run_dir / run_folder.MODEL, run_dir / run_folder.MODEL_CONFIG
+    about = run_dir / run_folder.MODEL_CONFIG
     described = run_folder.read_json(about)
+    path = stored_weights.in_folder(run_dir)
+    if path is None:
+        raise RunFolderError(f"{run_dir / run_folder.MODEL} is missing: {run_dir} is not the folder of a finished run.")
     try:
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in described["recipe"].items()}
         if task_at is not None:
@@ -68,12 +75,8 @@ def load(run_dir: Path, task_at: str | None = None) -> tuple[Task, torch.nn.Modu
             f"{about} does not say what the model is: {why}. It is broken, or of another version of Samerun, which can read it."
         ) from error
     try:
-        weights = load_file(path)
-        model.to(next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point()))
-        model.load_state_dict(weights)
-    except FileNotFoundError:
-        raise RunFolderError(f"{path} is missing: {run_dir} is not the folder of a finished run.") from None
-    except (OSError, SafetensorError, RuntimeError) as error:
+        stored_weights.fill(model, stored_weights.open_stored(path))
+    except CheckpointError as error:
         raise RunFolderError(f"{path} does not hold the weights of the model that {about} describes: {error}") from error
     if described.get("task_digest", "none") != tasks.digest(str(values["task"])):
         sys.stderr.write(f"note: {values['task']}, or a file it imports, is not what {run_dir} was trained with\n")

@@ -26,7 +26,7 @@ from app.record import run_folder
 
 Shape = tuple[int, ...]
 
-IN_FOLDERS = (run_folder.MODEL, "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+IN_FOLDERS = (run_folder.MODEL, run_folder.MODEL_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files of weights that a folder is taken for: of a finished run, and of transformers."""
 _NESTED = ("state_dict", "model_state_dict", "model")
 """Where programs put the weights into what they save beside them."""
@@ -52,6 +52,32 @@ class Stored:
             lambda name, values: self.read_into(names[name], values),
             (*self.remarks, *remarks),
         )
+
+
+def in_folder(folder: Path) -> Path | None:
+    """Return the file, or the index of files, that has the weights of a folder; None: there is none."""
+    return next((folder / name for name in IN_FOLDERS if (folder / name).exists()), None)
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, stored: Stored) -> None:
+    """Give a plain model its tensors, all of which have to be there, and no other; it takes their precision.
+
+    A tensor of several names, as tied embeddings have, is stored once. Raises CheckpointError.
+    """
+    dtypes = [it for it in stored.dtypes.values() if isinstance(it, torch.dtype) and it.is_floating_point]
+    if dtypes:
+        model.to(dtypes[0])
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    there = {id(tensor) for name, tensor in tensors.items() if name in stored.shapes}
+    for name in tensors.keys() | stored.shapes.keys():
+        if name not in tensors:
+            raise CheckpointError(f"the model has no {name}")
+        shape = tuple(tensors[name].shape)
+        if stored.shapes.get(name, shape) != shape or (name not in stored.shapes and id(tensors[name]) not in there):
+            raise CheckpointError(f"{name} is {stored.shapes.get(name, 'not there')} and has to be {shape}")
+    for name in stored.shapes:
+        stored.read_into(name, tensors[name].detach().view(-1))
 
 
 def open_stored(place: Path) -> Stored:

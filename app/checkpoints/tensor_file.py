@@ -89,8 +89,12 @@ def write_tensors(
     `on_chunk` is called for each piece of CHUNK_BYTES: a sign that the writing gets on.
     """
     assert len({name for name, _ in tensors}) == len(tensors), f"a tensor is given twice for {path}"
-    contents = {name: Content(dtype_of(name, it), tuple(it.shape), _chunks(it, on_chunk)) for name, it in tensors}
-    return write(path, contents, metadata)
+    return write(path, contents(dict(tensors), on_chunk=on_chunk), metadata)
+
+
+def contents(tensors: Mapping[str, torch.Tensor], *, on_chunk: Callable[[], object] = lambda: None) -> dict[str, Content]:
+    """Return tensors of any shape and device as `write` takes them. Raises CheckpointError for one that cannot be saved."""
+    return {name: Content(dtype_of(name, it), tuple(it.shape), _chunks(it, on_chunk)) for name, it in tensors.items()}
 
 
 def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str] | None = None) -> Stamp:
@@ -100,12 +104,17 @@ def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, st
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, content in ordered:
-        start, end = end, end + prod(content.shape) * _ITEM_BYTES[content.dtype]
+        start, end = end, end + size_bytes(content)
         header[name] = {"dtype": content.dtype, "shape": list(content.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return durable.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)))
+
+
+def size_bytes(content: Content) -> int:
+    """Return how many bytes a tensor has in a file."""
+    return prod(content.shape) * _ITEM_BYTES[content.dtype]
 
 
 def _chunks(tensor: torch.Tensor, on_chunk: Callable[[], object]) -> Iterator[memoryview]:

@@ -97,8 +97,12 @@ class Claim:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file of the run folder, whole or not at all. Raises RunFolderError."""
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write a file of the run folder, whole or not at all. Raises RunFolderError."""
         with self.staged(name) as path:
-            path.write_bytes(text.encode())
+            path.write_bytes(content)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write `values` as an indented JSON file, whole or not at all. Raises RunFolderError."""

@@ -13,6 +13,7 @@
     test_predictions/ at the end: what the task leaves of its predictions on the test split; validation_predictions/
                       where there is none
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
+    config.json, ...  at the end of a language model's run: what makes the folder one that transformers loads
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     starts/           which start of the run the folder belongs to, and what that is writing (app/record/claim.py)
     profile/          with profile.steps: a trace of each rank, all on one time axis, and a summary (app/profiling/)
@@ -43,7 +44,7 @@ from app.files.own_folder import new_folder
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
 PREDICTIONS_TOLD = "predictions.json"
-MODEL, MODEL_CONFIG = "model.safetensors", "model.json"
+MODEL, MODEL_CONFIG, MODEL_INDEX = "model.safetensors", "model.json", "model.safetensors.index.json"
 OUTCOME, STARTS, STACKS, STOP, SAVE = "outcome.json", "starts", "stacks", "STOP", "SAVE"
 TRACKERS, TENSORBOARD, PROFILE = "trackers.json", "tensorboard", "profile"
 

@@ -13,6 +13,9 @@ SHIPPED = {"image_classification": "app.tasks.image_classification"}
 """The package of each. Its module `sections` has the class `Sections` (standard library only: it is read on login nodes), its
 module `task` the class `task`, which is made from them."""
 
+WITH_FOLDERS = ("causal_lm",)
+"""Those that have `beside`: a model of theirs is a folder for another library. The export of all others needs no torch."""
+
 DEFAULT = "image_classification"
 """Of a recipe that names none."""
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from app import export
 from app.checkpoints import step_folders as files
+from app.checkpoints import stored_weights
 from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, RunFolderError
 from app.recipe import recipe_file
@@ -118,6 +119,28 @@ def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
     assert not (tmp_path / "model.safetensors").exists()
     assert export.main([str(tmp_path), "--out", str(tmp_path), "--force"]) == 0
     assert_equal(tmp_path / "model.safetensors", {**tensors["average"], **BUFFERS})
+
+
+def test_what_is_too_large_is_divided_as_transformers_does(tmp_path: Path) -> None:
+    """And goes together again; a smaller export in the same place leaves none of the parts."""
+    tensors = save_small(tmp_path, 2, averaged=False)
+    out, expected = tmp_path / "out", {**tensors["weight"], **BUFFERS}
+    assert export.main([str(tmp_path), "--out", str(out), "--part-gb", "1e-7"]) == 0
+    parts = sorted(out.glob("*.safetensors"))
+    assert [part.name for part in parts] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert {name: out / file for name, file in index["weight_map"].items()} == {
+        name: part for part in parts for name in load_file(part)
+    }
+    stored = stored_weights.open_stored(stored_weights.in_folder(out) or out)
+    assert stored.shapes.keys() == expected.keys()
+    for name, tensor in expected.items():
+        values = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        stored.read_into(name, values)
+        assert torch.equal(values, tensor.reshape(-1)), name
+    assert export.main([str(tmp_path), "--out", str(out), "--force"]) == 0
+    assert sorted(path.name for path in out.glob("model*")) == ["model.json", "model.safetensors"]
+    assert_equal(out / "model.safetensors", expected)
 
 
 def test_what_is_damaged_is_passed_over_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

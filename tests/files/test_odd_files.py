@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import train
 
-from app.checkpoints import durable, manifest, model_file
+from app.checkpoints import durable, manifest
 from app.errors import CheckpointError, PresetError, RecipeError, RunFolderError, SamerunError, TopologyError
 from app.files.lines import Lines
 from app.files.regular import content
@@ -83,8 +83,6 @@ def test_a_name_that_is_no_text_is_refused_by_all(tmp_path: Path, digits_run: Pa
     shutil.copytree(digits_run, folder)
     with pytest.raises(RunFolderError, match="is not UTF-8"):
         past_run.read(folder)
-    with pytest.raises(RunFolderError, match="not valid UTF-8"):
-        model_file.load(folder)
 
 
 @pytest.mark.parametrize("may_exist", [True, False])

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from app.checkpoints import model_file, step_folders
+from app.checkpoints import model_file, step_folders, tensor_file
 from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, SamerunError
 from app.guard.watchdog import Watchdog
@@ -61,7 +61,7 @@ def start(ours: Claim) -> None:
 
 
 def model(ours: Claim) -> None:
-    model_file.save(ours, model_file.described(Recipe(), {}), {"weight": torch.zeros(3)})
+    model_file.save(ours, model_file.described(Recipe(), {}), tensor_file.contents({"weight": torch.zeros(3)}))
 
 
 def result(ours: Claim) -> None:
