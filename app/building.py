@@ -20,6 +20,8 @@ from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
 from app.errors import DataError, PresetError
 from app.evaluation import Evaluation, evaluate
+from app.initial import filling
+from app.initial.units import Units
 from app.optim import freezing, schedule
 from app.ranks import numerics, random_layers
 from app.ranks.runtime import Runtime
@@ -45,8 +47,10 @@ def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
         return task, held_out.held_out(data, recipe.train.validation_fraction, seed=recipe.seed)
 
 
-def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> torch.nn.Module:
+def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tuple[torch.nn.Module, Units | None]:
     """Return the task's model for samples with these facts, on the CPU, with weights that depend on the seed alone.
+
+    Of a task that has `init` it has no memory yet, and `filling.fill` gives it the units' weights.
 
     Raises PresetError for float64 weights under DeepSpeed, which steps on float32 copies of them whatever their type, and
     RecipeError if the recipe asks of the model what it has not.
@@ -57,7 +61,8 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tor
             "train.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
         )
     runtime.seed(recipe.seed)
-    model = task.model(facts).to(getattr(torch, recipe.train.dtype))
+    model, units = filling.made(task, facts, seed=recipe.seed)
+    model = model.to(getattr(torch, recipe.train.dtype))
     if recipe.train.sync_batchnorm:
         model = random_layers.synchronize_batchnorm(model, device_type=runtime.device.type)
     if runtime.device.type == "cpu" and launched.strategy != "ddp" and launched.mixed_precision != "no":
@@ -67,7 +72,7 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tor
         if launched.strategy == "ddp":
             own_layers.order_small_kernels(model)
     freezing.freeze(model, recipe.train.freeze or ())
-    return model
+    return model, units
 
 
 def form_of(runtime: Runtime, recipe: Recipe, task: Task) -> Form:

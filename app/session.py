@@ -25,6 +25,7 @@ from app.errors import RecipeError
 from app.feed import Feed
 from app.guard.control import Control
 from app.guard.patience import Patience
+from app.initial import filling
 from app.loop import Training
 from app.metrics import flops
 from app.metrics.gauges import Gauges
@@ -53,8 +54,12 @@ class Parts:
 
     model: torch.nn.Module
     length: schedule.Length
+    rule: from_recipe.Rule
+    """What a step does to each parameter."""
     flops_per_sample: float
     """Of a forward and backward pass; counted on the main process, 0 on the others."""
+    notes: list[str]
+    """What the user should know of the model."""
 
 
 def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> Parts:
@@ -66,13 +71,16 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
             recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
         )
         check_window(recipe.profile, total_steps=length.total_steps)
-        model = building.build_model(runtime, recipe, task, data.train.facts)
-        from_recipe.Rule.of(recipe.optim, model)  # what does not fit is refused before a run folder is there
+        model, units = building.build_model(runtime, recipe, task, data.train.facts)
+        notes = filling.notes(model, units)
+        rule = from_recipe.Rule.of(recipe.optim, model)  # what does not fit is refused before a run folder is there
         narrow, counted = _without_data(runtime, task, model, data.train.facts)
+        if units is not None:
+            filling.fill(model, units)
     if narrow:
         arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)
     handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, model))
-    return Parts(model, length, counted)
+    return Parts(model, length, rule, counted, notes)
 
 
 def _without_data(
@@ -101,7 +109,6 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     control = _control(runtime, recipe, parts, claim)
 
     frozen_file = frozen.settle(runtime, claim, parts.model, resumed.folder if resumed else None)
-    rule = from_recipe.Rule.of(recipe.optim, parts.model)  # before the parameters are sharded
     draws_in_passes = bool(random_layers.layers_with_dropout(parts.model))
     model, optimizer = runtime.prepare(parts.model, from_recipe.build(recipe.optim, parts.model))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
@@ -109,7 +116,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     metrics = _metrics(runtime, recipe, parts, model, opened, first_step=first_step)
     shards = Shards(runtime.accelerator, model, optimizer, None if isinstance(average, NoAverage) else average)
-    check_optimizer(runtime, rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
+    check_optimizer(runtime, parts.rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
     patience = Patience(task.monitor, recipe.train.stop_after_evaluations_without_gain)
     checkpoints = checkpoint.Checkpoints(
@@ -198,6 +205,7 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
         *task.notes(held_out.as_opened(data)),
         *schedule.notes_on(loaded.recipe.optim, parts.length),
         *random_layers.topology_dependence(parts.model),
+        *parts.notes,
         *_not_passed(loaded),
     ]
     if data.validation is None:

@@ -143,6 +143,19 @@ class Task(Protocol):
         `train.freeze`. Raises RecipeError if the samples do not suit it.
         """
 
+    def init(self, model: nn.Module, name: str, unit: nn.Module) -> None:
+        """Fill every parameter and buffer of one unit of the model, on the CPU, without gradients.
+
+        Random numbers are those of torch's global generator, which the seed and the unit's name have set: so a unit gets the
+        same wherever it is drawn, and no process needs the whole model. `model` is to be asked (its config); it has no numbers.
+        `unit` is a block, or a remaining module with parameters or buffers of its own, of which these are to be filled and not
+        those of modules inside it. Blocks are the modules of the classes that `blocks` names, an optional attribute of the
+        task, such as ("DecoderLayer",); without, those that the model names in `_no_split_modules`, as transformers' do.
+
+        Optional: without, `model` returns the whole network with its weights. With it, `model` is
+        called under torch.device("meta"), where nothing has numbers. What is tied by the model's `tie_weights` stays tied.
+        """
+
     def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:
         """Return a batch as `loss` and `score` take it, on the batch's device. None: nothing is random.
 

@@ -24,7 +24,7 @@ FLOORS: list[list[str]] = [
     ["app.own_layers"],
     ["app.optim", "app.data", "app.ranks"],
     ["app.task"],
-    ["app.record", "app.device", "app.evaluation", "app.console"],
+    ["app.record", "app.device", "app.evaluation", "app.console", "app.initial"],
     ["app.tasks.image_classification", "app.tasks.own"],
     ["app.building", "app.guard", "app.trackers"],
     ["app.metrics", "app.doctor"],

@@ -17,6 +17,7 @@ from app import tasks
 from app.checkpoints import stored_weights, tensor_file
 from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RecipeError, RunFolderError
+from app.initial import filling
 from app.recipe import recipe_keys, task_file
 from app.recipe.schema import Recipe
 from app.record import run_folder
@@ -68,7 +69,7 @@ def load(run_dir: Path, task_at: str | None = None) -> tuple[Task, torch.nn.Modu
                 f"the task file of {run_dir} was {values['task']}, and is not there: give --task FILE, or task=FILE."
             )
         task, facts = tasks.of(recipe_keys.build(values)), described["facts"]
-        model = task.model(facts)
+        model = filling.whole_model(task, facts)
     except (AttributeError, KeyError, TypeError, ValueError, RecipeError) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise RunFolderError(

@@ -23,6 +23,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "samples": ("split",),
     "model": ("facts",),
     "loss": ("model", "batch"),
+    "init": ("model", "name", "unit"),
     "score": ("model", "batch", "valid"),
     "prepare": (),
     "ready": ("batch", "draw"),

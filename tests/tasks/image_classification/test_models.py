@@ -162,7 +162,7 @@ def test_float64_starts_at_the_weights_of_float32():
     runtime = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
     recipes = [recipe_file.load("digits", [f"train.dtype={dtype}"]).recipe for dtype in ("float32", "float64")]
     task, data = building.open_data(runtime, recipes[0])
-    single, double = (building.build_model(runtime, recipe, task, data.train.facts) for recipe in recipes)
+    single, double = (building.build_model(runtime, recipe, task, data.train.facts)[0] for recipe in recipes)
     for one, two in zip(single.parameters(), double.parameters(), strict=True):
         assert two.dtype == torch.float64
         assert torch.equal(one.double(), two)

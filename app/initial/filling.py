@@ -1,0 +1,72 @@
+"""The model of a task, and its initial weights: the same bits under every preset and on any number of processes.
+
+A task that has `init` builds its model without memory, and then fills one unit of it after the other (`units`). The model of
+one that has not is built whole on every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from app.initial import whole
+from app.initial.units import Units, check_left
+from app.initial.zero3 import transformers_unaware
+from app.task import Task
+
+_LARGE_BYTES = 1e9
+
+
+def made(task: Task, facts: Mapping[str, Any], *, seed: int) -> tuple[nn.Module, Units | None]:
+    """Return the task's model for samples with these facts, and its units: then it is on torch's meta device yet.
+
+    Without units the model is on the CPU, with weights of torch's global generator. Raises RecipeError.
+    """
+    with transformers_unaware():
+        if not callable(getattr(task, "init", None)):
+            return task.model(facts), None
+        with torch.device("meta"):
+            model = task.model(facts)
+        _without_memory(model)
+        _tie(model)
+    return model, Units(task, model, seed=seed)
+
+
+def fill(model: nn.Module, units: Units) -> None:
+    """Give the model the units' numbers, in its place. Raises RecipeError for what the task's `init` has not filled."""
+    whole.fill(model, units)
+    check_left(model)
+
+
+def whole_model(task: Task, facts: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
+    """Return the task's model, whole on the CPU of this process."""
+    model, units = made(task, facts, seed=seed)
+    if units is not None:
+        fill(model, units)
+    return model
+
+
+def notes(model: nn.Module, units: Units | None) -> list[str]:
+    """Return what a person should know of how a model, not prepared yet, was built: a sentence, if it is large."""
+    size = sum(it.numel() * it.element_size() for it in (*model.parameters(), *model.buffers()))
+    if units is not None or size < _LARGE_BYTES:
+        return []
+    return [
+        f"every process holds the whole model while it is built, {size / 1e9:.1f} GB: a task that has `init` draws it part by "
+        "part (docs/your-own-task.md)"
+    ]
+
+
+def _without_memory(model: nn.Module) -> None:
+    """Forget the numbers of buffers that were made on a device by name: `init` fills them as all others."""
+    for module in model.modules():
+        module._buffers.update({key: it if it is None else it.to("meta") for key, it in module._buffers.items()})
+
+
+def _tie(model: nn.Module) -> None:
+    """Have a model of transformers make one tensor of those that are tied, as its own loading does."""
+    if callable(tie := getattr(model, "tie_weights", None)):
+        tie()

@@ -1,0 +1,26 @@
+"""Initial weights of a model that each rank holds whole: one process, DDP and ZeRO-1 and -2."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from app.initial.units import Units, places
+
+
+@torch.no_grad()
+def fill(model: nn.Module, units: Units) -> None:
+    """Give a model on torch's meta device its parameters and buffers on the CPU, with the units' numbers.
+
+    What is one tensor in several places stays one: tied embeddings.
+    """
+    where = places(model)
+    for _, drawn in units.drawn():
+        for name, values in drawn.items():
+            module, key = where[name][0]
+            meta = getattr(module, key)
+            real = torch.empty_like(meta, device="cpu").copy_(values)  # in the type and the strides that the model has by now
+            if isinstance(meta, nn.Parameter):
+                real = nn.Parameter(real, requires_grad=meta.requires_grad)
+            for module, key in where[name]:
+                setattr(module, key, real)

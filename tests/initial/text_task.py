@@ -1,0 +1,42 @@
+"""A task of one's own whose model is drawn unit by unit: tiny models of transformers that learn a row of numbers by heart."""
+
+from dataclasses import dataclass
+
+import torch
+from drawn_models import gpt2, init, llama
+
+from app.task import Loss, Samples
+
+
+@dataclass(frozen=True)
+class Model:
+    kind: str = "llama"
+    layers: int = 3
+    width: int = 32
+
+
+@dataclass(frozen=True)
+class Sections:
+    model: Model = Model()
+
+
+class Text:
+    def __init__(self, sections):
+        self.sizes = sections.model
+
+    def samples(self, split):
+        places = torch.arange(64)[:, None] * 7 + torch.arange(12)[None]
+        return None if split == "validation" else Samples.of({"tokens": (places * places + 3 * places) % 101})
+
+    def model(self, facts):
+        return gpt2() if self.sizes.kind == "gpt2" else llama(num_hidden_layers=self.sizes.layers, hidden_size=self.sizes.width)
+
+    def init(self, model, name, unit):
+        init(model, unit)
+
+    def loss(self, model, batch):
+        tokens = batch["tokens"]
+        return Loss(model(tokens, labels=tokens, use_cache=False).loss, len(tokens))
+
+
+task = Text
