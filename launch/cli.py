@@ -50,6 +50,7 @@ _COMMANDS = {
                  "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),
     "verify": ("app.tools.verify", "main", "show that a run applied every global batch exactly once, and where its time went"),
     "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors"),
+    "generate": ("app.tasks.causal_lm.generate", "main", "go on with a text by a language model, as it comes"),
     "parity": ("app.tools.parity", "main", "show that presets and numbers of processes give the same run"),
     "scale": ("app.scaling.scale_command", "main",
               "measure how a recipe scales over devices and nodes, and how many are worth their while"),

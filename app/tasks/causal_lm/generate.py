@@ -1,0 +1,227 @@
+"""`samerun generate FOLDER ["text"]`: what a language model goes on with, as it comes.
+
+The folder is that of a finished run, one that `samerun export` wrote, or any of transformers. What runs is transformers' own
+`generate`, with its cache; all choices that it makes come from the flags, and none from the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.errors import DataError, DeviceError, RunFolderError
+from app.options.values import not_negative, positive, share, tolerance
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+_HALF = "\ufffd"
+"""What the beginning of a character is decoded to."""
+_MOST_TOKENS_OF_CHARACTER = 4
+"""UTF-8 has no longer one."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `samerun generate` with these arguments and return its exit code. Raises SamerunError."""
+    options = _parser().parse_intermixed_args(argv)
+    device = _device(options.device)
+    model, tokenizer = load(options.folder)
+    text = sys.stdin.read() if options.text is None else options.text
+    tokens = _beginning(tokenizer, text)
+    length = _length(model, tokens, options.max_tokens)
+    write = (lambda _: None) if options.json else _write
+    write(text)
+    new, continuation = generate(model.to(device), tokenizer, tokens, length, options, write)
+    if options.json:
+        ended = bool(new) and new[-1] in _ends(model, tokenizer)
+        told = {"text": text, "continuation": continuation, "tokens": new, "ended": ended, "seed": options.seed}
+        sys.stdout.write(json.dumps(told))
+    sys.stdout.write("\n")
+    return 0
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """Return the model of a folder, in evaluation mode on the CPU, and its tokenizer. Raises RunFolderError."""
+    if not (folder / "config.json").is_file():
+        raise RunFolderError(_no_model(folder))
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # here: a wrong path need not wait for it
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a library that reads files may raise
+        raise RunFolderError(f"transformers cannot load the model of {folder}: {_first_line(error)}") from error
+    if not any((folder / name).is_file() for name in _TOKENIZERS):  # transformers would make one up
+        raise RunFolderError(
+            f"{folder} has no tokenizer: put the files of the one there that the text was tokenised with (tokenizer.json, "
+            "tokenizer_config.json)"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the same
+        raise RunFolderError(f"transformers cannot load the tokenizer of {folder}: {_first_line(error)}") from error
+    return model.eval(), tokenizer
+
+
+def generate(
+    model: Any, tokenizer: Any, tokens: list[int], length: int, options: Any, write: Callable[[str], object]
+) -> tuple[list[int], str]:
+    """Return up to `length` new tokens after `tokens`, and the text that they add; `write` is given it as it comes.
+
+    `options` has temperature (0: the likeliest token each time), top_p, top_k (0: all) and seed.
+    """
+    from transformers import GenerationConfig
+
+    sampled = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    model.generation_config = GenerationConfig()  # a folder's own would fill in what is not said here
+    how = GenerationConfig(
+        max_new_tokens=length,
+        eos_token_id=_ends(model, tokenizer) or None,
+        pad_token_id=tokens[-1],  # of a single text nothing is padded; without one there is a warning
+        use_cache=True,
+        **(sampled if options.temperature > 0 else {"do_sample": False}),
+    )
+    written = Written(tokenizer, write)
+    torch.manual_seed(options.seed)
+    with torch.inference_mode():
+        prompt = torch.tensor([tokens], device=model.device)
+        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=how, streamer=written)
+    return found[0, len(tokens) :].tolist(), written.text
+
+
+class Written:
+    """A streamer of transformers that hands each new token's text on, once it is whole characters."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
+        """`write` is called with each piece of new text."""
+        self._tokenizer, self._write = tokenizer, write
+        self._tokens: list[int] = []
+        # A token's text may depend on that before it (a space, half a character), so a few are decoded together.
+        self._first = self._shown = 0
+        self._characters = 0
+        """Those, from `_first` on, that were handed on or are of the prompt."""
+        self.text = ""
+        """All that was handed on."""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Take the prompt, which comes first, or the next token."""
+        is_prompt = not self._tokens
+        self._tokens += tokens.reshape(-1).tolist()
+        if is_prompt:
+            self._shown = max(0, len(self._tokens) - _MOST_TOKENS_OF_CHARACTER)
+            self._move()
+        else:
+            self._show(at_end=False)
+
+    def end(self) -> None:
+        """Hand on what was held back."""
+        self._show(at_end=True)
+
+    def _show(self, *, at_end: bool) -> None:
+        together = self._decoded()
+        whole = together if at_end else together.rstrip(_HALF)
+        new = whole[self._characters :]
+        if new:
+            self.text += new
+            self._characters = len(whole)
+            self._write(new)
+        if whole == together:
+            self._move()
+
+    def _move(self) -> None:
+        self._first, self._shown = self._shown, len(self._tokens)
+        self._characters = len(self._decoded())
+
+    def _decoded(self) -> str:
+        tokens = self._tokens[self._first :]
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _beginning(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text; of none that which begins a document. Raises DataError if there is none."""
+    tokens: list[int] = tokenizer(text)["input_ids"]
+    if not tokens:
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if first is None:
+            raise DataError("there is no text to go on from, and the tokenizer has no token that begins one: give a text")
+        tokens = [first]
+    return tokens
+
+
+def _length(model: Any, tokens: list[int], wanted: int) -> int:
+    """Return how many tokens can follow. Raises DataError if the text fills the model's window."""
+    window = getattr(model.config, "max_position_embeddings", None)
+    if window is None:
+        return wanted
+    if len(tokens) >= window:
+        raise DataError(
+            f"the text has {len(tokens):,} tokens, and the model takes {window:,} with those that follow: shorten it"
+        )
+    if wanted > (left := window - len(tokens)):
+        sys.stderr.write(
+            f"note: at most {left:,} tokens follow: the model takes {window:,}, and the text has {len(tokens):,}\n"
+        )
+    return min(wanted, left)
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text, as the folder says."""
+    said = model.config.eos_token_id
+    ends = said if isinstance(said, list) else [said]
+    return sorted({token for token in (*ends, tokenizer.eos_token_id) if token is not None})
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"--device {name} is not to be had: {_first_line(error)}") from error
+
+
+def _no_model(folder: Path) -> str:
+    if (folder / "checkpoints").is_dir():
+        return f"{folder} is a run that is not finished: `samerun export {folder}` makes a folder of its newest checkpoint"
+    if (folder / "model.json").is_file():
+        return f"{folder} has no language model: it has no config.json of transformers"
+    return f"{folder} is no folder of a language model: it has no config.json. Give a finished run, or a folder of transformers"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun generate",
+        description="Go on with a text by a language model: of a finished run, of `samerun export`, or any of transformers.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a finished run, or a folder of transformers")
+    parser.add_argument("text", nargs="?", help="what to go on from (default: what stdin has)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=200, metavar="N", help="most tokens to add (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=tolerance, default=1.0, metavar="T", help="0: the likeliest token each time; 1: "
+                        "as the model has learnt (default: 1)")  # fmt: skip
+    parser.add_argument("--top-p", type=share, default=1.0, metavar="P", help="only from the likeliest tokens that have this "
+                        "probability together (default: 1, all)")  # fmt: skip
+    parser.add_argument("--top-k", type=not_negative, default=0, metavar="K", help="only from the K likeliest tokens "
+                        "(default: 0, all)")  # fmt: skip
+    parser.add_argument("--seed", type=not_negative, default=0, metavar="S", help="of the draws: the same text each time "
+                        "on one kind of device (default: 0)")  # fmt: skip
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: an accelerator if there is one)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: text, continuation, tokens, ended, seed")
+    return parser

@@ -1,0 +1,161 @@
+"""`samerun generate`: what transformers' own generate says, streamed as whole characters, from any folder that it loads."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import REPOSITORY, clean_environment
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from app.errors import DataError, DeviceError, RunFolderError
+from app.tasks.causal_lm import generate
+from app.tasks.causal_lm.data.tokenizers import Bytes
+
+TEXT = "Call me Ishmäel"
+
+
+def save_llama(folder: Path) -> Path:
+    """A Llama of bytes with random weights, as transformers writes it."""
+    torch.manual_seed(3)
+    config = LlamaConfig(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                         max_position_embeddings=64, initializer_range=0.5, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name, content in Bytes().files().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def told(folder: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert generate.main([str(folder), *arguments, "--json", "--device", "cpu"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_temperature_zero_is_the_likeliest_token_each_time(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the model says without cache or `generate`; and the text is that of the tokens."""
+    model, tokens = AutoModelForCausalLM.from_pretrained(llama).eval(), list(TEXT.encode())
+    with torch.no_grad():
+        for _ in range(20):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    found = told(llama, TEXT, "--max-tokens", "20", "--temperature", "0", capsys=capsys)
+    assert found["tokens"] == tokens[-20:]
+    assert found["continuation"] == AutoTokenizer.from_pretrained(llama).decode(tokens[-20:])
+
+
+def test_a_seed_gives_the_same_text_and_another_another(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And top-k 1 leaves nothing to chance."""
+    one, again, other = (told(llama, TEXT, "--max-tokens", "30", "--seed", seed, capsys=capsys) for seed in "112")
+    assert one == again
+    assert one["tokens"] != other["tokens"]
+    greedy = told(llama, TEXT, "--max-tokens", "30", "--temperature", "0", capsys=capsys)
+    for narrowed in (["--top-k", "1"], ["--top-p", "1e-9"]):
+        assert told(llama, TEXT, "--max-tokens", "30", *narrowed, capsys=capsys)["tokens"] == greedy["tokens"]
+
+
+def test_settings_of_the_folder_do_not_change_what_the_flags_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_llama(tmp_path)
+    before = [told(folder, TEXT, "--max-tokens", "20", *said, capsys=capsys) for said in ([], ["--temperature", "0"])]
+    settings = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 3.0, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    after = [told(folder, TEXT, "--max-tokens", "20", *said, capsys=capsys) for said in ([], ["--temperature", "0"])]
+    assert before == after
+
+
+def test_characters_are_written_when_they_are_whole(tmp_path: Path) -> None:
+    """Bytes that are none are in the end too, and nothing is lost or said twice."""
+    for name, content in Bytes().files().items():
+        (tmp_path / name).write_bytes(content)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for added in ("ß🙂é and a".encode(), b"\xf0\x9f\x99a", b"\xff\xfe\xe2\x82\xacx\xe2", b"\xc3"):
+        pieces: list[str] = []
+        written = generate.Written(tokenizer, pieces.append)
+        written.put(torch.tensor([list("Prömpt".encode())]))
+        for byte in added:
+            written.put(torch.tensor([byte]))
+            assert not pieces or not pieces[-1].endswith("\ufffd")
+        written.end()
+        assert "".join(pieces) == written.text == added.decode(errors="replace")
+    assert len(pieces) == 1
+
+
+def test_a_space_that_a_token_begins_with_is_kept(tmp_path: Path) -> None:
+    """Tokenizers of SentencePiece's kind drop it of the first token that they decode."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "three": 2}, unk_token="three"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    pieces: list[str] = []
+    written = generate.Written(PreTrainedTokenizerFast(tokenizer_object=made), pieces.append)
+    for token in ([[0]], [1], [2], [1]):
+        written.put(torch.tensor(token))
+    written.end()
+    assert pieces == [" two", "three", " two"]
+
+
+def test_the_command_streams_and_reads_stdin(llama: Path) -> None:
+    command = [sys.executable, "-m", "launch.cli", "generate", str(llama), "--max-tokens", "9", "--temperature", "0"]
+    outputs = [
+        subprocess.run(
+            [*command, *given], cwd=REPOSITORY, env=clean_environment(), input=typed, capture_output=True, text=True, check=True
+        )
+        for given, typed in (([TEXT], ""), ([], TEXT))
+    ]
+    assert outputs[0].stdout == outputs[1].stdout
+    assert outputs[0].stdout.startswith(TEXT)
+    assert len(outputs[0].stdout) > len(TEXT) + 1
+    assert outputs[0].stderr == ""
+
+
+def test_a_window_that_is_full_is_said(
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert generate.main([str(llama), "x" * 60, "--temperature", "0"]) == 0
+    assert "note: at most 4 tokens follow: the model takes 64, and the text has 60" in capsys.readouterr().err
+    with pytest.raises(DataError, match="the text has 64 tokens, and the model takes 64 with those that follow: shorten it"):
+        generate.main([str(llama), "x" * 64])
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert generate.main([str(llama), "--max-tokens", "3"]) == 0  # begins a document
+
+
+def test_it_stops_where_a_text_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_llama(tmp_path)
+    on = told(folder, TEXT, "--temperature", "0", "--max-tokens", "5", capsys=capsys)
+    assert not on["ended"]
+    assert len(on["tokens"]) == 5
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": on["tokens"][2]}))
+    ended = told(folder, TEXT, "--temperature", "0", "--max-tokens", "5", capsys=capsys)
+    assert ended["ended"]
+    assert ended["tokens"] == on["tokens"][: on["tokens"].index(on["tokens"][2]) + 1]
+
+
+def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path, llama: Path) -> None:
+    def refused(folder: Path, *more: str, error: type[Exception] = RunFolderError) -> str:
+        with pytest.raises(error) as caught:
+            generate.main([str(folder), "a", *more])
+        return str(caught.value)
+
+    assert "it has no config.json. Give a finished run, or a folder of transformers" in refused(tmp_path / "none")
+    (tmp_path / "checkpoints").mkdir()
+    assert f"is a run that is not finished: `samerun export {tmp_path}` makes a folder" in refused(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert f"transformers cannot load the model of {tmp_path}: " in refused(tmp_path)
+    gpt2 = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=8)).save_pretrained(gpt2)
+    assert f"{gpt2} has no tokenizer: put the files of the one there" in refused(gpt2)
+    (gpt2 / "tokenizer.json").write_text("{")
+    assert f"transformers cannot load the tokenizer of {gpt2}: " in refused(gpt2)
+    assert "--device moon is not to be had: " in refused(llama, "--device", "moon", error=DeviceError)
