@@ -9,7 +9,7 @@ import hashlib
 import importlib
 from typing import Any
 
-SHIPPED = {"image_classification": "app.tasks.image_classification"}
+SHIPPED = {"image_classification": "app.tasks.image_classification", "causal_lm": "app.tasks.causal_lm"}
 """The package of each. Its module `sections` has the class `Sections` (standard library only: it is read on login nodes), its
 module `task` the class `task`, which is made from them."""
 

@@ -44,7 +44,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "a tag of Python": (b"seed: !!python/object/apply:os.system [ls]\n", "seed is [ls] (bad.yaml:1): expected a whole number"),
     "a list that holds itself": (b"seed: &a [*a]\n", "seed is [...] (bad.yaml:1): expected a whole number"),
     "lists without end": (b"seed: " + b"[" * 3000, "stand too deep within one another"),
-    "an unknown task": (b"task: language\n", "task is 'language': there is no such task; there is image_classification"),
+    "an unknown task": (b"task: language\n", "task is 'language': there is no such task; there is image_class"),
     "a list as task": (b"task: [a]\n", "task is [a] (bad.yaml:1): expected text"),
     "no task": (b"task:\n", "task is empty (bad.yaml:1): expected text"),
     "null for a word": (b"optim: {name: null}\n", "optim.name is null (bad.yaml:1): expected text"),
@@ -107,7 +107,7 @@ WORDS: dict[str, str] = {
     "augment.mixup=0.2 train.global_batch_size=63": "it must be a multiple of 2, because augment.mixup and augment.cutmix",
     "optim.nesterov=true optim.momentum=0": "optim.nesterov needs optim.momentum greater than 0",
     "profile.steps=20:10": "profile.steps is '20:10': it must be the first and the last step to record",
-    "task=language": "task is 'language': there is no such task; there is image_classification, or a file",
+    "task=language": "task is 'language': there is no such task; there is image_classification, causal_lm, or a file",
     "task=": "task is empty (command line): expected text",
     "data.download=yes": "data.download is yes (command line): expected true or false",
 }

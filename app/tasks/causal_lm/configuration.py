@@ -1,0 +1,169 @@
+"""transformers' configuration of a network: of the recipe's keys, or of a config.json.
+
+transformers is imported when it is asked for, and no more of it than that architecture needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from app.errors import DataError, RecipeError
+from app.files import paths
+from app.tasks.causal_lm.sections import ModelRecipe
+
+NAMES = {
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "positions": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""transformers' common names of the keys; a configuration's `attribute_map` has its own."""
+_OTHER_NAMES = {"intermediate_size": ("n_inner", "ffn_dim")}
+"""Where that map has none: gpt2, opt."""
+_DROPOUT = (
+    "resid_pdrop", "embd_pdrop", "emb_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout", "residual_dropout",
+    "embedding_dropout",
+)  # fmt: skip
+_NO_DROPOUT = (
+    "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "activation_dropout", "layerdrop",
+)  # fmt: skip
+"""Those of attention are no modules, and skipped layers differ for each process."""
+
+
+def config_of(recipe: ModelRecipe, *, vocab_size: int | None, sequence_length: int | None) -> Any:
+    """Return transformers' configuration of the network, for text with so many tokens and rows of that length.
+
+    None: not known, as before the text is opened. Raises RecipeError for names and numbers that cannot be.
+    """
+    config = _of_folder(recipe) if recipe.path is not None else _of_sizes(recipe, vocab_size, sequence_length)
+    _check(config, recipe, vocab_size=vocab_size, sequence_length=sequence_length)
+    for name in _DROPOUT:
+        if hasattr(config, name):
+            setattr(config, name, recipe.dropout)
+    for name in _NO_DROPOUT:
+        if hasattr(config, name):
+            setattr(config, name, recipe.more.get(name, 0.0))
+    return config
+
+
+def positions_of(recipe: ModelRecipe) -> int | None:
+    """Return how many tokens of a row the model takes at most; None: any number. Raises RecipeError."""
+    return _positions(config_of(recipe, vocab_size=None, sequence_length=None))
+
+
+def _of_folder(recipe: ModelRecipe) -> Any:
+    path = recipe.path or ""
+    folder = path if recipe.is_named else paths.filled_in("model.path", path)
+    try:
+        if recipe.is_named:
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(folder, "config.json", revision=recipe.revision, local_files_only=True))
+        else:
+            file = Path(folder) / "config.json"
+        values = json.loads(file.read_text())
+        return _class_of_config(values.pop("model_type"))(**_changed(recipe, values))
+    except FileNotFoundError as error:
+        hint = "set model.download=true, which fetches it once" if recipe.is_named else "give a folder of transformers"
+        raise RecipeError(f"model.path is {path}: there is no config.json ({error}): {hint}") from error
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise RecipeError(f"model.path is {path}: its config.json is none of transformers: {error!r}") from error
+
+
+def download(recipe: ModelRecipe) -> None:
+    """Fetch the config.json of a name of the hub into this machine's cache, if that is allowed. Raises DataError."""
+    if not (recipe.is_named and recipe.download):
+        return
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision)
+    except Exception as error:  # whatever the network says
+        raise DataError(f"the config.json of {recipe.path} cannot be downloaded ({error}): is there a network?") from error
+
+
+def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int | None) -> Any:
+    kind = _class_of_config(recipe.architecture or "gpt2")
+    names = {field.name for field in dataclasses.fields(kind)}
+    default = kind()
+    values: dict[str, Any] = {}
+    chosen = {"vocab_size": vocab_size, "positions": sequence_length, **recipe.chosen}
+    for key, value in chosen.items():
+        common = NAMES[key]
+        own = next(
+            (name for name in (kind.attribute_map.get(common, common), *_OTHER_NAMES.get(key, ())) if name in names), None
+        )
+        if own is None and key in recipe.chosen:
+            raise RecipeError(f"model.{key} is {value}, and {recipe.architecture or 'gpt2'} has no such number: remove it")
+        if own is not None and value is not None:
+            values[own] = value
+    if recipe.hidden_size and not recipe.intermediate_size and isinstance(getattr(default, "intermediate_size", None), int):
+        values["intermediate_size"] = -(-recipe.hidden_size * default.intermediate_size // default.hidden_size // 8) * 8
+    if recipe.heads and not recipe.key_value_heads and "num_key_value_heads" in names:
+        values["num_key_value_heads"] = recipe.heads
+    if recipe.hidden_size and recipe.heads and "head_dim" in names:
+        values["head_dim"] = recipe.hidden_size // recipe.heads
+    # Those of the class are of another vocabulary; as padding, a token would get no gradient.
+    values |= {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in names}
+    return _made(kind, recipe, {**values, **_changed(recipe, {}, names)})
+
+
+def _changed(recipe: ModelRecipe, values: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the values with model.settings. Raises RecipeError for a name that is not among `names`; None: those of values."""
+    known = {*(values if names is None else names)}
+    known |= {"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()
+    for name in recipe.more:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(sorted(known))}"
+            raise RecipeError(f"model.settings has {name}, which this architecture does not know; {hint}")
+    return {**values, **recipe.more}
+
+
+def _made(kind: Any, recipe: ModelRecipe, values: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**values)
+    except Exception as error:  # transformers raises of its own
+        why = str(error).splitlines()[-1].strip()
+        raise RecipeError(f"model.*: transformers takes no {recipe.architecture or 'gpt2'} like that: {why}") from error
+
+
+def _class_of_config(model_type: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as HAVE
+
+    if model_type not in HAVE or model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, HAVE, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "gpt2, llama, qwen3, mistral and gemma are some"
+        raise RecipeError(f"model.architecture is {model_type}: transformers has no such causal language model; {hint}")
+    return CONFIG_MAPPING[model_type]
+
+
+def _positions(config: Any) -> int | None:
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def _check(config: Any, recipe: ModelRecipe, *, vocab_size: int | None, sequence_length: int | None) -> None:
+    problems, most = [], _positions(config)
+    if vocab_size and config.vocab_size < vocab_size:
+        problems.append(
+            f"the model knows {config.vocab_size} tokens (model.vocab_size), and the tokenizer has {vocab_size}: raise it"
+        )
+    if sequence_length and most and sequence_length > most:
+        problems.append(
+            f"a row has {sequence_length} tokens, and the model takes {most} (model.positions): lower data.sequence_length"
+        )
+    if recipe.dropout and not any(hasattr(config, name) for name in _DROPOUT):
+        problems.append(f"model.dropout is {recipe.dropout}, and {config.model_type} has no such dropout: set 0")
+    if problems:
+        raise RecipeError(*problems)

@@ -1,0 +1,179 @@
+"""The sections of a recipe that trains a causal language model: its text as tokens, and the network.
+
+Each key, its default and its meaning (with the unit) stand below, as in `app/recipe/schema.py`; the ranges and what contradicts
+what stand at the end. Standard library only: it is read on login nodes, before torch is there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from app.errors import RecipeError
+from app.recipe.ranges import POSITIVE, Range, out_of_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """The text, as rows of tokens."""
+
+    places: ClassVar = ("path",)
+
+    path: str | None = None
+    """Folder of tokens that `samerun data tokenize` wrote, or one with nanoGPT's train.bin and val.bin; `~` and variables are
+    filled in. None: the book that comes with the package, a byte a token."""
+    sequence_length: int | None = None
+    """Tokens of a row, each the target of those before it. None: that of a folder whose rows are packed, or else as many as the
+    model has positions."""
+    document_masks: bool = False
+    """Begin attention and positions anew with each document of a row, so that no document sees another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecipe:
+    """The network, one of transformers."""
+
+    not_learnt: ClassVar = ("attention", "head", "download")
+
+    architecture: str | None = None
+    """Kind of network, by transformers' model_type: gpt2, llama, qwen3, mistral, gemma, ... None: gpt2."""
+    hidden_size: int | None = None
+    """Width: numbers for each token between the layers. For this and what follows, None is the default of transformers."""
+    layers: int | None = None
+    """Depth: layers of attention and feed-forward network."""
+    heads: int | None = None
+    """Attention heads of each layer."""
+    key_value_heads: int | None = None
+    """Heads of keys and values, which divide the attention heads; fewer take less memory. None: as many as heads, or the
+    architecture's own."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward network within a layer."""
+    vocab_size: int | None = None
+    """Tokens that the model knows, at least as many as the tokenizer has. None: as many as that."""
+    positions: int | None = None
+    """Most tokens of a row that the model takes. None: data.sequence_length, or else the default of transformers."""
+    tie_embeddings: bool | None = None
+    """Whether the first and the last layer share their weights."""
+    dropout: float = 0.0
+    """Share of the embeddings and of what each layer adds that is dropped at random in training, where the architecture has
+    such dropout (gpt2 has, llama has not). Attention drops nothing, unless model.settings says so."""
+    settings: tuple[str, ...] | None = None
+    """What else the architecture takes, each NAME=VALUE by the names of transformers' configuration, as in
+    sliding_window=1024,rms_norm_eps=1e-5; a value with commas stands in a list of YAML."""
+    path: str | None = None
+    """Folder with a config.json of transformers, or a name of the hub, that says what the network is: instead of the keys
+    above. Its weights are taken by train.init_from alone."""
+    revision: str | None = None
+    """Commit of a name of the hub in model.path, all 40 digits of it."""
+    download: bool = False
+    """Whether the config.json of a name of the hub may be downloaded, by one process per node."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
+    """How attention is computed, by transformers' names: sdpa is torch's own, flash_attention_2 a package for GPUs."""
+    head: Literal["auto", "whole", "chunked"] = "auto"
+    """How the last layer's loss is computed: from all logits at once, or a chunk of tokens at a time, in a fraction of the
+    memory. auto: chunked for a vocabulary of 4096 tokens or more."""
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Return what is given of the network's size, by the names of the keys."""
+        keys = ("hidden_size", "layers", "heads", "key_value_heads", "intermediate_size", "vocab_size", "positions")
+        values = {key: getattr(self, key) for key in (*keys, "tie_embeddings")}
+        return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """Return `settings` by name, each value as JSON reads it, or the text. Raises ValueError for one without a value."""
+        return dict(_setting(text) for text in self.settings or ())
+
+    @property
+    def is_named(self) -> bool:
+        """Whether `path` is a name of the hub, `owner/name`, and no folder."""
+        return self.path is not None and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", self.path)) and not Path(self.path).is_dir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """All that a recipe says of this task alone. Raises RecipeError for what cannot be."""
+
+    why_neighbours: ClassVar = "each row is a sample of its own"
+    neighbours: ClassVar = 1
+    data: DataRecipe = field(default_factory=DataRecipe)
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+
+    def __post_init__(self) -> None:
+        problems = [*out_of_range(self, _RANGES), *_of_settings(self.model)]
+        problems += _of_path(self.model) if self.model.path is not None else _of_sizes(self)
+        if problems:
+            raise RecipeError(*problems)
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Files and folders that have to be there before the run, each by its key; `~` and variables are not filled in."""
+        there = {"data.path": self.data.path, "model.path": None if self.model.is_named else self.model.path}
+        return {key: path for key, path in there.items() if path is not None}
+
+
+_RANGES: Mapping[str, Range] = {
+    "data.sequence_length": POSITIVE,
+    "model.hidden_size": POSITIVE, "model.layers": POSITIVE, "model.heads": POSITIVE, "model.key_value_heads": POSITIVE,
+    "model.intermediate_size": POSITIVE, "model.vocab_size": Range(2), "model.positions": POSITIVE,
+    "model.dropout": Range(0, 1, open_high=True),
+}  # fmt: skip
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.strip() and value.strip()):
+        raise ValueError(f"model.settings has {text!r}: each must be NAME=VALUE, as in rms_norm_eps=1e-5")
+    try:
+        return name.strip(), json.loads(value)
+    except ValueError:
+        return name.strip(), value.strip()
+
+
+def _of_settings(model: ModelRecipe) -> list[str]:
+    try:
+        names = [_setting(text)[0] for text in model.settings or ()]
+    except ValueError as error:
+        return [str(error)]
+    return [f"model.settings has {name} twice" for name in sorted(set(names)) if names.count(name) > 1]
+
+
+def _of_path(model: ModelRecipe) -> list[str]:
+    said = ("architecture",) if model.architecture else ()
+    problems = [
+        f"model.{key} is given, and model.path, whose config.json says it: remove one" for key in (*said, *model.chosen)
+    ]
+    if not model.is_named:
+        if model.revision is not None:
+            problems.append(f"model.revision is for a name of the hub, and model.path is {model.path}: remove it")
+    elif model.revision is None or not re.fullmatch("[0-9a-f]{40}", model.revision):
+        problems.append(
+            f"model.revision is {model.revision}: for {model.path} of the hub it must be a commit, all 40 hexadecimal "
+            "digits of it, because branches and tags move; if a folder is meant, there is none of that name"
+        )
+    return problems
+
+
+def _of_sizes(sections: Sections) -> list[str]:
+    model, problems = sections.model, []
+    if model.revision is not None:
+        problems.append("model.revision is for a name of the hub in model.path, and that is null: remove it")
+    if model.hidden_size and model.heads and model.hidden_size % model.heads and "head_dim" not in str(model.settings):
+        problems.append(
+            f"model.hidden_size is {model.hidden_size} and model.heads {model.heads}: the heads must divide the width"
+        )
+    if model.heads and model.key_value_heads and model.heads % model.key_value_heads:
+        problems.append(
+            f"model.heads is {model.heads} and model.key_value_heads {model.key_value_heads}: these must divide the heads"
+        )
+    length = sections.data.sequence_length
+    if length and model.positions and length > model.positions:
+        problems.append(
+            f"data.sequence_length is {length} and model.positions {model.positions}: the model takes no longer row"
+        )
+    return problems

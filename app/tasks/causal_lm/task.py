@@ -1,0 +1,159 @@
+"""Causal language models: each token is predicted from those before it.
+
+Shapes: B rows in a batch, S tokens a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from app.data.draws import Draws
+from app.data.samples import Batch, Splits
+from app.errors import DataError
+from app.files import paths
+from app.task import Form, Loss, Scores, Split, Table, Totals
+from app.tasks.causal_lm import configuration
+from app.tasks.causal_lm import model as networks
+from app.tasks.causal_lm.data import embedded, store
+from app.tasks.causal_lm.data.rows import Rows
+from app.tasks.causal_lm.data.store import Tokens
+from app.tasks.causal_lm.head import IGNORED
+from app.tasks.causal_lm.sections import Sections
+
+
+class CausalLM:
+    """Predicts the next token."""
+
+    monitor: tuple[str, Literal["max", "min"]] = ("loss", "min")
+    """The best checkpoint has the smallest loss a token."""
+    unit: ClassVar[str] = "tokens"
+    """What a loss counts."""
+    channels_last: ClassVar[bool] = False
+
+    def __init__(self, sections: Sections) -> None:
+        self._sections = sections
+
+    # Data -------------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> CausalLM:
+        """Download the configuration of the network, if the recipe says so."""
+        configuration.download(self._sections.model)
+        return self
+
+    def samples(self, split: Split) -> Rows | None:
+        """Open a split as rows; None: there is none."""
+        data = self._sections.data
+        tokens = _open(data.path, split)
+        if tokens is None:
+            return None
+        length = data.sequence_length
+        if length is None and tokens.packed is None:
+            length = configuration.positions_of(self._sections.model)
+        return Rows(tokens, length, document_masks=data.document_masks, training=split == "train")
+
+    def notes(self, data: Splits) -> list[str]:
+        """Return a sentence on the text that is trained on: how much it is, and what is left out."""
+        rows: Rows = data.train
+        split, counted = rows.split, ""
+        if split.documents is not None:
+            counted = f" of {len(split.documents) - 1:,} documents"
+        cut = f"; {rows.dropped_targets} at the end make no whole row" if rows.dropped_targets else ""
+        kind = split.tokenizer.get("name") or split.tokenizer.get("kind")
+        return [
+            f"{len(split.tokens):,} tokens{counted} to train on, in {len(rows):,} rows of {rows.sequence_length}{cut}; "
+            f"tokenizer {kind}, {split.vocab_size:,} tokens"
+        ]
+
+    def matched(self, samples: Rows, facts: Mapping[str, Any]) -> Rows:
+        """Return other text, if its tokens are those that the model knows. Raises DataError if not."""
+        theirs, ours = samples.facts["tokenizer"].get("digest"), facts["tokenizer"].get("digest")
+        if theirs != ours:
+            raise DataError(
+                f"the text is of another tokenizer ({theirs}) than the model was trained with ({ours}): tokenise it with that "
+                "(samerun data tokenize)"
+            )
+        return samples
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def model(self, facts: Mapping[str, Any]) -> nn.Module:
+        """Return the network for text with these facts."""
+        return networks.build(self._sections.model, facts)
+
+    def init(self, model: nn.Module, name: str, unit: nn.Module) -> None:  # noqa: ARG002
+        """Draw the weights of a unit of the model by transformers' rules for it, and fill its buffers."""
+        networks.initialize(model, unit)
+
+    def head(self, model: nn.Module) -> str:
+        """Return the name of the layer whose outputs are tokens."""
+        last = model.get_output_embeddings()  # type: ignore[operator]
+        found: str = next(name for name, module in model.named_modules() if module is last)
+        return found
+
+    def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:  # noqa: ARG002
+        """Return `input_ids` and `labels`, int64 [B, S], `position_ids` where documents are masked, and `bytes` where known."""
+        tokens = batch["tokens"].long()
+        labels = tokens[:, 1:]
+        if "counted" in batch:
+            labels = labels.masked_fill(~batch["counted"], IGNORED)
+        made: Batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": labels.contiguous()}
+        if "documents" in batch:
+            made["position_ids"] = positions_in(batch["documents"])
+        return {**made, **{name: batch[name] for name in ("bytes", "samples", "numbers") if name in batch}}
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
+        """Return the mean of nats over the tokens that count."""
+        return Loss.of(model(**_taken(batch)), (batch["labels"] != IGNORED).sum())
+
+    # Scores -----------------------------------------------------------------------------------------------------------
+
+    def score(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
+        """Return nats a token, and bits a byte of text where the bytes are known."""
+        nats = model(**_taken(batch), by_row=True).double() * valid
+        tokens = (batch["labels"] != IGNORED).sum(1).double() * valid
+        sums = {"loss": (nats.sum(), tokens.sum())}
+        if "bytes" in batch:
+            sums["bits_per_byte"] = nats.sum() / math.log(2), (batch["bytes"].double() * valid).sum()
+        return Scores(sums)
+
+    def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
+        """Return the scores, perplexity among them. Raises DataError if no token counts."""
+        if not totals["loss"][1]:
+            raise DataError("no token of this text counts, so there is no score: are there answers in it?")
+        scores = {name: (total / count).item() for name, (total, count) in totals.items() if count}
+        return {**scores, "perplexity": math.exp(min(scores["loss"], 700.0))}, {}
+
+    def example(self, facts: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
+        """Return two rows without data. All of attention is counted, what the causal mask hides too.
+
+        So do Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B), by whose figures MFU is compared.
+        """
+        rows = torch.empty(2, facts["sequence_length"], dtype=torch.int64, device="meta")
+        return {"input_ids": rows, "labels": torch.empty_like(rows), "samples": torch.arange(2, device="meta")}
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Return the place of each token in its document, int64 [B, S], from 0; `documents` [B, S] are the documents' numbers."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - places.where(begins, 0).cummax(1).values
+
+
+def _open(path: str | None, split: str) -> Tokens | None:
+    if path is None:
+        return embedded.open_embedded(split)
+    return store.open_split(Path(paths.filled_in("data.path", path)), split)
+
+
+def _taken(batch: Batch) -> dict[str, Tensor]:
+    return {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
+
+
+task = CausalLM

@@ -1,0 +1,167 @@
+"""The network of a language model: its loss against transformers' own, and what a recipe may not ask of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from app.errors import RecipeError
+from app.tasks.causal_lm import configuration, model
+from app.tasks.causal_lm.head import Head
+from app.tasks.causal_lm.sections import ModelRecipe, Sections
+
+TINY: dict[str, Any] = {"hidden_size": 32, "layers": 2, "heads": 4}
+MORE: dict[str, tuple[str, ...]] = {
+    "mistral": ("sliding_window=7",),
+    "gpt_bigcode": ("multi_query=true",),
+    "opt": ("word_embed_proj_dim=32", "ffn_dim=64"),
+    "gemma2": ("final_logit_softcapping=5.0", "layer_types=null"),
+}
+FACTS = {"vocab_size": 97, "sequence_length": 24, "tokenizer": {}, "document_masks": False}
+IGNORED = -100
+
+
+def built(architecture: str, *, seed: int = 0, **keys: Any) -> nn.Module:
+    """A tiny network in float64, with weights large enough that every part of it shows in the loss."""
+    attention = "eager" if architecture == "gemma2" else "sdpa"  # it caps attention too, which sdpa does not
+    recipe = ModelRecipe(
+        architecture=architecture, **{**TINY, "settings": MORE.get(architecture), "attention": attention, **keys}
+    )
+    network = model.build(recipe, FACTS).double()
+    drawn = torch.Generator().manual_seed(seed)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.2, generator=drawn)
+    return network
+
+
+def rows(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three rows, and labels of which some do not count; the last row has none that does."""
+    drawn = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 97, (3, 25), generator=drawn)
+    labels = tokens[:, 1:].clone()
+    labels[0, :9] = labels[2] = IGNORED
+    return tokens[:, :-1].contiguous(), labels
+
+
+def theirs(network: nn.Module) -> nn.Module:
+    """transformers' own network with the same weights."""
+    own = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[network.config.model_type])(network.config).double()
+    own.load_state_dict(network.state_dict())
+    return own.train()
+
+
+@pytest.mark.parametrize("architecture", [*sorted(model.PLAIN), "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+def test_loss_and_gradient_are_those_of_transformers(architecture: str, head: str) -> None:
+    is_plain = architecture in model.PLAIN
+    ours = built(architecture, head=head if is_plain else "auto")
+    other = theirs(ours)
+    tokens, labels = rows()
+    found = ours(input_ids=tokens, labels=labels)
+    found.backward()
+    logits = other(input_ids=tokens, use_cache=False).logits
+    told = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    told.backward()
+    count = int((labels != IGNORED).sum())
+    in_float32 = other.loss_function(logits, None, vocab_size=97, num_items_in_batch=count, shift_labels=labels) * count
+    torch.testing.assert_close(found.float(), in_float32, rtol=1e-6, atol=0)
+    assert isinstance(ours.get_output_embeddings(), Head) == is_plain
+    torch.testing.assert_close(found, told, rtol=1e-12, atol=0)
+    for (name, one), (_, another) in zip(ours.named_parameters(), other.named_parameters(), strict=True):
+        if one.grad is not None or another.grad is not None:
+            torch.testing.assert_close(
+                one.grad, another.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    with torch.no_grad():
+        by_row = ours(input_ids=tokens, labels=labels, by_row=True)
+    torch.testing.assert_close(by_row.sum(), found.detach(), rtol=1e-12, atol=0)
+    assert by_row[2] == 0
+
+
+def test_a_tied_last_layer_stays_tied() -> None:
+    for architecture, tied in {"gpt2": None, "llama": True, "gemma": None}.items():
+        network = built(architecture, tie_embeddings=tied)
+        assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+        network.tie_weights()
+        assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+        assert "lm_head.weight" in network.state_dict()
+    assert built("llama").lm_head.weight is not built("llama").model.embed_tokens.weight
+
+
+def test_documents_that_begin_anew_do_not_see_each_other() -> None:
+    """What `position_ids` say is lost by an attention mask or by a cache; so neither is given."""
+    tokens, labels = rows()
+    places = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
+    for architecture in ("gpt2", "llama", "qwen3", "mistral", "gemma"):
+        network = built(architecture)
+        network.config.use_cache = True  # transformers' default, which would turn the masks off
+        together = network(input_ids=tokens, labels=labels, position_ids=places, by_row=True)
+        apart = [
+            network(input_ids=tokens[:, part], labels=labels[:, part], by_row=True) for part in (slice(0, 10), slice(10, 24))
+        ]
+        torch.testing.assert_close(together, apart[0] + apart[1], rtol=1e-10, atol=1e-10)
+        masked = network(input_ids=tokens, labels=labels, position_ids=places, by_row=True, attention_mask=torch.ones(3, 24))
+        assert (masked[0] - together[0]).abs() > 1e-3, "the trap is there: an attention mask of ones turns them off"
+
+
+def test_without_labels_it_is_transformers_own() -> None:
+    network = built("llama").eval()
+    tokens, _ = rows()
+    torch.testing.assert_close(network(tokens).logits, theirs(network).eval()(tokens).logits, rtol=0, atol=0)
+    made = network.generate(tokens[:1, :5], max_new_tokens=5, do_sample=False)
+    step = tokens[:1, :5]
+    for _ in range(5):
+        step = torch.cat([step, network(step).logits[:, -1:].argmax(-1)], dim=1)
+    assert made.tolist() == step.tolist()
+    assert type(network).__name__ == "LlamaForCausalLM"
+
+
+def test_the_sliding_window_is_seen() -> None:
+    tokens, labels = rows()
+    narrow, wide = built("mistral"), built("mistral", settings=("sliding_window=1000",))
+    near, far = (network(input_ids=tokens, labels=labels, by_row=True)[1] for network in (narrow, wide))
+    assert (near - far).abs() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"architecture": "lama"}, "model.architecture is lama: transformers has no such causal language model; did you mean"),
+        (
+            {"settings": ("rms_norm_epsilon=1e-5",)},
+            "model.settings has rms_norm_epsilon, which this architecture does not know; did",
+        ),
+        ({"settings": ("rms_norm_eps=wide",)}, "model.*: transformers takes no llama like that"),
+        ({"vocab_size": 50}, "the model knows 50 tokens (model.vocab_size), and the tokenizer has 97"),
+        ({"positions": 16}, "a row has 24 tokens, and the model takes 16 (model.positions)"),
+        ({"dropout": 0.1}, "model.dropout is 0.1, and llama has no such dropout"),
+        ({"architecture": "gpt2", "key_value_heads": 2}, "model.key_value_heads is 2, and gpt2 has no such number"),
+        ({"architecture": "gemma2", "head": "chunked"}, "model.head is chunked, which is not for gemma2"),
+        ({"attention": "flash_attention_2"}, "transformers refuses to build a llama with model.attention=flash_attention_2"),
+    ],
+)
+def test_what_cannot_be_is_refused(keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        model.build(ModelRecipe(**{"architecture": "llama", **TINY, **keys}), FACTS)
+    assert text in str(refused.value)
+
+
+def test_sections_that_contradict_themselves() -> None:
+    with pytest.raises(RecipeError) as refused:
+        Sections(model=ModelRecipe(hidden_size=30, heads=4, key_value_heads=3, revision="main", settings=("a", "b=1", "b=2")))
+    assert len(refused.value.problems) == 4
+    with pytest.raises(RecipeError, match="all 40 hexadecimal digits"):
+        Sections(model=ModelRecipe(path="owner/name", layers=2))
+
+
+def test_dropout_is_that_of_the_recipe() -> None:
+    recipe = ModelRecipe(architecture="gpt2", dropout=0.25, **TINY)
+    config = configuration.config_of(recipe, vocab_size=97, sequence_length=24)
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.25, 0.25, 0.0)
+    assert configuration.config_of(ModelRecipe(), vocab_size=None, sequence_length=None).resid_pdrop == 0
