@@ -34,15 +34,18 @@ class Display(Protocol):
         """Leave the terminal as it was: what is said from then on stands below all that was shown."""
 
 
-def display(*, total_steps: int, is_main: bool, remedy: str) -> Display:
-    """Return the display that suits where this process's output goes. `remedy` is what helps where training waits for data."""
+def display(*, total_steps: int, is_main: bool, remedy: str, unit: str) -> Display:
+    """Return the display that suits where this process's output goes.
+
+    `remedy` is what helps where training waits for data; `unit` is what is counted by the second.
+    """
     if not is_main:
         return _Nothing()
     starving = _Starving(remedy)
     console = Console()
     # Open MPI gives each process a terminal of its own, wherever mpirun's output goes.
     on_terminal = console.is_terminal and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    return _Bar(console, total_steps, starving) if on_terminal else _Lines(total_steps, starving)
+    return _Bar(console, total_steps, starving, unit) if on_terminal else _Lines(total_steps, starving, unit)
 
 
 class _Starving:
@@ -70,8 +73,8 @@ class _Nothing:
 
 
 class _Bar:
-    def __init__(self, console: Console, total_steps: int, starving: _Starving) -> None:
-        self._starving = starving
+    def __init__(self, console: Console, total_steps: int, starving: _Starving, unit: str) -> None:
+        self._starving, self._unit = starving, unit
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -89,7 +92,7 @@ class _Bar:
     def show(self, line: Mapping[str, Any]) -> None:
         if sentence := self._starving.sentence(line):
             self.say(sentence)
-        state = f"{_loss(line)}  {line['samples_per_s']:,.0f} samples/s"
+        state = f"{_loss(line)}  {line[f'{self._unit}_per_s']:,.0f} {self._unit}/s"
         self._progress.update(self._task, completed=line["step"], state=state)
 
     def close(self) -> None:
@@ -97,8 +100,8 @@ class _Bar:
 
 
 class _Lines:
-    def __init__(self, total_steps: int, starving: _Starving) -> None:
-        self._total_steps, self._starving = total_steps, starving
+    def __init__(self, total_steps: int, starving: _Starving, unit: str) -> None:
+        self._total_steps, self._starving, self._unit = total_steps, starving, unit
         self._shown_s = -SECONDS_BETWEEN_LINES
 
     def say(self, text: str) -> None:
@@ -114,7 +117,7 @@ class _Lines:
         self._shown_s = now_s
         self.say(
             f"step {line['step']}/{self._total_steps}  epoch {line['epoch']}  {_loss(line)}  "
-            f"lr {line['learning_rate']:.2e}  {line['samples_per_s']:,.0f} samples/s  "
+            f"lr {line['learning_rate']:.2e}  {line[f'{self._unit}_per_s']:,.0f} {self._unit}/s  "
             f"waiting for data {line['data_wait_share']:.0%}{_utilization(line)}"
         )
 

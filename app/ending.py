@@ -76,6 +76,7 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
         "samples_seen": ended.step * runtime.plan.global_batch_size,
         **_named(ended.scores.values()),
         "samples_per_s": samples_per_s,
+        **training.metrics.units.result(training_s, steps=steps),
         "training_s": training_s,
         "world_size": runtime.plan.world_size,
         "preset": opened.preset,
@@ -89,12 +90,10 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
                         folder.mkdir()
                         training.task.leave(folder, samples, scores.rows)
             opened.claim.write_json(run_folder.RESULT, result)
-    monitored = training.task.monitor[0]
+    monitored, unit = training.task.monitor[0], training.task.unit
+    speed = result[f"{unit}_per_s"]
     words = "".join(f"{scores.in_words(monitored)} on {scores.samples:,} samples; " for scores in ended.scores.values())
-    return (
-        f"{words}{'no step was left to take' if samples_per_s is None else f'{samples_per_s:,.0f} samples/s'}\n"
-        f"run folder {opened.claim.path}"
-    )
+    return f"{words}{'no step was left to take' if speed is None else f'{speed:,.0f} {unit}/s'}\nrun folder {opened.claim.path}"
 
 
 def _named(evaluations: Iterable[Evaluation]) -> dict[str, Any]:

@@ -172,6 +172,7 @@ def _describe(
         "task": loaded.recipe.task,
         **_of_own_task(loaded.recipe.task),
         "monitor": [monitored, good_end],
+        "unit": task.unit,
         "recipe_digest": recipe_file.digest(loaded.recipe),
         "preset": preset.name if preset else None,
         "strategy": runtime.launched.strategy,

@@ -114,7 +114,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
-    metrics = _metrics(runtime, recipe, parts, model, opened, first_step=first_step)
+    metrics = _metrics(runtime, recipe, parts, model, opened, unit=task.unit)
     shards = Shards(runtime.accelerator, model, optimizer, None if isinstance(average, NoAverage) else average)
     check_optimizer(runtime, parts.rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
@@ -198,7 +198,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
 def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, run_dir: Path) -> Display:
     launched = runtime.launched
     remedy = loader.remedy(data.train, asked=runtime.workers, local_world_size=launched.local_world_size, device=runtime.device)
-    display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy)
+    display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy, unit=task.unit)
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
     notes = [
         *runtime.notes,
@@ -244,9 +244,7 @@ def _control(runtime: Runtime, recipe: Recipe, parts: Parts, claim: Claim) -> Co
     )
 
 
-def _metrics(
-    runtime: Runtime, recipe: Recipe, parts: Parts, model: torch.nn.Module, opened: Opened, *, first_step: int
-) -> Metrics:
+def _metrics(runtime: Runtime, recipe: Recipe, parts: Parts, model: torch.nn.Module, opened: Opened, *, unit: str) -> Metrics:
     gauges = Gauges(
         runtime.accelerator,
         model,
@@ -260,7 +258,8 @@ def _metrics(
         opened.trackers,
         global_batch_size=runtime.plan.global_batch_size,
         log=recipe.log,
-        first_step=first_step,
+        unit=unit,
+        first_step=opened.resumed.step if opened.resumed else 0,
     )
 
 

@@ -94,6 +94,8 @@ class NeedsData(Exception):  # noqa: N818  (no error: less is known of the model
     """Raised by a task whose loss cannot be computed on tensors without data (torch's meta device)."""
 
 
+SAMPLES = "samples"
+"""The unit of a task that has none of its own."""
 Split = Literal["train", "validation", "test"]
 Totals = Mapping[str, tuple[Tensor, Tensor]]
 """`Scores.sums`, added up over all samples, on the CPU."""
@@ -115,6 +117,13 @@ class Task(Protocol):
     @property
     def monitor(self) -> tuple[str, Literal["max", "min"]]:
         """The score by which the best checkpoint is chosen, and which end of it is good. Optional: ("loss", "min")."""
+
+    @property
+    def unit(self) -> str:
+        """What a `Loss.count` is the number of, in the plural, as a key may be called: "tokens".
+
+        The run then tells `tokens_seen` and `tokens_per_s`. Optional: "samples".
+        """
 
     @property
     def channels_last(self) -> bool:

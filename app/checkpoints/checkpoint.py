@@ -62,8 +62,8 @@ class Checkpoints:
         `frozen` is, on the main process, what `frozen.settle` returned.
 
         `monitor` is the score by which the best checkpoint is chosen, and which end of it is best. `metrics` is told how long
-        the training was held and how long the writing took. What `spikes` and `patience` know is saved too. `on_disk` is called
-        on every rank, in another thread, with the seconds from a step to its checkpoint on the disk.
+        the training was held and how long the writing took. What it, `spikes` and `patience` know is saved too. `on_disk` is
+        called on every rank, in another thread, with the seconds from a step to its checkpoint on the disk.
         """
         self._runtime, self._claim, self._recipe = runtime, claim, recipe
         self._shards, self._facts, self._frozen, self._metrics = shards, dict(facts), frozen, metrics
@@ -167,6 +167,7 @@ class Checkpoints:
         self._best = reader.state["best"]
         self._patience.load(reader.state.get("patience"))
         self._spikes.load(reader.state.get("gradient_norms"), step=reader.state["step"])
+        self._metrics.units.load(reader.state.get("units_seen", 0))
         self._shards.publish()
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -179,6 +180,7 @@ class Checkpoints:
             "best": self._best,
             "patience": self._patience.state(),
             "gradient_norms": self._spikes.state(),
+            "units_seen": self._metrics.units.state(),
             "optimizer": self._shards.scalars(),
             "gradient_scaler": None if scaler is None else scaler.state_dict(),
         }

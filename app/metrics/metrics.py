@@ -19,11 +19,12 @@ from app.metrics.clock import NOTHING
 from app.metrics.fed import Fed
 from app.metrics.gauges import Gauges
 from app.metrics.losses import Losses
+from app.metrics.units import Units
 from app.optim.steps import Step
 from app.recipe.schema import LogRecipe
 from app.record import ledger, run_folder
 from app.record.claim import Claim
-from app.task import Loss
+from app.task import SAMPLES, Loss
 from app.trackers.trackers import Trackers
 
 _RECORD_EVERY_S = 1.0
@@ -42,8 +43,10 @@ class Metrics:
         *,
         global_batch_size: int,
         log: LogRecipe,
+        unit: str = SAMPLES,
         first_step: int = 0,
     ) -> None:
+        """`unit` is the task's."""
         self.clock = gauges.clock
         self.timed = gauges.communication.timed
         """The block in which the run trains: what ranks wait for one another is timed in it."""
@@ -54,7 +57,7 @@ class Metrics:
         self._record_samples = log.samples
         self._samples: list[int] = []
         self._losses = Losses(accelerator.device, with_sums=log.train_scores)
-        self._totals: list[float | torch.Tensor] = []
+        self.units = Units(unit)
         self._fed = Fed()
         self._unseen: list[Step] = []
         self._seen_steps, self._ended_steps, self._grad_norm = first_step, first_step, math.nan
@@ -80,7 +83,7 @@ class Metrics:
         """
         self._fed.end_step()
         self._unseen.append(taken)
-        self._totals.append(total)
+        self.units.end_step(total)
         self._ended_steps = step
         self._losses.end_step(taken.skipped)
         if self._record_samples:
@@ -99,7 +102,8 @@ class Metrics:
         since = spent - self._logged
         samples = steps * self._global_batch_size
         (loss_sum, counted, *sums), readings = self._gauges.read(self._losses.take(), since, samples=samples)
-        self._check_counts(counted)
+        counts = self.units.take()
+        self._check_counts(counted, counts)
         loss = loss_sum / max(counted, 1)
         self._unrecorded_s += samples / readings["samples_per_s"]  # the mean of the ranks, so that they agree
         if self._unrecorded_s >= _RECORD_EVERY_S or not math.isfinite(loss):
@@ -112,6 +116,7 @@ class Metrics:
         line = {
             "step": step,
             "samples_seen": step * self._global_batch_size,
+            **self.units.seen,
             "epoch": epoch,
             "loss": loss if applied else None,
             **self._reported(sums),
@@ -119,6 +124,7 @@ class Metrics:
             "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
             "skipped_steps": self._skipped_to_log,
             **readings,
+            **self.units.rates(sum(counts), readings, samples=samples),
             "training_s": spent.training_s,
             "saving_share": since.held_s / (since.training_s + since.held_s),
             "saving_held_s": since.held_s,
@@ -129,11 +135,13 @@ class Metrics:
         self._write(run_folder.METRICS, line, shown=line)
         return line
 
-    def _check_counts(self, counted: float) -> None:
-        """Raise TrainingError, on all ranks, if the loss was not a mean over as much as the gradient took it for."""
+    def _check_counts(self, counted: float, counts: Sequence[float]) -> None:
+        """Raise TrainingError, on all ranks, if the loss was not a mean over as much as the gradient took it for.
+
+        `counts` are those that the gradients of the steps since the last line were weighed by.
+        """
         skipped = {step - self._logged_steps - 1 for step in self._skipped_to_log}
-        expected = sum(map(float, [total for place, total in enumerate(self._totals) if place not in skipped]))
-        self._totals = []
+        expected = sum(count for place, count in enumerate(counts) if place not in skipped)
         if counted != expected:
             raise TrainingError(
                 f"the losses since step {self._logged_steps} are means over {counted:,.0f} in all, and the gradients were "
@@ -161,7 +169,7 @@ class Metrics:
     def record_evaluation(self, step: int, *, epoch: int, scores: Mapping[str, float], held_s: float) -> None:
         """Write down the named scores of the weights after `step` steps, and how long the training stood still for them."""
         self._record(ledger.Evaluated(step=step, held_s=held_s))
-        place = {"step": step, "samples_seen": step * self._global_batch_size, "epoch": epoch}
+        place = {"step": step, "samples_seen": step * self._global_batch_size, **self.units.seen, "epoch": epoch}
         self._write(run_folder.EVALUATIONS, {**place, **scores}, shown=scores)
 
     def _record_steps(self) -> None:

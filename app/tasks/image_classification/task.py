@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from app.data.draws import Draws
 from app.data.samples import Batch, Splits
 from app.errors import DataError
-from app.task import Form, Later, Loss, Scores, Split, Table, Totals
+from app.task import SAMPLES, Form, Later, Loss, Scores, Split, Table, Totals
 from app.tasks.image_classification import classify, looks, model_names, models, predictions
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.notes import notes_on
@@ -35,6 +35,7 @@ class ImageClassification:
 
     monitor: tuple[str, Literal["max", "min"]] = ("accuracy", "max")
     """The best checkpoint is the one that is right most often."""
+    unit = SAMPLES
 
     def __init__(self, sections: Sections) -> None:
         self._sections = sections

@@ -30,6 +30,7 @@ class Complete:
         self._task, self._name, self._class = task, name, type(task).__name__
         given.check_task(task, file=name)
         self.monitor = given.monitor(task, file=name)
+        self.unit = given.unit(task, file=name)
         self.channels_last = bool(getattr(task, "channels_last", False))
         self.neighbours = int(getattr(task, "neighbours", 1))
         self._form = Form()

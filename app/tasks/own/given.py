@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from app.errors import RecipeError, TrainingError
-from app.task import Later, Loss, Scores, Table
+from app.task import SAMPLES, Later, Loss, Scores, Table
 
 _REQUIRED = {
     "samples": 'samples(self, split), which returns Samples for "train", "validation" and "test", or None where there are none',
@@ -79,6 +80,17 @@ def monitor(task: Any, *, file: str) -> tuple[str, Literal["max", "min"]]:
         return own[0], "max" if own[1] == "max" else "min"
     raise RecipeError(
         f'monitor of {type(task).__name__} in {file} is {own!r}: give a score and the good end of it, as in ("loss", "min")'
+    )
+
+
+def unit(task: Any, *, file: str) -> str:
+    """Return the task's unit; samples without. Raises RecipeError if nothing can be called so."""
+    own = getattr(task, "unit", SAMPLES)
+    if isinstance(own, str) and re.fullmatch("[a-z][a-z0-9_]*", own):
+        return own
+    raise RecipeError(
+        f"unit of {type(task).__name__} in {file} is {own!r}: give what a Loss.count is the number of, in small letters, as in "
+        '"tokens"'
     )
 
 
