@@ -42,6 +42,8 @@ class Advice:
     """The recommended number."""
     nodes: int | None
     """The same in nodes of the largest number of devices that was measured on one; None where nodes are not known."""
+    units_per_s: float | None
+    """What they do: of what the runs count, as measured or by the fit; None where only times are known."""
     why: str
     """A sentence with the figures."""
 
@@ -61,7 +63,17 @@ def advise(method: Method, *, wanted: float, is_legal: Callable[[int], bool]) ->
 
     devices, why = _recommend(method, fit, wanted=wanted, is_legal=is_possible)
     nodes = math.ceil(devices / per_node) if per_node else None
-    return Advice(method=method, fit=fit, foretold=foretold, devices=devices, nodes=nodes, why=why)
+    rate = _rate(method, fit, devices)
+    return Advice(method=method, fit=fit, foretold=foretold, devices=devices, nodes=nodes, units_per_s=rate, why=why)
+
+
+def _rate(method: Method, fit: Fit | None, devices: int) -> float | None:
+    """What so many devices do, on one node or several, whichever is better."""
+    there = [row.mean("units_per_s") or 0.0 for row in method.rows if row.devices == devices]
+    base = method.base.mean("units_per_s")
+    if base is None or there or fit is None:
+        return max(there, default=0.0) or None
+    return base * method.base.seconds / float(fit.seconds(np.array(float(devices))))
 
 
 def _foretell(fit: Fit, devices: int, base: int) -> Foretold:

@@ -1,9 +1,10 @@
 """What the runs of a sweep say: a row for each size, with the spread over its repeats, and what compares the sizes.
 
-A rate is that of the steps after the warm-up, from the lines of metrics.jsonl: samples by the seconds of training, in which
-evaluating and saving are not counted. Efficiency is the rate per device as a share of that on the smallest size of the same
-preset. Its interval is that of the difference of two means of logarithms (95 %, t distribution), with the deviation of all
-sizes of the preset together: they ran in turns, so the machine's noise met all alike, and two or three runs say little of it.
+A rate is that of the steps after the warm-up, from the lines of metrics.jsonl: samples, or what else the runs count, by the
+seconds of training, in which evaluating and saving are not counted. Efficiency is the rate per device as a share of that on
+the smallest size of the same preset. Its interval is that of the difference of two means of logarithms (95 %, t
+distribution), with the deviation of all sizes of the preset together: they ran in turns, so the machine's noise met all
+alike, and two or three runs say little of it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class Measured:
     seconds: float
     """For as many samples as the training data has, at the rate of the steps measured; in a file of times, of its work."""
     samples_per_s: float | None = None
+    unit: str = run_folder.UNIT
+    """What the run counts: tokens, for instance."""
+    units_per_s: float | None = None
+    """Of these; of samples the same as `samples_per_s`."""
     data_wait_share: float | None = None
     """Of the training time, 0..1."""
     communication_share: float | None = None
@@ -169,7 +174,9 @@ def _refuse_another(run: past_run.PastRun, case: Case, digest: str) -> None:
 def _measure(run: past_run.PastRun, lines: Sequence[Mapping[str, Any]]) -> Measured:
     first, *measured = lines
     spans_s = [line["training_s"] - before["training_s"] for before, line in zip(lines, measured, strict=False)]
-    samples_per_s = (measured[-1]["samples_seen"] - first["samples_seen"]) / sum(spans_s)
+    samples_per_s, units_per_s = (
+        (measured[-1][seen] - first[seen]) / sum(spans_s) for seen in ("samples_seen", f"{run.unit}_seen")
+    )
     starts = [event for event in run.events if isinstance(event, ledger.Start)]
     if not starts:
         raise RunFolderError("; ".join(run.complaints) or f"{run.folder} does not tell how many samples an epoch has")
@@ -184,6 +191,8 @@ def _measure(run: past_run.PastRun, lines: Sequence[Mapping[str, Any]]) -> Measu
         source=f"{CASES}/{run.name}",
         seconds=starts[-1].training_samples / samples_per_s,
         samples_per_s=samples_per_s,
+        unit=run.unit,
+        units_per_s=units_per_s,
         data_wait_share=share("data_wait_share"),
         communication_share=share("communication_share"),
         memory_bytes=max(line["memory_bytes"] for line in measured),

@@ -46,7 +46,7 @@ def draw(folder: Path, report: Report) -> None:
     height = _INCHES[1] + 2 * _LEGEND_LINE_INCHES * len(report.advice)
     figure = Figure(figsize=(_INCHES[0], height), layout="constrained")
     speed, share = figure.subplots(1, 2)
-    with_rates = all(run.samples_per_s is not None for row in report.rows for run in row.runs)
+    with_rates = all(run.units_per_s is not None for row in report.rows for run in row.runs)
     for number, advice in enumerate(report.advice):
         style, shift = _STYLES[number % len(_STYLES)], _APART ** (number - (len(report.advice) - 1) / 2)
         _draw_speed(speed, advice, style, shift=shift, with_rates=with_rates)
@@ -56,7 +56,7 @@ def draw(folder: Path, report: Report) -> None:
     for axes in (speed, share):
         _devices_axis(axes, devices)
     speed.set_yscale("log")
-    speed.set_ylabel("samples/s" if with_rates else "speed-up over the smallest size")
+    speed.set_ylabel(f"{report.unit}/s" if with_rates else "speed-up over the smallest size")
     speed.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     speed.yaxis.set_minor_formatter(NullFormatter())
@@ -89,7 +89,7 @@ def _curve(advice: Advice) -> Array:
 def _draw_speed(axes: Axes, advice: Advice, style: _Style, *, shift: float, with_rates: bool) -> None:
     method, rows = advice.method, advice.method.rows
     # What a speed-up of 1 is on the axis.
-    unit = (method.base.mean("samples_per_s") or 0.0) if with_rates else 1.0
+    unit = (method.base.mean("units_per_s") or 0.0) if with_rates else 1.0
     rates = [unit * method.speed_up(row) for row in rows]
     deviations = [rate * (row.deviation("seconds") or 0.0) / row.seconds for rate, row in zip(rates, rows, strict=True)]
     label = f"{method.name}, deviation" if any(deviations) else method.name

@@ -32,6 +32,11 @@ class Report:
     rows: Sequence[Row]
     advice: Sequence[Advice]
 
+    @property
+    def unit(self) -> str:
+        """What the rates are of, as the runs tell."""
+        return next((run.unit for row in self.rows for run in row.runs), run_folder.UNIT)
+
 
 def write(folder: Path, report: Report) -> None:
     """Write report.md, report.csv and report.json into the folder."""
@@ -52,6 +57,8 @@ def _figures(report: Report, row: Row) -> dict[str, Any]:
         "repeats": len(row.runs),
         "samples_per_s": row.mean("samples_per_s"),
         "samples_per_s_deviation": row.deviation("samples_per_s"),
+        f"{report.unit}_per_s": row.mean("units_per_s"),  # of samples they are the same
+        f"{report.unit}_per_s_deviation": row.deviation("units_per_s"),
         "seconds": row.seconds if method else None,
         "seconds_deviation": row.deviation("seconds"),
         "speed_up": method.speed_up(row) if method else None,
@@ -87,14 +94,14 @@ def _json(report: Report) -> dict[str, Any]:
 
 
 def _json_advice(advice: Advice) -> dict[str, Any]:
-    told: dict[str, Any] = {"devices": advice.devices, "nodes": advice.nodes, "why": advice.why}
+    told = {"devices": advice.devices, "nodes": advice.nodes, "units_per_s": advice.units_per_s, "why": advice.why}
     if advice.fit is None:
         return {"recommended": told, "fit": None}
     laws = [asdict(law) for law in advice.fit.laws]
     return {"recommended": told, "fit": {"laws": laws, "foretold": [asdict(one) for one in advice.foretold]}}
 
 
-_COLUMNS = ("nodes", "devices per node", "method", "samples/s", "{work} [s]", "speed-up", "efficiency", "data wait",
+_COLUMNS = ("nodes", "devices per node", "method", "{unit}/s", "{work} [s]", "speed-up", "efficiency", "data wait",
             "communication", "memory [GiB]", "device-hours", "runs")  # fmt: skip
 
 
@@ -102,7 +109,7 @@ def _markdown(report: Report) -> Iterator[str]:
     yield f"# {report.title}\n"
     yield from (f"- {name.replace('_', ' ')}: {value}" for name, value in report.facts.items())
     yield f"\n![throughput and efficiency by devices]({PLOT}.png)\n"
-    columns = [column.format(work=report.work) for column in _COLUMNS]
+    columns = [column.format(work=report.work, unit=report.unit) for column in _COLUMNS]
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
     yield from (_line(report, row) for row in report.rows)
@@ -131,7 +138,7 @@ def _line(report: Report, row: Row) -> str:
     runs = "<br>".join(f"`{run.source}`" for run in row.runs)
     cells = [
         cell("nodes", "d", 1), cell("devices_per_node", "d", 1) if row.devices_per_node else str(row.devices), row.method,
-        spread("samples_per_s"), spread("seconds"), cell("speed_up", ".2f"), _share(figures),
+        spread(f"{report.unit}_per_s"), spread("seconds"), cell("speed_up", ".2f"), _share(figures),
         cell("data_wait_share", ".1%"), cell("communication_share", ".1%"), cell("memory_bytes", ".2f", 2**-30),
         cell("device_hours", ".4g"), runs or "failed",
     ]  # fmt: skip
@@ -150,7 +157,7 @@ def sentence(report: Report, row: Row) -> str:
     if not row.runs:
         return f"{where}: {'; '.join(row.problems)}"
     figures = _figures(report, row)
-    rate = "" if figures["samples_per_s"] is None else f"{_text(figures['samples_per_s'])} samples/s, "
+    rate = "" if row.mean("units_per_s") is None else f"{_text(row.mean('units_per_s'))} {report.unit}/s, "
     return f"{where}: {rate}{report.work} in {_text(figures['seconds'])} s, efficiency {_share(figures)}"
 
 
@@ -162,7 +169,8 @@ def _share(figures: Mapping[str, Any]) -> str:
 def recommendation(report: Report, advice: Advice) -> str:
     """Return how many devices a method is worth, and why, in two sentences."""
     nodes = "" if advice.nodes is None else f" ({_counted(advice.nodes, 'node')})"
-    devices = f"{_counted(advice.devices, 'device')}{nodes}"
+    rate = "" if advice.units_per_s is None else f", about {_text(advice.units_per_s)} {report.unit}/s,"
+    devices = f"{_counted(advice.devices, 'device')}{nodes}{rate}"
     return f"{advice.method.name}: {devices} for an efficiency of at least {report.wanted:.2f}. Efficiency is {advice.why}"
 
 
