@@ -81,6 +81,16 @@ def monitor(about: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
+UNIT = "samples"
+"""What a run counts whose task has no unit of its own."""
+
+
+def unit(about: Mapping[str, Any]) -> str:
+    """Return what the loss of a run is the mean of, as its run.json (`about`) tells: samples, tokens, ..."""
+    found = about.get("unit")
+    return found if isinstance(found, str) else UNIT
+
+
 def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
     """Return the run folder, which is then there: `run_dir`, or a new one `runs/<recipe>-<time>`.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from app import tasks
 from app.recipe import recipe_keys, task_file
-from app.record import ledger
+from app.record import ledger, run_folder
 from app.record.goodput import account
 from app.record.loss_curves import relative_differences
 from app.reports.named_scores import quantities, scores
@@ -92,7 +92,7 @@ class Comparison:
     machines: Mapping[str, Pair]
     """Preset by name, processes, hosts, batch plan, versions, commit."""
     results: Mapping[str, Pair]
-    """All of them, as the files name them, those of the last lines; samples_per_s is the median of the lines. None: unknown."""
+    """All of them, as the files name them, those of the last lines; the speed is the median of the lines. None: unknown."""
     fed: FedDifferences
     losses: LossDifferences
     tolerance: float
@@ -247,13 +247,15 @@ def _machines(run: PastRun) -> dict[str, Any]:
 
 def _results(run: PastRun) -> dict[str, Any]:
     last, tested = (lines[-1] if lines else {} for lines in (run.metrics, run.evaluations))
-    rates = [line["samples_per_s"] for line in run.metrics if isinstance(line.get("samples_per_s"), float)]
+    speed, seen = f"{run.unit}_per_s", f"{run.unit}_seen"
+    rates = [line[speed] for line in run.metrics if isinstance(line.get(speed), float)]
     spent = account(run.events) if run.events and isinstance(run.events[0], ledger.Start) else None
     return {
         "steps": last.get("step"),
         **scores(run, tested),
         **{quantity: last[quantity] for quantity in reversed(quantities([run])) if quantity in last},
-        "samples_per_s": statistics.median(rates) if rates else None,
+        **({seen: last[seen]} if run.unit != run_folder.UNIT and seen in last else {}),
+        speed: statistics.median(rates) if rates else None,
         "compute_s": spent.compute_s if spent else None,
         "wall_s": spent.wall_s if spent else None,
     }

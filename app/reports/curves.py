@@ -23,7 +23,8 @@ _DPI = 150
 
 def main(argv: list[str]) -> int:
     """Draw the runs from the command line, and print the files that were written. Raises RunFolderError for none to draw."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     runs = find(options.runs)
     for run in runs:
         for complaint in run.complaints:
@@ -32,14 +33,18 @@ def main(argv: list[str]) -> int:
     if not drawn:
         folders = ", ".join(map(str, options.runs))
         raise RunFolderError(f"there is nothing to draw: no run of {folders} has a whole line in metrics.jsonl.")
-    page, notes = plots.page(drawn, xs=options.x)
+    xs = options.x or plots.columns_of(drawn)
+    known = dict.fromkeys([*plots.XS, *(run.unit for run in drawn)])
+    if unknown := [x for x in xs if x not in known]:
+        parser.error(f"argument --x: {','.join(unknown)!r}: expected some of {','.join(known)}, with commas between them")
+    page, notes = plots.page(drawn, xs=xs)
     for note in notes:
         _say(note)
     files = _write(page, options.out / "curves", "pdf", "png")
     if options.each:
         for run, name in zip(drawn, plots.labels(drawn), strict=True):
             for quantity in quantities([run]):
-                page, _ = plots.page([run], only=[quantity], xs=options.x[:1])
+                page, _ = plots.page([run], only=[quantity], xs=xs[:1])
                 files += _write(page, options.out / f"{quantity}_{name.replace('/', '-')}", "pdf")
     sys.stdout.write("".join(f"{file}\n" for file in files))
     return 0
@@ -86,10 +91,7 @@ def _say(text: str) -> None:
 
 
 def _xs(text: str) -> Sequence[plots.X]:
-    chosen = [x for name in text.split(",") for x in plots.XS if x == name.strip()]
-    if len(chosen) != len(text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(plots.XS)}, with commas between them")
-    return chosen
+    return [name.strip() for name in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,8 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
     parser.add_argument(
-        "--x", type=_xs, metavar="X", default=plots.XS, help="what to draw against, a column each (default: epoch,samples,time)"
-    )
+        "--x", type=_xs, metavar="X", help="what to draw against, a column each (default: epoch,samples,time, or in place of "
+        "samples what the runs count, such as tokens)"
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
     parser.add_argument("--each", action="store_true", help="also loss_NAME.pdf and SCORE_NAME.pdf of each run, such as "
                         "accuracy_NAME.pdf, against the first of --x"

@@ -15,6 +15,8 @@ from app.reports.state import is_number
 
 LOSS = "loss"
 SPLITS = ("validation", "test")
+FOLLOWED = ("bits_per_byte",)
+"""Scores that are followed wherever they are recorded: of all of a text's, the one that other tokenizers can be compared by."""
 _SAMPLES = tuple(f"{split}_samples" for split in SPLITS)
 """No scores, but of how many samples the others are."""
 
@@ -25,8 +27,11 @@ def key_of(split: str, quantity: str) -> str:
 
 
 def quantities(runs: Iterable[PastRun]) -> list[str]:
-    """Return what is followed over the course of the runs: the loss, and the score by which each is judged."""
-    return list(dict.fromkeys([LOSS, *(run.monitor[0] for run in runs if run.monitor)]))
+    """Return what is followed over the course of the runs: the loss, the score by which each is judged, those of FOLLOWED."""
+    runs = list(runs)
+    there = {key for run in runs for line in run.evaluations for key in line}
+    followed = [name for name in FOLLOWED if any(key_of(split, name) in there for split in SPLITS)]
+    return list(dict.fromkeys([LOSS, *(run.monitor[0] for run in runs if run.monitor), *followed]))
 
 
 def scores(run: PastRun, line: Mapping[str, Any]) -> dict[str, float]:

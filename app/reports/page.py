@@ -155,11 +155,11 @@ def _curves(run: PastRun) -> list[Plot]:
             continue
         figure = Figure(figsize=(_WIDE, _HIGH), layout="constrained")
         axes = figure.subplots()
-        notes = " ".join(dict.fromkeys(plots.draw(axes, [run], quantity)))
+        notes = " ".join(dict.fromkeys(plots.draw(axes, [run], quantity, x=plots.course_of(run))))
         axes.legend(frameon=False, fontsize=9)
         drawn.append(Plot(heading(words(quantity)), _svg_uri(figure), _told(run, quantity), notes))
     drawn += _by_step(run, "learning_rate", "Learning rate", "learning rate")
-    drawn += _by_step(run, "samples_per_s", "Speed", "samples/s")
+    drawn += _by_step(run, f"{run.unit}_per_s", "Speed", f"{run.unit}/s")
     return drawn
 
 
@@ -185,12 +185,13 @@ def _by_step(run: PastRun, key: str, title: str, label: str) -> list[Plot]:
 
 def _told(run: PastRun, quantity: str) -> str:
     """What a curve shows, for who cannot see it."""
-    sentences = []
+    sentences, x = [], plots.course_of(run)
+    length = "{:.3g} epochs" if x == "epoch" else f"{{:,.0f}} {x}"
     for part in plots.PARTS:
-        curve = plots.curve(run, part, quantity)
+        curve = plots.curve(run, part, quantity, x=x)
         if curve.y:
             first, last = (value_text(quantity, value, curve.y) for value in (curve.y[0], curve.y[-1]))
-            sentences.append(f"{part} {words(quantity)} from {first} to {last} over {curve.x[-1]:.3g} epochs")
+            sentences.append(f"{part} {words(quantity)} from {first} to {last} over {length.format(curve.x[-1])}")
     return heading(f"{'; '.join(sentences)}.")
 
 

@@ -60,6 +60,11 @@ class PastRun:
         return run_folder.monitor(self.about)
 
     @property
+    def unit(self) -> str:
+        """What it counts, as in `tokens_per_s` and `tokens_seen`; samples, where its task has no unit of its own."""
+        return run_folder.unit(self.about)
+
+    @property
     def total_steps(self) -> int | None:
         """Steps of the whole run, as its last start knew them; None if no start is recorded."""
         return next((event.total_steps for event in reversed(self.events) if isinstance(event, ledger.Start)), None)

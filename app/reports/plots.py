@@ -23,14 +23,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from app.record import ledger
-from app.reports.named_scores import LOSS, is_share, key_of, quantities, words
+from app.record import ledger, run_folder
+from app.reports.named_scores import FOLLOWED, LOSS, is_share, key_of, quantities, words
 from app.reports.past_run import Line, PastRun
 
 Part = Literal["training", "validation", "test"]
-X = Literal["epoch", "samples", "time"]
+X = str
+"""One of XS, or what the runs count, such as tokens."""
 PARTS: tuple[Part, ...] = get_args(Part)
-XS: tuple[X, ...] = get_args(X)
+XS: tuple[X, ...] = ("epoch", run_folder.UNIT, "time")
 
 _TIME_UNITS = ((7200.0, 3600.0, "h"), (600.0, 60.0, "min"), (0.0, 1.0, "s"))  # from so many seconds on: seconds in it, name
 _LOG_FROM = 10.0  # largest over smallest, from which on what happens at the end would be a flat line otherwise
@@ -48,7 +49,7 @@ class Curve:
     """What was recorded of a run, by rising step."""
 
     x: Sequence[float]
-    """Epochs (fractional), samples, or seconds since the first start of the run."""
+    """Epochs (fractional), samples or what else was counted, or seconds since the first start of the run."""
     y: Sequence[float]
     """As it was recorded."""
     notes: Sequence[str]
@@ -62,7 +63,7 @@ def curve(run: PastRun, part: Part, quantity: str, *, x: X = "epoch") -> Curve:
     lines = [line for line in lines if _is_number(line.get(key))]
     if not lines:
         return Curve(x=[], y=[], notes=[f"{run.name}: no {part} {words(quantity)} is recorded."])
-    places, note = {"epoch": _epochs, "samples": _samples, "time": _seconds}[x](run, lines)
+    places, note = {"epoch": _epochs, "time": _seconds}[x](run, lines) if x in ("epoch", "time") else _seen(run, lines, x)
     points = [(place, float(line[key])) for place, line in zip(places, lines, strict=True) if place is not None]
     return Curve(x=[place for place, _ in points], y=[value for _, value in points], notes=[note] if note else [])
 
@@ -79,6 +80,17 @@ def parts_of(runs: Sequence[PastRun], quantity: str) -> list[Part]:
     return ["training", looked_at] if is_trained else [looked_at]
 
 
+def columns_of(runs: Sequence[PastRun]) -> tuple[X, ...]:
+    """Return what several runs are drawn against: epochs, what all of them count, and time."""
+    units = {run.unit for run in runs}
+    return tuple(units.pop() if x == run_folder.UNIT and len(units) == 1 else x for x in XS)
+
+
+def course_of(run: PastRun) -> X:
+    """Return what one run is drawn against where there is one plot of each kind: epochs, or the unit of its task."""
+    return "epoch" if run.unit == run_folder.UNIT else run.unit
+
+
 def _epochs(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
     size = run.samples_per_epoch
     if size and all(_is_number(line.get("samples_seen")) for line in lines):
@@ -87,9 +99,9 @@ def _epochs(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], st
     return [_number(line, "epoch") for line in lines], note
 
 
-def _samples(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
-    places = [_number(line, "samples_seen") for line in lines]
-    return places, f"{run.name}: lines do not say how many samples were seen." if None in places else ""
+def _seen(run: PastRun, lines: Sequence[Line], what: str) -> tuple[list[float | None], str]:
+    places = [_number(line, f"{what}_seen") for line in lines]
+    return places, f"{run.name}: lines do not say how many {what} were seen." if None in places else ""
 
 
 def _seconds(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
@@ -164,7 +176,7 @@ def draw(
 
 def _falls(runs: Sequence[PastRun], quantity: str) -> bool:
     """Whether less of it is better, so that what matters is at the lower end of its axis."""
-    return quantity == LOSS or any(run.monitor == (quantity, "min") for run in runs)
+    return quantity in (LOSS, *FOLLOWED) or any(run.monitor == (quantity, "min") for run in runs)
 
 
 def _readable(run: PastRun, found: Curve) -> Curve:
@@ -188,7 +200,7 @@ def _as_text(label: str) -> str:
 def _scale_of(runs: Sequence[PastRun], x: X) -> tuple[float, str]:
     """What the places are divided by to be shown, and the label of the axis: the same in all panels of these runs."""
     if x != "time":
-        return 1.0, {"epoch": "epoch", "samples": "samples seen"}[x]
+        return 1.0, "epoch" if x == "epoch" else f"{x} seen"
     last_s = max((curve(run, part, LOSS, x=x).x[-1:] or [0.0])[0] for run in runs for part in PARTS)
     seconds, unit = next((seconds, unit) for least_s, seconds, unit in _TIME_UNITS if last_s >= least_s)
     return seconds, f"time since the start ({unit})"
@@ -215,7 +227,7 @@ def _style(number: int, part: Part, points: int, *, alone: bool) -> dict[str, An
 
 def _set_scales(axes: Axes, x: X, *, is_log: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=x == "epoch", min_n_ticks=2, steps=[1, 2, 5, 10]))
-    if x == "samples":
+    if x not in ("epoch", "time"):
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if is_log:
         axes.set_yscale("log")

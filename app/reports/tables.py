@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 from app.errors import RunFolderError
 from app.record import goodput as accounting
 from app.record import ledger, run_folder
-from app.reports.named_scores import LOSS, SPLITS, heading, is_share, key_of, last_scores, scores, split_of, value_text, words
+from app.reports.named_scores import (
+    FOLLOWED,
+    LOSS,
+    SPLITS,
+    heading,
+    is_share,
+    key_of,
+    last_scores,
+    scores,
+    split_of,
+    value_text,
+    words,
+)
 from app.reports.past_run import PastRun
 from app.reports.state import State, duration, is_number, moment
 
@@ -72,13 +84,18 @@ def facts(run: PastRun, state: State | None) -> list[Row]:
     """The few numbers that everybody asks for first."""
     known = last_scores(run)
     judged = [run.monitor[0]] if run.monitor else []
-    main = [key_of(split, name) for split in reversed(SPLITS) for name in (*judged, LOSS)]
+    main = [key_of(split, name) for split in reversed(SPLITS) for name in (*judged, LOSS, *FOLLOWED)]
     rows = [(words(key), value_text(key, known[key])) for key in dict.fromkeys(main) if key in known]
     if state:
         rows.append(("steps", f"{state.step:,}" + (f" of {state.total_steps:,}" if state.total_steps else "")))
-    speed = run.result.get("samples_per_s") or next((line.get("samples_per_s") for line in reversed(run.metrics)), None)
+    last = run.metrics[-1] if run.metrics else {}
+    speed = run.result.get(f"{run.unit}_per_s") or last.get(f"{run.unit}_per_s")
     if speed is not None:
-        rows.append(("samples/s", f"{speed:,.0f}"))
+        rows.append((f"{run.unit}/s", f"{speed:,.0f}"))
+    if run.unit != run_folder.UNIT and f"{run.unit}_seen" in last:
+        rows.append((f"{run.unit} seen", f"{last[f'{run.unit}_seen']:,}"))
+    if last.get("mfu") is not None:
+        rows.append(("of the devices' peak (MFU)", f"{100 * last['mfu']:.1f} %"))
     if run.about.get("world_size"):
         rows.append(("processes", f"{run.about['world_size']}"))
     if run.about.get("preset") or run.about.get("strategy"):

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from app.record import ledger
+from app.record import ledger, run_folder
 from app.reports.named_scores import scores, value_text, words
 from app.reports.past_run import Line, PastRun
 from app.reports.state import State, duration, is_number, moment
@@ -51,7 +51,7 @@ def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableT
         name = "done in at most" if may_end_early else "done in"
         rows.append((name, f"{duration(remaining_s)}, at {moment(now + remaining_s)}"))
     rows += _told(run.metrics, "loss", "loss", "{:.4f}".format)
-    rows += _told(run.metrics, "samples_per_s", "samples/s", "{:,.0f}".format)
+    rows += _told(run.metrics, f"{run.unit}_per_s", f"{run.unit}/s", "{:,.0f}".format)
     rows += _told(run.metrics, "learning_rate", "learning rate", "{:.3g}".format)
     for key in scores(run, run.evaluations[-1]) if run.evaluations else ():
         rows += _told(run.evaluations, key, words(key), partial(value_text, key))
@@ -74,6 +74,8 @@ def _progress(run: PastRun, state: State) -> RenderableType:
     if not state.total_steps:
         return f"{state.step:,}{epoch}"
     told = f"{state.step:,} of {state.total_steps:,} ({percent(state.step / state.total_steps)}){epoch}"
+    if run.unit != run_folder.UNIT and is_number(line.get(f"{run.unit}_seen")):
+        told += f", {line[f'{run.unit}_seen']:,} {run.unit}"
     both = Table.grid(padding=(0, 2))
     both.add_row(ProgressBar(total=state.total_steps, completed=state.step, width=_SPARKS), told)
     return both

@@ -109,7 +109,7 @@ class Lines:
             elif isinstance(event, ledger.Saved):
                 news.append((event.time, f"step {event.step} is saved"))
         self._num_events = len(run.events)
-        news += self._new("metrics", run.metrics, lambda line: metrics_line(line, state.total_steps))
+        news += self._new("metrics", run.metrics, lambda line: metrics_line(line, state.total_steps, run.unit))
         news += self._new("evaluations", run.evaluations, lambda line: evaluation_line(line, scores(run, line)))
         for time_s, text in sorted(news, key=lambda pair: pair[0]):
             _say(time_s, text)
@@ -129,11 +129,12 @@ def _start(event: ledger.Start) -> str:
     return f"started on {where}, " + (f"going on after step {event.from_step}" if event.from_step else "from the beginning")
 
 
-def metrics_line(line: Line, total_steps: int | None) -> str:
-    """Return what a line of metrics says; what it does not have is left out."""
+def metrics_line(line: Line, total_steps: int | None, unit: str) -> str:
+    """Return what a line of metrics says, with the speed in this unit; what it does not have is left out."""
     of = f"/{total_steps}" if total_steps else ""
     parts = [f"step {line['step']}{of}"]
-    for key, told in _METRICS.items():
+    speed = {f"{unit}_per_s": lambda value: f"{value:,.0f} {unit}/s"}
+    for key, told in {**_METRICS, **speed, **_WAITING}.items():
         if is_number(line.get(key)):
             parts.append(told(line[key]))
     if line.get("skipped_steps"):
@@ -145,9 +146,8 @@ _METRICS: dict[str, Callable[[Any], str]] = {
     "epoch": lambda value: f"epoch {value}",
     "loss": lambda value: f"loss {value:.4f}",
     "learning_rate": lambda value: f"lr {value:.2e}",
-    "samples_per_s": lambda value: f"{value:,.0f} samples/s",
-    "data_wait_share": lambda value: f"waiting for data {percent(value)}",
 }
+_WAITING: dict[str, Callable[[Any], str]] = {"data_wait_share": lambda value: f"waiting for data {percent(value)}"}
 
 
 def evaluation_line(line: Line, found: Mapping[str, float]) -> str:
