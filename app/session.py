@@ -25,7 +25,7 @@ from app.errors import RecipeError
 from app.feed import Feed
 from app.guard.control import Control
 from app.guard.patience import Patience
-from app.initial import filling
+from app.initial import filling, held
 from app.loop import Training
 from app.metrics import flops
 from app.metrics.gauges import Gauges
@@ -75,11 +75,12 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         notes = filling.notes(model, units)
         rule = from_recipe.Rule.of(recipe.optim, model)  # what does not fit is refused before a run folder is there
         narrow, counted = _without_data(runtime, task, model, data.train.facts)
-        if units is not None:
-            filling.fill(model, units)
+        drawn = None if units is None else filling.fill(runtime, model, units)
     if narrow:
         arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)
-    handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, model))
+    weights = held.digest(model, runtime.gather)
+    handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, drawn or weights))
+    assert drawn in (None, weights), f"what was drawn is {drawn}, and the ranks together hold {weights}"
     return Parts(model, length, rule, counted, notes)
 
 
@@ -110,7 +111,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
 
     frozen_file = frozen.settle(runtime, claim, parts.model, resumed.folder if resumed else None)
     draws_in_passes = bool(random_layers.layers_with_dropout(parts.model))
-    model, optimizer = runtime.prepare(parts.model, from_recipe.build(recipe.optim, parts.model))
+    model, optimizer = filling.prepare(runtime, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
@@ -239,7 +240,7 @@ def _control(runtime: Runtime, recipe: Recipe, parts: Parts, claim: Claim) -> Co
         claim,
         total_steps=parts.length.total_steps,
         # Weights, two moments and an average, in float32: enough to guess how long the first save takes.
-        state_bytes=16 * sum(weight.numel() for weight in parts.model.parameters()),
+        state_bytes=16 * sum(parts.rule.sizes.values()),
         save_every_s=None if minutes is None else 60 * minutes,
     )
 
@@ -281,12 +282,13 @@ def _check_looked_at(recipe: Recipe, data: Splits) -> None:
         raise RecipeError(*problems)
 
 
-def _facts(loaded: LoadedRecipe, data: Splits, model: torch.nn.Module) -> dict[str, str]:
+def _facts(loaded: LoadedRecipe, data: Splits, weights: str) -> dict[str, str]:
+    """What all ranks must have alike; `weights` is the digest of the initial ones."""
     return {
         "recipe": recipe_file.digest_of_all(loaded.recipe),
         "task file": tasks.digest(loaded.recipe.task),
         **data.facts,
-        "initial weights": handshake.weights_digest(model),
+        "initial weights": weights,
         **{f"version of {package}": number for package, number in handshake.versions().items()},
     }
 

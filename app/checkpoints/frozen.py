@@ -6,17 +6,21 @@ that it once began with may be gone or another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from app.checkpoints import step_folders as files
+from app.checkpoints import tensor_file
 from app.checkpoints.durable import check
 from app.checkpoints.manifest import FileEntry
 from app.checkpoints.piece import WEIGHT, Piece
 from app.checkpoints.step_folders import Reader
+from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError
+from app.initial import held
+from app.initial.held import Held
 from app.ranks.runtime import Runtime
 from app.record.claim import Claim
 
@@ -24,23 +28,37 @@ _MOST_NAMED = 8
 
 
 def settle(runtime: Runtime, claim: Claim, model: torch.nn.Module, resumed: Path | None) -> FileEntry | None:
-    """Give the model, plain on the CPU of every rank, the frozen parameters of the checkpoint `resumed`, and keep them.
+    """Give the model, not prepared yet, the frozen parameters of the checkpoint `resumed`, and keep them.
 
     Returns, on the main process, the file in the run folder that checkpoints are to name; None: all parameters are trained.
     Raises CheckpointError, on all ranks, if the checkpoint's run has frozen others, or they cannot be read or written.
     """
-    held = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    kept = held.held(model)
+    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    frozen = {name: kept[name] for name in sorted(names, key=lambda name: -kept[name].dtype.itemsize)}  # as a file has them
     with runtime.together():
         reader = Reader(resumed) if resumed else None
         if reader:
-            _take_up(reader, held)
-        return _kept(claim, reader, held) if held and runtime.is_main else None
+            _take_up(reader, frozen)
+    if not frozen:
+        return None
+    with runtime.together():
+        there = _there(claim, reader) if runtime.is_main and reader else None
+    if runtime.from_main(there is not None):
+        return there
+    with runtime.together():
+        whole = _whole(runtime, model, frozen.values())
+        try:
+            return files.write_frozen(claim, _contents(frozen, whole)) if runtime.is_main else None
+        finally:
+            for _ in whole:  # what the disk has refused: the other ranks wait with their shares of it
+                pass
 
 
-def _take_up(reader: Reader, held: Mapping[str, torch.Tensor]) -> None:
+def _take_up(reader: Reader, frozen: Mapping[str, Held]) -> None:
     entry = reader.frozen
     before = {it.name: it.shape for it in entry.ranges} if entry else {}
-    now = {name: tuple(parameter.shape) for name, parameter in held.items()}
+    now = {name: it.shape for name, it in frozen.items()}
     differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if differing:
         shown = ", ".join(differing[:_MOST_NAMED]) + (", ..." if len(differing) > _MOST_NAMED else "")
@@ -48,15 +66,31 @@ def _take_up(reader: Reader, held: Mapping[str, torch.Tensor]) -> None:
             f"{reader.folder} is of a run that froze {len(before)} parameters, and this one freezes {len(now)}; of one are "
             f"{shown} alone. Freeze what it froze (train.freeze, or the task's model), or begin anew in another --run-dir."
         )
-    for name, parameter in held.items():
-        reader.read_into(Piece(WEIGHT, name, now[name], 0, parameter.detach().view(-1)))
+    for name, it in frozen.items():
+        reader.read_into(Piece(WEIGHT, name, it.shape, it.start, it.values))
 
 
-def _kept(claim: Claim, reader: Reader | None, held: Mapping[str, torch.Tensor]) -> FileEntry:
-    """Return the file of the frozen parameters in the claimed run folder, after it is written if it is not there."""
-    entry = reader.frozen if reader else None
-    if reader and entry and (there := claim.path / entry.file).exists():
-        if not there.samefile(files.place_of(reader.folder, entry.file)):  # which was checked when the checkpoint was found
-            check(there, entry.stamp)
-        return entry
-    return files.write_frozen(claim, held)
+def _there(claim: Claim, reader: Reader) -> FileEntry | None:
+    """Return the file of the checkpoint's frozen parameters if the claimed run folder has it."""
+    entry = reader.frozen
+    if entry is None or not (there := claim.path / entry.file).exists():
+        return None
+    if not there.samefile(files.place_of(reader.folder, entry.file)):  # which was checked when the checkpoint was found
+        check(there, entry.stamp)
+    return entry
+
+
+def _whole(runtime: Runtime, model: torch.nn.Module, frozen: Iterable[Held]) -> Iterator[torch.Tensor]:
+    """Yield the parameters, 1-D, one after the other, on all ranks: each has the whole of one at a time."""
+    is_divided = held.is_divided(model)
+    for it in frozen:
+        yield torch.cat(runtime.gather(it.values.cpu())) if is_divided else it.values
+
+
+def _contents(frozen: Mapping[str, Held], whole: Iterator[torch.Tensor]) -> dict[str, Content]:
+    """What is to be written; it has to be taken in this order."""
+    return {name: Content(tensor_file.dtype_of(name, it.values), it.shape, _next(whole)) for name, it in frozen.items()}
+
+
+def _next(whole: Iterator[torch.Tensor]) -> Iterator[memoryview]:
+    yield from tensor_file.chunks(next(whole))

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 
 import torch
@@ -19,12 +20,16 @@ from app.checkpoints import checkpoint, published, stored_weights
 from app.checkpoints.stored_weights import IN_FOLDERS, Stored
 from app.errors import CheckpointError, RecipeError
 from app.files import paths
+from app.initial import held
+from app.initial.held import Held
 from app.optim import freezing
 from app.ranks import handshake
 from app.ranks.runtime import Runtime
 from app.recipe.schema import PUBLISHED, TrainRecipe
 
 _MOST_NAMED = 8
+_ELEMENTS = 1 << 20
+"""Read at a time where nothing is kept."""
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 """What DistributedDataParallel, torch.compile and Lightning put before every name."""
 
@@ -40,7 +45,7 @@ class Initial:
 def take_up(
     runtime: Runtime, model: torch.nn.Module, recipe: TrainRecipe, *, head: str, resumed: Path | None
 ) -> Initial | None:
-    """Give the model, plain on the CPU of every rank, the weights that `init_from` names; None: it names none.
+    """Give the model, not prepared yet, the weights that `init_from` names; None: it names none.
 
     It is a file, a checkpoint or a run folder: then the weights that the run left, or those of its newest checkpoint, which
     are the averaged ones if it has them. The layer `head` may be another one. A run that goes on from a checkpoint, `resumed`,
@@ -63,8 +68,11 @@ def take_up(
         stored = stored_weights.open_stored(place)
         if recipe.init_from.startswith(PUBLISHED):
             stored = stored.renamed({published.name_here(there): there for there in stored.shapes})
-        said = _load(model, stored, name, head, recipe.init_allow or ())
-    handshake.check_agreement(runtime.gather, runtime.device, {"initial weights": handshake.weights_digest(model)})
+        said, read = _load(model, stored, name, head, recipe.init_allow or ())
+    weights = {"initial weights": held.digest(model, runtime.gather)}
+    if held.is_divided(model):
+        weights[f"{name}, as this node reads it"] = _digest_of_node(runtime, read)
+    handshake.check_agreement(runtime.gather, runtime.device, weights)
     _say(runtime, said)
     return Initial(name)
 
@@ -97,9 +105,13 @@ def _find(runtime: Runtime, place: Path) -> Path:
 
 
 @torch.no_grad()
-def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: Sequence[str]) -> str:
-    """Fill the model and return the sentence that says with what. Raises CheckpointError, naming all that does not fit."""
-    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: Sequence[str]) -> tuple[str, Stored]:
+    """Fill the model and return the sentence that says with what, and what was read, by the model's names.
+
+    Raises CheckpointError, naming all that does not fit.
+    """
+    kept = held.held(model)
+    tensors = {name: kept[name] for name in model.state_dict(keep_vars=True)}
     stored = _without_prefixes(stored, tensors)
     _leave_out_ties(tensors, stored.shapes)
     _check_patterns(allow, [*tensors, *stored.shapes])
@@ -117,7 +129,7 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
     layers = {_layer(name) for name in differing}
     taken = {name: it for name, it in tensors.items() if not (name in free and _layer(name) in layers)}
     for name, tensor in taken.items():
-        stored.read_into(name, tensor.detach().view(-1))
+        stored.read_into(name, tensor.values, tensor.start)
     how = f" ({', '.join(stored.remarks)})" if stored.remarks else ""
     parts = [f"{len(taken)} tensors taken", *_conversions(taken, stored)]
     # A layer that is not there as it has to be stays new as a whole.
@@ -125,19 +137,35 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
         parts.append(f"{len(new)} new, of the seed: {_listed(new)}")
     if left := [name for name in stored.shapes if name not in tensors]:
         parts.append(f"{len(left)} left out: {_listed(left)}")
-    return f"the weights to begin with are those of {place}{how}: {'; '.join(parts)}"
+    read = stored.renamed({name: name for name in taken})
+    return f"the weights to begin with are those of {place}{how}: {'; '.join(parts)}", read
 
 
-def _difference(name: str, tensors: Mapping[str, torch.Tensor], stored: Stored) -> str:
+@torch.no_grad()
+def _digest_of_node(runtime: Runtime, read: Stored) -> str:
+    """Return a digest of all that was read, as this node's ranks read it together: none of them keeps all of it."""
+    launched, total = runtime.launched, 0
+    ranks = launched.local_world_size
+    for name, shape in read.shapes.items() if ranks < launched.world_size else ():
+        first, end = (prod(shape) * rank // ranks for rank in (launched.local_rank, launched.local_rank + 1))
+        for start in range(first, end, _ELEMENTS):
+            values = torch.empty(min(_ELEMENTS, end - start))
+            read.read_into(name, values, start)
+            total += held.digest_of(name, values, start)
+    node = launched.rank // ranks
+    return held.as_text(sum(value for its, value in runtime.gather((node, total)) if its == node))
+
+
+def _difference(name: str, tensors: Mapping[str, Held], stored: Stored) -> str:
     """Say how what is stored differs from what the model has; nothing: it can be taken."""
     if name not in tensors:
         return f"{name} is not in this run's"
     if name not in stored.shapes:
         return f"{name} is not there"
     (shape, dtype), here = (stored.shapes[name], stored.dtypes[name]), tensors[name]
-    if shape != tuple(here.shape):
-        return f"{name} is {shape} there and {tuple(here.shape)} here"
-    if isinstance(dtype, torch.dtype) and here.is_floating_point() and not dtype.is_floating_point:
+    if shape != here.shape:
+        return f"{name} is {shape} there and {here.shape} here"
+    if isinstance(dtype, torch.dtype) and here.dtype.is_floating_point and not dtype.is_floating_point:
         return f"{name} is of {_word(dtype)} there and of {_word(here.dtype)} here"
     return ""
 
@@ -150,7 +178,7 @@ def _without_prefixes(stored: Stored, names: Collection[str]) -> Stored:
     return stored
 
 
-def _leave_out_ties(tensors: dict[str, torch.Tensor], stored: Collection[str]) -> None:
+def _leave_out_ties(tensors: dict[str, Held], stored: Collection[str]) -> None:
     """Forget names that are not stored of tensors that have another name which is, as tied embeddings have."""
     there = {id(tensor) for name, tensor in tensors.items() if name in stored}
     for name in [name for name, tensor in tensors.items() if name not in stored and id(tensor) in there]:
@@ -164,7 +192,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             raise RecipeError(f"train.init_allow has {pattern!r}, which matches no weight, here or there: {near}")
 
 
-def _conversions(taken: Mapping[str, torch.Tensor], stored: Stored) -> list[str]:
+def _conversions(taken: Mapping[str, Held], stored: Stored) -> list[str]:
     """Say from which types to which others how many tensors were converted."""
     counts = Counter((stored.dtypes[name], tensor.dtype) for name, tensor in taken.items())
     return [

@@ -11,7 +11,6 @@ and nowhere else; they were read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
 from app.errors import CheckpointError, PresetError
+from app.initial import fsdp2
 from app.ranks import compiling
 
 if TYPE_CHECKING:
@@ -253,15 +253,8 @@ def _other_optimizer(optimizer: torch.optim.Optimizer, expected: Collection[str]
 def _of_parameter(name: str, parameter: torch.Tensor) -> _Fragment:
     if not isinstance(parameter, DTensor):
         return _Fragment(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
-    mesh = parameter.device_mesh
-    if parameter.placements != (Shard(0),):
-        raise PresetError(
-            f"FSDP2 keeps {name} as {parameter.placements} over {mesh}: checkpoints and averages of weights need it sharded "
-            "by rows over all processes. Take the hybrid or tensor parallelism out of the preset."
-        )
-    rows, width = parameter.shape[0], math.prod(parameter.shape[1:])
-    first_row = min(mesh.get_local_rank() * math.ceil(rows / mesh.size()), rows)  # as torch.chunk deals out rows
-    return _Fragment(name, tuple(parameter.shape), first_row * width, parameter.to_local().numel(), parameter)
+    first, local = fsdp2.rows(name, parameter)
+    return _Fragment(name, tuple(parameter.shape), first, local.numel(), parameter)
 
 
 # ---- ZeRO: DeepSpeed's optimizer holds flat partitions in full precision, on which torch's or its own optimizer steps -----

@@ -24,12 +24,11 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.checkpoints import manifest
+from app.checkpoints import manifest, tensor_file
 from app.checkpoints.durable import Stamp, check, check_size, telling, write_bytes
 from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
 from app.checkpoints.piece import AVERAGE, FROZEN, WEIGHT, Piece
@@ -85,20 +84,21 @@ def write_pieces(
     return FileEntry(file, stamp, tuple(_range_of(piece) for piece in pieces))
 
 
-def write_frozen(claim: Claim, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+def write_frozen(claim: Claim, contents: Mapping[str, Content]) -> FileEntry:
     """Write the parameters that are not trained, whole, beside the checkpoints, under the name of their digest.
 
     Raises CheckpointError. The same tensors in the same order give the same file.
     """
-    pieces = [Piece(FROZEN, name, tuple(it.shape), 0, it.detach().reshape(-1)) for name, it in tensors.items()]
-    made = write_pieces(claim.place, 0, pieces)
-    entry = replace(made, file=f"{FROZEN}/{made.stamp.sha256}.safetensors")
-    final = claim.path / entry.file
+    made = claim.place / "frozen.safetensors"
+    flat = {tensor_name(FROZEN, name, 0): Content(it.dtype, (prod(it.shape),), it.chunks) for name, it in contents.items()}
+    stamp = tensor_file.write(made, flat)
+    final = claim.path / FROZEN / f"{stamp.sha256}.safetensors"
     with telling(final, "written"):
         final.parent.mkdir(exist_ok=True)
-        claim.put(claim.place / made.file, final)
+        claim.put(made, final)
         sync(claim.path)
-    return entry
+    ranges = (Range(FROZEN, name, it.shape, it.dtype, 0, prod(it.shape)) for name, it in contents.items())
+    return FileEntry(f"{FROZEN}/{final.name}", stamp, tuple(ranges))
 
 
 def place_of(folder: Path, file: str) -> Path:

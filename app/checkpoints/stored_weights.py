@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,13 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 """Where programs put the weights into what they save beside them."""
 
 
+class ReadInto(Protocol):
+    """How stored tensors are read."""
+
+    def __call__(self, name: str, values: torch.Tensor, start: int = 0) -> None:
+        """Fill `values`, 1-D, with the elements from `start` on of the flattened tensor of a name, in their dtype."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """Tensors on disk, by their names there."""
@@ -39,8 +46,7 @@ class Stored:
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype | str]
     """A text is the name of a type that torch has not."""
-    read_into: Callable[[str, torch.Tensor], None]
-    """Fills `values`, 1-D, with the tensor of a name, in their dtype."""
+    read_into: ReadInto
     remarks: tuple[str, ...] = ()
     """What a reader should know of how they were found, a phrase each."""
 
@@ -49,7 +55,7 @@ class Stored:
         return Stored(
             {name: self.shapes[there] for name, there in names.items()},
             {name: self.dtypes[there] for name, there in names.items()},
-            lambda name, values: self.read_into(names[name], values),
+            lambda name, values, start=0: self.read_into(names[name], values, start),
             (*self.remarks, *remarks),
         )
 
@@ -93,7 +99,8 @@ def _of_file(path: Path) -> Stored:
     if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
         return _of_pickle(path)
     file = TensorFile(path)
-    return Stored(file.shapes, {name: tensor_file.dtype_in_torch(it) for name, it in file.dtypes.items()}, file.read_into)
+    dtypes = {name: tensor_file.dtype_in_torch(it) for name, it in file.dtypes.items()}
+    return Stored(file.shapes, dtypes, lambda name, values, start=0: file.read_into(name, values, start=start))
 
 
 def _of_index(path: Path) -> Stored:
@@ -111,7 +118,7 @@ def _of_index(path: Path) -> Stored:
     return Stored(
         {name: parts[file].shapes[name] for name, file in file_of.items()},
         {name: parts[file].dtypes[name] for name, file in file_of.items()},
-        lambda name, values: parts[file_of[name]].read_into(name, values),
+        lambda name, values, start=0: parts[file_of[name]].read_into(name, values, start),
     )
 
 
@@ -141,14 +148,14 @@ def _of_pickle(path: Path) -> Stored:
     return Stored(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         {name: tensor.dtype for name, tensor in tensors.items()},
-        lambda name, values: _copy(tensors[name], values),
+        lambda name, values, start=0: _copy(tensors[name], values, start),
         tuple(remarks),
     )
 
 
 @torch.no_grad()
-def _copy(source: torch.Tensor, values: torch.Tensor) -> None:
-    values.copy_(source.reshape(-1))
+def _copy(source: torch.Tensor, values: torch.Tensor, start: int) -> None:
+    values.copy_(source.reshape(-1)[start : start + values.numel()])
 
 
 def _of_checkpoint(folder: Path) -> Stored:
@@ -157,11 +164,11 @@ def _of_checkpoint(folder: Path) -> Stored:
     shapes = reader.shapes(key)
     dtypes = {name: tensor_file.dtype_in_torch(dtype) for name, dtype in reader.dtypes(key).items()}
 
-    def read_into(name: str, values: torch.Tensor) -> None:
+    def read_into(name: str, values: torch.Tensor, start: int = 0) -> None:
         if name in buffers:
-            _copy(buffers[name], values)
+            _copy(buffers[name], values, start)
         else:
-            reader.read_into(Piece(key, name, shapes[name], 0, values))
+            reader.read_into(Piece(key, name, shapes[name], start, values))
 
     return Stored(
         shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()},

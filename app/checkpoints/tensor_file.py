@@ -94,7 +94,7 @@ def write_tensors(
 
 def contents(tensors: Mapping[str, torch.Tensor], *, on_chunk: Callable[[], object] = lambda: None) -> dict[str, Content]:
     """Return tensors of any shape and device as `write` takes them. Raises CheckpointError for one that cannot be saved."""
-    return {name: Content(dtype_of(name, it), tuple(it.shape), _chunks(it, on_chunk)) for name, it in tensors.items()}
+    return {name: Content(dtype_of(name, it), tuple(it.shape), chunks(it, on_chunk)) for name, it in tensors.items()}
 
 
 def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str] | None = None) -> Stamp:
@@ -117,7 +117,8 @@ def size_bytes(content: Content) -> int:
     return prod(content.shape) * _ITEM_BYTES[content.dtype]
 
 
-def _chunks(tensor: torch.Tensor, on_chunk: Callable[[], object]) -> Iterator[memoryview]:
+def chunks(tensor: torch.Tensor, on_chunk: Callable[[], object] = lambda: None) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor of any shape and device, in pieces of CHUNK_BYTES, for each of which `on_chunk` is called."""
     import torch
 
     flat = tensor.detach().reshape(-1)

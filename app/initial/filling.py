@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from app.initial import whole
+from app.initial import fsdp2, whole, zero3
+from app.initial.held import as_text, digest_of, is_divided
 from app.initial.units import Units, check_left
-from app.initial.zero3 import transformers_unaware
+from app.ranks.runtime import Runtime
 from app.task import Task
 
 _LARGE_BYTES = 1e9
@@ -25,7 +26,7 @@ def made(task: Task, facts: Mapping[str, Any], *, seed: int) -> tuple[nn.Module,
 
     Without units the model is on the CPU, with weights of torch's global generator. Raises RecipeError.
     """
-    with transformers_unaware():
+    with zero3.transformers_unaware():
         if not callable(getattr(task, "init", None)):
             return task.model(facts), None
         with torch.device("meta"):
@@ -35,17 +36,50 @@ def made(task: Task, facts: Mapping[str, Any], *, seed: int) -> tuple[nn.Module,
     return model, Units(task, model, seed=seed)
 
 
-def fill(model: nn.Module, units: Units) -> None:
-    """Give the model the units' numbers, in its place. Raises RecipeError for what the task's `init` has not filled."""
-    whole.fill(model, units)
+def fill(runtime: Runtime, model: nn.Module, units: Units) -> str:
+    """Give the model the units' numbers, in its place, and return their digest, of this rank's own.
+
+    Under FSDP2 and ZeRO-3 a rank keeps its share of each unit. Raises RecipeError for what the task's `init` has not filled.
+    Called by all ranks together.
+    """
+    total, accelerator, strategy = _Total(), runtime.accelerator, runtime.launched.strategy
+    if strategy == "fsdp2" and fsdp2.can_divide(accelerator):
+        fsdp2.fill(accelerator, model, units, total.add)
+    elif strategy == "deepspeed" and zero3.can_divide(accelerator):
+        zero3.fill(accelerator, model, units, total.add)
+    else:
+        whole.fill(model, units, total.add)
     check_left(model)
+    return as_text(total.of_all)
+
+
+class _Total:
+    """The digests of what was drawn, added up."""
+
+    def __init__(self) -> None:
+        self.of_all = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.of_all += digest_of(name, tensor)
+
+
+def prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Return both as `Runtime.prepare` does, where the model may be divided already."""
+    parameters = [list(group["params"]) for group in optimizer.param_groups] if is_divided(model) else []
+    model, prepared = runtime.prepare(model, optimizer)
+    if runtime.launched.strategy == "fsdp2":
+        # Accelerate tells parameters by the place of their memory, and of some a rank has no rows, and so no memory.
+        for group, of_group in zip(prepared.param_groups, parameters, strict=False):
+            group["params"] = of_group
+    return model, prepared
 
 
 def whole_model(task: Task, facts: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
     """Return the task's model, whole on the CPU of this process."""
     model, units = made(task, facts, seed=seed)
     if units is not None:
-        fill(model, units)
+        whole.fill(model, units)
+        check_left(model)
     return model
 
 

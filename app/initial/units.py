@@ -49,6 +49,11 @@ class Units:
             found = {name: it for name, it in self._draw(unit, is_block=is_block).items() if name in own}
             yield unit, found
 
+    @property
+    def blocks(self) -> set[str]:
+        """The classes of the model's blocks."""
+        return {type(self._model.get_submodule(name)).__name__ for name, is_block in self._units.items() if is_block}
+
     def _owners(self) -> dict[str, str]:
         """The unit of each parameter and buffer, by the first of its names."""
         first: dict[int, str] = {}

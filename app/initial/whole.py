@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from app.initial.units import Units, places
 
 
 @torch.no_grad()
-def fill(model: nn.Module, units: Units) -> None:
+def fill(model: nn.Module, units: Units, note: Callable[[str, Tensor], None] = lambda *_: None) -> None:
     """Give a model on torch's meta device its parameters and buffers on the CPU, with the units' numbers.
 
-    What is one tensor in several places stays one: tied embeddings.
+    What is one tensor in several places stays one: tied embeddings. `note` is called with each tensor, by its name.
     """
     where = places(model)
     for _, drawn in units.drawn():
@@ -20,6 +22,7 @@ def fill(model: nn.Module, units: Units) -> None:
             module, key = where[name][0]
             meta = getattr(module, key)
             real = torch.empty_like(meta, device="cpu").copy_(values)  # in the type and the strides that the model has by now
+            note(name, real)
             if isinstance(meta, nn.Parameter):
                 real = nn.Parameter(real, requires_grad=meta.requires_grad)
             for module, key in where[name]:

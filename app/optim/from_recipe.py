@@ -92,14 +92,16 @@ def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, G
     return found
 
 
-def build(recipe: OptimRecipe, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
+def build(
+    recipe: OptimRecipe, model: nn.Module, rule: Rule | None = None, *, fused: bool | None = None
+) -> torch.optim.Optimizer:
     """Return the optimizer of the model's trainable parameters: in two groups, with and without weight decay, if there is any,
     and as many for each learning rate.
 
-    Call it before the parameters are sharded, as `Rule.of`. `fused`, for Adam and AdamW: None is where supported.
-    The learning rate is the recipe's until `set_learning_rate` sets that of a step.
+    `rule` is that of the model; without, its parameters are not sharded yet, as `Rule.of` wants it. `fused`, for Adam and
+    AdamW: None is where supported. The learning rate is the recipe's until `set_learning_rate` sets that of a step.
     """
-    rule = Rule.of(recipe, model)
+    rule = rule or Rule.of(recipe, model)
     alike: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, recipe.weight_decay): [], (1.0, 0.0): []}
     for name, decay in rule.weight_decays.items():
         alike.setdefault((rule.lr_factors[name], decay), []).append(model.get_parameter(name))

@@ -8,7 +8,6 @@ was found and what to change; none of them repairs anything.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -150,12 +149,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:  # a checkout that is run without being installed, or no DeepSpeed
             found[package] = "none"
     return found | {"torch": torch.__version__}  # with the build, such as +cu130
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """Return a hash of the model's parameters and buffers, of 16 hexadecimal digits. The model is not sharded yet."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()

@@ -45,6 +45,7 @@ def _examine(launched: Launched, loaded: LoadedRecipe, out: Path) -> None:
     from app.checkpoints.shards import unwrapped
     from app.data.samples import Batch
     from app.feed import Feed
+    from app.initial import filling
     from app.optim import from_recipe
     from app.optim.steps import Steps
     from app.optim.unused import FirstGradients
@@ -65,7 +66,7 @@ def _examine(launched: Launched, loaded: LoadedRecipe, out: Path) -> None:
         seen.broken += own_rules.broken(recipe, task, data.train, parts.model, form=form, device=runtime.device)
         seen.write()  # what follows may fail of it
     draws_in_passes = bool(random_layers.layers_with_dropout(parts.model))
-    model, optimizer = runtime.prepare(parts.model, from_recipe.build(recipe.optim, parts.model))
+    model, optimizer = filling.prepare(runtime, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
     first = FirstGradients(unwrapped(model), runtime.together)
     steps = Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm, before_first=first.check)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -49,3 +49,11 @@ class Drawn:
 def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = model(tokens, labels=tokens, use_cache=False).loss
     return found
+
+
+class Plain:
+    """A task without `init`, whose model transformers builds and fills."""
+
+    def model(self, _facts: Any) -> nn.Module:
+        model: nn.Module = AutoModelForCausalLM.from_config(llama().config)
+        return model

@@ -1,0 +1,95 @@
+"""Initial weights under FSDP2: the model is divided while it has no memory, and each rank keeps its rows of what is drawn.
+
+It is divided by Accelerate's own function, as `prepare` would divide it, which leaves alone what is divided already (accelerate
+1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.dataclasses import DynamoBackend
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, Shard
+
+from app.errors import PresetError
+from app.initial.units import Units, places
+
+
+def can_divide(accelerator: Accelerator) -> bool:
+    """Whether a model may be divided before `prepare`, which would wrap or compile layers first under some presets."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    return not (
+        plugin.activation_checkpointing
+        or plugin.cpu_ram_efficient_loading
+        or plugin.ignored_modules
+        or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+        or getattr(accelerator, "torch_device_mesh", None) is not None
+    )
+
+
+@contextmanager
+def _by_layer(plugin: Any, blocks: Collection[str]) -> Iterator[None]:
+    """Where the preset divides by size, have each module of these classes be gathered as one: a model knows its layers best.
+
+    By size, a list of large layers is one too many: torch divides none.
+    """
+    before = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
+    if blocks and getattr(before[0], "func", before[0]) is size_based_auto_wrap_policy:
+        plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, sorted(blocks)
+    yield
+    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = before
+
+
+@torch.no_grad()
+def fill(accelerator: Accelerator, model: nn.Module, units: Units, note: Callable[[str, Tensor], None]) -> None:
+    """Divide a model on torch's meta device among the ranks and give each its rows of the units' numbers.
+
+    `note` is called with each whole tensor that was drawn, by its name, in the type that the model has.
+    """
+    where = places(model)
+    plugin = accelerator.state.fsdp_plugin
+    with _by_layer(plugin, units.blocks):
+        fsdp2_prepare_model(accelerator, model)
+    offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    model.to_empty(device="cpu" if offloads else accelerator.device)
+    for standing in where.values():
+        first, key = standing[0]
+        for module, other in standing[1:]:
+            setattr(module, other, getattr(first, key))
+    model._apply(lambda tensor: tensor)  # torch looks again which tensors stand where
+    for _, drawn in units.drawn():
+        for name, whole in drawn.items():
+            module, key = where[name][0]
+            target: Any = getattr(module, key)
+            values = whole.to(target.dtype)
+            note(name, values)
+            if isinstance(target, DTensor):
+                start, local = rows(name, target)
+                local.copy_(values.reshape(-1)[start : start + local.numel()])
+            else:
+                target.copy_(values)
+
+
+def rows(name: str, parameter: DTensor) -> tuple[int, Tensor]:
+    """Return where this rank's rows begin in the flattened parameter, and the rows, 1-D and live.
+
+    Raises PresetError for a parameter that is divided otherwise than by rows over all ranks.
+    """
+    mesh = parameter.device_mesh
+    if parameter.placements != (Shard(0),):
+        raise PresetError(
+            f"FSDP2 keeps {name} as {parameter.placements} over {mesh}: checkpoints and averages of weights need it sharded "
+            "by rows over all processes. Take the hybrid or tensor parallelism out of the preset."
+        )
+    count, width = parameter.shape[0], math.prod(parameter.shape[1:])
+    first = min(mesh.get_local_rank() * math.ceil(count / mesh.size()), count)  # as torch.chunk deals out rows
+    return first * width, parameter.to_local().detach().view(-1)

@@ -1,0 +1,54 @@
+"""Runs whose model no process holds whole: the same losses under every preset, from a seed or from files, through a resume."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from drawn_models import gpt2
+from processes import read_lines, train
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.multiproc
+
+RECIPE = ("--recipe", str(Path(__file__).with_name("text_task.yaml")), "train.steps=6", "train.ema_decay=0.9")
+FROZEN = "train.freeze=[transformer.h.0.*,transformer.wpe.*]"
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_runs_are_the_same_under_every_preset(tmp_path: Path, kind: str) -> None:
+    chosen = (*RECIPE, f"model.kind={kind}", "train.validation_fraction=0.2", "optim.groups=[*.weight lr_factor=0.5]")
+    train("cpu", tmp_path / "cpu", *chosen).check()
+    for preset, processes in (("multi_gpu", 2), ("deepspeed_zero3", 2), ("fsdp2", 3)):
+        train(preset, tmp_path / preset, *chosen, processes=processes).check()
+        assert losses(tmp_path / preset) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+
+
+def test_they_begin_with_files_and_go_on_under_other_presets(tmp_path: Path) -> None:
+    """Parts with an index, in half precision, of a tied model of which something is frozen and the positions are missing."""
+    model = gpt2()
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "transformer.wpe.weight"}
+    model.bfloat16().save_pretrained(tmp_path / "there", state_dict=weights, max_shard_size="20KB")
+    assert len(list((tmp_path / "there").glob("model-*.safetensors"))) > 2
+    chosen = (*RECIPE, "model.kind=gpt2", FROZEN, f"train.init_from={tmp_path}/there", "train.init_allow=[transformer.wpe.*]")
+    alone = train("cpu", tmp_path / "cpu", *chosen).check()
+    for preset, processes in (("fsdp2", 3), ("deepspeed_zero3", 2)):
+        begun = train(preset, tmp_path / preset, *chosen, "checkpoint.every_steps=3", processes=processes).check()
+        said = [re.findall("the weights to begin with are .*", finished.output) for finished in (alone, begun)]
+        assert said[0] == said[1]
+        assert "1 new, of the seed: transformer.wpe.weight is not there" in said[0][0]
+        assert losses(tmp_path / preset) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    for of, preset, processes in (("fsdp2", "deepspeed_zero3", 3), ("deepspeed_zero3", "fsdp2", 2)):
+        on = tmp_path / f"on-{preset}"
+        step = tmp_path / of / "checkpoints" / "step-00000003"
+        train(preset, on, *chosen, "--resume", str(step), processes=processes).check()
+        assert losses(on) == pytest.approx(losses(tmp_path / "cpu")[3:], rel=1e-5)
+        left, begun_with = load_file(on / "model.safetensors"), load_file(tmp_path / "cpu" / "model.safetensors")
+        assert all(
+            left[name].equal(begun_with[name]) for name in left if name.startswith(("transformer.h.0.", "transformer.wpe"))
+        )

@@ -1,0 +1,55 @@
+"""Initial weights under every preset and on any number of processes: the same bits, of which each holds its share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import SCRIPTS, read, run
+
+pytestmark = pytest.mark.multiproc
+
+TOPOLOGIES = [
+    ("multi_gpu", 3),
+    ("deepspeed_zero1", 2),
+    ("deepspeed_zero3", 1),
+    ("deepspeed_zero3", 3),
+    ("deepspeed_zero3", 4),
+    ("deepspeed_zero3_offload", 2),
+    ("fsdp2", 1),
+    ("fsdp2", 2),
+    ("fsdp2", 4),
+]
+
+
+def looked(folder: Path, preset: str, processes: int, kinds: str = "llama,gpt2") -> dict[str, Any]:
+    out = folder / f"{preset}-{processes}.json"
+    run(preset, processes, str(SCRIPTS / "initial.py"), str(out), kinds).check()
+    return read(out)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return looked(tmp_path_factory.mktemp("alone"), "cpu", 1, "llama,gpt2,plain")
+
+
+@pytest.mark.parametrize(("preset", "processes"), TOPOLOGIES)
+def test_weights_are_the_same_bits(alone: dict[str, Any], tmp_path: Path, preset: str, processes: int) -> None:
+    there = looked(tmp_path, preset, processes)
+    for kind, found in there.items():
+        whole = alone[kind]
+        assert found["drawn"] == whole["drawn"] * processes
+        assert found["held"] == whole["held"] == whole["drawn"][0]
+        assert found["prepared"] == whole["prepared"]
+        assert found["buffers"] == whole["buffers"] * processes
+        assert found["names"] == whole["names"]  # what is tied is one
+        is_divided = preset in ("fsdp2", "deepspeed_zero3", "deepspeed_zero3_offload")
+        assert sum(found["shares"]) == found["whole"] * (1 if is_divided else processes)
+        assert max(found["shares"]) <= found["whole"] * (1.15 / processes if is_divided else 1)
+
+
+def test_transformers_does_not_draw_other_weights_under_zero_3(alone: dict[str, Any], tmp_path: Path) -> None:
+    """A task without `init` that builds its model by `from_config`, which would use `deepspeed.zero.Init`."""
+    there = looked(tmp_path, "deepspeed_zero3", 2, "plain")
+    assert there["plain"]["held"] == alone["plain"]["held"]

@@ -1,0 +1,66 @@
+"""Fills models of a task with `init` under a preset, and shows what the ranks hold of them, before and after they are prepared.
+
+    python tests/scripts/initial.py OUT.json KIND,...
+
+KIND: llama and gpt2 are drawn by units; plain is built whole by transformers' own `from_config`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "initial"))
+
+
+def main(out: str, kinds: list[str]) -> None:
+    from app.place.launched import read
+    from app.ranks.runtime import Runtime
+    from app.recipe.batching import BatchPlan
+
+    launched = read(os.environ)
+    runtime = Runtime(launched, BatchPlan(global_batch_size=12, world_size=launched.world_size, accumulation=1))
+    found = {kind: look(runtime, kind) for kind in kinds}
+    if runtime.is_main:
+        Path(out).write_text(json.dumps(found))
+    runtime.gather(None)
+    os._exit(0)
+
+
+def look(runtime: Any, kind: str) -> dict[str, Any]:
+    from drawn_models import Drawn, Plain, gpt2, llama
+
+    from app.checkpoints.shards import Shards
+    from app.initial import filling, held
+    from app.optim import from_recipe
+    from app.recipe.schema import OptimRecipe
+
+    recipe, task = OptimRecipe(), Plain() if kind == "plain" else Drawn({"llama": llama, "gpt2": gpt2}[kind])
+    runtime.seed(0)
+    model, units = filling.made(task, {}, seed=0)  # type: ignore[arg-type]
+    rule = from_recipe.Rule.of(recipe, model)
+    drawn = filling.fill(runtime, model, units) if units else None
+    shares = runtime.gather(sum(it.values.numel() for it in {*held.held(model).values()} if it.is_parameter))
+    buffers = {name: buffer.sum().item() for name, buffer in model.named_buffers()}
+    found = {
+        "drawn": runtime.gather(drawn),
+        "held": held.digest(model, runtime.gather),
+        "shares": shares,
+        "whole": sum(rule.sizes.values()),
+        "buffers": runtime.gather(buffers),
+    }
+    prepared = filling.prepare(runtime, model, from_recipe.build(recipe, model, rule))
+    shards = Shards(runtime.accelerator, *prepared)
+    pieces = {(piece.name, piece.start): piece.values.clone() for piece in shards.owned_pieces()}
+    ranks = runtime.gather(sum(held.digest_of(name, values, start) for (name, start), values in pieces.items()))
+    found["prepared"] = held.as_text(sum(ranks))
+    found["names"] = len(dict(shards.model.named_parameters()))
+    runtime.accelerator.free_memory(*prepared)
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2].split(","))
