@@ -20,7 +20,7 @@ from app.files import paths
 from app.task import Form, Loss, Scores, Split, Table, Totals
 from app.tasks.causal_lm import configuration
 from app.tasks.causal_lm import model as networks
-from app.tasks.causal_lm.data import embedded, store
+from app.tasks.causal_lm.data import embedded, nanogpt, store
 from app.tasks.causal_lm.data.rows import Rows
 from app.tasks.causal_lm.data.store import Tokens
 from app.tasks.causal_lm.head import IGNORED
@@ -49,7 +49,7 @@ class CausalLM:
     def samples(self, split: Split) -> Rows | None:
         """Open a split as rows; None: there is none."""
         data = self._sections.data
-        tokens = _open(data.path, split)
+        tokens = _open(self._sections, split)
         if tokens is None:
             return None
         length = data.sequence_length
@@ -146,10 +146,16 @@ def positions_in(documents: Tensor) -> Tensor:
     return places - places.where(begins, 0).cummax(1).values
 
 
-def _open(path: str | None, split: str) -> Tokens | None:
-    if path is None:
+def _open(sections: Sections, split: str) -> Tokens | None:
+    if sections.data.path is None:
         return embedded.open_embedded(split)
-    return store.open_split(Path(paths.filled_in("data.path", path)), split)
+    folder, network = Path(paths.filled_in("data.path", sections.data.path)), sections.model
+    if not nanogpt.is_nanogpt(folder):
+        return store.open_split(folder, split)
+    size = network.vocab_size
+    if network.path is not None:
+        size = configuration.config_of(network, vocab_size=None, sequence_length=None).vocab_size
+    return nanogpt.open_nanogpt(folder, split, size)
 
 
 def _taken(batch: Batch) -> dict[str, Tensor]:

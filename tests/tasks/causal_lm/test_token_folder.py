@@ -20,6 +20,8 @@ from app.tasks.causal_lm.data.packing import best_fit
 from app.tasks.causal_lm.data.rows import Rows
 from app.tasks.causal_lm.data.store import about, blocks_digest, check, open_split
 from app.tasks.causal_lm.data.writing import writing
+from app.tasks.causal_lm.sections import DataRecipe, ModelRecipe, Sections
+from app.tasks.causal_lm.task import CausalLM
 
 ABOUT = {"kind": "test", "vocab_size": 300, "digest": "one"}
 LENGTHS = np.random.default_rng(0).integers(1, 90, 400)
@@ -237,9 +239,10 @@ def test_nanogpt_files_are_read_as_nanogpt_reads_them(tmp_path: Path) -> None:
         assert batch["tokens"][row, 1:].tolist() == data[i + 1 : i + 1 + 64].tolist()
     assert "bytes" not in batch
     assert open_nanogpt(tmp_path, "test") is None
-    asked = open_nanogpt(tmp_path, "validation", 50304)
-    assert asked is not None
-    assert asked.vocab_size == 50304
+    recipe = Sections(data=DataRecipe(path=str(tmp_path), sequence_length=64), model=ModelRecipe(vocab_size=50304))
+    held_out = CausalLM(recipe).samples("validation")
+    assert held_out is not None
+    assert (held_out.facts["vocab_size"], len(held_out)) == (50304, 1)
 
     with pytest.raises(DataError, match="document_masks"):
         Rows(split, 64, document_masks=True)

@@ -1,8 +1,8 @@
 """nanoGPT's files, read in place: train.bin and val.bin, numbers of 16 bits without a header (its data/*/prepare.py).
 
 They do not say where documents begin, nor how many bytes of text a token stands for: there are no document masks, and no bits
-per byte. meta.pkl is not opened, for a pickle may hold any program: the vocabulary is what `model.vocab_size` says, or the
-largest token of both files and one.
+per byte. meta.pkl is not opened, for a pickle may hold any program: the vocabulary is that of the model, where the recipe says
+it (`model.vocab_size`, or the config.json of `model.path`), or else the largest token of both files and one.
 
 The fingerprint is made of the size and of 256 blocks of each file, for there is no digest of the whole.
 """
@@ -46,11 +46,11 @@ def open_nanogpt(folder: Path, split: str, vocab_size: int | None = None) -> Tok
     if split not in FILES or not path.is_file():
         return None
     tokens = _mapped(path)
-    said = "by the largest token" if vocab_size is None else "by model.vocab_size"
+    said = "up to the largest token" if vocab_size is None else "that of the model"
     size = vocab_size or 1 + max(_largest(folder / name) for name in FILES.values() if (folder / name).is_file())
     tokenizer: dict[str, Any] = {
         "kind": "unknown",
-        "name": f"unknown (nanoGPT's files do not say; vocabulary {said})",
+        "name": f"unknown (nanoGPT's files do not say; vocabulary: {said})",
         "revision": None,
         "digest": None,
         "vocab_size": size,
