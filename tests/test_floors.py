@@ -148,6 +148,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.ranks.compiled_ops",
             "app.console",
             "app.data.turns",
+            "app.tasks.causal_lm.data_tools.tokenizing",
             "app.profiling.profile",
             "launch.schedulers.local",
             "launch.start.spread",

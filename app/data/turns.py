@@ -14,8 +14,8 @@ from pathlib import Path
 
 from app.files.own_folder import own
 
-# What file systems say that have no locks, such as Lustre mounted without `flock`.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems say that have no locks, such as Lustre mounted without `flock`."""
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def alone(lock: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
         yield
 

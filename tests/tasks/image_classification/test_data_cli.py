@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 from sources import everything
 
+from app.data.many import in_order
 from app.errors import DataError, RecipeError
 from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.data.writers import WRITERS
 from app.tasks.image_classification.data_tools.command import FORMATS, main, recipe_of
-from app.tasks.image_classification.data_tools.many import in_order
 from benchmarks.feeding import made_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")

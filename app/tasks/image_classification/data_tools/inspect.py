@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from app.data.many import in_order
 from app.data.progress import progress
 from app.errors import DataError
 from app.recipe.schema import Recipe
@@ -16,7 +17,6 @@ from app.tasks.image_classification.data.decoded import reader_of
 from app.tasks.image_classification.data.open import Data, open_stored
 from app.tasks.image_classification.data.pictures import Reader, format_of
 from app.tasks.image_classification.data.source import Source, spread
-from app.tasks.image_classification.data_tools.many import in_order
 
 SAMPLED = 512
 """Pictures of a split that are looked at, unless all are."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from app.data.many import in_order
 from app.data.progress import progress
 from app.data.whole import made_whole
 from app.errors import DataError, RecipeError
@@ -28,7 +29,6 @@ from app.tasks.image_classification.data.split import Unstored, pictures_in_a_ch
 from app.tasks.image_classification.data.split_names import VALIDATION_NAMES
 from app.tasks.image_classification.data.stage import located
 from app.tasks.image_classification.data.writers import WRITERS, Record
-from app.tasks.image_classification.data_tools.many import in_order
 
 _PIECE = 32
 # Decoders of JPEG can halve the sides on the way, which saves most of the time for large photographs; from twice the wanted

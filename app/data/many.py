@@ -7,13 +7,12 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
-
-import torch
 
 from app.errors import DataError
 
@@ -57,7 +56,8 @@ def in_order(work: Callable[[range], R], size: int, *, piece: int, processes: in
 def _begin(work: Callable[[range], Any], parent_pid: int) -> None:
     global _work  # noqa: PLW0603 - what a fork inherits needs no pickling, and a pool hands on only what can be pickled
     _work = work
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:  # texts are read without it
+        sys.modules["torch"].set_num_threads(1)
     # A process of a pool waits for work for ever when the one that made the pool is killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it was killed before this one could ask to be told

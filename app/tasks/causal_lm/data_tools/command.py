@@ -1,0 +1,170 @@
+"""`samerun data tokenize|inspect` for texts: make a token folder, and look into one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from app.errors import UsageError
+from app.options.values import not_negative, positive, share
+from app.place import cores
+
+_SOURCES = (
+    "Sources are files, folders, patterns with *, or names of data sets of the hub. Text files (.txt) hold a document each, or "
+    "several with --document-separator between them; JSON lines (.jsonl, .ndjson, .json) an object a line; both may end in "
+    ".gz, .bz2, .xz or .zst too. Parquet, CSV and Arrow files, what save_to_disk wrote, and anything else that the datasets "
+    "library opens have rows. Documents keep the order of the sources. A command that was killed goes on from the parts that "
+    "were done."
+)
+_ROW_TOKENS = 1024
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `samerun data tokenize` or `inspect` with these arguments and return its exit code. Raises SamerunError."""
+    return {"tokenize": _tokenize, "inspect": _inspect}[argv[0]](argv[1:])
+
+
+def _tokenize(argv: Sequence[str]) -> int:
+    options = _tokenize_parser().parse_intermixed_args(argv)
+    _refuse_contradictions(options)
+    started_s = time.perf_counter()
+    from app.tasks.causal_lm.data.store import about
+    from app.tasks.causal_lm.data.tokenizers import open_tokenizer
+    from app.tasks.causal_lm.data_tools import tokenizing
+    from app.tasks.causal_lm.data_tools.summary import as_text
+
+    is_packed = options.pack or options.prompts
+    job = tokenizing.Job(
+        tokenizer=open_tokenizer(options.tokenizer, options.tokenizer_revision),
+        sources=_sources(options),
+        shares=(options.validation or 0.0, options.test or 0.0),
+        sequence_length=(options.sequence_length or _ROW_TOKENS) if is_packed else None,
+        prompts=options.prompts,
+        too_long=options.too_long,
+        skip_unreadable=options.skip_unreadable,
+    )
+    made = tokenizing.tokenize(options.out, job, options.workers)
+    elapsed_s = time.perf_counter() - started_s
+    sys.stdout.write(as_text(options.out, about(options.out), made, workers=options.workers, elapsed_s=elapsed_s))
+    return 0
+
+
+def _sources(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the texts of each split that has sources of its own."""
+    from app.tasks.causal_lm.data import texts
+    from app.tasks.causal_lm.data_tools.tokenizing import columns_of
+
+    asked = texts.Asked(
+        columns=tuple(options.column.split(",")) if options.column else () if options.prompts else ("text",),
+        more_columns=("tools", "chat_template_kwargs") if options.prompts else (),
+        kind=options.format,
+        separator=None if options.document_separator is None else _unescaped(options.document_separator),
+        config=options.config,
+        revision=options.revision,
+        split=options.split,
+    )
+    if not asked.columns:
+        asked = replace(asked, columns=columns_of(texts.find(options.sources, asked)))
+    found = {"train": texts.find(options.sources, asked)}
+    for split in ("validation", "test"):
+        sources, name = getattr(options, f"{split}_source"), getattr(options, f"{split}_split")
+        if sources or name:
+            found[split] = texts.find(sources or options.sources, replace(asked, split=name or asked.split))
+    return found
+
+
+def _unescaped(text: str) -> str:
+    return text.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\f", "\f").replace(r"\0", "\0")
+
+
+def _refuse_contradictions(options: argparse.Namespace) -> None:
+    problems = []
+    for split in ("validation", "test"):
+        said = [name for name in (split, f"{split}_source", f"{split}_split") if getattr(options, name)]
+        if split in said and len(said) > 1:
+            problems.append(
+                f"--{split} takes training documents, and --{said[1].replace('_', '-')} others: give one of the two"
+            )
+    if (options.validation or 0) + (options.test or 0) >= 1:
+        problems.append("--validation and --test together take all training documents: give smaller shares")
+    if options.sequence_length and not (options.pack or options.prompts):
+        problems.append(
+            "--sequence-length is for packed rows (--pack, --prompts); of others the recipe says data.sequence_length"
+        )
+    columns = (options.column or "text").split(",")
+    if len(columns) > (2 if options.prompts else 1) or not all(columns):
+        problems.append(f"--column {options.column}: it is one name, or with --prompts two with a comma: PROMPT,COMPLETION")
+    if options.too_long != "cut" and not options.prompts:
+        problems.append("--too-long is for --prompts: longer texts become several pieces")
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def _tokenize_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun data tokenize", description="Make a token folder of texts, or of prompts and answers.", epilog=_SOURCES
+    )
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="SOURCE", help="where the texts are, see below")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder to make; nothing is replaced")
+    add("--tokenizer", default="bytes", metavar="bytes|FOLDER|NAME",
+        help="bytes, a folder or tokenizer.json, or a name of the hub (default: bytes)")  # fmt: skip
+    add("--tokenizer-revision", metavar="COMMIT", help="commit, branch or tag of a tokenizer of the hub")
+    add("--column", metavar="NAME", help="column with the text (default: text); with --prompts that with the messages, or "
+        "PROMPT,COMPLETION (default: those of the usual names that are there)")  # fmt: skip
+    add("--format", choices=("text", "jsonl", "parquet"), help="of all files, whatever their endings")
+    add("--document-separator", metavar="TEXT", help=r"between documents of a text file, such as '<|endoftext|>' or '\n\n'")
+    add("--config", metavar="NAME", help="configuration of a data set of the hub")
+    add("--revision", metavar="COMMIT", help="commit, branch or tag of a data set of the hub")
+    add("--split", default="train", metavar="NAME", help="split of a data set to train on (default: train)")
+    for split in ("validation", "test"):
+        add(f"--{split}", type=share, metavar="SHARE",
+            help=f"share of the training documents that is the {split} split, such as 0.01")  # fmt: skip
+        add(f"--{split}-source", nargs="+", action="extend", metavar="SOURCE", help=f"where the texts for {split} are instead")
+        add(f"--{split}-split", metavar="NAME", help=f"split of a data set for {split}")
+    add(
+        "--pack", action="store_true", help="pack whole documents into rows; otherwise rows are cut from the text as it runs on"
+    )
+    add("--sequence-length", type=positive, metavar="TOKENS", help=f"targets of a packed row (default: {_ROW_TOKENS})")
+    add("--prompts", action="store_true", help="rows are prompts with answers, or conversations: only answers count")
+    add("--too-long", choices=("cut", "leave-out"), default="cut", help="examples that no row has room for (default: cut)")
+    add("--skip-unreadable", action="store_true", help="leave out, and count, what cannot be read; otherwise the first ends it")
+    count = cores.of_this_process(1)
+    add("--workers", type=positive, default=count, metavar="N", help=f"processes (default: {count}, the cores here); the "
+        "result is the same with any number")  # fmt: skip
+    return parser
+
+
+def _inspect(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="samerun data inspect", description="Show what is in a token folder: its splits, lengths, and rows as text."
+    )
+    add = parser.add_argument
+    add("words", nargs="+", metavar="FOLDER|RECIPE [key=value ...]", help="a token folder, or a recipe that trains on one")
+    add("--split", default="train", choices=("train", "validation", "test"), help="split of the rows (default: train)")
+    add("--rows", type=not_negative, default=3, metavar="N", help="how many rows are shown, evenly over the split (default: 3)")
+    add("--row", type=not_negative, metavar="NUMBER", help="show this row instead")
+    add("--sequence-length", type=positive, metavar="TOKENS", help="of rows that are not packed, unless a recipe says it (256)")
+    add("--all", action="store_true", help="read every file of a token folder, and say whether it is what was written")
+    options = parser.parse_intermixed_args(argv)
+    from app.tasks.causal_lm.data_tools.looking import Wanted, look
+
+    overrides = [word for word in options.words if "=" in word and not Path(word).exists()]
+    paths = [word for word in options.words if word not in overrides]
+    if len(paths) != 1:
+        raise UsageError(f"{' and '.join(paths) or 'nothing'} to look at: give one token folder or recipe")
+    wanted = Wanted(
+        split=options.split,
+        rows=options.rows,
+        row=options.row,
+        sequence_length=options.sequence_length,
+        everything=options.all,
+        coloured=sys.stdout.isatty(),
+    )
+    sys.stdout.write(look(paths[0], overrides, wanted))
+    return 0

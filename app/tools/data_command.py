@@ -1,0 +1,54 @@
+"""`samerun data COMMAND ...`: what is done with data outside a run, by the tools of the task whose data it is."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from app import tasks
+from app.recipe import recipe_file
+
+_PICTURES, _TEXTS = "image_classification", "causal_lm"
+# Of each: the task whose tools have it, and what it is for. None: that of the data.
+_COMMANDS = {
+    "inspect": (None, "say what data there is: of pictures, or of texts that were tokenised"),
+    "tokenize": (_TEXTS, "make a token folder of texts, or of prompts and answers"),
+    "pack": (_PICTURES, "write pictures once more: smaller, or in another format"),
+    "bench": (_PICTURES, "measure how many pictures a second can be fed"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `samerun data` with these arguments and return its exit code. Raises SamerunError."""
+    if not argv or argv[0] not in _COMMANDS:
+        _parser().parse_args(argv or ["--help"])  # ends the program
+    task = _COMMANDS[argv[0]][0] or _task_of(argv[1:])
+    code: int = importlib.import_module(f"app.tasks.{task}.data_tools.command").main(argv)
+    return code
+
+
+def _task_of(words: Sequence[str]) -> str:
+    """Return the task whose data the words name: by a token folder, or by what a recipe says. Raises RecipeError."""
+    overrides = [word for word in words if "=" in word and not word.startswith("-") and not Path(word).exists()]
+    for word in words:
+        path = Path(word)
+        if (path / "tokens.json").is_file() or (path.name == "tokens.json" and path.is_file()):
+            return _TEXTS
+        if word in recipe_file.names() or (path.suffix in (".yaml", ".yml") and path.is_file()):
+            task = recipe_file.load(word, overrides).recipe.task
+            return task if task in tasks.SHIPPED else _PICTURES
+    return _PICTURES
+
+
+def _parser() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:8}  {text}" for name, (_, text) in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="samerun data",
+        description=__doc__,
+        epilog=f"commands:\n{commands}\n\n`samerun data COMMAND --help` tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="what to do")
+    return parser

@@ -1,0 +1,198 @@
+"""Prompts and answers: the tokens and what counts of them are those that trl makes, and what cannot be told is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from small_tokenizer import MARKED, PLAIN, SPECIAL, write_tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from app.errors import DataError
+from app.tasks.causal_lm.data import store
+from app.tasks.causal_lm.data.chat import Examples, Unusable
+from app.tasks.causal_lm.data.rows import Rows
+from app.tasks.causal_lm.data.tokenizers import Bytes, open_tokenizer
+from app.tasks.causal_lm.data_tools.command import main
+
+PAIRS = [
+    {"prompt": "Call me", "completion": " Ishmael."},
+    {"prompt": "Some years ago ", "completion": "never mind how long"},  # the space and the letters may share a token
+    {"prompt": "the th", "completion": "e the whale"},  # and these do
+    {"prompt": "", "completion": "Nothing was asked."},
+    {"prompt": "ends by itself", "completion": " so<|endoftext|>"},
+    {"prompt": "<|im_start|>user\nGrüße<|im_end|>", "completion": "été \N{WHALE}"},
+    {"prompt": "a long question " * 30, "completion": "short"},
+    {"prompt": "short", "completion": " a long answer" * 30},
+]
+TALKS = [
+    [{"role": "user", "content": "Call me"}, {"role": "assistant", "content": "Ishmael"}],
+    [
+        {"role": "system", "content": "You are a whale."},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "I."},
+        {"role": "user", "content": "Really, " * 20},
+        {"role": "assistant", "content": "Yes. " * 40},
+    ],
+    [{"role": "assistant", "content": "I begin."}, {"role": "user", "content": "and nobody answers"}],
+]
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of one tokenizer: its answers end a text, or a turn."""
+    place = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "marked": write_tokenizer(place / "marked", MARKED, eos=SPECIAL[2]),
+        "plain": write_tokenizer(place / "plain", PLAIN, eos=SPECIAL[2]),
+        "text": write_tokenizer(place / "text"),
+    }
+
+
+def trl_makes(folder: Path, tokenizer: str, rows: list[dict[str, Any]]) -> list[tuple[list[int], list[bool]]]:
+    """What trl trains on: tokens of each example, cut at as many as a row has, and whether its label counts."""
+    config = LlamaConfig(
+        vocab_size=600, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+    )
+    arguments = SFTConfig(
+        output_dir=str(folder),
+        max_length=LENGTH + 1,
+        assistant_only_loss="messages" in rows[0],
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+    )
+    library = AutoTokenizer.from_pretrained(tokenizer)
+    trainer = SFTTrainer(LlamaForCausalLM(config), arguments, train_dataset=Dataset.from_list(rows), processing_class=library)
+    return [(row["input_ids"], [label != -100 for label in row["labels"]]) for row in trainer.train_dataset]
+
+
+def ours(folder: Path, tokenizer: str, rows: list[dict[str, Any]]) -> list[tuple[list[int], list[bool]]]:
+    """The same of the token folder that the command makes, in the order of the examples."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = ["--tokenizer", tokenizer, "--prompts", "--sequence-length", str(LENGTH), "--workers", "1"]
+    assert main(["tokenize", str(folder / "rows.jsonl"), "--out", str(folder / "out"), *told]) == 0
+    split = store.open_split(folder / "out", "train")
+    bits = np.unpackbits(split.counted, bitorder="little")[: len(split.tokens)].astype(bool)
+    ends = split.documents[1:-1].astype(int)
+    return [
+        (tokens.tolist(), counted.tolist())
+        for tokens, counted in zip(np.split(split.tokens, ends), np.split(bits, ends), strict=True)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # what trl sets by itself
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("text", PAIRS),
+        ("marked", [{"messages": talk} for talk in TALKS]),
+        ("plain", [{"prompt": talk[:-1], "completion": talk[-1:]} for talk in TALKS[:2]]),
+    ],
+)
+def test_tokens_and_what_counts_are_those_of_trl(
+    tokenizers: dict[str, str], tmp_path: Path, name: str, rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = trl_makes(tmp_path / "trl", tokenizers[name], rows)
+    assert ours(tmp_path, tokenizers[name], rows) == theirs
+    said = capsys.readouterr().out
+    assert f"x example of more than {LENGTH + 1} tokens, cut there" in said
+    if name == "text":
+        assert len(theirs) == len(PAIRS) - 1, "one has no room for its answer"
+        assert "left out: 1 x example without an answer" in said
+        assert "answer begins within the last token of its prompt, kept" in said
+
+
+def test_without_marks_the_answers_are_what_comes_more(tokenizers: dict[str, str]) -> None:
+    plain, marked = (Examples(open_tokenizer(tokenizers[name]), ["messages"]) for name in ("plain", "marked"))
+    library = AutoTokenizer.from_pretrained(tokenizers["plain"])
+    for talk in TALKS[:2]:
+        tokens, counted, _ = plain({"messages": talk})
+        others, marks, _ = marked({"messages": talk})
+        assert tokens.tolist() == others.tolist()
+        assert not (marks & ~counted).any()
+        (after,) = {library.decode([token]) for token in tokens[counted & ~marks]}
+        assert after == "\n", "the line that ends a turn"
+    shares = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in TALKS[0]]
+    assert plain({"messages": shares}).tokens.tolist() == plain({"messages": TALKS[0]}).tokens.tolist()
+
+
+def test_a_turn_ends_with_a_token_that_counts(tokenizers: dict[str, str], tmp_path: Path) -> None:
+    """Some templates mark the answer and not its end: the model would never learn to stop."""
+    short = MARKED.replace(
+        "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}", "{{ m['content'] }}{% endgeneration %}<|im_end|>"
+    )
+    assert short != MARKED
+    folder = write_tokenizer(tmp_path / "short", short, eos=SPECIAL[2])
+    row = {"messages": TALKS[1]}
+    mine, right = (Examples(open_tokenizer(name), ["messages"])(row) for name in (folder, tokenizers["marked"]))
+    assert mine.tokens.tolist() == right.tokens.tolist()
+    assert mine.counted.tolist() == right.counted.tolist()
+
+
+def test_packed_examples_are_whole_and_can_be_looked_at(
+    tokenizers: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"question {number}:", "completion": f" answer {number}"} for number in range(20)]
+    examples = ours(tmp_path, tokenizers["text"], rows)
+    packed = Rows(store.open_split(tmp_path / "out", "train"), None, document_masks=True)
+    assert len(packed) < len(rows) / 2
+    batch = packed.fetch(np.arange(len(packed)), None)
+    assert int(batch["counted"].sum()) == sum(sum(counted[1:]) for _, counted in examples)
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "out"), "--row", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "question 0:{+ answer 0<|endoftext|>+}" in shown
+    assert f", {int(batch['counted'][0].sum())} count as targets, 5 documents" in shown
+    assert "\x1b" not in shown
+
+
+UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("text", {"prompt": "a", "completion": 3}, "prompt holds str, completion holds int: it takes two texts"),
+    ("text", {"prompt": "a", "completion": "\ud800"}, "no UTF-8"),
+    ("marked", {"messages": ["hello"]}, "a message is str: it takes an object with role and content"),
+    ("marked", {"messages": [{"content": "hello"}]}, "a message has no role; it has 'content'"),
+    ("refuses", {"messages": TALKS[0]}, r"the chat template refuses it \(TemplateError: no such roles\)"),
+    ("plain", {"messages": TALKS[2]}, "it begins with an answer, and the chat template has no"),
+    ("changes", {"messages": TALKS[1]}, "message 2: the chat template renders what is before it in another way"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "text"), UNUSABLE)
+def test_what_is_no_example_says_why(tokenizers: dict[str, str], tmp_path: Path, name: str, row: Any, text: str) -> None:
+    templates = {
+        "refuses": "{{ raise_exception('no such roles') }}",
+        "changes": PLAIN.replace("{% for", "{{ messages|length }}{% for", 1),
+    }
+    folder = tokenizers.get(name) or write_tokenizer(tmp_path / name, templates[name])
+    with pytest.raises(Unusable, match=text):
+        Examples(open_tokenizer(folder), list(row))(row)
+
+
+def test_messages_need_a_template() -> None:
+    with pytest.raises(DataError, match="messages need a tokenizer with a chat template, and this one has none"):
+        Examples(Bytes(), ["messages"])({"messages": TALKS[0]})
+
+
+def test_examples_that_are_too_long_can_be_left_out(
+    tokenizers: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    told = [
+        "tokenize",
+        str(tmp_path / "rows.jsonl"),
+        "--prompts",
+        "--out",
+        str(tmp_path / "out"),
+        "--sequence-length",
+        str(LENGTH),
+    ]
+    assert main([*told, "--tokenizer", tokenizers["text"], "--too-long", "leave-out"]) == 0
+    assert f"left out: 2 x example of more than {LENGTH + 1} tokens\n" in capsys.readouterr().out
+    assert store.about(tmp_path / "out")["splits"]["train"]["documents"] == len(PAIRS) - 2
