@@ -8,9 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
 """The label of what does not count; that of torch and transformers."""
+_HALF = (torch.bfloat16, torch.float16)
+_FEWEST_TOKENS = 256
 
 
 class Head(nn.Linear):
@@ -31,19 +34,38 @@ class Head(nn.Linear):
             return super().forward(hidden)
         if not self.chunked or hidden.is_meta:  # without data logits cost nothing, and their FLOPs are counted
             return nats_of(super().forward(hidden), labels, by_row=by_row)
-        # Half precision has three digits, too few for a sum of losses.
-        dtype = torch.promote_types(torch.promote_types(hidden.dtype, self.weight.dtype), torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
-            found = F.linear_cross_entropy(
-                hidden.reshape(-1, hidden.shape[-1]).to(dtype),
-                self.weight.to(dtype),
-                labels.reshape(-1),
-                linear_bias=None if self.bias is None else self.bias.to(dtype),
-                reduction="none" if by_row else "sum",
-                ignore_index=IGNORED,
-                options=nn.LinearCrossEntropyOptions(),
-            )
+        in_half = torch.is_autocast_enabled(hidden.device.type) or self.weight.dtype in _HALF
+        if in_half or not hasattr(F, "linear_cross_entropy"):  # torch has it from 2.13 on
+            return self._by_chunks(hidden, labels, by_row=by_row)
+        found = F.linear_cross_entropy(
+            hidden.flatten(0, 1).to(self.weight.dtype),
+            self.weight,
+            labels.reshape(-1),
+            linear_bias=self.bias,
+            reduction="none" if by_row else "sum",
+            ignore_index=IGNORED,
+            options=nn.LinearCrossEntropyOptions(),
+        )
         return found.view(labels.shape).sum(1) if by_row else found
+
+    def _by_chunks(self, hidden: Tensor, labels: Tensor, *, by_row: bool) -> Tensor:
+        """Compute the logits of some tokens at a time, and once more in the backward pass.
+
+        torch's own function does without the second time, but adds half-precision losses up in half precision: 17,408 instead of
+        18,518 for 2,048 tokens (torch 2.15).
+        """
+
+        def nats(tokens: Tensor, targets: Tensor) -> Tensor:
+            logits = F.linear(tokens, self.weight, self.bias)
+            return nats_of(logits[:, None], targets[:, None], by_row=by_row)
+
+        tokens, targets = hidden.flatten(0, 1), labels.reshape(-1)
+        # Logits that take as much memory as `hidden`, but not so few that the products get small.
+        size = max(_FEWEST_TOKENS, len(tokens) * self.in_features // self.out_features)
+        parts = [
+            checkpoint(nats, *part, use_reentrant=False) for part in zip(tokens.split(size), targets.split(size), strict=True)
+        ]
+        return torch.cat(parts).view(labels.shape).sum(1) if by_row else torch.stack(parts).sum()
 
 
 def nats_of(logits: Tensor, labels: Tensor, *, by_row: bool) -> Tensor:
