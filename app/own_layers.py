@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-M = TypeVar("M", bound=nn.Module)
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -56,7 +55,7 @@ def take_channels_last(model: nn.Module) -> None:
     Its kernels stay as they are, since checkpoints and shards are ranges of them, and float32 kernels in that order are slower
     on a CPU. Half-precision ones take a quarter of the time in it (docs/performance.md), and are ordered where they are made.
     """
-    _replace(model, nn.Conv2d, _CastInOrder.of)
+    replace(model, lambda layer, _: _CastInOrder.of(layer) if type(layer) is nn.Conv2d else None)
 
 
 def order_small_kernels(model: nn.Module) -> None:
@@ -96,18 +95,21 @@ class _NormInFloat(nn.BatchNorm2d):
 
 def normalize_in_float(model: nn.Module) -> None:
     """Prepare a model for weights that are cast to half precision, on a CPU."""
-    _replace(model, nn.BatchNorm2d, _NormInFloat.of)
+    replace(model, lambda layer, _: _NormInFloat.of(layer) if type(layer) is nn.BatchNorm2d else None)
 
 
-def _replace(model: nn.Module, kind: type[M], with_own: Callable[[M], nn.Module]) -> None:
-    """Put a layer of our own in the place of each layer of exactly this kind; one that stands in several places stays one."""
-    own: dict[nn.Module, nn.Module] = {}
+def replace(model: nn.Module, own: Callable[[nn.Module, str], nn.Module | None]) -> None:
+    """Put what `own` makes of a layer and its name into the layer's place; None: the layer stays.
+
+    One that stands in several places stays one, and has the first of its names.
+    """
+    made: dict[nn.Module, nn.Module | None] = {}
     for path, layer in list(model.named_modules(remove_duplicate=False)):
-        if type(layer) is kind:
-            if layer not in own:
-                own[layer] = with_own(layer).train(layer.training)
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, own[layer])
+        if layer not in made:
+            made[layer] = own(layer, path)
+        parent, _, name = path.rpartition(".")
+        if (found := made[layer]) is not None:
+            setattr(model.get_submodule(parent), name, found.train(layer.training))
 
 
 def without_data(model: nn.Module) -> Callable[..., Any]:

@@ -22,7 +22,8 @@ FLOORS: list[list[str]] = [
     ["app.tasks.causal_lm.sections", "app.tasks.image_classification.sections"],
     ["app.options"],
     ["app.own_layers"],
-    ["app.optim", "app.data", "app.ranks"],
+    ["app.optim", "app.data"],
+    ["app.ranks"],
     ["app.task"],
     ["app.record", "app.device", "app.evaluation", "app.console", "app.initial"],
     ["app.tasks.causal_lm", "app.tasks.image_classification", "app.tasks.own"],
@@ -39,7 +40,7 @@ FLOORS: list[list[str]] = [
     ["benchmarks"],
 ]
 LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
-STARTERS_FLOOR = 18  # those from this one on start processes with it
+STARTERS_FLOOR = 19  # those from this one on start processes with it
 # The rooms of launch/, each of which sees those before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
     ("launch.new", "launch.preset", "launch.run_module", "launch.node_command"),

@@ -1,0 +1,285 @@
+"""Dropout that belongs to the sample: what a layer drops is a function of the seed and of whose activations it is given.
+
+A mask is a hash of (seed, sample number, name of the layer, which of its calls in the pass, place in the sample). The sample
+number holds the epoch. So a sample loses the same activations in any batch, on any rank, in any pass of a step, after a resume,
+and in a forward pass that is computed a second time to save memory.
+
+A bit of a mask costs an exclusive or and a product of 32-bit integers: each place has a random number, the same for all
+samples, and each (sample, layer, call) two, the one it is mixed with and the odd one it is multiplied by. On CPUs that takes less
+time than torch's own draws (docs/same-run.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
+
+from app import own_layers
+from app.data.draws import mix64_tensor
+from app.data.hash64 import derive_key
+from app.errors import TrainingError
+
+_ALPHA = -1.7580993408473766
+"""What `nn.AlphaDropout` puts in the place of what it drops: the limit of SELU."""
+_PIECE = 2**20
+"""So many places get their numbers at once: 64-bit numbers of all of them would take twice the memory of the result."""
+
+
+class _Kind(NamedTuple):
+    """How a layer drops."""
+
+    what: Literal["element", "channel", "sample"]
+    dimensions: int | None = None
+    """Of its input; None: any."""
+    is_alpha: bool = False
+
+
+_KINDS: dict[Any, _Kind] = {
+    nn.Dropout.forward: _Kind("element"),
+    nn.Dropout1d.forward: _Kind("channel", 3),
+    nn.Dropout2d.forward: _Kind("channel", 4),
+    nn.Dropout3d.forward: _Kind("channel", 5),
+    nn.AlphaDropout.forward: _Kind("element", is_alpha=True),
+}
+
+
+class PassDraws:
+    """What the dropout layers of a model draw, for the samples of one forward pass after the other."""
+
+    def __init__(self, seed: int) -> None:
+        self.samples: Tensor | None = None
+        """Sample numbers of the pass, int64 [B], on its device; None: no training pass is under way."""
+        self.passes = 0
+        """How many have begun."""
+        self.layers: list[SampleDropout] = []
+        self.left: dict[str, str] = {}
+        """Layers whose draws cannot belong to samples, and why."""
+        self.are_looked_at = False
+        """Whether first dimensions of inputs are known to grow with the batch, or to be in `left` (`look`)."""
+        self.rows: dict[str, list[int]] | None = None
+        """While `look` looks: the first dimensions of the inputs of each layer's calls."""
+        self._seed = seed
+        self._streams: dict[tuple[str, int], int] = {}
+        """Layers and numbers of calls that were met so far, and their places in `_of_pass`."""
+        self._of_pass: list[tuple[Tensor, Tensor]] = []
+        self._keys = torch.empty(0, 1, dtype=torch.int64)
+        """One for each stream, [L, 1]."""
+        self._places = torch.empty(0, dtype=torch.int32)
+
+    def begin(self, samples: Tensor) -> None:
+        """Begin a forward pass over these samples, int64 [B]. A backward pass belongs to the last one that has begun."""
+        self.samples, self._of_pass = samples, []  # the numbers of all layers are made at once, when the first is called
+        self.passes += 1
+
+    def end(self) -> None:
+        """Let layers draw from torch's generator from now on, as in a pass that is not over samples of the training."""
+        self.samples, self._of_pass = None, []
+
+    def bits(self, layer: str, call: int, count: int) -> Tensor:
+        """Return random bits int32 [B, count], for a layer's call of this number within the pass."""
+        assert self.samples is not None
+        stream = self._streams.setdefault((layer, call), len(self._streams))
+        if stream >= len(self._of_pass):
+            self._of_pass = self._numbers(self.samples)
+        mixed, factor = self._of_pass[stream]
+        if len(self._places) < count or self._places.device != self.samples.device:
+            self._places = _places(count, self.samples.device)
+        return torch.bitwise_xor(self._places[:count], mixed).mul_(factor)
+
+    def look(self, forward: Callable[[int], Any]) -> None:
+        """See which layers' inputs have the samples in their first dimension; the others are `left` from now on.
+
+        `forward` computes a pass over a batch that is repeated so many times, on torch's meta device.
+        """
+        if not any(layer.p > 0 for layer in self.layers):
+            return
+        once, twice = self._rows_of(forward, 1), self._rows_of(forward, 2)
+        for name, rows in once.items():
+            if twice.get(name) != [2 * count for count in rows]:
+                self.left[name] = f"the first dimension of its input, {rows[0]}, is not that of the samples (batch_first=True?)"
+        self.are_looked_at = True
+
+    def _rows_of(self, forward: Callable[[int], Any], times: int) -> dict[str, list[int]]:
+        rows = self.rows = defaultdict(list)
+        try:
+            forward(times)
+        finally:
+            self.rows = None
+        return rows
+
+    def _numbers(self, samples: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return what places are mixed with and multiplied by, each int32 [B, 1], for every layer and call that is known."""
+        if len(self._keys) != len(self._streams) or self._keys.device != samples.device:
+            words = [derive_key(self._seed, "dropout", *stream) for stream in self._streams]
+            self._keys = torch.tensor([[word - 2**64 if word >= 2**63 else word] for word in words], device=samples.device)
+        halves = mix64_tensor(mix64_tensor(samples + derive_key(self._seed, "dropout") // 2) ^ self._keys).view(torch.int32)
+        mixed, factors = halves.view(len(self._keys), len(samples), 2).split(1, dim=-1)
+        return list(zip(mixed.unbind(0), (factors | 1).unbind(0), strict=True))
+
+
+class _Calls:
+    """How often a layer is called in a pass. Not a part of the layer: setting an attribute of a module takes 10 us."""
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+        self._pass, self._again = -1, 0
+        self.count = 0
+
+    def next(self, number_of_pass: int) -> int:
+        """Return which call in the pass this is: in a backward pass one that was made before, and is computed again."""
+        if self._pass != number_of_pass:
+            self._pass, self.count, self._again = number_of_pass, 0, 0
+        if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
+            self.count += 1
+            return self.count - 1
+        self._again += 1
+        return (self._again - 1) % max(self.count, 1)
+
+    def check(self, *_: Any) -> None:
+        """Raise TrainingError if it is not known which calls were computed again: then not all have been, in their order."""
+        if self._again % self.count:
+            raise TrainingError(
+                f"the dropout layer {self._layer} is called {self.count} times in a forward pass, and activation checkpointing "
+                f"has computed only {self._again} of these calls again in one piece: which ones cannot be told. Give each call "
+                "a layer of its own, checkpoint a part of the model that holds all of them, or turn checkpointing off"
+            )
+
+
+class SampleDropout(_DropoutNd):
+    """In the place of a layer of torch's, torchvision's or timm's that drops at random: the same, with masks of the samples."""
+
+    def __init__(self, p: float, name: str, kind: _Kind, draws: PassDraws, of_torch: nn.Module) -> None:
+        """`of_torch` draws where there is no training pass, or where the draws cannot belong to samples."""
+        super().__init__(p)
+        self.name = name
+        self._kind, self._draws = kind, draws
+        self._of_torch = [of_torch]  # not a part of this one: the names of parts stay as they are
+        self._calls = _Calls(name)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name for it)
+        """Return the activations [B, ...] or [B*k, ...], with what is dropped 0 and the rest larger, so that means stay."""
+        if self._draws.rows is not None:
+            self._draws.rows[self.name].append(len(input))
+            return input
+        if not self.training or self.p == 0 or input.numel() == 0:
+            return input
+        if self._draws.samples is None or not self._fits(input):
+            return self._drawn_by_torch(input)
+        if self.p == 1 and not self._kind.is_alpha:
+            return input * 0
+        number, shape = self._calls.next(self._draws.passes), self._shape(input)
+        count = math.prod(shape) // len(self._draws.samples)
+        dropped = self._draws.bits(self.name, number, count).view(shape) < _threshold(self.p)
+        output = self._without(input, dropped)
+        if self._calls.count > 1 and output.grad_fn is not None:
+            output.grad_fn.register_hook(self._calls.check)
+        return output
+
+    def extra_repr(self) -> str:
+        """Return what is printed of it."""
+        return f"p={self.p}, {self._kind.what}s of samples"
+
+    def _fits(self, input: Tensor) -> bool:  # noqa: A002
+        """Whether each sample's part of the input is known; if not, it is noted why."""
+        assert self._draws.samples is not None
+        if self.name in self._draws.left:
+            return False
+        size, rows = len(self._draws.samples), input.shape[0] if input.ndim else 0
+        of_samples = (rows > 0 and rows % size == 0) if self._draws.are_looked_at else rows == size
+        if of_samples and self._kind.dimensions in (None, input.ndim):
+            return True
+        self._draws.left[self.name] = f"its input {list(input.shape)} has not {size} samples as its first dimension"
+        return False
+
+    def _drawn_by_torch(self, input: Tensor) -> Tensor:  # noqa: A002
+        (layer,) = self._of_torch
+        drawn: Tensor = layer.train(self.training)(input)
+        return drawn
+
+    def _shape(self, input: Tensor) -> tuple[int, ...]:  # noqa: A002
+        """That of the draws, which differ between elements, channels or samples."""
+        if self._kind.what == "element":
+            return input.shape
+        kept = 2 if self._kind.what == "channel" else 1
+        return (*input.shape[:kept], *[1] * (input.ndim - kept))
+
+    def _without(self, input: Tensor, dropped: Tensor) -> Tensor:  # noqa: A002
+        if not self._kind.is_alpha:
+            return (input * (1 / (1 - self.p))).masked_fill_(dropped, 0.0)
+        if self.p == 1:
+            return input * 0
+        scale = ((1 - self.p) * (1 + self.p * _ALPHA**2)) ** -0.5
+        return (input * scale).masked_fill_(dropped, _ALPHA * scale) - self.p * _ALPHA * scale
+
+
+def give_to_samples(model: nn.Module, seed: int) -> PassDraws:
+    """Put layers whose draws belong to samples in the place of the model's that drop at random; names stay as they are.
+
+    The result has to be told of each training pass (`PassDraws.begin`).
+    """
+    draws = PassDraws(seed)
+
+    def own(layer: nn.Module, name: str) -> nn.Module | None:
+        kind = _kind_of(layer)
+        if kind is None:
+            return None
+        found = SampleDropout(rate(layer), name, kind, draws, layer)
+        draws.layers.append(found)
+        return found
+
+    own_layers.replace(model, own)
+    draws.left |= {name: "it draws for a whole batch, or inside a function" for name in _others(model)}
+    return draws
+
+
+def rate(layer: nn.Module) -> float:
+    """Return the share of its input that the layer drops at random while training; 0: it is no layer that is known to."""
+    found: float = 0.0
+    if isinstance(layer, nn.MultiheadAttention):
+        found = layer.dropout
+    elif isinstance(layer, _DropoutNd) or _is_stochastic_depth(layer):
+        found = vars(layer)["p"]
+    elif _is_drop_path(layer):
+        found = vars(layer)["drop_prob"] or 0.0
+    return found
+
+
+def _kind_of(layer: nn.Module) -> _Kind | None:
+    """How the layer drops; None: not at random, or in a way of its own."""
+    one_a_sample = (_is_stochastic_depth(layer) and layer.mode == "row") or (
+        _is_drop_path(layer) and getattr(layer, "scale_by_keep", True)
+    )
+    return _Kind("sample") if one_a_sample else _KINDS.get(type(layer).forward)
+
+
+def _is_stochastic_depth(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "StochasticDepth"  # torchvision's, by its name: its import is slow
+
+
+def _is_drop_path(layer: nn.Module) -> bool:
+    return type(layer).__name__.endswith("DropPath") and "drop_prob" in vars(layer)  # timm's and transformers'
+
+
+def _others(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if rate(layer) > 0 and not isinstance(layer, SampleDropout)]
+
+
+def _threshold(p: float) -> int:
+    """Of random int32: so many of all are below it."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def _places(count: int, device: torch.device) -> Tensor:
+    """Return a random number for each place in a sample, int32 [count]."""
+    found = torch.empty(count, dtype=torch.int32, device=device)
+    for start in range(0, count, _PIECE):
+        piece = torch.arange(start + 1, min(start + _PIECE, count) + 1, device=device)
+        found[start : start + _PIECE] = mix64_tensor(piece).view(torch.int32)[::2]
+    return found
