@@ -15,8 +15,10 @@ from app.data.hash64 import derive_key
 from app.data.loader import Failure, batches_of
 from app.data.order import TrainBatches
 from app.data.samples import Batch
+from app.errors import TrainingError
 from app.metrics.clock import Phase
 from app.ranks.runtime import Runtime
+from app.ranks.sample_dropout import PassDraws
 from app.recipe.schema import Recipe
 from app.task import Form, Task
 
@@ -33,19 +35,22 @@ class Feed:
         batches: Iterable[Batch | Failure],
         *,
         form: Form,
-        draws_in_passes: bool,
+        dropout: PassDraws,
         see: Callable[[int, int, Batch], None],
         lap: Callable[[Phase], None],
+        say: Callable[[str], None],
     ) -> None:
         """`batches` are this rank's shares of the micro-batches of all steps, on its device, of the training `samples`.
 
-        `draws_in_passes`: whether forward passes draw from torch's generators, as dropout does. `see` is shown each batch, with
-        its step and its number in it; `lap` ends a phase of a step.
+        `dropout` is told the samples of each pass. `see` is shown each batch, with its step and its number in it; `lap` ends a
+        phase of a step, and `say` shows a line.
         """
         self._runtime, self._recipe, self._task, self._samples = runtime, recipe, task, samples
         self.batches = batches
         """As they were given: what fetches them is released with the model."""
-        self._form, self._draws_in_passes, self._see, self._lap = form, draws_in_passes, see, lap
+        self._form, self._dropout, self._see, self._lap, self._say = form, dropout, see, lap, say
+        self._draws_by_rank: bool | None = None
+        """Whether passes draw from torch's generators; None: not known yet."""
         self._fetched = batches_of(batches)
         self.total: float | torch.Tensor = float(runtime.plan.global_batch_size)
         """What the `Loss.count` of all passes of the last step, on all ranks, is to add up to; a tensor is a scalar."""
@@ -56,13 +61,13 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         """End what fetches batches ahead of time."""
         with closing(self._fetched):
-            pass
+            self._dropout.end()
 
     def of_step(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
         """Return the batches of a step (from 0) with their weights: those of all ranks and passes have the mean 1 / passes."""
         passes = map(self._next, itertools.repeat(step), range(self._runtime.plan.accumulation))
         weighed = self._weighed(step, passes)
-        return self._seeded(step, weighed) if self._draws_in_passes else weighed
+        return weighed if self._draws_by_rank is False and not self._dropout.layers else self._begun(step, weighed)
 
     def samples_of(self, step: int) -> list[int]:
         """Return the indices of the samples of a step (from 0)."""
@@ -93,16 +98,40 @@ class Feed:
             return zip(batches, [count * ranks / total.clamp(min=1) for count in counts], strict=True)
         return zip(passes, itertools.repeat(1 / self._runtime.plan.accumulation), strict=False)
 
-    def _seeded(
+    def _begun(
         self, step: int, passes: Iterator[tuple[Batch, float | torch.Tensor]]
     ) -> Iterator[tuple[Batch, float | torch.Tensor]]:
-        """Seed torch's generators for each forward pass, so that a resumed run draws what it would have drawn.
+        """Tell dropout the samples of each pass.
 
-        Ranks draw differently, for dropout on different samples must not repeat itself.
+        What else draws has torch's generators. They are seeded for each pass, so that a resumed run draws what it would have
+        drawn, and for each rank, as other samples must not get the same. The first pass shows whether anything does: a draw
+        changes the generator's state.
         """
         for number, batch_and_weight in enumerate(passes):
-            torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, self._runtime.launched.rank))
+            self._dropout.begin(batch_and_weight[0]["samples"])
+            if self._draws_by_rank is not False:
+                torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, self._runtime.launched.rank))
+            if self._draws_by_rank is not None:
+                yield batch_and_weight
+                continue
+            state = _state_of_generator(self._runtime.device)
             yield batch_and_weight
+            self._draws_by_rank = not torch.equal(state, _state_of_generator(self._runtime.device))
+            with self._runtime.together():
+                self._judge_draws()
+
+    def _judge_draws(self) -> None:
+        """Raise TrainingError if a step consists of several passes, and these draw from torch's generators."""
+        if self._draws_by_rank:
+            said = self._dropout.said_of_others(self._runtime.plan)
+            if self._runtime.plan.passes > 1:
+                raise TrainingError(said)
+            self._say(f"note: {said}")
+
+
+def _state_of_generator(device: torch.device) -> torch.Tensor:
+    """Return the state of the generator that operations on the device draw from."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
 
 
 def samples_of(recipe: Recipe, size: int, step: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from app import building, console, tasks
+from app import building, console, own_layers, tasks
 from app.checkpoints import checkpoint, frozen, model_file
 from app.checkpoints.average import NoAverage, WeightAverage
 from app.checkpoints.optimizer_check import check_optimizer
@@ -37,7 +37,7 @@ from app.optim.steps import Steps
 from app.optim.unused import FirstGradients
 from app.place import cores
 from app.profiling.profile import NoProfile, Profile, check_window
-from app.ranks import handshake, random_layers
+from app.ranks import handshake, random_layers, sample_dropout
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file, task_file
 from app.recipe.recipe_file import LoadedRecipe
@@ -56,6 +56,8 @@ class Parts:
     length: schedule.Length
     rule: from_recipe.Rule
     """What a step does to each parameter."""
+    dropout: sample_dropout.PassDraws
+    """What the model's layers draw."""
     flops_per_sample: float
     """Of a forward and backward pass; counted on the main process, 0 on the others."""
     notes: list[str]
@@ -74,29 +76,36 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         model, units = building.build_model(runtime, recipe, task, data.train.facts)
         notes = filling.notes(model, units)
         rule = from_recipe.Rule.of(recipe.optim, model)  # what does not fit is refused before a run folder is there
-        narrow, counted = _without_data(runtime, task, model, data.train.facts)
+        dropout = sample_dropout.give_to_samples(model, recipe.seed)
+        narrow, counted = _without_data(runtime, task, model, data.train.facts, dropout)
+        dropout.refuse_others(runtime.plan)
         drawn = None if units is None else filling.fill(runtime, model, units)
     if narrow:
         arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)
     weights = held.digest(model, runtime.gather)
     handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, drawn or weights))
     assert drawn in (None, weights), f"what was drawn is {drawn}, and the ranks together hold {weights}"
-    return Parts(model, length, rule, counted, notes)
+    return Parts(model, length, rule, dropout, counted, notes)
 
 
 def _without_data(
-    runtime: Runtime, task: Task, model: torch.nn.Module, facts: Mapping[str, Any]
+    runtime: Runtime, task: Task, model: torch.nn.Module, facts: Mapping[str, Any], dropout: sample_dropout.PassDraws
 ) -> tuple[list[known_answers.Operation], float]:
-    """Return what a pass shows without data: narrow convolutions, and on the main process FLOPs per sample; 0: not known."""
+    """Return what a pass shows without data: narrow convolutions, and on the main process FLOPs per sample; 0: not known.
+
+    It also shows dropout where its inputs have the samples.
+    """
     try:
         example = task.example(facts, Form(next(model.parameters()).dtype))
 
         def forward(called: Callable[..., Any]) -> Loss:
             return task.loss(called, example)
 
+        size = len(example["samples"])
+        dropout.look(lambda times: task.loss(own_layers.without_data(model), sample_dropout.repeated(example, times)))
         narrow = known_answers.narrow_convolutions(model, forward)
         # Now: later the model is divided among the ranks.
-        return narrow, flops.of_training(model, forward) / len(example["samples"]) if runtime.is_main else 0.0
+        return narrow, flops.of_training(model, forward) / size if runtime.is_main else 0.0
     except NeedsData:
         return [], 0.0
 
@@ -110,7 +119,6 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     control = _control(runtime, recipe, parts, claim)
 
     frozen_file = frozen.settle(runtime, claim, parts.model, resumed.folder if resumed else None)
-    draws_in_passes = bool(random_layers.layers_with_dropout(parts.model))
     model, optimizer = filling.prepare(runtime, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
@@ -171,9 +179,10 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
             data.train,
             building.training_batches(runtime, recipe, data.train, length, first_step),
             form=building.form_of(runtime, recipe, task),
-            draws_in_passes=draws_in_passes,
+            dropout=parts.dropout,
             see=examples.see,
             lap=profile.lap,
+            say=say,
         ),
         length=length,
         learning_rate_at=building.learning_rate_of(recipe, length),

@@ -1,4 +1,4 @@
-"""Layers through which a run depends on its topology: batch statistics, and what is drawn at random in forward passes."""
+"""Layers through which a run depends on its topology: batch statistics. (What is drawn at random: `sample_dropout`.)"""
 
 from __future__ import annotations
 
@@ -36,30 +36,11 @@ def topology_dependence(model: nn.Module) -> list[str]:
             f"{_counted(unsynchronized, 'batch normalisation layer')}: their statistics are those of one micro-batch, so "
             "results depend on the number of processes (on GPUs, train.sync_batchnorm=true takes them over all processes)"
         )
-    if random := layers_with_dropout(model):
-        sentences.append(
-            f"{_counted(random, 'layer')} with dropout: each process draws its own, so results depend on their number"
-        )
     return sentences
-
-
-def layers_with_dropout(model: nn.Module) -> list[str]:
-    """Return the names of the layers that draw at random while training."""
-    return [name for name, layer in model.named_modules() if _dropout_rate(layer) > 0]
 
 
 def _batchnorms(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
-
-
-def _dropout_rate(layer: nn.Module) -> float:
-    """Return the share of its input that the layer drops at random while training."""
-    rate: float = 0.0
-    if isinstance(layer, nn.MultiheadAttention):
-        rate = layer.dropout
-    elif isinstance(layer, nn.modules.dropout._DropoutNd) or type(layer).__name__ == "StochasticDepth":
-        rate = vars(layer)["p"]  # torchvision's class is told by its name: its import is slow, see `_torchvision_model`
-    return rate
 
 
 def _counted(names: list[str], what: str) -> str:

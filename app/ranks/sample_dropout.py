@@ -4,9 +4,9 @@ A mask is a hash of (seed, sample number, name of the layer, which of its calls 
 number holds the epoch. So a sample loses the same activations in any batch, on any rank, in any pass of a step, after a resume,
 and in a forward pass that is computed a second time to save memory.
 
-A bit of a mask costs an exclusive or and a product of 32-bit integers: each place has a random number, the same for all
-samples, and each (sample, layer, call) two, the one it is mixed with and the odd one it is multiplied by. On CPUs that takes less
-time than torch's own draws (docs/same-run.md).
+A place in a mask costs an exclusive or and a product of 32-bit integers: each place has a random number, the same for all
+samples, and each (sample, layer, call) has two, one for the exclusive or and an odd one for the product. On CPUs that takes
+less time than torch's own draws (docs/same-run.md).
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from app import own_layers
 from app.data.draws import mix64_tensor
 from app.data.hash64 import derive_key
-from app.errors import TrainingError
+from app.data.samples import Batch
+from app.errors import RecipeError, TrainingError
+from app.recipe.batching import BatchPlan
 
 _ALPHA = -1.7580993408473766
 """What `nn.AlphaDropout` puts in the place of what it drops: the limit of SELU."""
+_MOST_NAMED = 3
 _PIECE = 2**20
 """So many places get their numbers at once: 64-bit numbers of all of them would take twice the memory of the result."""
 
@@ -92,6 +94,30 @@ class PassDraws:
         if len(self._places) < count or self._places.device != self.samples.device:
             self._places = _places(count, self.samples.device)
         return torch.bitwise_xor(self._places[:count], mixed).mul_(factor)
+
+    def __deepcopy__(self, memo: object) -> PassDraws:
+        return self  # layers of a copied model are told by the same feed
+
+    def said_of_others(self, plan: BatchPlan) -> str:
+        """Return a sentence on what forward passes draw that belongs to no sample: a note where a step is one pass."""
+        known = [f"{name}: {why}" for name, why in self.left.items()]
+        more = f"; {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
+        what = "; ".join(known[:_MOST_NAMED]) + more if known else "functional dropout, as in attention, or torch.rand"
+        said = f"forward passes draw random numbers that belong to no sample ({what})"
+        if plan.passes == 1:
+            return (
+                f"{said}: this recipe is refused on several processes and with accumulation, where its result would be another"
+            )
+        return (
+            f"{said}, and {plan} would give another result than another division. Set the dropout of attention to 0 "
+            "(nn.MultiheadAttention(dropout=0.0), attention_dropout=0.0 or attn_pdrop=0.0 of transformers), use layers such as "
+            "nn.Dropout on inputs [B, ...], draw in the task's `ready`, or train on one process without accumulation"
+        )
+
+    def refuse_others(self, plan: BatchPlan) -> None:
+        """Raise RecipeError for layers that are `left`, where a step is several passes."""
+        if self.left and plan.passes > 1:
+            raise RecipeError(self.said_of_others(plan))
 
     def look(self, forward: Callable[[int], Any]) -> None:
         """See which layers' inputs have the samples in their first dimension; the others are `left` from now on.
@@ -166,13 +192,14 @@ class SampleDropout(_DropoutNd):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name for it)
         """Return the activations [B, ...] or [B*k, ...], with what is dropped 0 and the rest larger, so that means stay."""
         if self._draws.rows is not None:
-            self._draws.rows[self.name].append(len(input))
+            if self.p > 0:
+                self._draws.rows[self.name].append(len(input))
             return input
         if not self.training or self.p == 0 or input.numel() == 0:
             return input
         if self._draws.samples is None or not self._fits(input):
             return self._drawn_by_torch(input)
-        if self.p == 1 and not self._kind.is_alpha:
+        if self.p == 1:
             return input * 0
         number, shape = self._calls.next(self._draws.passes), self._shape(input)
         count = math.prod(shape) // len(self._draws.samples)
@@ -213,9 +240,7 @@ class SampleDropout(_DropoutNd):
     def _without(self, input: Tensor, dropped: Tensor) -> Tensor:  # noqa: A002
         if not self._kind.is_alpha:
             return (input * (1 / (1 - self.p))).masked_fill_(dropped, 0.0)
-        if self.p == 1:
-            return input * 0
-        scale = ((1 - self.p) * (1 + self.p * _ALPHA**2)) ** -0.5
+        scale: float = ((1 - self.p) * (1 + self.p * _ALPHA**2)) ** -0.5
         return (input * scale).masked_fill_(dropped, _ALPHA * scale) - self.p * _ALPHA * scale
 
 
@@ -235,8 +260,17 @@ def give_to_samples(model: nn.Module, seed: int) -> PassDraws:
         return found
 
     own_layers.replace(model, own)
-    draws.left |= {name: "it draws for a whole batch, or inside a function" for name in _others(model)}
+    draws.left |= dict.fromkeys(_others(model), "it draws for a whole batch, or inside a function")
     return draws
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """Return a batch of so many times the samples of this one, whose tensors are [B, ...]."""
+    size = len(batch["samples"])
+    return {
+        name: torch.cat([value] * times) if isinstance(value, Tensor) and value.shape[:1] == (size,) else value
+        for name, value in batch.items()
+    }
 
 
 def rate(layer: nn.Module) -> float:

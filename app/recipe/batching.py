@@ -34,6 +34,11 @@ class BatchPlan:
         batches = f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
         return f"global batch {self.global_batch_size} = {batches} x {processes}"
 
+    @property
+    def passes(self) -> int:
+        """Forward passes of a step, on all processes together."""
+        return self.world_size * self.accumulation
+
     @classmethod
     def of(cls, recipe: Recipe, world_size: int) -> BatchPlan:
         """Return how a recipe's global batch is dealt out to so many processes. Raises RecipeError as `fit` does."""

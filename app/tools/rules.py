@@ -65,7 +65,6 @@ def _examine(launched: Launched, loaded: LoadedRecipe, out: Path) -> None:
     if plan.world_size == plan.accumulation == 1:
         seen.broken += own_rules.broken(recipe, task, data.train, parts.model, form=form, device=runtime.device)
         seen.write()  # what follows may fail of it
-    draws_in_passes = bool(random_layers.layers_with_dropout(parts.model))
     model, optimizer = filling.prepare(runtime, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
     first = FirstGradients(unwrapped(model), runtime.together)
     steps = Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm, before_first=first.check)
@@ -86,9 +85,10 @@ def _examine(launched: Launched, loaded: LoadedRecipe, out: Path) -> None:
         data.train,
         watched(building.training_batches(runtime, recipe, data.train, parts.length, 0)),
         form=form,
-        draws_in_passes=draws_in_passes,
+        dropout=parts.dropout,
         see=see,
         lap=lambda _: None,
+        say=lambda _: None,
     )
     rate = building.learning_rate_of(recipe, parts.length)
     model.train()

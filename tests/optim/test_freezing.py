@@ -41,7 +41,7 @@ def test_patterns_freeze_what_they_match_and_norms_keep_their_statistics() -> No
     model(torch.randn(8, 10) + 3)
     changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
     assert changed == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-    (of_batches, _) = random_layers.topology_dependence(model)
+    (of_batches,) = random_layers.topology_dependence(model)
     assert of_batches.startswith("1 batch normalisation layer (norm)")
 
 

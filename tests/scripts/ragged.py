@@ -25,6 +25,7 @@ from app.optim.schedule import Length
 from app.optim.steps import Steps
 from app.place.launched import read
 from app.ranks.runtime import Runtime
+from app.ranks.sample_dropout import PassDraws
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
 from app.task import Form, Loss
@@ -98,9 +99,10 @@ feed = Feed(
     samples,
     building.training_batches(runtime, recipe, samples, Length(SIZE // BATCH, STEPS), 0),
     form=Form(),
-    draws_in_passes=False,
+    dropout=PassDraws(0),
     see=lambda *_: None,
     lap=clock.lap,
+    say=print,
 )
 norms, totals, means = [], [], []
 with feed:

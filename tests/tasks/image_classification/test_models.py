@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app import building, own_layers
 from app.errors import RecipeError
 from app.place.launched import Launched
-from app.ranks import random_layers
+from app.ranks import random_layers, sample_dropout
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
@@ -101,16 +101,25 @@ def test_every_model_of_torchvision_builds(name):
 
 @pytest.mark.parametrize(("name", "side"), REAL.items())
 def test_real_outputs_and_randomness(name, side):
-    """[B, K] and finite; two passes in training mode differ exactly where `topology_dependence` speaks of dropout."""
+    """[B, K] and finite; two passes over the same samples in training mode are alike, and draw nothing from torch."""
     model = build(name, channels=1, side=side)
+    draws = sample_dropout.give_to_samples(model, 0)
+    example = {"x": torch.empty(2, 1, side, side, device="meta"), "samples": torch.arange(2)}
+    draws.look(lambda times: own_layers.without_data(model)(sample_dropout.repeated(example, times)["x"]))
+    assert not draws.left
     images = torch.randn(2, 1, side, side)
     with torch.no_grad():
-        first, second = (model(images) for _ in range(2))
+        state, passes = torch.get_rng_state(), []
+        for samples in ([4, 7], [4, 7], [4, 8]):
+            draws.begin(torch.tensor(samples))
+            passes.append(model(images))
+        first, second, other = passes
+        assert torch.equal(torch.get_rng_state(), state)
         logits = model.eval()(images)
     assert logits.shape == first.shape == (2, 7)
     assert logits.isfinite().all()
-    announced = any("dropout" in sentence for sentence in random_layers.topology_dependence(model))
-    assert announced == (not torch.equal(first, second))
+    assert torch.equal(first, second)
+    assert torch.equal(first, other) == (not any(layer.p > 0 for layer in draws.layers))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "googlenet"])
@@ -281,9 +290,8 @@ def test_topology_dependence_names_the_layers():
     assert random_layers.topology_dependence(build("convnet")) == []
     (batch,) = random_layers.topology_dependence(build("resnet18"))
     assert batch.startswith("20 batch normalisation layers (bn1, ...)")
-    (dropout,) = random_layers.topology_dependence(build("alexnet"))
-    assert dropout.startswith("2 layers (classifier.0, ...) with dropout")
-    assert len(random_layers.topology_dependence(build("efficientnet_b0"))) == 2
+    assert random_layers.topology_dependence(build("alexnet")) == []
+    assert len(random_layers.topology_dependence(build("efficientnet_b0"))) == 1
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -1,0 +1,268 @@
+"""Dropout that belongs to the sample: its masks, whatever else is in the pass, and what cannot have them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from app.errors import RecipeError, TrainingError
+from app.ranks import sample_dropout
+from app.ranks.sample_dropout import PassDraws, SampleDropout, give_to_samples
+from app.recipe.batching import BatchPlan
+
+SEED = 5
+ALONE, SEVERAL = (BatchPlan(global_batch_size=8, world_size=count, accumulation=1) for count in (1, 2))
+
+
+def kept(layers: nn.Module, draws: PassDraws, samples: list[int], shape: tuple[int, ...], dtype: Any = torch.float32) -> Tensor:
+    """Which elements of ones [len(samples), *shape] a pass lets through."""
+    draws.begin(torch.tensor(samples))
+    output: Tensor = layers(torch.ones(len(samples), *shape, dtype=dtype))
+    return output != 0
+
+
+def one(layer: nn.Module, seed: int = SEED) -> tuple[nn.Module, PassDraws]:
+    model = nn.Sequential(layer)
+    return model, give_to_samples(model, seed)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """In standard deviations of what independent masks have."""
+    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]).double())[0, 1]) * math.sqrt(a.numel())
+
+
+def test_a_sample_loses_the_same_in_any_batch_and_pass() -> None:
+    model, draws = one(nn.Dropout(0.3))
+    whole = kept(model, draws, [3, 70, 9, 1_000_003], (50, 7))
+    assert torch.equal(kept(model, draws, [9], (50, 7))[0], whole[2])
+    assert torch.equal(kept(model, draws, [1_000_003, 3], (50, 7)), whole[[3, 0]])
+    # Longer sequences go on where shorter ones end, so places of padding change nothing.
+    assert torch.equal(kept(model, draws, [3], (80, 7))[0, :50], whole[0])
+    other, of_other = one(nn.Dropout(0.3))
+    assert torch.equal(kept(other, of_other, [70], (50, 7))[0], whole[1])
+    assert not torch.equal(kept(*one(nn.Dropout(0.3), seed=6), [70], (50, 7))[0], whole[1])
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
+def test_the_rate_is_right_and_masks_are_independent(p: float) -> None:
+    """Over samples, epochs, layers, calls, places and neighbouring places; 5 standard deviations of a million and more."""
+    model = nn.Sequential(nn.Dropout(p), nn.Identity(), nn.Dropout(p))
+    draws = give_to_samples(model, SEED)
+    samples = [0, 1, 2, 3, 60_000, 60_001, 120_000, 7_000_000]
+    draws.begin(torch.tensor(samples))
+    ones = torch.ones(8, 400, 625)
+    masks = [layer(ones) != 0 for layer in (model[0], model[2], model[2])]
+    for mask in masks:
+        for part in (*mask, mask):
+            assert abs(float(part.double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / part.numel())
+    for a, b in itertools.combinations([*masks[0], masks[1][0], masks[2][0]], 2):
+        assert abs(correlation(a, b)) < 5
+    rows = masks[0]
+    assert abs(correlation(rows[:, :, 1:], rows[:, :, :-1])) < 5
+    assert abs(correlation(rows[:, 1:], rows[:, :-1])) < 5
+    # Not by pairs alone: whether three samples lose a place at once.
+    alike = (rows[0] ^ rows[1] ^ rows[2]).double().mean()
+    odd = (1 - (1 - 2 * (1 - p)) ** 3) / 2
+    assert abs(float(alike) - odd) < 5 * 0.5 / math.sqrt(rows[0].numel())
+
+
+def test_places_over_many_samples_are_independent() -> None:
+    """A place is lost by its share of the samples, and knows nothing of another place."""
+    model, draws = one(nn.Dropout(0.25))
+    masks = kept(model, draws, list(range(40_000)), (64,)).double()
+    deviations = (masks.mean(0) - 0.75).abs() / math.sqrt(0.25 * 0.75 / len(masks))
+    assert float(deviations.max()) < 5
+    of_pairs = torch.corrcoef(masks.T).fill_diagonal_(0).abs().max() * math.sqrt(len(masks))
+    assert float(of_pairs) < 5.5
+    counts = masks.sum(1)  # the spread of how many a sample keeps is the binomial's
+    assert float(counts.var()) == pytest.approx(64 * 0.25 * 0.75, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_values_and_gradients_are_those_of_torch_in_each_precision(dtype: torch.dtype, order: torch.memory_format) -> None:
+    model, draws = one(nn.Dropout(0.1))
+    mask = kept(model, draws, [4, 2], (3, 8, 8))
+    input = torch.randn(2, 3, 8, 8, dtype=dtype).to(memory_format=order).requires_grad_()
+    input.data[0, 0, 0, 0] = torch.inf if not mask[0, 0, 0, 0] else 1.0
+    draws.begin(torch.tensor([4, 2]))
+    output = model(input)
+    output.backward(torch.ones_like(output))
+    # One rounding: the scale itself, 1.111 in bf16, would be off by 0.16 %.
+    expected = torch.where(mask, (input.detach().double() / 0.9), 0.0)
+    torch.testing.assert_close(output.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+    assert output.dtype == dtype
+    assert output.is_contiguous(memory_format=order)
+    assert input.grad is not None
+    torch.testing.assert_close(input.grad.double(), mask.double() / 0.9, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_whole_channels_and_samples_are_lost_and_constants_of_selu() -> None:
+    channels = kept(*one(nn.Dropout2d(0.5)), list(range(64)), (32, 4, 4))
+    assert torch.equal(channels, channels[:, :, :1, :1].expand_as(channels))
+    assert 0.45 < float(channels[:, :, 0, 0].double().mean()) < 0.55
+    rows = kept(*one(torchvision.ops.StochasticDepth(0.5, "row")), list(range(2000)), (3, 2))
+    assert torch.equal(rows, rows[:, :1, :1].expand_as(rows))
+    assert 0.45 < float(rows[:, 0, 0].double().mean()) < 0.55
+    model, draws = one(nn.AlphaDropout(0.2))
+    draws.begin(torch.arange(1000))
+    output = model(torch.randn(1000, 500))
+    assert float(output.mean()) == pytest.approx(0, abs=0.01)
+    assert float(output.std()) == pytest.approx(1, abs=0.01)
+    torch.testing.assert_close(model(torch.zeros(1000, 9)).unique(), F.alpha_dropout(torch.zeros(9000), 0.2, training=True).unique())
+
+
+def test_evaluation_and_passes_without_samples_are_torchs() -> None:
+    model, draws = one(nn.Dropout(0.5))
+    ones = torch.ones(4, 100)
+    torch.manual_seed(1)
+    drawn = model(ones)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, F.dropout(ones, 0.5))
+    draws.begin(torch.arange(4))
+    assert torch.equal(model.eval()(ones), ones)
+    model.train()
+    assert torch.equal(copy.deepcopy(model)(ones), model(ones)), "a copy is told by the same feed"
+    draws.end()
+    torch.manual_seed(1)
+    assert torch.equal(model(ones), drawn)
+    always, draws = one(nn.Dropout(1.0))
+    assert not kept(always, draws, [1], (9,)).any()
+
+
+class Block(nn.Module):
+    """Calls one dropout layer twice; in one piece or, wrongly, in two where it is computed again."""
+
+    def __init__(self, width: int, checkpointed: str, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(width, width), nn.Linear(width, width), nn.Dropout(0.4)
+        self.checkpointed, self.reentrant = checkpointed, reentrant
+
+    def one(self, x: Tensor) -> Tensor:
+        return self.dropout(self.first(x).tanh())
+
+    def two(self, x: Tensor) -> Tensor:
+        return self.dropout(self.second(x).tanh())
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # As Accelerate's plugin for FSDP2 does it: torch's generators are not put back.
+        options: dict[str, Any] = {"use_reentrant": self.reentrant, "preserve_rng_state": False}
+        if self.checkpointed == "no":
+            return self.both(x)
+        if self.checkpointed == "whole":
+            return checkpoint(self.both, x, **options)  # type: ignore[no-any-return]
+        return checkpoint(self.two, checkpoint(self.one, x, **options), **options)  # type: ignore[no-any-return]
+
+
+def gradients(checkpointed: str, *, reentrant: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(16, checkpointed, reentrant) for _ in range(2)))
+    input = torch.randn(6, 16, requires_grad=True)
+    draws = give_to_samples(model, SEED)
+    for first in (0, 6):  # over two passes, as in accumulation
+        draws.begin(torch.arange(first, first + 6))
+        model(input).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_has_the_same_masks(reentrant: bool) -> None:
+    plain, again = gradients("no", reentrant=reentrant), gradients("whole", reentrant=reentrant)
+    assert len(plain) == 8
+    for one, other in zip(plain, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_calls_that_cannot_be_told_apart_are_refused(reentrant: bool) -> None:
+    with pytest.raises(TrainingError, match=r"0\.dropout|1\.dropout is called 2 times in a forward pass.*a layer of its own"):
+        gradients("in two", reentrant=reentrant)
+
+
+class Windows(nn.Module):
+    """Takes images apart into windows [B*4, ...], as Swin does, or has the samples in the second dimension."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout, self.dropout = layout, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 8, 3]
+        if self.layout == "windows":
+            return self.dropout(x.reshape(-1, 2, 3)).reshape(x.shape)
+        if self.layout == "second":
+            return self.dropout(x.transpose(0, 1)).transpose(0, 1)
+        return self.dropout(x.sum(0, keepdim=True)) + x
+
+
+def looked_at(layout: str) -> tuple[Windows, PassDraws]:
+    model = Windows(layout)
+    draws = give_to_samples(model, SEED)
+    example = {"x": torch.ones(2, 8, 3, device="meta"), "samples": torch.zeros(2, device="meta")}
+    draws.look(lambda times: model(sample_dropout.repeated(example, times)["x"]))
+    return model, draws
+
+
+def test_windows_of_a_sample_are_places_in_it() -> None:
+    model, draws = looked_at("windows")
+    assert not draws.left
+    whole = kept(model, draws, [8, 3, 5], (8, 3))
+    assert torch.equal(kept(model, draws, [5], (8, 3))[0], whole[2])
+    assert len({tuple(row.flatten().tolist()) for row in whole}) == 3
+
+
+@pytest.mark.parametrize("layout", ["second", "sum"])
+@pytest.mark.parametrize("size", [3, 4, 8])  # of 8 rows, the samples would seem to be 4 or 8 without a look
+def test_other_layouts_are_drawn_by_torch_and_refused_where_that_matters(layout: str, size: int) -> None:
+    model, draws = looked_at(layout)
+    draws.refuse_others(ALONE)
+    with pytest.raises(RecipeError, match=r"\(dropout: the first dimension of its input, \d, is not that of the samples"):
+        draws.refuse_others(SEVERAL)
+    draws.begin(torch.arange(size))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    model(torch.ones(size, 8, 3))
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_was_not_looked_at_needs_the_very_number_of_samples() -> None:
+    model = Windows("windows")
+    draws = give_to_samples(model, SEED)
+    draws.begin(torch.arange(2))
+    model(torch.ones(2, 8, 3))
+    assert draws.left == {"dropout": "its input [8, 2, 3] has not 2 samples as its first dimension"}
+
+
+class DropPath(nn.Module):
+    """As timm and transformers have it."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+
+def test_names_places_and_what_is_left() -> None:
+    shared = nn.Dropout(0.1)
+    model = nn.Sequential(nn.Linear(3, 3), shared, nn.Sequential(shared, DropPath(0.2)), nn.MultiheadAttention(3, 1, dropout=0.1))
+    model.append(torchvision.ops.StochasticDepth(0.1, "batch")).append(nn.MultiheadAttention(3, 1))
+    names = [list(model.state_dict()), [name for name, _ in model.named_modules()]]
+    model[2].eval()
+    draws = give_to_samples(model, SEED)
+    assert [list(model.state_dict()), [name for name, _ in model.named_modules()]] == names
+    assert [(layer.name, layer.p, layer.training) for layer in draws.layers] == [("1", 0.1, False), ("2.1", 0.2, False)]
+    assert model[1] is model[2][0]
+    assert isinstance(model[2][1], SampleDropout)
+    assert list(draws.left) == ["3", "4"]
+    with pytest.raises(RecipeError, match=r"3: it draws .* 4: .* 2 processes would give .* Set the dropout of attention to 0"):
+        draws.refuse_others(SEVERAL)

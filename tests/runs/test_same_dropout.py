@@ -1,0 +1,145 @@
+"""A run with dropout is the same run on any topology, computed again or not, and after a resume elsewhere; real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import read_lines, train
+
+pytestmark = pytest.mark.multiproc
+
+TASK = '''
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torchvision.ops import StochasticDepth
+
+from app.task import Loss, Samples
+
+
+@dataclass(frozen=True)
+class Net:
+    in_attention: float = 0.0
+    functional: float = 0.0
+    checkpointed: bool = False
+    batch_first: bool = True
+
+
+@dataclass(frozen=True)
+class Sections:
+    net: Net = Net()
+
+
+class Encoder(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        options = {"dropout": 0.1, "activation": "gelu", "batch_first": net.batch_first}
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, **options) for _ in range(2))
+        for layer in self.layers:
+            layer.self_attn.dropout = net.in_attention
+        self.depth, self.channels, self.last = StochasticDepth(0.2, "row"), nn.Dropout1d(0.1), nn.Linear(16, 1)
+        self.net = net
+
+    def forward(self, x):
+        x = x if self.net.batch_first else x.transpose(0, 1)
+        for layer in self.layers:
+            more = checkpoint(layer, x, use_reentrant=False) if self.net.checkpointed else layer(x)
+            x = x + self.depth(more)
+        x = x if self.net.batch_first else x.transpose(0, 1)
+        x = F.dropout(x, self.net.functional, self.training)
+        return self.last(self.channels(x)).squeeze(-1)
+
+
+class Sequences:
+    def __init__(self, sections):
+        self.net = sections.net
+
+    def samples(self, split):
+        if split != "train":
+            return None
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(96, 5, 16, generator=generator)
+        return Samples.of({"x": x, "y": x.sin().sum(-1), "length": 1 + torch.arange(96) % 5})
+
+    def model(self, facts):
+        return Encoder(self.net)
+
+    def count(self, batch):
+        return batch["length"].sum()
+
+    def loss(self, model, batch):
+        valid = torch.arange(5, device=batch["x"].device) < batch["length"][:, None]
+        errors = (model(batch["x"]) - batch["y"]).square()
+        return Loss.of((errors * valid).sum(), batch["length"].sum())
+
+
+task = Sequences
+'''
+STEPS, RESUMED = 20, 8
+CASES = {
+    "accumulation, computed again": ("cpu", 1, ("train.max_micro_batch=12", "net.checkpointed=true")),
+    "ddp": ("multi_gpu", 2, ()),
+    "zero3, computed again": ("deepspeed_zero3", 2, ("net.checkpointed=true",)),
+    "fsdp2 with accumulation": ("fsdp2", 2, ("train.max_micro_batch=6",)),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    (folder / "sequences.py").write_text(TASK)
+    optim = "{name: adamw, lr: 0.003, clip_norm: 0.5}"
+    sizes = f"{{global_batch_size: 24, steps: {STEPS}}}"
+    rest = f"log: {{every_steps: 1}}\ncheckpoint: {{every_steps: {RESUMED}, keep_last: 9}}\n"
+    (folder / "sequences.yaml").write_text(f"task: sequences.py\ntrain: {sizes}\noptim: {optim}\n{rest}")
+    return folder / "sequences.yaml"
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def reference(recipe: Path) -> Path:
+    folder = recipe.parent / "reference"
+    said = train("cpu", folder, "--recipe", str(recipe)).check().output
+    assert "no sample" not in said
+    found = losses(folder)
+    assert len(found) == STEPS
+    assert found[-1] < 0.9 * found[0]
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_one_process(recipe: Path, reference: Path, tmp_path: Path, case: str) -> None:
+    preset, processes, keys = CASES[case]
+    train(preset, tmp_path, "--recipe", str(recipe), *keys, processes=processes).check()
+    assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
+
+
+def test_a_run_goes_on_elsewhere_with_the_masks_it_would_have_had(recipe: Path, reference: Path, tmp_path: Path) -> None:
+    resume = ("--resume", str(reference / "checkpoints" / f"step-{RESUMED:08d}"))
+    train("multi_gpu", tmp_path, "--recipe", str(recipe), *resume, processes=2).check()
+    assert losses(tmp_path) == pytest.approx(losses(reference)[RESUMED:], rel=1e-5)
+
+
+def test_draws_that_belong_to_no_sample_are_noted_on_one_process_and_refused_elsewhere(recipe: Path, tmp_path: Path) -> None:
+    """Dropout inside attention, functions that the first pass betrays, and inputs whose first dimension is not the samples'."""
+    words = ("--recipe", str(recipe), "train.steps=2", "net.in_attention=0.1")
+    note = "note: forward passes draw random numbers that belong to no sample (layers.0.self_attn: it draws"
+    assert note in train("cpu", tmp_path / "one", *words).check().output
+    many = train("cpu", tmp_path / "many", *words, "train.max_micro_batch=12")
+    assert many.returncode != 0
+    assert "RecipeError: forward passes draw random numbers that belong to no sample (layers.0.self_attn" in many.output
+    assert "Set the dropout of attention to 0" in many.output
+    assert not (tmp_path / "many").exists()
+    hidden = train("multi_gpu", tmp_path / "hidden", *words[:-1], "net.functional=0.1", processes=2)
+    assert hidden.returncode != 0
+    assert "TrainingError: forward passes draw random numbers that belong to no sample (functional dropout" in hidden.output
+    turned = train("multi_gpu", tmp_path / "two", *words[:-1], "net.batch_first=false", processes=2)
+    assert turned.returncode != 0
+    assert "layers.0.dropout: the first dimension of its input, 5, is not that of the samples" in turned.output
