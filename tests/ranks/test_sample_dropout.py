@@ -92,18 +92,18 @@ def test_places_over_many_samples_are_independent() -> None:
 def test_values_and_gradients_are_those_of_torch_in_each_precision(dtype: torch.dtype, order: torch.memory_format) -> None:
     model, draws = one(nn.Dropout(0.1))
     mask = kept(model, draws, [4, 2], (3, 8, 8))
-    input = torch.randn(2, 3, 8, 8, dtype=dtype).to(memory_format=order).requires_grad_()
-    input.data[0, 0, 0, 0] = torch.inf if not mask[0, 0, 0, 0] else 1.0
+    x = torch.randn(2, 3, 8, 8, dtype=dtype).to(memory_format=order).requires_grad_()
+    x.data[0, 0, 0, 0] = torch.inf if not mask[0, 0, 0, 0] else 1.0
     draws.begin(torch.tensor([4, 2]))
-    output = model(input)
+    output = model(x)
     output.backward(torch.ones_like(output))
     # One rounding: the scale itself, 1.111 in bf16, would be off by 0.16 %.
-    expected = torch.where(mask, (input.detach().double() / 0.9), 0.0)
+    expected = torch.where(mask, (x.detach().double() / 0.9), 0.0)
     torch.testing.assert_close(output.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
     assert output.dtype == dtype
     assert output.is_contiguous(memory_format=order)
-    assert input.grad is not None
-    torch.testing.assert_close(input.grad.double(), mask.double() / 0.9, rtol=torch.finfo(dtype).eps, atol=0)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), mask.double() / 0.9, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_whole_channels_and_samples_are_lost_and_constants_of_selu() -> None:
@@ -118,7 +118,9 @@ def test_whole_channels_and_samples_are_lost_and_constants_of_selu() -> None:
     output = model(torch.randn(1000, 500))
     assert float(output.mean()) == pytest.approx(0, abs=0.01)
     assert float(output.std()) == pytest.approx(1, abs=0.01)
-    torch.testing.assert_close(model(torch.zeros(1000, 9)).unique(), F.alpha_dropout(torch.zeros(9000), 0.2, training=True).unique())
+    torch.testing.assert_close(
+        model(torch.zeros(1000, 9)).unique(), F.alpha_dropout(torch.zeros(9000), 0.2, training=True).unique()
+    )
 
 
 def test_evaluation_and_passes_without_samples_are_torchs() -> None:
@@ -169,11 +171,11 @@ class Block(nn.Module):
 def gradients(checkpointed: str, *, reentrant: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(16, checkpointed, reentrant) for _ in range(2)))
-    input = torch.randn(6, 16, requires_grad=True)
+    x = torch.randn(6, 16, requires_grad=True)
     draws = give_to_samples(model, SEED)
     for first in (0, 6):  # over two passes, as in accumulation
         draws.begin(torch.arange(first, first + 6))
-        model(input).square().mean().backward()
+        model(x).square().mean().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -254,7 +256,9 @@ class DropPath(nn.Module):
 
 def test_names_places_and_what_is_left() -> None:
     shared = nn.Dropout(0.1)
-    model = nn.Sequential(nn.Linear(3, 3), shared, nn.Sequential(shared, DropPath(0.2)), nn.MultiheadAttention(3, 1, dropout=0.1))
+    model = nn.Sequential(
+        nn.Linear(3, 3), shared, nn.Sequential(shared, DropPath(0.2)), nn.MultiheadAttention(3, 1, dropout=0.1)
+    )
     model.append(torchvision.ops.StochasticDepth(0.1, "batch")).append(nn.MultiheadAttention(3, 1))
     names = [list(model.state_dict()), [name for name, _ in model.named_modules()]]
     model[2].eval()

@@ -9,7 +9,7 @@ from processes import read_lines, train
 
 pytestmark = pytest.mark.multiproc
 
-TASK = '''
+TASK = """
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,7 @@ class Sequences:
 
 
 task = Sequences
-'''
+"""
 STEPS, RESUMED = 20, 8
 CASES = {
     "accumulation, computed again": ("cpu", 1, ("train.max_micro_batch=12", "net.checkpointed=true")),
