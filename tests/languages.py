@@ -1,0 +1,60 @@
+"""Texts, networks and rows for tests of language models; rows are read here without the code that is tested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257}
+"""By transformers' common names. The vocabulary is that of bytes."""
+
+
+def save_network(folder: Path, architecture: str = "llama", **settings: Any) -> Path:
+    """A folder of transformers with random weights, drawn by transformers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    own = {
+        "llama": {"intermediate_size": 128, "num_key_value_heads": 2},
+        "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": 256},  # dropout is no part of this
+    }[architecture]
+    config = AutoConfig.for_model(architecture, **{**TINY, **own, "bos_token_id": None, "eos_token_id": None, **settings})
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def write_answers(folder: Path, *, pairs: int = 400, sequence_length: int | None = None, longest: int = 200) -> Path:
+    """A token folder of prompts and answers cut out of the embedded book: 1 to 200 tokens of answer, very unevenly."""
+    from app.tasks.causal_lm.data.embedded import documents
+    from app.tasks.causal_lm.data.tokenizers import Bytes
+    from app.tasks.causal_lm.data.writing import writing
+
+    random, tokenizer = np.random.default_rng(7), Bytes()
+    with writing(
+        folder, tokenizer.about, tokenizer.files(), token_bytes=tokenizer.token_bytes, sequence_length=sequence_length, answers=True
+    ) as writer:
+        for split, number in (("train", pairs), ("validation", 40)):
+            text = b" ".join(documents()[split])
+            for _ in range(number):
+                prompt, answer = int(random.integers(4, 40)), round(longest ** random.random())
+                begin = int(random.integers(len(text) - prompt - answer))
+                tokens = tokenizer.document(text[begin : begin + prompt + answer - 1])  # and its end, which is of the answer
+                counted = np.arange(len(tokens)) >= prompt
+                writer.append(split, tokens, np.array([len(tokens)]), counted=counted, text_bytes=len(tokens) - 1)
+    return folder
+
+
+def rows(folder: Path, split: str, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The whole rows of a token folder that is not packed: int64 [N, S + 1], and bool [N, S], which targets count."""
+    told = json.loads((folder / "tokens.json").read_text())
+    tokens = np.fromfile(folder / f"{split}.bin", told["dtype"]).astype(np.int64)
+    bits = np.fromfile(folder / f"{split}.counted", np.uint8) if told["answers"] else None
+    counted = np.ones(len(tokens), bool) if bits is None else np.unpackbits(bits, bitorder="little")[: len(tokens)].astype(bool)
+    begins = np.arange((len(tokens) - 1) // length) * length
+    places = begins[:, None] + np.arange(length + 1)
+    return tokens[places], counted[places[:, 1:]]
