@@ -36,7 +36,12 @@ def write_answers(folder: Path, *, pairs: int = 400, sequence_length: int | None
 
     random, tokenizer = np.random.default_rng(7), Bytes()
     with writing(
-        folder, tokenizer.about, tokenizer.files(), token_bytes=tokenizer.token_bytes, sequence_length=sequence_length, answers=True
+        folder,
+        tokenizer.about,
+        tokenizer.files(),
+        token_bytes=tokenizer.token_bytes,
+        sequence_length=sequence_length,
+        answers=True,
     ) as writer:
         for split, number in (("train", pairs), ("validation", 40)):
             text = b" ".join(documents()[split])

@@ -18,7 +18,7 @@ RECIPE = f"""
 task: causal_lm
 data: {{sequence_length: {LENGTH}}}
 train: {{global_batch_size: {BATCH}, steps: {STEPS}, evaluate_every_epochs: 0}}
-optim: {{name: adamw, lr: 0.003, betas: [0.9, 0.95], weight_decay: 0.1, clip_norm: 0.5, schedule: cosine, warmup_epochs: 0, final_lr_ratio: 0}}
+optim: {{name: adamw, lr: 0.003, betas: [0.9, 0.95], weight_decay: 0.1, clip_norm: 0.5, final_lr_ratio: 0}}
 log: {{every_steps: 1, samples: true}}
 """
 
