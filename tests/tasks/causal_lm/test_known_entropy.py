@@ -1,7 +1,7 @@
 """A language whose entropy is known: a model learns all of it that can be known, and none that cannot.
 
-The loss on held-out text comes down to what the source itself would lose there, which is its entropy rate but for chance and the
-first tokens of rows. Whoever gets below it has seen the answers: two tasks that show them, on purpose, are found by that.
+The loss on held-out text comes down to what the source itself would lose there: its entropy rate, but for chance and the first
+tokens of rows. Whoever gets below it has seen the answers: two tasks that show them, on purpose, are found by that.
 """
 
 from __future__ import annotations
