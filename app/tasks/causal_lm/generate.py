@@ -156,7 +156,7 @@ def _beginning(tokenizer: Any, text: str) -> list[int]:
 
 def _length(model: Any, tokens: list[int], wanted: int) -> int:
     """Return how many tokens can follow. Raises DataError if the text fills the model's window."""
-    window = getattr(model.config, "max_position_embeddings", None)
+    window: int | None = getattr(model.config, "max_position_embeddings", None)
     if window is None:
         return wanted
     if len(tokens) >= window:
@@ -179,7 +179,8 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
 
 def _device(name: str | None) -> torch.device:
     if name is None:
-        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
