@@ -19,7 +19,7 @@ from app.data.loader import Failure
 from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
 from app.errors import DataError, PresetError
-from app.evaluation import Evaluation, evaluate
+from app.evaluation import Evaluation, evaluate, show
 from app.initial import filling
 from app.initial.units import Units
 from app.optim import freezing, schedule
@@ -27,6 +27,10 @@ from app.ranks import numerics, random_layers
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
 from app.task import Form, Split, Task
+
+Shown = Callable[[], list[tuple[str, str]]]
+_MOST_SHOWN = 4
+"""Samples of which texts are shown: every evaluation waits for them."""
 
 
 def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
@@ -99,11 +103,30 @@ def try_score(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Modu
         return
     samples = scored_samples(recipe, data, next(iter(data.scored)))
     numbers = np.arange(runtime.plan.micro_batch)
-    batch = loader.Fetching(samples, seed=None).__getitems__(np.where(numbers < len(samples), numbers, -1))
+    batch = _batch_of(runtime, samples, np.where(numbers < len(samples), numbers, -1))
+    own(model, batch, form_of(runtime, recipe, task))
+
+
+def texts_of(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, data: Splits) -> dict[str, Shown]:
+    """Return what makes the texts that the task shows, by the split after whose evaluation: validation, or else test."""
+    if not hasattr(task, "show") or not data.scored or not recipe.log.examples:
+        return {}
+    split = next(iter(data.scored))
+    samples = scored_samples(recipe, data, split)
+    numbers, form = np.arange(min(len(samples), recipe.log.examples, _MOST_SHOWN)), form_of(runtime, recipe, task)
+
+    def shown() -> list[tuple[str, str]]:
+        return show(runtime, task, model, _batch_of(runtime, samples, numbers), form=form, seed=recipe.seed)
+
+    return {split: shown}
+
+
+def _batch_of(runtime: Runtime, samples: Any, numbers: np.ndarray) -> Batch:
+    """Return these samples, without anything random, on the device of this rank; -1 is padding."""
+    batch = loader.Fetching(samples, seed=None).__getitems__(numbers)
     if isinstance(batch, Failure):
         raise DataError(batch.text)
-    fields = {name: field.to(runtime.device) if isinstance(field, torch.Tensor) else field for name, field in batch.items()}
-    own(model, fields, form_of(runtime, recipe, task))
+    return {name: field.to(runtime.device) if isinstance(field, torch.Tensor) else field for name, field in batch.items()}
 
 
 def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:

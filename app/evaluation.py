@@ -19,6 +19,9 @@ from app.optim import freezing
 from app.ranks.runtime import Runtime
 from app.task import Form, Table, Task
 
+_LONGEST_TEXT = 10_000
+"""Characters of a text that a task shows."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -87,6 +90,27 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
     # One's word for all: ranks decide by scores what they do next.
     scores, tables = runtime.from_main(task.finish(_over_ranks(runtime, totals), gathered))
     return Evaluation(split, counted, scores, tables, gathered)
+
+
+@torch.no_grad()
+def show(runtime: Runtime, task: Task, model: torch.nn.Module, batch: Batch, *, form: Form, seed: int) -> list[tuple[str, str]]:
+    """Return the titles and texts that the task makes with `model` of a batch; all ranks call it, with the same.
+
+    The generators draw the same on every rank and each time, and go on afterwards where they were.
+    """
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        texts = task.show(model, task.ready(batch, None, form))
+    freezing.set_training(model, mode=was_training)
+    return [(_legible(title), _legible(text)) for title, text in texts]
+
+
+def _legible(text: str) -> str:
+    """As much of a text as a person reads, in characters that any file takes."""
+    cut = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} ..."
+    return cut.encode("utf-8", "replace").decode()
 
 
 def _over_ranks(runtime: Runtime, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:

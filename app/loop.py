@@ -40,6 +40,8 @@ class Training:
     learning_rate_at: Callable[[int], float]
     evaluations: Mapping[str, Callable[[], Evaluation]]
     """By split: `validation` is looked at on the way, each of them at the end."""
+    texts: Mapping[str, Callable[[], list[tuple[str, str]]]]
+    """By the split after whose evaluation the task shows them: titles, and what the model writes."""
     patience: Patience
     metrics: Metrics
     profile: Profile | NoProfile
@@ -154,6 +156,8 @@ def _score(run: Training, split: str, step: int) -> Evaluation | None:
     epoch = (step - 1) // run.length.steps_per_epoch
     with run.metrics.clock.paused(), run.average.applied():
         scores = run.evaluations[split]()
+        texts = run.texts[split]() if split in run.texts else []
+    run.metrics.record_texts(step, texts)
     run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
     run.display.say(f"epoch {epoch}: {scores.in_words(run.task.monitor[0], 'loss')}")
     return scores

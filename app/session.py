@@ -192,6 +192,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
             )
             for split in data.scored
         },
+        texts=building.texts_of(runtime, recipe, task, model, data),
         patience=patience,
         metrics=metrics,
         profile=profile,

@@ -215,6 +215,13 @@ class Task(Protocol):
         Optional: trackers show none.
         """
 
+    def show(self, model: Callable[..., Any], batch: Batch) -> Sequence[tuple[str, str]]:
+        """Return short texts that show what the model does, each with a title, such as a prompt and how it goes on.
+
+        Called after an evaluation on the way, on all ranks, with the same few samples of its split, ready as for `score`. Every
+        rank calls `model` equally often; torch's generators draw the same on all. Optional: nothing is shown.
+        """
+
     def leave(self, folder: Path, samples: Any, rows: Tensor) -> None:
         """Write into `folder`, new and empty, what a person would want to see of the samples that were scored at the end.
 

@@ -172,6 +172,12 @@ class Metrics:
         place = {"step": step, "samples_seen": step * self._global_batch_size, **self.units.seen, "epoch": epoch}
         self._write(run_folder.EVALUATIONS, {**place, **scores}, shown=scores)
 
+    def record_texts(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Write down titles and texts that the weights after `step` steps have made."""
+        for title, text in texts:
+            self._append(run_folder.TEXTS, {"step": step, "title": title, "text": text, "time": round(time.time(), 3)})
+            self.trackers.tell(title, text, step=step)
+
     def _record_steps(self) -> None:
         if self._recorded_steps == self._ended_steps:
             return

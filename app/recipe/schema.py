@@ -165,7 +165,7 @@ class LogRecipe:
     """Also write samples.jsonl: the indices of the samples of each step, in order. For checking runs; costs a gather a step."""
     examples: int = 16
     """Samples of a batch, as the model gets them, that TensorBoard and wandb show in the first steps of epochs 0, 1, 2, 4, ...;
-    0: none."""
+    and of which, at most 4, a task that writes shows texts after an evaluation. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

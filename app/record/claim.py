@@ -35,7 +35,7 @@ from typing import Any
 from app.errors import RunFolderError
 from app.files import regular
 from app.files.lines import Lines, is_count, parsed
-from app.record.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, refusal
+from app.record.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, TEXTS, refusal
 
 _ABOUT = "start.json"
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -156,7 +156,7 @@ class Claim:
         Returns a sentence for each file of which lines had to be left out since they are broken. Raises RunFolderError.
         """
         complaints = []
-        for name in (METRICS, EVALUATIONS, SAMPLES, LEDGER):
+        for name in (METRICS, EVALUATIONS, TEXTS, SAMPLES, LEDGER):
             path = self.path / name
             with self.telling(path):
                 if name == METRICS or path.exists():

@@ -5,6 +5,7 @@
     run.json          processes, hosts and devices, batch plan, versions, commit, command
     metrics.jsonl     one line per logged step
     evaluations.jsonl one line per evaluation: of the validation split on the way, of the test split at the end
+    texts.jsonl       what the task shows after evaluations on the way: texts that the model wrote, each with its title
     samples.jsonl     with log.samples: the samples of each step
     ledger.jsonl      over all starts: what was fed in each step, and where the time went (app/record/ledger.py)
     checkpoints/      what the run can go on from (app/checkpoints/step_folders.py)
@@ -43,6 +44,7 @@ from app.files.own_folder import new_folder
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
+TEXTS = "texts.jsonl"
 PREDICTIONS_TOLD = "predictions.json"
 MODEL, MODEL_CONFIG, MODEL_INDEX = "model.safetensors", "model.json", "model.safetensors.index.json"
 OUTCOME, STARTS, STACKS, STOP, SAVE = "outcome.json", "starts", "stacks", "STOP", "SAVE"
@@ -127,7 +129,7 @@ def check_name(path: Path) -> None:
 
 def _refuse_folders(path: Path) -> None:
     """Raise RunFolderError for a folder where a file is to be written at the end, when all the work is done."""
-    files = (RECIPE, PRESET, RUN, RESULT, METRICS, EVALUATIONS, SAMPLES, LEDGER, MODEL, MODEL_CONFIG, OUTCOME, TRACKERS)
+    files = (RECIPE, PRESET, RUN, RESULT, METRICS, EVALUATIONS, TEXTS, SAMPLES, LEDGER, MODEL, MODEL_CONFIG, OUTCOME, TRACKERS)
     for name in files:
         if (path / name).is_dir():
             raise RunFolderError(

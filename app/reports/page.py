@@ -124,6 +124,7 @@ def _parts(run: PastRun, state: State | None) -> Mapping[str, tuple[str, Callabl
         "command": ("The command, of run.json,", lambda: tables.command(run)),
         "starts": ("The list of starts, of ledger.jsonl,", lambda: tables.starts(run, state)),
         "scores": ("The scores, of result.json and evaluations.jsonl,", lambda: tables.tested(run)),
+        "texts": ("What the model wrote, of texts.jsonl,", lambda: tables.texts(run)),
         "named": ("The tables of result.json", lambda: tables.named(run)),
         "recipe": ("The recipe", lambda: tables.recipe(run)),
     }

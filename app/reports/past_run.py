@@ -39,6 +39,8 @@ class PastRun:
     """Those of evaluations.jsonl; of a step after which several splits were scored, one line with the scores of all."""
     events: Sequence[ledger.Event]
     """Those of ledger.jsonl, the oldest first."""
+    texts: Sequence[Line]
+    """Those of texts.jsonl, by rising step; of a step that was evaluated twice the later."""
     result: Mapping[str, Any]
     """result.json; empty if the run is not finished."""
     outcome: Mapping[str, Any]
@@ -111,6 +113,7 @@ def read(folder: Path) -> PastRun:
         about=attempt(lambda: run_folder.read_json(folder / run_folder.RUN), {}),
         metrics=_lines(folder / run_folder.METRICS, complaints),
         evaluations=_lines(folder / run_folder.EVALUATIONS, complaints, optional=True),
+        texts=_texts(folder / run_folder.TEXTS, complaints),
         events=_events(folder, complaints),
         result=optional(run_folder.RESULT),
         outcome=optional(run_folder.OUTCOME),
@@ -144,6 +147,23 @@ def _lines(path: Path, complaints: list[str], *, optional: bool = False) -> list
         complaints.append(str(error))
     complaints += [lines.complaint] if lines.complaint else []
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _texts(path: Path, complaints: list[str]) -> list[Line]:
+    if not path.exists():
+        return []
+    lines = Lines(path)
+    found: dict[tuple[int, str], Line] = {}
+    try:
+        for number, _, values in lines:
+            if is_count(values.get("step")) and all(isinstance(values.get(key), str) for key in ("title", "text")):
+                found[values["step"], values["title"]] = values
+            else:
+                lines.leave_out(number, "it has no step, title and text")
+    except RunFolderError as error:
+        complaints.append(str(error))
+    complaints += [lines.complaint] if lines.complaint else []
+    return sorted(found.values(), key=lambda line: int(line["step"]))
 
 
 def _events(folder: Path, complaints: list[str]) -> list[ledger.Event]:

@@ -134,6 +134,34 @@ def goodput(run: PastRun) -> Goodput | None:
     return Goodput(spent.share, [whole, *parts_of(seconds)], list(_PARTS.values()))
 
 
+class Texts(NamedTuple):
+    """What a model wrote after an evaluation."""
+
+    caption: str
+    texts: list[Row]
+    """Titles and texts."""
+
+
+_EVALUATIONS_SHOWN = 8
+
+
+def texts(run: PastRun) -> list[Texts]:
+    """Return the texts of some evaluations, spread over the run, the latest first."""
+    steps = list(dict.fromkeys(line["step"] for line in run.texts))
+    most = min(len(steps), _EVALUATIONS_SHOWN)
+    shown = [steps[number * (len(steps) - 1) // max(most - 1, 1)] for number in range(most)]
+    found = []
+    for step in reversed(shown if most > 1 else steps):
+        own = [(line["title"], _printable(line["text"])) for line in run.texts if line["step"] == step]
+        found.append(Texts(f"After step {step:,}", own))
+    return found
+
+
+def _printable(text: str) -> str:
+    """The text with a mark for each character that has no shape."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+
+
 def topology(run: PastRun) -> list[Row]:
     """Return the processes, nodes and devices of the last start, and how they shared the batch."""
     about = run.about

@@ -17,7 +17,7 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import hparams, image, scalar
+from torch.utils.tensorboard.summary import hparams, image, scalar, text
 
 from app.record import run_folder
 from app.record.claim import Claim
@@ -59,6 +59,11 @@ class TensorBoard:
         self._events.add(
             *(Event(step=step, summary=image(name, picture, dataformats="HWC")) for name, (picture,) in values.items())
         )
+
+    def log_text(self, title: str, value: str, *, step: int) -> None:
+        """Write a text as it is: in a block of code, since TensorBoard takes it for Markdown."""
+        block = "".join(f"    {line}\n" for line in value.splitlines())
+        self._events.add(Event(step=step, summary=text(title, block)))
 
     def finish(self) -> None:
         """Nothing is left to be written."""

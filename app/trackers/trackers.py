@@ -14,6 +14,7 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from app.record import run_folder
 from app.trackers.tracked import Tracked
 
 _WITH_PICTURES = ("tensorboard", "wandb")
@@ -57,6 +58,16 @@ class Trackers:
     def show(self, name: str, picture: Any, *, step: int) -> None:
         """Show a picture, uint8 [H, W, 3] (an array), under a name."""
         self._each(lambda on: on.tracker.log_images({name: [picture]}, step=step) if on.name in _WITH_PICTURES else None)
+
+    def tell(self, title: str, text: str, *, step: int) -> None:
+        """Show a text that was made after an evaluation; TensorBoard does, unless it has it from an earlier start."""
+        self._each(
+            lambda on: (
+                on.tracker.log_text(title, text, step=step)
+                if on.name == "tensorboard" and step > on.has.get(run_folder.EVALUATIONS, 0)
+                else None
+            )
+        )
 
     def finish(self) -> None:
         """Have them write and send what they still hold."""

@@ -36,6 +36,8 @@ class Complete:
         self._form = Form()
         self._training: CompleteSamples | None = None
         self._calls_of_score: int | None = None
+        if self._has("show"):
+            self.show = self._show
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_task":
@@ -185,6 +187,10 @@ class Complete:
             tables = {name: _table(mean) for name, mean in means.items() if mean.ndim == 1}
         self._check_monitor(list(scores))
         return scores, tables
+
+    def _show(self, model: Callable[..., Any], batch: Batch) -> list[tuple[str, str]]:
+        of = f"{self._class}.show"
+        return given.texts(self._task.show(Called(model, self._form, of=of, most=None), batch), of=of)
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
         """Return the task's own. Raises RecipeError without."""

@@ -35,6 +35,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "notes": ("data",),
     "matched": ("samples", "facts"),
     "look": ("batch", "most", "title"),
+    "show": ("model", "batch"),
     "leave": ("folder", "samples", "rows"),
 }
 """How each method is called, by position."""
@@ -138,6 +139,18 @@ def _pair(name: str, pair: Any, of: str) -> tuple[Any, Any]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TrainingError(f"{of} gives {name!r} as {kind(pair)}, and has to give (sum, count)")
     return pair[0], pair[1]
+
+
+def texts(given: Any, *, of: str) -> list[tuple[str, str]]:
+    """Return the titles and texts of a task's `show`. Raises TrainingError for what are none."""
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    if all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in found
+    ):
+        return [(title, text) for title, text in found]
+    raise TrainingError(
+        f'{of} returned {kind(given)}, and has to return a list of titles and texts: [("a title", "a text"), ...]'
+    )
 
 
 def scores(given: Any, valid: Tensor, *, of: str) -> Scores:

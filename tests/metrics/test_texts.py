@@ -1,0 +1,93 @@
+"""What a task shows of its model after evaluations: the same on any topology, over a stop, on the page and in TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import read_lines, run, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from app.errors import TrainingError
+from app.reports import page, past_run
+from app.tasks.own import given
+
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from app.task import Loss, Samples
+
+WORDS = "nought <one> two three four five six seven eight nine".split()
+
+
+class Counting:
+    unit = "words"
+
+    def samples(self, split):
+        begin = torch.arange(40) % 10
+        return None if split == "test" else Samples.of({"begin": begin, "next": (begin + 1) % 10})
+
+    def model(self, facts):
+        return nn.Sequential(nn.Embedding(10, 16), nn.Dropout(0.1), nn.Linear(16, 10))
+
+    def loss(self, model, batch):
+        return Loss(F.cross_entropy(model(batch["begin"]), batch["next"]), len(batch["begin"]))
+
+    def show(self, model, batch):
+        assert not torch.is_grad_enabled()
+        words, drawn = [batch["begin"]], torch.rand(()).item()
+        for _ in range(4):  # each word from the one before
+            words.append(model(words[-1]).argmax(1))
+        texts = [" ".join(WORDS[word] for word in row) for row in torch.stack(words, 1).tolist()]
+        return [(f"begun with {text.split()[0]}", f"{text}\\n\\x07 {drawn:.6f}") for text in texts]
+
+
+task = Counting
+"""
+
+
+@pytest.mark.multiproc
+def test_texts_are_the_same_on_any_topology_and_over_a_stop(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(TASK)
+    (tmp_path / "counting.yaml").write_text(
+        "task: counting.py\ntrain: {global_batch_size: 8, steps: 30, evaluate_every_steps: 10, validation_fraction: null}\n"
+        "log: {every_steps: 10}\ncheckpoint: {every_steps: 15}\noptim: {lr: 0.05, schedule: constant}\n"
+    )
+    recipe = ("--recipe", str(tmp_path / "counting.yaml"))
+    alone, other = tmp_path / "alone", tmp_path / "other"
+    train("cpu", alone, *recipe).check()
+    sharded = ("app.train", "--run-dir", str(other), "--trackers", "tensorboard", "--resume", "auto", *recipe)
+    run("fsdp2", 2, *sharded, "train.steps=15").check()  # evaluates after its last step, which the longer run does not
+    run("fsdp2", 2, *sharded).check()
+
+    texts = [{key: line[key] for key in ("step", "title", "text")} for line in read_lines(alone / "texts.jsonl")]
+    assert [line["step"] for line in texts] == [10] * 4 + [20] * 4 + [30] * 4
+    *_, last = texts
+    assert (last["title"], last["text"].split("\n")[0]) == ("begun with three", "three four five six seven")
+    assert len({line["text"].split()[-1] for line in texts}) == 1  # torch's generator draws the same each time
+    there = [{key: line[key] for key in ("step", "title", "text")} for line in read_lines(other / "texts.jsonl")]
+    assert [line for line in there if line["step"] == 30] == texts[-4:]
+    assert [line["step"] for line in there] == [10] * 4 + [15] * 4 + [20] * 4 + [30] * 4
+
+    events = EventAccumulator(str(other / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    found = events.Tensors("begun with three/text_summary")
+    assert [event.step for event in found] == [10, 15, 20, 30]
+    assert found[-1].tensor_proto.string_val[0].decode().startswith("    three four five six seven\n")
+
+    past = past_run.read(alone)
+    html, complaints = page.render(past, 0.0)
+    assert complaints == []
+    assert "What the model wrote" in html
+    assert html.index("After step 30") < html.index("After step 10")
+    assert "&lt;one&gt; two three four five\n\ufffd" in html
+    (alone / "texts.jsonl").write_text('{"step": 10, "title": 3}\n')
+    assert past_run.read(alone).texts == []
+    assert "it has no step, title and text" in past_run.read(alone).complaints[0]
+
+
+def test_what_is_no_text_is_refused_in_a_sentence() -> None:
+    with pytest.raises(TrainingError, match=r"Counting\.show returned .*: \[\(\"a title\", \"a text\"\), \.\.\.\]"):
+        given.texts([("title", 3)], of="Counting.show")
