@@ -28,6 +28,36 @@ def rainfall(digits_run: Path, folder: Path) -> Path:
     return folder
 
 
+PER_SAMPLE = 7
+"""Tokens."""
+
+
+def language(digits_run: Path, folder: Path) -> Path:
+    """A copy whose run learns to write: its unit is the token, it is scored in bits per byte, and it has written something."""
+    shutil.copytree(digits_run, folder)
+    shutil.rmtree(folder / "test_predictions")
+    _rewrite(folder / "run.json", lambda told: {**told, "task": "writer.py", "monitor": ["loss", "min"], "unit": "tokens"})
+    for name in ("metrics.jsonl", "evaluations.jsonl", "result.json"):
+        _rewrite(folder / name, lambda values: _in_tokens(_without_classes(values)))
+    steps = range(2, 41, 2)
+    texts = [
+        {"step": step, "title": title, "text": f"{title} {step} <b>" + 40 * " and on"}
+        for step in steps
+        for title in ("Once", "Twice")
+    ]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
+    return folder
+
+
+def _in_tokens(values: dict[str, Any]) -> dict[str, Any]:
+    told = {
+        key.replace("samples_", "tokens_", 1): PER_SAMPLE * value for key, value in values.items() if key.startswith("samples_")
+    }
+    text = {f"{key.removesuffix('loss')}{name}": value for key, value in values.items() if key.endswith("_loss")
+            for name, value in (("bits_per_byte", value * 1.5), ("perplexity", 2 * value))}  # fmt: skip
+    return {**values, **told, **text}
+
+
 def _with_rmse(line: dict[str, Any]) -> dict[str, Any]:
     split = "test" if "test_loss" in line else "validation"
     return {**_without_classes(line), f"{split}_rmse": 2e3 / line["step"] ** 2}

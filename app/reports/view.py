@@ -45,6 +45,8 @@ def view(run: PastRun, state: State, now: float) -> RenderableType:
 def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableType]]:
     last = run.metrics[-1] if run.metrics else {}
     rows: list[tuple[str, RenderableType]] = [("steps", _progress(run, state))]
+    if run.unit != run_folder.UNIT and is_number(last.get(f"{run.unit}_seen")):
+        rows.append((run.unit, f"{last[f'{run.unit}_seen']:,} seen"))
     remaining_s = None if state.word != "going on" else remaining(run, state)
     if remaining_s is not None:
         may_end_early = (run.recipe.get("train") or {}).get("stop_after_evaluations_without_gain")
@@ -74,8 +76,6 @@ def _progress(run: PastRun, state: State) -> RenderableType:
     if not state.total_steps:
         return f"{state.step:,}{epoch}"
     told = f"{state.step:,} of {state.total_steps:,} ({percent(state.step / state.total_steps)}){epoch}"
-    if run.unit != run_folder.UNIT and is_number(line.get(f"{run.unit}_seen")):
-        told += f", {line[f'{run.unit}_seen']:,} {run.unit}"
     both = Table.grid(padding=(0, 2))
     both.add_row(ProgressBar(total=state.total_steps, completed=state.step, width=_SPARKS), told)
     return both

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from another_task import rainfall
+from another_task import PER_SAMPLE, language, rainfall
 from browser import PROGRAM, Browser
 from processes import REPOSITORY, read
 
@@ -135,6 +136,28 @@ def test_the_page_of_another_task_has_its_own_scores(browser: Browser, digits_ru
     ):
         assert told in words, told
     assert "class" not in words
+
+
+def test_the_page_of_a_language_model_speaks_of_tokens_and_shows_what_it_wrote(
+    browser: Browser, digits_run: Path, tmp_path: Path
+) -> None:
+    folder = language(digits_run, tmp_path / "language")
+    assert samerun(["report", str(folder)]) == 0
+    for width in (390, 1280):
+        found = looked_at(browser, folder / "report.html", width=width, images=5)
+    assert found["headings"][1:5] == ["Curves", "Where the time went", "Scores", "What the model wrote"]
+    words, result = " ".join(found["text"].split()), read(folder / "result.json")
+    for told in (
+        f"tokens/s {result['tokens_per_s']:,.0f} tokens seen {result['tokens_seen']:,}",
+        f"test bits per byte {result['test_bits_per_byte']:.4f}",
+        "After step 40 Once Once 40 <b> and on and on",  # the latest is open, the others are not
+    ):
+        assert told in words, told
+    assert "Twice 38 <b>" not in words
+    html = (folder / "report.html").read_text()
+    shown = [int(step) for step in re.findall(r"<summary>After step (\d+)", html)]
+    assert (len(shown), shown[0], shown[-1], shown) == (8, 40, 2, sorted(shown, reverse=True))  # of twenty
+    assert f"over {PER_SAMPLE * 40 * 64:,.0f} tokens" in html
 
 
 @pytest.mark.parametrize("name", ["run.json", "outcome.json", "result.json", "test_predictions/predictions.json"])
