@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,11 @@ def test_the_largest_number_of_devices_that_is_efficient_enough_is_recommended()
     found = advise(Method("m", rows[:4]), wanted=0.8, is_legal=lambda devices: True)
     assert 32 <= found.devices < 64  # beyond what was measured by the fit, and no further than twice that
     assert "by the fit on 64" in found.why
+    assert found.units_per_s is None
+    for one in rows[:4]:
+        one.runs[:] = [replace(run, unit="tokens", units_per_s=4e6 / run.seconds) for run in one.runs]
+    again = advise(Method("m", rows[:4]), wanted=0.8, is_legal=lambda devices: True)
+    assert again.units_per_s == pytest.approx(4e6 / float(again.fit.seconds(at(found.devices))))
     found = advise(Method("m", [row(4, 4.0, nodes=1, per_node=4), row(8, 2.1, nodes=2, per_node=4)]), wanted=0.8,
                    is_legal=lambda devices: True)  # fmt: skip
     assert (found.devices, found.nodes, found.fit) == (8, 2, None)
@@ -198,6 +204,27 @@ def test_every_figure_is_that_of_its_run_folder(swept):
     assert report["rows"][1]["efficiency"] == pytest.approx(report["rows"][0]["seconds"] / report["rows"][1]["seconds"] / 2)
     assert (swept / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert (swept / "scaling.pdf").read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.multiproc
+def test_where_the_runs_count_tokens_so_does_the_report(copied, capsys):
+    for place in copied.glob("cases/*/"):
+        told = read(place / "run.json")
+        (place / "run.json").write_text(json.dumps({**told, "unit": "tokens"}))
+        lines = [{**line, "tokens_seen": 100 * line["samples_seen"]} for line in read_lines(place / "metrics.jsonl")]
+        (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert scale("--from", copied)[0] == 0
+    printed, report = capsys.readouterr().out, read(copied / "report.json")
+    for row in report["rows"]:
+        assert row["tokens_per_s"] == pytest.approx(100 * row["samples_per_s"])
+        assert f"{row['tokens_per_s']:,.0f} tokens/s, an epoch in" in printed
+    (recommended,) = (method["recommended"] for method in report["methods"].values())
+    (rate,) = (row["tokens_per_s"] for row in report["rows"] if row["devices"] == recommended["devices"])
+    assert recommended["units_per_s"] == pytest.approx(rate)
+    assert f", about {rate:,.0f} tokens/s, for an efficiency of at least 0.80" in printed
+    assert "| tokens/s |" in (copied / "report.md").read_text()
+    with (copied / "report.csv").open() as file:
+        assert {"samples_per_s", "tokens_per_s", "tokens_per_s_deviation"} <= next(csv.DictReader(file)).keys()
 
 
 @pytest.mark.multiproc
