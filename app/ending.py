@@ -133,5 +133,6 @@ def whole_weights(runtime: Runtime, model: torch.nn.Module) -> dict[str, torch.T
     plain = unwrapped(model)
     others = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - dict(plain.named_parameters()).keys()
     is_divided = runtime.launched.strategy in _DIVIDING
-    state: dict[str, torch.Tensor] = runtime.accelerator.get_state_dict(model) if is_divided else plain.state_dict()
-    return {name: tensor for name, tensor in state.items() if name not in others}
+    state: dict[str, torch.Tensor] | None = runtime.accelerator.get_state_dict(model) if is_divided else plain.state_dict()
+    # Under ZeRO-3 the other ranks get None.
+    return {name: tensor for name, tensor in (state or {}).items() if name not in others}
