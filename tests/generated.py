@@ -24,7 +24,22 @@ def keys_of(recipe: str, folder: Path) -> tuple[str, ...]:
         scored = ("val", "test") if recipe == "imagefolder" else ("val",)
         write_pictures(folder / recipe, splits=("train", *scored), sizes=((300, 240), (250, 400)))
         return (f"data.path={folder / recipe}",)
+    if recipe == "finetune_lm":
+        write_language_model(folder / recipe)
+        return (*(f"{key}={folder / recipe}" for key in ("model.path", "train.init_from")), "data.path=null")
+    if recipe.startswith(("gpt", "llama")):  # as small as the book is
+        widths = ("model.intermediate_size=96", "model.key_value_heads=2") if recipe.startswith("llama") else ()
+        return ("data.sequence_length=64", "model.hidden_size=32", "model.layers=2", "model.heads=4", *widths)
     return ()
+
+
+def write_language_model(folder: Path) -> None:
+    """A tiny Llama of transformers, for bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    config = LlamaConfig(**sizes, vocab_size=257, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def write_idx(folder: Path) -> None:

@@ -71,7 +71,7 @@ def total_steps(train: TrainRecipe, *, steps_per_epoch: int) -> int:
 
 def first_step_by_length(optim: OptimRecipe, *, steps_per_epoch: int) -> int | None:
     """Return the first step (from 0) whose learning rate depends on how long the run is; None: no step's does."""
-    if optim.schedule != "cosine" or optim.final_lr_ratio == 1:
+    if optim.schedule != "cosine" or optim.final_lr_ratio == 1 or optim.cosine_steps is not None:
         return None
     return _warmup_steps(optim, steps_per_epoch=steps_per_epoch) + 1  # its first step has the peak, whatever comes later
 
@@ -80,7 +80,8 @@ def lr_at(step: int, *, optim: OptimRecipe, global_batch_size: int, steps_per_ep
     """Return the learning rate of optimizer step `step` (from 0).
 
     A linear rise to the peak over the warm-up, then the recipe's schedule. The cosine (Loshchilov and Hutter 2017,
-    arXiv:1608.03983, without restarts) would reach its final value at step `total_steps`, so that no step is spent at 0.
+    arXiv:1608.03983, without restarts) has its final value from step `optim.cosine_steps` on. Without that it would reach it at
+    step `total_steps`, so that no step is spent at 0.
     Epochs are counted from the start of the run, warm-up included, as in Goyal et al. 2017 (arXiv:1706.02677).
     """
     peak = peak_lr(optim, global_batch_size=global_batch_size)
@@ -88,7 +89,8 @@ def lr_at(step: int, *, optim: OptimRecipe, global_batch_size: int, steps_per_ep
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if optim.schedule == "cosine":
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        end = total_steps if optim.cosine_steps is None else optim.cosine_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, end - warmup_steps))
         share = (1 + math.cos(math.pi * progress)) / 2
         return peak * (optim.final_lr_ratio + (1 - optim.final_lr_ratio) * share)
     if optim.schedule == "step":

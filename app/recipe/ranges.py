@@ -65,6 +65,7 @@ _RANGES = {
     "optim.lr": NOT_NEGATIVE, "optim.lr_reference_batch": POSITIVE, "optim.momentum": SHARE, "optim.betas": SHARE,
     "optim.eps": NOT_NEGATIVE, "optim.weight_decay": NOT_NEGATIVE, "optim.clip_norm": POSITIVE,
     "optim.warmup_epochs": NOT_NEGATIVE, "optim.warmup_steps": NOT_NEGATIVE, "optim.final_lr_ratio": SHARE,
+    "optim.cosine_steps": POSITIVE,
     "optim.decay_epochs": POSITIVE, "optim.decay_factor": POSITIVE,
     "log.every_steps": POSITIVE, "log.examples": NOT_NEGATIVE, "checkpoint.every_steps": POSITIVE,
     "checkpoint.every_minutes": POSITIVE, "checkpoint.keep_last": Range(1),

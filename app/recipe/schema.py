@@ -142,6 +142,8 @@ class OptimRecipe:
     """Length in steps of the linear rise from 0 to the peak. Give this or warmup_epochs."""
     final_lr_ratio: float = 0.0
     """Learning rate at the end of the cosine, as a share of the peak."""
+    cosine_steps: int | None = None
+    """Step at which the cosine ends; those after it keep its final rate. None: the last step."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     """Epochs at which the step schedule multiplies the rate by decay_factor."""
     decay_factor: float = 0.1

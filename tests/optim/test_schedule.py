@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from app.errors import DataError, RecipeError
-from app.optim.schedule import Length, length_in_steps, lr_at, notes_on
+from app.optim.schedule import Length, first_step_by_length, length_in_steps, lr_at, notes_on
 from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
 
 
@@ -53,6 +53,13 @@ def test_cosine_after_warmup_is_that_of_torch(final_ratio):
     optim = OptimRecipe(lr=0.3, schedule="cosine", warmup_steps=7, final_lr_ratio=final_ratio)
     make = warm_then(lambda optimizer: CosineAnnealingLR(optimizer, T_max=93, eta_min=0.3 * final_ratio), steps=7)
     assert rates(optim, total_steps=100) == pytest.approx(torch_rates(make, peak=0.3, total_steps=100), rel=1e-9)
+
+
+def test_a_cosine_that_ends_before_the_run_keeps_its_final_rate():
+    optim = OptimRecipe(lr=0.3, schedule="cosine", warmup_steps=7, final_lr_ratio=0.1)
+    shorter, found = rates(optim, total_steps=100), rates(replace(optim, cosine_steps=100), total_steps=130)
+    assert found == [*shorter, *[pytest.approx(0.03, rel=1e-12)] * 30]
+    assert first_step_by_length(replace(optim, cosine_steps=100), steps_per_epoch=10) is None
 
 
 def test_cosine_without_warmup_is_that_of_torch():

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app.errors import RecipeError
+from app.recipe.recipe_file import load
 from app.tasks.causal_lm import configuration, model
 from app.tasks.causal_lm.head import Head
 from app.tasks.causal_lm.sections import ModelRecipe, Sections
@@ -165,3 +166,21 @@ def test_dropout_is_that_of_the_recipe() -> None:
     config = configuration.config_of(recipe, vocab_size=97, sequence_length=24)
     assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.25, 0.25, 0.0)
     assert configuration.config_of(ModelRecipe(), vocab_size=None, sequence_length=None).resid_pdrop == 0
+
+
+def test_the_sizes_of_gpt3_are_those_of_its_table() -> None:
+    """Brown et al. 2020, table 2.1. Its names are rounded; 512k, 1M, 2M and 3.2M tokens a step, 300B in all."""
+    table = {"125m": 0.125, "350m": 0.355, "760m": 0.76, "1_3b": 1.3, "2_7b": 2.65, "6_7b": 6.66, "13b": 12.9, "175b": 175.0}
+    batches = {"125m": 0.5, "350m": 0.5, "760m": 0.5, "1_3b": 1.0, "2_7b": 1.0, "6_7b": 2.0, "13b": 2.0, "175b": 3.2}
+    for name, billions in table.items():
+        recipe = load(f"gpt3_{name}").recipe
+        with torch.device("meta"):
+            network = model.build(recipe.sections.model, {**FACTS, "vocab_size": 50257, "sequence_length": 2048})
+        assert sum(weight.numel() for weight in network.parameters()) / 1e9 == pytest.approx(billions, rel=0.02), name
+        tokens = recipe.train.global_batch_size * recipe.sections.data.sequence_length
+        assert tokens / 1e6 == pytest.approx(batches[name], rel=0.05), name
+        assert recipe.train.steps is not None
+        assert recipe.optim.cosine_steps is not None
+        assert tokens * recipe.train.steps == pytest.approx(300e9, rel=1e-3)
+        assert tokens * recipe.optim.cosine_steps == pytest.approx(260e9, rel=1e-3)
+        assert tokens * (recipe.optim.warmup_steps or 0) == pytest.approx(375e6, rel=0.01)
