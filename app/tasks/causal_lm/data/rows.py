@@ -123,10 +123,11 @@ class Rows:
         """Write what `fetch` returns into the fields' arrays."""
         self._rows.write(indices, memory)
         tokens = memory["tokens"]
-        if int(tokens.max(initial=0)) >= self.split.vocab_size:
-            row = int(indices[(tokens >= self.split.vocab_size).any(1).argmax()])
+        unsigned = tokens.view(np.uint32)  # of a damaged file of 32 bits, numbers beyond int32 as well
+        if int(unsigned.max(initial=0)) >= self.split.vocab_size:
+            row = int(indices[(unsigned >= self.split.vocab_size).any(1).argmax()])
             raise DataError(
-                f"row {row} of {self.split.where} has the token {tokens.max()}, and the vocabulary has "
+                f"row {row} of {self.split.where} has the token {unsigned.max()}, and the vocabulary has "
                 f"{self.split.vocab_size}: the file is damaged, or the vocabulary is another one"
             )
         if self._token_bytes is not None:
