@@ -71,12 +71,14 @@ def _of_folder(recipe: ModelRecipe) -> Any:
         else:
             file = Path(folder) / "config.json"
         values = json.loads(file.read_text())
-        return _class_of_config(values.pop("model_type"))(**_changed(recipe, values))
+        kind = _class_of_config(values.pop("model_type"))
     except FileNotFoundError as error:
         hint = "set model.download=true, which fetches it once" if recipe.is_named else "give a folder of transformers"
         raise RecipeError(f"model.path is {path}: there is no config.json ({error}): {hint}") from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise RecipeError(f"model.path is {path}: its config.json is none of transformers: {error!r}") from error
+    names = {*values, *(field.name for field in dataclasses.fields(kind))}
+    return _made(kind, {**values, **_changed(recipe, names)})
 
 
 def download(recipe: ModelRecipe) -> None:
@@ -114,27 +116,26 @@ def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int 
         values["head_dim"] = recipe.hidden_size // recipe.heads
     # Those of the class are of another vocabulary; as padding, a token would get no gradient.
     values |= {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in names}
-    return _made(kind, recipe, {**values, **_changed(recipe, {}, names)})
+    return _made(kind, {**values, **_changed(recipe, names)})
 
 
-def _changed(recipe: ModelRecipe, values: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the values with model.settings. Raises RecipeError for a name that is not among `names`; None: those of values."""
-    known = {*(values if names is None else names)}
-    known |= {"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()
+def _changed(recipe: ModelRecipe, names: Collection[str]) -> dict[str, Any]:
+    """Return what model.settings says. Raises RecipeError for a name that is not among `names`."""
+    known = {*names, *(("rope_theta", "rope_scaling") if "rope_parameters" in names else ())}
     for name in recipe.more:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(sorted(known))}"
             raise RecipeError(f"model.settings has {name}, which this architecture does not know; {hint}")
-    return {**values, **recipe.more}
+    return recipe.more
 
 
-def _made(kind: Any, recipe: ModelRecipe, values: Mapping[str, Any]) -> Any:
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
     try:
         return kind(**values)
     except Exception as error:  # transformers raises of its own
         why = str(error).splitlines()[-1].strip()
-        raise RecipeError(f"model.*: transformers takes no {recipe.architecture or 'gpt2'} like that: {why}") from error
+        raise RecipeError(f"model.*: transformers takes no {kind.model_type} like that: {why}") from error
 
 
 def _class_of_config(model_type: str) -> Any:

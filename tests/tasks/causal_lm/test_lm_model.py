@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +152,35 @@ def test_what_cannot_be_is_refused(keys: dict[str, Any], text: str) -> None:
     with pytest.raises(RecipeError) as refused:
         model.build(ModelRecipe(**{"architecture": "llama", **TINY, **keys}), FACTS)
     assert text in str(refused.value)
+
+
+def test_a_folder_says_what_the_network_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings may be changed, its sizes are given once. Dropout is the recipe's."""
+    monkeypatch.setenv("WEIGHTS", str(tmp_path))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
+    transformers.MistralConfig(**sizes, sliding_window=7, attention_dropout=0.3).save_pretrained(tmp_path)
+    recipe = ModelRecipe(path="$WEIGHTS", settings=("sliding_window=9",))
+    found = configuration.config_of(recipe, vocab_size=97, sequence_length=24)
+    assert type(found) is transformers.MistralConfig
+    assert (found.hidden_size, found.num_key_value_heads, found.sliding_window, found.attention_dropout) == (32, 2, 9, 0.0)
+    assert isinstance(model.build(recipe, FACTS).get_output_embeddings(), Head)
+    for text, problem in {
+        '{"model_type": "mistral", "hidden_size": "wide"}': "transformers takes no mistral like that",
+        '{"model_type": "bert"': "its config.json is none of transformers",
+        '{"hidden_size": 32}': "its config.json is none of transformers",
+        '{"model_type": "clip"}': "transformers has no such causal language model",
+    }.items():
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(RecipeError, match=problem):
+            configuration.config_of(ModelRecipe(path="$WEIGHTS"), vocab_size=None, sequence_length=None)
+    with pytest.raises(RecipeError, match="layers is given, and"):
+        Sections(model=ModelRecipe(path="$WEIGHTS", layers=3))
+
+
+def test_a_name_of_the_hub_is_looked_for_on_this_machine_alone() -> None:
+    recipe = ModelRecipe(path="nobody/nothing", revision="0" * 40)
+    with pytest.raises(RecipeError, match=r"there is no config.json .* set model.download=true"):
+        configuration.config_of(recipe, vocab_size=None, sequence_length=None)
 
 
 def test_sections_that_contradict_themselves() -> None:
