@@ -7,7 +7,7 @@ It is divided by Accelerate's own function, as `prepare` would divide it, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor, Shard
 
 from app.errors import PresetError
-from app.initial.units import Units, places
+from app.initial.units import Units, places, popped
 
 
 def can_divide(accelerator: Accelerator) -> bool:
@@ -67,16 +67,23 @@ def fill(accelerator: Accelerator, model: nn.Module, units: Units, note: Callabl
             setattr(module, other, getattr(first, key))
     model._apply(lambda tensor: tensor)  # torch looks again which tensors stand where
     for _, drawn in units.drawn():
-        for name, whole in drawn.items():
-            module, key = where[name][0]
-            target: Any = getattr(module, key)
-            values = whole.to(target.dtype)
-            note(name, values)
-            if isinstance(target, DTensor):
-                start, local = rows(name, target)
-                local.copy_(values.reshape(-1)[start : start + local.numel()])
-            else:
-                target.copy_(values)
+        _keep(where, drawn, note)
+
+
+def _keep(
+    where: Mapping[str, list[tuple[nn.Module, str]]], drawn: dict[str, Tensor], note: Callable[[str, Tensor], None]
+) -> None:
+    """Copy this rank's share of what was drawn into the model."""
+    for name, whole in popped(drawn):
+        module, key = where[name][0]
+        target: Any = getattr(module, key)
+        values = whole.to(target.dtype)
+        note(name, values)
+        if isinstance(target, DTensor):
+            start, local = rows(name, target)
+            local.copy_(values.reshape(-1)[start : start + local.numel()])
+        else:
+            target.copy_(values)
 
 
 def rows(name: str, parameter: DTensor) -> tuple[int, Tensor]:

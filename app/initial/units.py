@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from app.data import hash64
 from app.errors import RecipeError
+from app.ranks import malloc
 
 _MOST_NAMED = 8
 
@@ -39,6 +40,7 @@ class Units:
     def drawn(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each unit's name, and its parameters and buffers, on the CPU, by their names in the model; each tensor once.
 
+        Whoever takes them out of the dict (`popped`) has the memory of one unit at a time.
         Raises RecipeError, which names it, for what the task's `init` has not filled.
         """
         owner = self._owners()
@@ -48,6 +50,8 @@ class Units:
                 continue
             found = {name: it for name, it in self._draw(unit, is_block=is_block).items() if name in own}
             yield unit, found
+            found.clear()
+            malloc.give_back()  # what a rank keeps lies between units that are gone: larger ones would find no room there
 
     @property
     def blocks(self) -> set[str]:
@@ -104,6 +108,23 @@ def places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return found
 
 
+def popped(drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what was drawn, and forget it."""
+    for name in list(drawn):
+        yield name, drawn.pop(name)
+
+
+def as_in(model_tensor: Tensor, drawn: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what was drawn on the CPU in the type (or in `dtype`) and with the strides that the model's tensor has.
+
+    The same memory, if it has them already.
+    """
+    dtype = dtype or model_tensor.dtype
+    if drawn.dtype == dtype and drawn.stride() == model_tensor.stride():
+        return drawn
+    return torch.empty_like(model_tensor, device="cpu", dtype=dtype).copy_(drawn)
+
+
 def check_left(model: nn.Module) -> None:
     """Raise RecipeError for a tensor without memory that no unit holds: one that is no parameter and no buffer."""
     held = [
@@ -157,8 +178,10 @@ def _marked(tensor: Tensor, *, with_ones: bool) -> Tensor:
 
 def _is_empty(tensor: Tensor) -> bool:
     """Whether an element was left as it was marked."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
+    if tensor.is_complex():
+        return _is_empty(torch.view_as_real(tensor))
+    if tensor.is_floating_point():
+        return tensor.numel() > 0 and bool(tensor.min().isnan())  # NaN is the least of all
     return not _has_no_mark(tensor) and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 

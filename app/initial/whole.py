@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from app.initial.units import Units, places
+from app.initial.units import Units, as_in, places, popped
 
 
 @torch.no_grad()
@@ -18,10 +18,10 @@ def fill(model: nn.Module, units: Units, note: Callable[[str, Tensor], None] = l
     """
     where = places(model)
     for _, drawn in units.drawn():
-        for name, values in drawn.items():
+        for name, values in popped(drawn):
             module, key = where[name][0]
             meta = getattr(module, key)
-            real = torch.empty_like(meta, device="cpu").copy_(values)  # in the type and the strides that the model has by now
+            real = as_in(meta, values)
             note(name, real)
             if isinstance(meta, nn.Parameter):
                 real = nn.Parameter(real, requires_grad=meta.requires_grad)

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from app.initial.units import Units, places
+from app.initial.units import Units, as_in, places, popped
 
 
 @contextmanager
@@ -56,23 +56,34 @@ def fill(accelerator: Accelerator, model: nn.Module, units: Units, note: Callabl
     half = next((getattr(torch, kind) for key, kind in _HALVES.items() if config.get(key, {}).get("enabled")), None)
     divided: Any = None
     for _, drawn in units.drawn():
-        new = nn.ParameterList()
-        for name, whole in drawn.items():
-            module, key = where[name][0]
-            meta = getattr(module, key)
-            dtype = half if half is not None and isinstance(meta, nn.Parameter) and meta.is_floating_point() else meta.dtype
-            real = torch.empty_like(meta, device="cpu", dtype=dtype).copy_(whole)
-            note(name, real)
-            if isinstance(meta, nn.Parameter):
-                real = nn.Parameter(real, requires_grad=meta.requires_grad)
-                new.append(real)
-            for module, key in where[name]:
-                setattr(module, key, real)
+        new = _placed(where, drawn, half, note)
         if divided is not None:
             divided.convert_to_zero_parameters(param_list=list(new))
         elif len(new):
             deepspeed.zero.Init(module=new, config_dict_or_path=config, dtype=half)
             divided = new[0]
+
+
+def _placed(
+    where: Mapping[str, list[tuple[nn.Module, str]]],
+    drawn: dict[str, Tensor],
+    half: torch.dtype | None,
+    note: Callable[[str, Tensor], None],
+) -> nn.ParameterList:
+    """Put what was drawn into the model; return the parameters, whole yet."""
+    new = nn.ParameterList()
+    for name, whole in popped(drawn):
+        module, key = where[name][0]
+        meta = getattr(module, key)
+        is_parameter = isinstance(meta, nn.Parameter)
+        real = as_in(meta, whole, half if half is not None and is_parameter and meta.is_floating_point() else meta.dtype)
+        note(name, real)
+        if is_parameter:
+            real = nn.Parameter(real, requires_grad=meta.requires_grad)
+            new.append(real)
+        for place, of_place in where[name]:
+            setattr(place, of_place, real)
+    return new
 
 
 def is_divided(tensor: Any) -> bool:

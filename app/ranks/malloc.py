@@ -23,6 +23,12 @@ def keep_freed() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def give_back() -> None:
+    """Give what is free now back to the system, also between what is in use (malloc_trim(3))."""
+    if _mallopt():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextmanager
 def filled_with(byte: int) -> Iterator[None]:
     """Have malloc fill what it gives with this byte, from 0 to 254, of more than the 1 KiB that threads keep for themselves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,14 @@ def test_transformers_does_not_draw_other_weights_under_zero_3(alone: dict[str, 
     """A task without `init` that builds its model by `from_config`, which would use `deepspeed.zero.Init`."""
     there = looked(tmp_path, "deepspeed_zero3", 2, "plain")
     assert there["plain"]["held"] == alone["plain"]["held"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("preset", ["fsdp2", "deepspeed_zero3"])
+def test_no_process_ever_holds_the_whole(tmp_path: Path, figure: Callable[[str], None], preset: str) -> None:
+    """A model of 334 million parameters: while it is built a process has its share and the largest unit, an embedding."""
+    run(preset, 2, str(SCRIPTS / "built_peak.py"), str(tmp_path / "found.json")).check()
+    for rank, found in enumerate(read(tmp_path / "found.json")):  # type: ignore[arg-type]
+        figure(f"rank {rank}, MiB: {', '.join(f'{key} {value:.0f}' for key, value in found.items())}")  # type: ignore[attr-defined]
+        assert found["share"] == pytest.approx(found["whole"] / 2, rel=0.01)  # type: ignore[index]
+        assert found["peak"] <= 1.1 * (found["share"] + found["largest"])  # type: ignore[index]
