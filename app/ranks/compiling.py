@@ -11,6 +11,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 
+from app.ranks.sample_dropout import SampleDropout
+
 
 def survive_failures(accelerator: Accelerator) -> None:
     """See to it that a model, or a part of it, that cannot be compiled is run uncompiled, and said to be once."""
@@ -19,6 +21,8 @@ def survive_failures(accelerator: Accelerator) -> None:
     import torch._dynamo  # takes a second, which only those who compile have to spend
 
     torch._dynamo.config.suppress_errors = True
+    # It counts its calls: traced, it would be compiled anew for every layer and pass, and that ends after eight times.
+    SampleDropout.forward = torch.compiler.disable(SampleDropout.forward)  # type: ignore[method-assign]
     # Where torch says what it has suppressed, at length (torch 2.15).
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_Sentence().of)
 

@@ -121,6 +121,25 @@ def test_losses_are_those_of_one_process(recipe: Path, reference: Path, tmp_path
     assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_compiled_or_not_it_is_the_same_run(recipe: Path, reference: Path, tmp_path: Path) -> None:
+    compiled = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}
+    said = train("cpu", tmp_path, "--recipe", str(recipe), env=compiled).check().output
+    assert "recompile_limit" not in said
+    assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
+
+
+def test_a_language_model_has_the_same_masks_in_pieces(tmp_path: Path) -> None:
+    """transformers' own layers of GPT-2, whose weights are drawn where they are kept."""
+    sizes = ("model.architecture=gpt2", "model.hidden_size=32", "model.layers=2", "model.heads=2", "data.sequence_length=32")
+    steps = ("train.global_batch_size=8", "train.steps=10", "train.max_validation_samples=8", "log.every_steps=1")
+    words = ("--recipe", "lm_tiny", *sizes, *steps, "optim.lr=0.0003", "optim.warmup_steps=2", "model.dropout=0.1")
+    one, pieces = tmp_path / "one", tmp_path / "pieces"
+    assert "no sample" not in train("cpu", one, *words).check().output
+    train("fsdp2", pieces, *words, "train.max_micro_batch=2", processes=2).check()
+    assert losses(pieces) == pytest.approx(losses(one), rel=1e-5)
+
+
 def test_a_run_goes_on_elsewhere_with_the_masks_it_would_have_had(recipe: Path, reference: Path, tmp_path: Path) -> None:
     resume = ("--resume", str(reference / "checkpoints" / f"step-{RESUMED:08d}"))
     train("multi_gpu", tmp_path, "--recipe", str(recipe), *resume, processes=2).check()
