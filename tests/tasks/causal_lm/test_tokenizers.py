@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizer import chapters, write_tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -138,3 +139,12 @@ def test_what_is_no_tokenizer_is_said(byte_level: Path, tmp_path: Path) -> None:
     path = in_folder(tmp_path / "nameless", {"tokenizer.json": nameless.encode()}) / "tokenizer.json"
     with pytest.raises(DataError, match="names no end-of-text token"):
         open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tokens_are_those_of_the_librarys_own_call(tmp_path: Path, special: bool) -> None:
+    tokenizer = open_tokenizer(write_tokenizer(tmp_path / "small"))
+    texts = [*chapters()[4:6], "<|endoftext|>in <|im_end|>text", "", "Grüße \N{WHALE}"]
+    own = tokenizer.tokenizer(texts, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+    assert [ids.tolist() for ids in tokenizer.encode(texts, special=special)] == own
+    assert (0 in own[2]) == special
