@@ -16,7 +16,7 @@ import pytest
 from processes import REPOSITORY
 from small_tokenizer import chapters, write_tokenizer
 
-from app.errors import DataError, UsageError
+from app.errors import DataError, RecipeError, UsageError
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.tokenizers import open_tokenizer
 from app.tasks.causal_lm.data_tools.command import main
@@ -152,6 +152,8 @@ REFUSED = [
     (["--prompts"], DataError, "the first row has the columns 'text', and neither prompt and completion nor messages"),
     (["--prompts", "--column", "text,more"], DataError, "no column 'more'"),
     (["--validation", "0.01"], DataError, r"the split validation would be empty: there are 2 documents in all \(shares: 0.01"),
+    (["--config", "en"], UsageError, "--config en: it is of data sets of the hub, and all sources are files"),
+    (["--validation-split", "held"], UsageError, "--validation-split held: it is of data sets with splits"),
     (["--column", "words"], DataError, r"a\.jsonl, line 1: no column 'words'; there are 'text'"),
 ]
 
@@ -185,6 +187,11 @@ def test_inspect_goes_to_the_task_of_the_data(tmp_path: Path, capsys: pytest.Cap
     assert r"Call me \x1b[31mIshmael<|endoftext|>" in shown
     assert data_command.main(["inspect", "digits"]) == 0
     assert "data.source=digits" in capsys.readouterr().out
+    for words in (["bench", "lm_tiny"], ["pack", "lm_tiny", "--to", "arrays", "--out", "no"], ["inspect", "digits", "lm_tiny"]):
+        with pytest.raises(RecipeError, match="lm_tiny is a recipe of the task causal_lm, and this is a tool for pictures"):
+            data_command.main(words)
+    assert data_command.main(["inspect", "lm_tiny", "--rows", "1", "data.sequence_length=20"]) == 0
+    assert "=== row 0 of train: 21 tokens, 20 count as targets, 1 document ===\nETYMOLOGY." in capsys.readouterr().out
     with pytest.raises(DataError, match=r"--row 1: the split train has the rows 0\.\.0"):
         data_command.main(["inspect", str(tmp_path / "out"), "--row", "1"])
     with pytest.raises(DataError, match="has no split test; it has train"):

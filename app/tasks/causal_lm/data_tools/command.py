@@ -75,7 +75,21 @@ def _sources(options: argparse.Namespace) -> dict[str, Any]:
         sources, name = getattr(options, f"{split}_source"), getattr(options, f"{split}_split")
         if sources or name:
             found[split] = texts.find(sources or options.sources, replace(asked, split=name or asked.split))
+    _refuse_for_files(options, {name for texts_of in found.values() for name in texts_of.datasets})
     return found
+
+
+def _refuse_for_files(options: argparse.Namespace, datasets: set[str]) -> None:
+    """Raise UsageError for what is said of data sets where there are only files."""
+    for name, kind, are_there in (
+        ("--config", "data sets of the hub", any(not Path(name).exists() for name in datasets)),
+        ("--revision", "data sets of the hub", any(not Path(name).exists() for name in datasets)),
+        ("--validation-split", "data sets with splits", bool(datasets)),
+        ("--test-split", "data sets with splits", bool(datasets)),
+    ):
+        value = getattr(options, name[2:].replace("-", "_"))
+        if value is not None and not are_there:
+            raise UsageError(f"{name} {value}: it is of {kind}, and all sources are files; leave it out")
 
 
 def _unescaped(text: str) -> str:

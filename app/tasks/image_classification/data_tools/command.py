@@ -16,6 +16,7 @@ from app.recipe.schema import Recipe
 
 FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")
 """What `pack` writes."""
+_TASK = "image_classification"
 _WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is found out unless data.source=KIND says it"
 
 
@@ -38,7 +39,10 @@ def recipe_of(what: str, overrides: Sequence[str]) -> Recipe:
     """
     path = Path(what)
     if what in recipe_file.names() or path.suffix in (".yaml", ".yml"):
-        return recipe_file.load(what, overrides).recipe
+        recipe = recipe_file.load(what, overrides).recipe
+        if recipe.task != _TASK:
+            raise RecipeError(f"{what} is a recipe of the task {recipe.task}, and this is a tool for pictures")
+        return recipe
     if not path.exists():
         raise RecipeError(f"{what} is neither a recipe ({', '.join(recipe_file.names())}, or a .yaml file) nor a path of data")
     said = [override for override in overrides if override.startswith("data.source=")]
