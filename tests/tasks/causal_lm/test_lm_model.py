@@ -13,10 +13,12 @@ from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app.errors import RecipeError
+from app.initial import filling
 from app.recipe.recipe_file import load
 from app.tasks.causal_lm import configuration, model
 from app.tasks.causal_lm.head import Head
 from app.tasks.causal_lm.sections import ModelRecipe, Sections
+from app.tasks.causal_lm.task import CausalLM
 
 TINY: dict[str, Any] = {"hidden_size": 32, "layers": 2, "heads": 4}
 MORE: dict[str, tuple[str, ...]] = {
@@ -214,3 +216,24 @@ def test_the_sizes_of_gpt3_are_those_of_its_table() -> None:
         assert tokens * recipe.train.steps == pytest.approx(300e9, rel=1e-3)
         assert tokens * recipe.optim.cosine_steps == pytest.approx(260e9, rel=1e-3)
         assert tokens * (recipe.optim.warmup_steps or 0) == pytest.approx(375e6, rel=0.01)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "mistral", "gemma"])
+def test_initial_weights_follow_the_rules_of_transformers(architecture: str) -> None:
+    """Drawn unit by unit, they are as in a network that transformers draws: deviations, ones, zeros, ties, rotary buffers."""
+    recipe = ModelRecipe(architecture=architecture, hidden_size=128, layers=3, heads=4)
+    task = CausalLM(Sections(model=recipe))
+    found = filling.whole_model(task, FACTS, seed=1)
+    torch.manual_seed(0)
+    told = type(theirs(built(architecture)))(found.config)
+    weights = zip(found.state_dict().items(), told.state_dict().items(), strict=True)
+    for (name, one), (other_name, other) in weights:
+        assert name == other_name
+        if other.std() == 0:  # norms and biases
+            assert torch.equal(one, other), name
+        else:
+            assert one.std() == pytest.approx(other.std().item(), rel=0.05), name
+    for (name, one), (_, other) in zip(found.named_buffers(), told.named_buffers(), strict=True):
+        assert torch.equal(one, other), name
+    is_tied = [network.get_output_embeddings().weight is network.get_input_embeddings().weight for network in (found, told)]
+    assert is_tied[0] == is_tied[1] == found.config.tie_word_embeddings
