@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from drawn_models import gpt2
-from processes import read_lines, train
+from processes import Started, accelerate, free_port, read_lines, train
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.multiproc
@@ -52,3 +53,21 @@ def test_they_begin_with_files_and_go_on_under_other_presets(tmp_path: Path) -> 
         assert all(
             left[name].equal(begun_with[name]) for name in left if name.startswith(("transformer.h.0.", "transformer.wpe"))
         )
+
+
+@pytest.mark.slow
+def test_nodes_that_read_other_weights_do_not_begin(tmp_path: Path) -> None:
+    """Each node's process reads half of a model, by a path that leads it to files of its own."""
+    port, started = str(free_port()), []
+    for node in (0, 1):
+        torch.manual_seed(node)
+        gpt2().save_pretrained(tmp_path / str(node) / "there")
+        group = ("--num_machines", "2", "--machine_rank", str(node), "--main_process_ip", "127.0.0.1")
+        begin = ("model.kind=gpt2", "train.init_from=/proc/self/cwd/there", "--run-dir", str(tmp_path / "run"))
+        target = ("-m", "app.train", "--trackers", "none", *RECIPE, *begin)
+        command = accelerate("fsdp2", *group, "--main_process_port", port, target=target, processes=2)
+        started.append(Started(command, cwd=tmp_path / str(node)))
+    for finished in [it.wait() for it in started]:
+        assert finished.returncode != 0
+        assert re.search(r"They differ in /proc/self/cwd/there/\S+, as this node reads it: rank 0 .* rank 1 ", finished.output)
+    assert not (tmp_path / "run").exists()

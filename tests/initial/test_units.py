@@ -11,6 +11,7 @@ from torch import nn
 
 from app.errors import RecipeError
 from app.initial import filling
+from app.initial.units import Units
 
 
 def whole(build: Any, seed: int = 0) -> nn.Module:
@@ -106,3 +107,11 @@ def test_what_is_out_of_reach_is_named() -> None:
         filling.whole_model(OfParts(holds="plain"), {})  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"built without memory, .* head\.bias has memory"):
         filling.whole_model(OfParts(holds="real"), {})  # type: ignore[arg-type]
+
+
+def test_a_large_model_that_every_process_holds_is_said() -> None:
+    large = nn.Linear(20_000, 20_000, bias=False, device="meta")
+    (note,) = filling.notes(large, None)
+    assert "every process holds the whole model while it is built, 1.6 GB: a task that has `init`" in note
+    assert filling.notes(large, Units(OfParts(), Parts().to("meta"), seed=0)) == []
+    assert filling.notes(nn.Linear(3, 3), None) == []
