@@ -1,5 +1,8 @@
 """Score a finished run again: `python -m app.evaluate RUN [--split validation] [--json] [key=value ...]`.
 
+RUN may be what `samerun export` wrote, or any folder of transformers with a language model: then `--recipe`, or `data.*`, says
+on which text.
+
 With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. The run's own recipe says which
 data; `data.*` overrides point it elsewhere. Classes of other data are matched with the run's by their names.
 """
@@ -12,12 +15,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import DataError, SamerunError, leave_with
+from app.errors import DataError, SamerunError, UsageError, leave_with
 from app.evaluation import Evaluation
 from app.options import train_options
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
-from app.recipe import recipe_file, task_file
+from app.recipe import recipe_file, recipe_keys, task_file
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
 from app.record import run_folder
@@ -25,11 +28,15 @@ from app.record import run_folder
 if TYPE_CHECKING:
     from app.data.samples import Splits
 
+_OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
+"""The task whose models are folders of another library, and the recipe of its data if none is given."""
+
 
 def main(argv: list[str] | None = None) -> None:
     """Print the scores of a finished run; ends the process with the error's exit code if that fails."""
     parser = argparse.ArgumentParser(prog="python -m app.evaluate", description="Score a finished run again.")
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder, or that of an exported model or of transformers")
+    parser.add_argument("--recipe", help="for a folder of transformers: a recipe, by name or path, that says on which text")
     parser.add_argument(
         "--split",
         choices=("train", "validation", "test"),
@@ -58,9 +65,10 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     from app.data import held_out
     from app.ranks.runtime import Runtime
 
-    run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # what is no finished run is told as that
-    recipe = recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
-    _, model, facts = model_file.load(arguments.run, recipe.task if task_file.is_own(recipe.task) else None)
+    is_ours = (arguments.run / run_folder.MODEL_CONFIG).exists() or not (arguments.run / "config.json").exists()
+    recipe = _recipe(arguments, is_ours=is_ours)
+    at = recipe.task if task_file.is_own(recipe.task) else None
+    _, model, facts = model_file.load(arguments.run, at) if is_ours else (None, None, None)
     share = max(1, recipe.train.global_batch_size // launched.world_size)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
     plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
@@ -70,11 +78,30 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     task, data = building.open_data(runtime, recipe)
     split = arguments.split or next(reversed(data.scored), "train")
     with runtime.together():
-        samples = held_out.mapped(_samples(recipe, data, split), lambda opened: task.matched(opened, facts))
+        samples = _samples(recipe, data, split)
+        if model is None or facts is None:
+            model = task.of_folder(arguments.run, held_out.as_opened(data).train.facts)
+        else:
+            samples = held_out.mapped(samples, lambda opened: task.matched(opened, facts))
     model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.train.dtype)))
     scores = building.evaluation_of(runtime, recipe, task, model, samples, split=split)()
     runtime.close()
     return scores
+
+
+def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
+    """Return the recipe that says which data: the run's own, or for a folder of transformers another without its network."""
+    if is_ours:
+        if arguments.recipe is not None:
+            raise UsageError(f"--recipe is for a folder of transformers: {arguments.run} has a recipe of its own")
+        run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # what is no finished run is told as that
+        return recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
+    kinds = recipe_keys.kinds(_OF_FOLDERS)
+    said = {key: "null" for key, kind in kinds.items() if key.startswith("model.") and kind.optional}
+    said |= {"task": _OF_FOLDERS, "model.path": str(arguments.run), "model.dropout": "0"}
+    said |= {} if arguments.recipe else {"data.sequence_length": "null"}
+    words = recipe_file.replaced([f"{key}={value}" for key, value in said.items()], arguments.overrides)
+    return recipe_file.load(arguments.recipe or _RECIPE_OF_FOLDERS, words).recipe
 
 
 def _samples(recipe: Recipe, data: Splits, split: str) -> Any:

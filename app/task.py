@@ -235,6 +235,12 @@ class Task(Protocol):
         Optional: none. Raises DataError if something of them is not there any more.
         """
 
+    def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
+        """Return the trained network of a folder that a library wrote, on the CPU, for samples with these facts.
+
+        Optional: only what Samerun left is scored. Raises RunFolderError if it cannot be read, DataError if they do not fit.
+        """
+
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
         """Return what the model makes of each input, in words and as JSON holds it: the `top` most likely of several answers.
 

@@ -17,8 +17,8 @@ import torch
 
 from app.errors import DataError, DeviceError, RunFolderError
 from app.options.values import not_negative, positive, share, tolerance
+from app.tasks.causal_lm.folders import has_tokenizer
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 _HALF = "\ufffd"
 """What the beginning of a character is decoded to."""
 _MOST_TOKENS_OF_CHARACTER = 4
@@ -56,7 +56,7 @@ def load(folder: Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a library that reads files may raise
         raise RunFolderError(f"transformers cannot load the model of {folder}: {_first_line(error)}") from error
-    if not any((folder / name).is_file() for name in _TOKENIZERS):  # transformers would make one up
+    if not has_tokenizer(folder):
         raise RunFolderError(
             f"{folder} has no tokenizer: put the files of the one there that the text was tokenised with (tokenizer.json, "
             "tokenizer_config.json)"

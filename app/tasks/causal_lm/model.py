@@ -6,13 +6,14 @@ transformers is imported when a model is built, and no more of it than that mode
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from app.errors import RecipeError
+from app.errors import RecipeError, RunFolderError
 from app.tasks.causal_lm.configuration import config_of
 from app.tasks.causal_lm.head import Head, nats_of
 from app.tasks.causal_lm.sections import ModelRecipe
@@ -36,6 +37,31 @@ def build(recipe: ModelRecipe, facts: Mapping[str, Any]) -> nn.Module:
 
     On torch's meta device, if that is the default one, it has no weights. Otherwise they are drawn from the global generator.
     """
+    return _with_loss(recipe, facts, lambda kind, config: kind(config)).train()
+
+
+def load(recipe: ModelRecipe, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
+    """Return the network of a folder of transformers, with its weights, on the CPU and in evaluation mode.
+
+    `recipe` has the folder as its `path`. Raises RecipeError if the text does not suit it, RunFolderError if it cannot be read.
+    """
+
+    def read(kind: Any, config: Any) -> nn.Module:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        try:
+            model: nn.Module = kind.from_pretrained(folder, config=config, local_files_only=True)
+        except Exception as error:  # whatever a library that reads files may raise
+            why = str(error).strip().partition("\n")[0]
+            raise RunFolderError(f"transformers cannot load the model of {folder}: {why}") from error
+        return model
+
+    return _with_loss(recipe, facts, read).eval()
+
+
+def _with_loss(recipe: ModelRecipe, facts: Mapping[str, Any], made: Callable[[Any, Any], nn.Module]) -> nn.Module:
+    """Return what `made` makes of a class of transformers, which gives its loss by itself then, and its configuration."""
     config = config_of(recipe, vocab_size=facts["vocab_size"], sequence_length=facts["sequence_length"])
     chunked = recipe.head == "chunked" or (recipe.head == "auto" and config.vocab_size >= LARGE_VOCABULARY)
     is_plain = config.model_type in PLAIN
@@ -44,7 +70,7 @@ def build(recipe: ModelRecipe, facts: Mapping[str, Any]) -> nn.Module:
         raise RecipeError(f"model.head is chunked, which is not for {config.model_type}: set auto or whole. It is for {known}")
     config._attn_implementation = recipe.attention
     try:
-        model: nn.Module = _class_of(_base_of(config))(config)
+        model = made(_class_of(_base_of(config)), config)
     except (ImportError, ValueError) as error:
         raise RecipeError(
             f"transformers refuses to build a {config.model_type} with model.attention={recipe.attention}: {error}"
@@ -52,7 +78,7 @@ def build(recipe: ModelRecipe, facts: Mapping[str, Any]) -> nn.Module:
     last = model.get_output_embeddings()  # type: ignore[operator]
     if is_plain and type(last) is nn.Linear:
         model.set_output_embeddings(Head(last, chunked=chunked))  # type: ignore[operator]
-    return model.train()
+    return model
 
 
 def initialize(model: Any, unit: nn.Module) -> None:

@@ -18,7 +18,7 @@ from app.data.samples import Batch, Splits
 from app.errors import DataError
 from app.files import paths
 from app.task import Form, Loss, Scores, Split, Table, Totals
-from app.tasks.causal_lm import configuration
+from app.tasks.causal_lm import configuration, folders, leaving, showing
 from app.tasks.causal_lm import model as networks
 from app.tasks.causal_lm.data import embedded, nanogpt, store
 from app.tasks.causal_lm.data.rows import Rows
@@ -38,6 +38,7 @@ class CausalLM:
 
     def __init__(self, sections: Sections) -> None:
         self._sections = sections
+        self._parameters = 0
 
     # Data -------------------------------------------------------------------------------------------------------------
 
@@ -78,13 +79,23 @@ class CausalLM:
                 f"the text is of another tokenizer ({theirs}) than the model was trained with ({ours}): tokenise it with that "
                 "(samerun data tokenize)"
             )
+        config = configuration.config_of(
+            self._sections.model, vocab_size=facts["vocab_size"], sequence_length=facts["sequence_length"]
+        )
+        most = getattr(config, "max_position_embeddings", None)
+        if most and samples.sequence_length > most:
+            raise DataError(
+                f"a row has {samples.sequence_length} tokens, and the model takes {most}: lower data.sequence_length"
+            )
         return samples
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     def model(self, facts: Mapping[str, Any]) -> nn.Module:
         """Return the network for text with these facts."""
-        return networks.build(self._sections.model, facts)
+        network = networks.build(self._sections.model, facts)
+        self._parameters = sum(parameter.numel() for parameter in network.parameters())
+        return network
 
     def init(self, model: nn.Module, name: str, unit: nn.Module) -> None:  # noqa: ARG002
         """Draw the weights of a unit of the model by transformers' rules for it, and fill its buffers."""
@@ -128,6 +139,19 @@ class CausalLM:
             raise DataError("no token of this text counts, so there is no score: are there answers in it?")
         scores = {name: (total / count).item() for name, (total, count) in totals.items() if count}
         return {**scores, "perplexity": math.exp(min(scores["loss"], 700.0))}, {}
+
+    def show(self, model: Callable[..., Any], batch: Batch) -> list[tuple[str, str]]:
+        """Return the beginnings of rows, and how the model goes on with them; of a large one nothing."""
+        tokenizer = showing.tokenizer_of(self._sections.data.path) if self._parameters <= showing.LARGEST else None
+        return [] if tokenizer is None else showing.texts(model, batch["input_ids"], tokenizer)
+
+    def beside(self, facts: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return what makes a folder with the weights one that transformers loads."""
+        return leaving.beside(self._sections, facts, told)
+
+    def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
+        """Return the network of a folder of transformers, for text of the tokenizer that lies there."""
+        return folders.open_folder(self._sections, folder, facts)
 
     def example(self, facts: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
         """Return two rows without data. All of attention is counted, what the causal mask hides too.

@@ -1,0 +1,54 @@
+"""Folders of transformers that Samerun did not write: their network and weights, and whether text has the tokens they know."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from app.errors import DataError
+from app.tasks.causal_lm import model as networks
+from app.tasks.causal_lm.data.tokenizers import Bytes, Transformers
+from app.tasks.causal_lm.sections import Sections
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+"""Files of which a tokenizer has at least one."""
+
+
+def open_folder(sections: Sections, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
+    """Return the network of a folder with its weights, for text with these facts.
+
+    Raises DataError if the text is of another tokenizer than lies there, RunFolderError if the folder cannot be read.
+    """
+    check_tokenizer(folder, facts["tokenizer"])
+    return networks.load(replace(sections.model, path=str(folder)), folder, facts)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer lies in a folder. transformers makes one up where there is none."""
+    return any((folder / name).is_file() for name in TOKENIZERS)
+
+
+def check_tokenizer(folder: Path, tokenizer: Mapping[str, Any]) -> None:
+    """Raise DataError if the tokenizer of a text is another than that of a folder; say if that cannot be known."""
+    digest = tokenizer.get("digest")
+    if not digest or not has_tokenizer(folder):
+        where = folder if digest else "the text"
+        sys.stderr.write(f"note: {where} has no tokenizer: the tokens are taken to be those that the model knows\n")
+        return
+    if tokenizer["kind"] == "bytes":
+        is_there = all(
+            (folder / name).is_file() and (folder / name).read_bytes() == content for name, content in Bytes().files().items()
+        )
+        is_same = is_there and digest == Bytes().about["digest"]
+    else:
+        is_same = Transformers.load(str(folder), None).about["digest"] == digest
+    if not is_same:
+        raise DataError(
+            f"the text is of another tokenizer ({digest}) than the one in {folder}: tokenise it with that one (samerun data "
+            "tokenize)"
+        )

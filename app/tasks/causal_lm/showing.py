@@ -1,0 +1,55 @@
+"""What a model writes while it is trained: how the beginnings of a few rows go on, by forward passes alone.
+
+All ranks call the model equally often, with the same tokens, and draw the same numbers: the texts are no strategy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.files import paths
+from app.tasks.causal_lm.data import nanogpt, store
+from app.tasks.causal_lm.data.tokenizers import Bytes, Tokenizer, open_tokenizer
+
+BEGINNING, ADDED = 32, 64
+"""Tokens at most of a row that are given, and that the model adds: so many forward passes."""
+LARGEST = 1_000_000_000
+"""Parameters of the largest model that is asked: under ZeRO-3 and FSDP2 every pass gathers all of them."""
+
+
+def continuations(model: Callable[..., Any], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the beginnings of rows of tokens, int64 [B, S], and what the model draws after them, by torch's generator."""
+    given = min(BEGINNING, tokens.shape[1] // 2)
+    rows = tokens[:, :given]
+    for _ in range(min(ADDED, tokens.shape[1] - given)):
+        logits = model(input_ids=rows, use_cache=False).logits[:, -1]
+        # On the CPU and in float64: what is drawn then does not depend on a device's way to add up.
+        share = logits.double().cpu().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(share, torch.rand(len(rows), 1, dtype=torch.float64) * share[:, -1:], right=True)
+        rows = torch.cat([rows, drawn.clamp(max=share.shape[1] - 1).to(rows.device)], dim=1)
+    return rows[:, :given], rows[:, given:]
+
+
+def tokenizer_of(data_path: str | None) -> Tokenizer | None:
+    """Return the tokenizer of a text; None: it came without one."""
+    if data_path is None:
+        return Bytes()
+    folder = Path(paths.filled_in("data.path", data_path))
+    if nanogpt.is_nanogpt(folder):
+        return None
+    is_bytes = store.about(folder)["tokenizer"]["kind"] == "bytes"
+    return open_tokenizer("bytes" if is_bytes else str(folder / store.TOKENIZER))
+
+
+def texts(model: Callable[..., Any], tokens: Tensor, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Return the beginning of each row, and how the model goes on with it until it ends the text."""
+    end, found = tokenizer.about["eos_id"], []
+    for given, added in zip(*(part.tolist() for part in continuations(model, tokens)), strict=True):
+        until = added.index(end) if end in added else len(added)
+        found.append((tokenizer.decode(given), tokenizer.decode(added[:until])))
+    return found

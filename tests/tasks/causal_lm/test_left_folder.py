@@ -1,0 +1,175 @@
+"""What a run of a language model leaves: a folder that transformers loads, under every preset, and what evaluate says of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import REPOSITORY, clean_environment, train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from app import export
+from app.checkpoints import model_file
+from app.errors import DataError
+from app.tasks.causal_lm import leaving
+from app.tasks.causal_lm.data import embedded
+from app.tasks.causal_lm.data.tokenizers import Bytes
+from app.tasks.causal_lm.data.writing import writing
+
+LENGTH = 64
+SMALL = ("--recipe", "lm_tiny", "train.steps=3", f"data.sequence_length={LENGTH}", "model.layers=2", "model.hidden_size=32",
+         "train.evaluate_every_epochs=0", "train.max_validation_samples=16", "train.evaluate_every_steps=null")  # fmt: skip
+GPT2 = ("model.architecture=gpt2", "model.tie_embeddings=null")
+
+# From the pieces of the last checkpoint, averaged; gathered; as it is. The first two have tied embeddings.
+CASES = {
+    "fsdp2": ("fsdp2", 2, ("train.ema_decay=0.5", "checkpoint.every_steps=3", *GPT2)),
+    "zero3": ("deepspeed_zero3", 2, ("checkpoint.every_minutes=null",)),
+    "untied": ("cpu", 1, ("checkpoint.every_steps=3", "model.tie_embeddings=false", "model.architecture=qwen3")),
+}
+
+
+class Runs(dict[str, Path]):
+    """The run folder of each case, made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, case: str) -> Path:
+        preset, processes, keys = CASES[case]
+        train(preset, self._folder / case, *SMALL, *keys, processes=processes).check()
+        self[case] = self._folder / case
+        return self[case]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def perplexities(folder: Path, rows: list[torch.Tensor]) -> dict[str, float]:
+    """The scores of rows of tokens by transformers alone, in float32; they are bytes, and 256 is the end of a text."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    nats = targets = text = 0.0
+    for length in {len(row) for row in rows}:
+        for part in torch.stack([row for row in rows if len(row) == length]).split(64):
+            with torch.no_grad():
+                logits = model(part[:, :-1]).logits
+            nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
+            targets += part[:, 1:].numel()
+            text += int((part[:, 1:] != Bytes.eos_id).sum())
+    return {"loss": nats / targets, "perplexity": math.exp(nats / targets), "bits_per_byte": nats / math.log(2) / text}
+
+
+def rows_of(split: str, most: int | None = None) -> list[torch.Tensor]:
+    tokens = torch.from_numpy(embedded.open_embedded(split).tokens.astype(np.int64))
+    return [tokens[start : start + LENGTH + 1] for start in range(0, len(tokens) - 1, LENGTH)][:most]
+
+
+def evaluated(folder: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "app.evaluate", str(folder), "--json", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("case", ["untied", *(pytest.param(case, marks=pytest.mark.slow) for case in ("fsdp2", "zero3"))])
+def test_transformers_loads_what_a_run_leaves(runs: Runs, tmp_path: Path, case: str) -> None:
+    """Nothing is missing or too much, names are those of `save_pretrained`, logits and scores are the run's."""
+    folder = runs[case]
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values()), told
+    model.save_pretrained(tmp_path)
+    ours, theirs = load_file(folder / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ("lm_head.weight" in ours) == (case == "untied")
+    tokens = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    _, own, _ = model_file.load(folder)
+    with torch.no_grad():
+        assert torch.equal(own(tokens).logits, model.eval()(tokens).logits)
+    tokenizer, text = AutoTokenizer.from_pretrained(folder), "Ïshmael\n🐋  <|endoftext|"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert model.config.eos_token_id == tokenizer.eos_token_id == model.generation_config.eos_token_id == Bytes.eos_id
+    result, expected = json.loads((folder / "result.json").read_text()), perplexities(folder, rows_of("test"))
+    assert {name: result[f"test_{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"| test loss | {expected['loss']:.4f} |" in card
+    assert f"  sequence_length: {LENGTH}" in card
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_an_export_in_parts_is_the_same_folder(runs: Runs, tmp_path: Path) -> None:
+    folder, out = runs["fsdp2"], tmp_path / "out"
+    assert export.main([str(folder), "--out", str(out), "--part-gb", "2e-5"]) == 0
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    model, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(told.values()), told
+    whole = load_file(folder / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in whole.items())
+    for file in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "recipe.yaml",
+        "model.json",
+    ):
+        assert (out / file).read_bytes() == (folder / file).read_bytes()
+    assert "validation loss" in (out / "README.md").read_text()
+    assert evaluated(out, "--split", "validation") == evaluated(folder, "--split", "validation")
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_evaluate_scores_any_folder_of_transformers_on_any_text(runs: Runs, tmp_path: Path) -> None:
+    """Ours, one that transformers wrote, on the embedded text and on another; not on text of another tokenizer."""
+    ours, plain, text = runs["untied"], tmp_path / "plain", tmp_path / "text"
+    AutoModelForCausalLM.from_pretrained(ours).save_pretrained(plain)
+    AutoTokenizer.from_pretrained(ours).save_pretrained(plain)
+    for name in Bytes().files():
+        (plain / name).write_bytes((ours / name).read_bytes())
+    document = Bytes().document("Another text, of which there is little. " * 20)
+    with writing(text, Bytes().about, Bytes().files(), token_bytes=Bytes().token_bytes) as writer:
+        for split in ("train", "test"):
+            writer.append(split, document, np.array([len(document)]))
+    tokens = torch.from_numpy(document.astype(np.int64))
+    expected = perplexities(plain, [tokens[at : at + LENGTH + 1] for at in range(0, len(tokens) - 1, LENGTH)])
+    for folder in (ours, plain):
+        length = f"data.sequence_length={LENGTH}"
+        found = evaluated(folder, f"data.path={text}", length)
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+        assert found["split"] == "test"
+    other = json.loads((text / "tokens.json").read_text())
+    other["tokenizer"]["digest"] = "0" * 32
+    (text / "tokens.json").write_text(json.dumps(other))
+    for folder in (ours, plain):
+        command = [sys.executable, "-m", "app.evaluate", str(folder), f"data.path={text}"]
+        done = subprocess.run(command, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == DataError.exit_code, done.stderr
+        assert f"the text is of another tokenizer ({'0' * 32})" in done.stderr
+
+
+def test_a_tokenizer_that_is_gone_or_another_is_said(tmp_path: Path) -> None:
+    tokenizer = {**Bytes().about, "kind": "transformers", "digest": "1" * 32}
+    with pytest.raises(DataError, match=r"text has not the tokenizer .* give weights alone \(--out FILE\.safetensors\)"):
+        leaving.tokenizer_files(str(tmp_path / "text"), tokenizer)
+    document = Bytes().document("a text")
+    with writing(tmp_path / "text", tokenizer, {"tokenizer.json": b"{}"}, token_bytes=None) as writer:
+        writer.append("train", document, np.array([len(document)]))
+    assert leaving.tokenizer_files(str(tmp_path / "text"), tokenizer) == {"tokenizer.json": b"{}"}
+    with pytest.raises(DataError, match="put the other one back"):
+        leaving.tokenizer_files(str(tmp_path / "text"), {**tokenizer, "digest": "2" * 32})
