@@ -21,7 +21,7 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_runs_are_the_same_under_every_preset(tmp_path: Path, kind: str) -> None:
     chosen = (*RECIPE, f"model.kind={kind}", "train.validation_fraction=0.2", "optim.groups=[*.weight lr_factor=0.5]")
     train("cpu", tmp_path / "cpu", *chosen).check()
