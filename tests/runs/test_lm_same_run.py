@@ -81,6 +81,7 @@ def test_a_hundred_steps(trained: Trained, preset: str, processes: int, accumula
 @pytest.mark.long
 @pytest.mark.parametrize(("preset", "processes", "accumulation"), DOUBLE)
 def test_a_hundred_steps_in_float64(trained: Trained, preset: str, processes: int, accumulation: int) -> None:
-    words = ("train.steps=100", "train.dtype=float64")
+    """Of GPT-2: the norms of transformers' Llama compute in float32 whatever comes, and what they round grows to 2e-8."""
+    words = ("train.steps=100", "train.dtype=float64", "model.architecture=gpt2", "model.key_value_heads=null")
     one = trained("cpu", 1, 1, *words)
     assert_same(one, trained(preset, processes, accumulation, *words), steps=100, tolerance=1e-9)

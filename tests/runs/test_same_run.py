@@ -202,16 +202,19 @@ def parity(folder: Path, *arguments: str) -> Finished:
 def test_samerun_parity_passes_what_is_the_same(tmp_path: Path) -> None:
     finished = parity(tmp_path, "--presets", "fsdp2", "--processes", "2", "--steps", "6").check()
     assert (
-        "0/1 cpu-1x1, the reference: 2 runs, one after the other: about 20 s for starting, and 2 times 6 steps"
+        "0/2 cpu-1x1, the reference: 3 runs, one after the other: about 30 s for starting, and 3 times 6 steps"
         in finished.output
     )
-    assert re.search(r"1/1 fsdp2-2x1: about \d.* s left", finished.output)
+    assert re.search(r"1/2 fsdp2-2x1: about \d.* s left", finished.output)
+    assert re.search(r"floor: one process differs from itself by \d\.\de-\d\d with two passes a batch", finished.output)
 
 
 def test_samerun_parity_fails_what_is_not(tmp_path: Path) -> None:
     """Batch statistics are those of a micro-batch, so these runs cannot be the same."""
     arguments = ("--presets", "multi_gpu", "--processes", "2", "--steps", "6", "model.norm=batch")
-    assert parity(tmp_path, *arguments).returncode == 1
+    finished = parity(tmp_path, *arguments)
+    assert finished.returncode == 1
+    assert "the floor is the reason for multi_gpu-2x1: " in finished.output
 
 
 def evaluated(finished: Finished) -> dict[str, Any]:

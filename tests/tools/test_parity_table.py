@@ -258,6 +258,28 @@ def test_exit_code(curves, code):
     assert parity.report(Console(quiet=True), reference, others, tolerance=1e-5) == code
 
 
+@pytest.mark.parametrize(
+    ("floor", "reason"),
+    [
+        (curve([2.0, 1.0, 0.5 * (1 + 4e-5)]), "the floor is the reason for multi_gpu-2x1: "),
+        (curve([2.0, 1.0, 0.5 * (1 + 2e-6)]), "the floor is the reason for multi_gpu-2x1: "),
+        (curve([2.0, 1.0, 0.5 * (1 + 1e-7)]), "the floor is not the reason for multi_gpu-2x1, "),
+        (None, "is not known"),
+    ],
+    ids=["as far", "within ten times", "far less", "failed"],
+)
+def test_a_difference_is_told_from_the_floor(capsys, floor, reason):
+    """Other samples are never explained by it, and the verdict stays what it is."""
+    near, far = curve([2.0, 1.0, 0.5 * (1 + 1.5e-5)]), curve([2.0, 1.0, 0.5], samples=[(0, 1), (2, 3), (5, 4)])
+    reference, *others = outcomes(REFERENCE, near, far, REFERENCE)
+    own = Outcome(case=Variant("cpu", 1, 2), elapsed_s=1.0, curve=floor, failure="" if floor else "exit code 3")
+    assert parity.report(parity.console_of(columns=3), reference, others, tolerance=1e-5, floor=own) == 1
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert reason in shown
+    assert ("the reason for fsdp2-2x2: something" in shown or "multi_gpu-2x1, fsdp2-2x2: something" in shown) == bool(floor)
+    assert "deepspeed_zero3-2x1:" not in shown.partition("floor:")[2]
+
+
 @pytest.mark.parametrize("tolerance", ["nan", "inf", "-1", "tiny"])
 def test_a_tolerance_that_tells_nothing_is_refused(capsys, tolerance):
     with pytest.raises(SystemExit):
