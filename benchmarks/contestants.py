@@ -69,6 +69,7 @@ class Contestant:
     def __init__(self, name: str, processes: list[subprocess.Popen[bytes]], connections: list[Connection], log: Path) -> None:
         """Each process writes to `log`."""
         self.name, self._processes, self._connections, self._log = name, processes, connections, log
+        self.process_ids = [process.pid for process in processes]
 
     def take_first_step(self) -> float:
         """Wait for it, and return the CPU seconds of a process from its start to the end of that step.
@@ -126,10 +127,12 @@ def start(
     threads: int,
     processes: int = 1,
     variables: Mapping[str, str] = ON_CPU,
+    case: str = "benchmarks.bench_case",
 ) -> Iterator[Contestant]:
     """Start a program in so many processes of so many threads each, and end them after the block.
 
-    `task` is an `benchmarks.work.Task`, and `variables` are those of the preset. Raises TrainingError as `Contestant` does.
+    `task` is what the module `case` takes (of the default one a `benchmarks.work.Task`), and `variables` are those of the
+    preset. Raises TrainingError as `Contestant` does.
     """
     started: list[subprocess.Popen[bytes]] = []
     connections: list[Connection] = []
@@ -138,7 +141,7 @@ def start(
             for environment in _environments(threads, processes, variables):
                 ours, theirs = Pipe()
                 connections.append(ours)
-                command = [*program("benchmarks.bench_case"), str(theirs.fileno()), str(threads), json.dumps(task)]
+                command = [*program(case), str(theirs.fileno()), str(threads), json.dumps(task)]
                 given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": [theirs.fileno()]}
                 started.append(subprocess.Popen(command, env=environment, **given))  # type: ignore[call-overload]
                 theirs.close()

@@ -1,0 +1,93 @@
+"""A language model's run goes on under any preset on any number of processes, in one chain, and is killed at random moments."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from languages import write_answers
+from moments import await_moment, await_step, last_step
+from processes import read, read_lines, start, train
+
+from app.errors import STOPPED
+from app.tools.verify import verify
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+
+# Rows of packed answers, of which another number counts in each; dropout that belongs to the sample.
+RECIPE = """
+task: causal_lm
+data: {document_masks: true}
+model: {architecture: gpt2, hidden_size: 48, layers: 2, heads: 4, dropout: 0.1}
+train: {global_batch_size: 12, evaluate_every_epochs: 0}
+optim: {name: adamw, lr: 0.001, weight_decay: 0.1, clip_norm: 0.5, warmup_steps: 5}
+log: {every_steps: 1, samples: true}
+"""
+STEPS, EACH = 150, 8
+"""Of the whole run, and at least so many on each topology."""
+CHAIN = [("cpu", 1), ("multi_gpu", 2), ("deepspeed_zero1", 2), ("multi_gpu", 3), ("deepspeed_zero2", 2), ("fsdp2", 2),
+         ("deepspeed_zero3", 4), ("fsdp2", 3), ("deepspeed_zero3", 2), ("multi_gpu", 4), ("cpu", 1)]  # fmt: skip
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "answers.yaml").write_text(RECIPE)
+    write_answers(folder / "answers", sequence_length=256)
+    return "--recipe", str(folder / "answers.yaml"), f"data.path={folder / 'answers'}"
+
+
+def compared(run_dir: Path, reference: Path) -> float:
+    """The largest relative difference of a step's loss; every step is there once, with the same samples and rates."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        steps = [line["step"] for line in read_lines(run_dir / name)]
+        assert steps == [*range(1, len(steps) + 1)] == [line["step"] for line in read_lines(reference / name)]
+    assert read_lines(run_dir / "samples.jsonl") == read_lines(reference / "samples.jsonl")
+    lines, expected = read_lines(run_dir / "metrics.jsonl"), read_lines(reference / "metrics.jsonl")
+    assert [line["learning_rate"] for line in lines] == [line["learning_rate"] for line in expected]
+    return max(abs(line["loss"] / other["loss"] - 1) for line, other in zip(lines, expected, strict=True))
+
+
+def assert_ledger_is_good(run_dir: Path, steps: int) -> None:
+    verdict, _ = verify(run_dir)
+    assert (verdict.is_good, verdict.left_out, verdict.first_step, verdict.last_step) == (True, None, 1, steps), verdict
+
+
+def test_one_chain_over_all_topologies_is_one_run(recipe: tuple[str, ...], tmp_path: Path) -> None:
+    run_dir, words = tmp_path / "chain", (*recipe, f"train.steps={STEPS}")
+    train("cpu", tmp_path / "alone", *words).check()
+    for preset, processes in CHAIN[:-1]:
+        command = ("app.train", "--run-dir", str(run_dir), "--trackers", "none", *words, "--resume", "auto")
+        running = start(preset, processes, *command)
+        await_step(running, run_dir, last_step(run_dir) + EACH)
+        (run_dir / "STOP").touch()
+        assert running.wait().returncode == STOPPED
+    train("cpu", run_dir, *words, "--resume", "auto").check()
+    difference = compared(run_dir, tmp_path / "alone")
+    print(f"{len(CHAIN)} starts: largest relative difference {difference:.1e}")
+    assert difference <= 1e-4
+    assert_ledger_is_good(run_dir, STEPS)
+
+
+@pytest.mark.long
+def test_twenty_kills_at_random_moments_leave_one_run(recipe: tuple[str, ...], tmp_path: Path, chance: random.Random) -> None:
+    run_dir, topologies = tmp_path / "killed", sorted(set(CHAIN))
+    words = ("train.steps=1000000", "checkpoint.every_steps=4", "optim.schedule=constant", "optim.lr=1e-4", "--resume", "auto")
+    for number in range(1, KILLS + 1):
+        preset, processes = chance.choice(topologies)
+        command = ("app.train", "--run-dir", str(run_dir), "--trackers", "none", *recipe, *words)
+        running = start(preset, processes, *command)
+        moment = await_moment(chance, running, run_dir, start_s=1.0)
+        running.kill()
+        print(f"{number}: {preset} x {processes} at a {moment}, after step {last_step(run_dir)}", flush=True)
+    (run_dir / "STOP").touch()
+    train("cpu", run_dir, *recipe, *words)
+    steps = read(run_dir / "outcome.json")["step"]
+    assert_ledger_is_good(run_dir, steps)
+    train("cpu", tmp_path / "alone", *recipe, *words[2:4], f"train.steps={steps}").check()
+    difference = compared(run_dir, tmp_path / "alone")
+    print(json.dumps({"steps": steps, "kills": KILLS, "largest relative difference": difference}))
+    assert difference <= 1e-4
