@@ -119,7 +119,7 @@ class Contestant:
 
 
 @contextmanager
-def start(
+def start(  # noqa: PLR0913  (keyword-only after the task)
     name: str,
     task: dict[str, Any],
     *,

@@ -1,8 +1,8 @@
 """`python -m benchmarks.language`: what a step of a language model costs, beside a hand-written loop and the peers installed.
 
-CPU time a step of a tiny Llama, in rounds in which all take turns, as `python -m benchmarks` does it; and, with --memory, how much
-more anonymous memory a process takes at most with a vocabulary of 50,257 than with one of 257: weights, what belongs to them, and
-the logits.
+CPU time a step of a tiny Llama, in rounds in which all take turns, as `python -m benchmarks` does it; and, with --memory, how
+much more anonymous memory a process takes with a vocabulary of 50,257 than with one of 257: for weights, what belongs to them,
+and logits.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from app.options import values
 from app.options.values import numbers, positive
 from app.place.cores import machine
 from benchmarks import contestants
@@ -27,14 +28,18 @@ from benchmarks.memory import status_bytes
 TINY = {"hidden_size": 64, "layers": 2, "heads": 4, "intermediate_size": 128, "vocab_size": 257}
 FEW = {**TINY, "hidden_size": 128}
 MANY = {**FEW, "vocab_size": 50_257}
-_WARM_STEPS, _MEMORY_STEPS = 10, 3
+_WARM_STEPS, _MEMORY_STEPS = 10, 1
 
 
 def main(argv: list[str]) -> int:
     """Measure and show the tables; return 0."""
     options = _parser().parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=144)
-    names = [name for name, (_, package) in PROGRAMS.items() if importlib.util.find_spec(package)]
+    names = [
+        name
+        for name, (_, package) in PROGRAMS.items()
+        if importlib.util.find_spec(package) and (not options.programs or name in options.programs)
+    ]
     with tempfile.TemporaryDirectory(prefix="samerun-bench-") as place:
         for threads in options.threads:
             _compete(names, Path(place), threads, options, console)
@@ -57,8 +62,8 @@ def _compete(names: list[str], place: Path, threads: int, options: argparse.Name
         for name in names:
             task = _task(name, place, network=TINY, batch=options.batch, length=options.length)
             log = place / f"{name}.log"
-            one = contestants.start(name, task, log=log, threads=threads, case="benchmarks.language_case")
-            ready[name] = stack.enter_context(one)
+            started = contestants.start(name, task, log=log, threads=threads, case="benchmarks.language_case")
+            ready[name] = stack.enter_context(started)
         for one in ready.values():
             one.take_first_step()
             one.run(_WARM_STEPS)
@@ -75,7 +80,7 @@ def _compete(names: list[str], place: Path, threads: int, options: argparse.Name
 
 def _peak(name: str, network: dict[str, int], place: Path, threads: int) -> int:
     """Return the most anonymous memory of a program in its first steps, in bytes (RssAnon of proc(5))."""
-    task = _task(name, place, network=network, batch=8, length=256)
+    task = _task(name, place, network=network, batch=4, length=256)
     log, peak = place / f"{name}-memory.log", 0
     with contestants.start(name, task, log=log, threads=threads, case="benchmarks.language_case") as one:
         over = threading.Event()
@@ -100,6 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.language", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--threads", type=numbers, default=[1], help="of each process, comma-separated (default: 1)")
+    add(
+        "--programs",
+        type=values.names,
+        help=f"comma-separated; default: all that are installed ({OURS} and the limit are needed)",
+    )
     add("--rounds", type=positive, default=9, help="windows of each program that count (default: 9)")
     add("--steps", type=positive, default=50, help="in a window (default: 50)")
     add("--batch", type=positive, default=8, help="rows in a step (default: 8)")
