@@ -17,11 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from app.options import values
 from app.options.values import numbers, positive
 from app.place.cores import machine
 from benchmarks import contestants
-from benchmarks.figures import OURS, Group, Turn, results, table
+from benchmarks.figures import LIMIT, OURS, Group, Turn, results, table
 from benchmarks.language_case import PROGRAMS
 from benchmarks.memory import status_bytes
 
@@ -35,16 +34,12 @@ def main(argv: list[str]) -> int:
     """Measure and show the tables; return 0."""
     options = _parser().parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=144)
-    names = [
-        name
-        for name, (_, package) in PROGRAMS.items()
-        if importlib.util.find_spec(package) and (not options.programs or name in options.programs)
-    ]
+    names = [name for name, (_, package) in PROGRAMS.items() if importlib.util.find_spec(package)]
     with tempfile.TemporaryDirectory(prefix="samerun-bench-") as place:
         for threads in options.threads:
             _compete(names, Path(place), threads, options, console)
         if options.memory:
-            for name in names:
+            for name in (LIMIT, OURS, *(["transformers"] if "transformers" in names else [])):
                 small, large = (_peak(name, network, Path(place), options.threads[0]) for network in (FEW, MANY))
                 console.print(f"{name}: {(large - small) / 2**20:,.0f} MiB more with 50,257 tokens than with 257", markup=False)
     console.print(machine(), markup=False, highlight=False)
@@ -105,11 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.language", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--threads", type=numbers, default=[1], help="of each process, comma-separated (default: 1)")
-    add(
-        "--programs",
-        type=values.names,
-        help=f"comma-separated; default: all that are installed ({OURS} and the limit are needed)",
-    )
     add("--rounds", type=positive, default=9, help="windows of each program that count (default: 9)")
     add("--steps", type=positive, default=50, help="in a window (default: 50)")
     add("--batch", type=positive, default=8, help="rows in a step (default: 8)")

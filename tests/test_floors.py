@@ -169,7 +169,6 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.doctor.probe",
             "app.doctor.reach",
             "benchmarks.programs",
-            "benchmarks.language_case",
         },
         # Patterns of what was inherited, prefixes that are left out, and a setting for scontrol: nothing that is read.
         '"SLURM': {

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import slurm_lab
-from processes import REPOSITORY, read
-from slurm_lab import ENDLESS, RECIPE, Job, Lab, assert_ran
+from processes import REPOSITORY, read, train
+from slurm_lab import ENDLESS, RECIPE, Job, Lab, assert_ran, losses
 
 _WHY_NOT = slurm_lab.why_not()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
@@ -52,6 +52,20 @@ def test_sbatch_on_three_nodes_with_one_process_each(lab: Lab, alone: list[float
     job = lab.wait(lab.sbatch("--nodes=3", SCRIPT, *options, *RECIPE))
     assert job.state == "COMPLETED", job.output
     assert_ran(tmp_path, ["node1", "node2", "node3"], alone, job.output)
+
+
+@pytest.mark.slow
+def test_a_language_model_on_two_nodes_is_that_of_one_process(lab: Lab, tmp_path: Path) -> None:
+    small = ("model.hidden_size=64", "model.layers=2", "data.sequence_length=64", "train.global_batch_size=8", "train.steps=5",
+             "train.evaluate_every_steps=null", "train.evaluate_every_epochs=0", "log.every_steps=1")  # fmt: skip
+    recipe = ("--recipe", "lm_tiny", *small)
+    train("cpu", tmp_path / "alone", *recipe).check()
+    job = lab.wait(
+        lab.sbatch(SCRIPT, "--preset", "multi_node", "--run-dir", str(tmp_path / "run"), *recipe, "--trackers", "none")
+    )
+    assert job.state == "COMPLETED", job.output
+    assert len(read(tmp_path / "run" / "run.json")["ranks"]) == 4
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 def test_the_shell_of_salloc(lab: Lab, alone: list[float], tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def test_one_chain_over_all_topologies_is_one_run(recipe: tuple[str, ...], tmp_p
 @pytest.mark.long
 def test_twenty_kills_at_random_moments_leave_one_run(recipe: tuple[str, ...], tmp_path: Path, chance: random.Random) -> None:
     run_dir, topologies = tmp_path / "killed", sorted(set(CHAIN))
-    words = ("train.steps=1000000", "checkpoint.every_steps=4", "optim.schedule=constant", "optim.lr=1e-4", "--resume", "auto")
+    words = ("train.steps=1000000", "checkpoint.every_steps=2", "optim.schedule=constant", "optim.lr=1e-4", "--resume", "auto")
     for number in range(1, KILLS + 1):
         preset, processes = chance.choice(topologies)
         command = ("app.train", "--run-dir", str(run_dir), "--trackers", "none", *recipe, *words)
         running = start(preset, processes, *command)
-        moment = await_moment(chance, running, run_dir, start_s=1.0)
+        moment = await_moment(chance, running, run_dir, start_s=4.0)
         running.kill()
         print(f"{number}: {preset} x {processes} at a {moment}, after step {last_step(run_dir)}", flush=True)
     (run_dir / "STOP").touch()
