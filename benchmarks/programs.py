@@ -148,6 +148,7 @@ def samerun(work: Work) -> None:
     from app.data.samples import Splits
     from app.guard.watchdog import Watchdog
     from app.loop import train
+    from app.optim.from_recipe import Rule
     from app.place.launched import read
     from app.ranks.runtime import Runtime
     from app.recipe.batching import BatchPlan
@@ -160,7 +161,8 @@ def samerun(work: Work) -> None:
         data = data._replace(train=dataclasses.replace(data.train, read=_TalliedReader(data.train.read, tally)))
     parts = session.agree(runtime, work.loaded, task, data)
     if work.task.model == LINEAR:
-        parts = dataclasses.replace(parts, model=work.uncounted_model())
+        model = work.uncounted_model()
+        parts = dataclasses.replace(parts, model=model, rule=Rule.of(recipe.optim, model))
     place = runtime.from_main(tempfile.mkdtemp(prefix="run-", dir=work.task.folder))
     opened = opening.open_run_folder(runtime, work.loaded, task, data, place, trackers=(), origin=None, look_again=None)
     training = session.prepare(runtime, work.loaded, task, data, parts, opened)
