@@ -21,7 +21,8 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_runs_are_the_same_under_every_preset(tmp_path: Path, kind: str) -> None:
     chosen = (*RECIPE, f"model.kind={kind}", "train.validation_fraction=0.2", "optim.groups=[*.weight lr_factor=0.5]")
     train("cpu", tmp_path / "cpu", *chosen).check()
@@ -30,6 +31,7 @@ def test_runs_are_the_same_under_every_preset(tmp_path: Path, kind: str) -> None
         assert losses(tmp_path / preset) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_they_begin_with_files_and_go_on_under_other_presets(tmp_path: Path) -> None:
     """Parts with an index, in half precision, of a tied model of which something is frozen and the positions are missing."""
     model = gpt2()

@@ -11,22 +11,14 @@ from processes import SCRIPTS, read, run
 
 pytestmark = pytest.mark.multiproc
 
-SLOW = pytest.mark.slow
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 TOPOLOGIES = [
-    ("multi_gpu", 3),
     ("deepspeed_zero3", 3),
     ("fsdp2", 2),
+    *(pytest.param(*it, marks=SLOW) for it in (("multi_gpu", 3), ("deepspeed_zero3_offload", 2), ("fsdp2", 3))),
     *(
-        pytest.param(*other, marks=SLOW)
-        for other in (
-            ("deepspeed_zero1", 2),
-            ("deepspeed_zero3", 1),
-            ("deepspeed_zero3", 4),
-            ("deepspeed_zero3_offload", 2),
-            ("fsdp2", 1),
-            ("fsdp2", 3),
-            ("fsdp2", 4),
-        )
+        pytest.param(*it, marks=LONG)
+        for it in (("deepspeed_zero1", 2), ("deepspeed_zero3", 1), ("deepspeed_zero3", 4), ("fsdp2", 1), ("fsdp2", 4))
     ),
 ]
 

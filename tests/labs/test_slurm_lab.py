@@ -54,7 +54,7 @@ def test_sbatch_on_three_nodes_with_one_process_each(lab: Lab, alone: list[float
     assert_ran(tmp_path, ["node1", "node2", "node3"], alone, job.output)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_language_model_on_two_nodes_is_that_of_one_process(lab: Lab, tmp_path: Path) -> None:
     small = ("model.hidden_size=64", "model.layers=2", "data.sequence_length=64", "train.global_batch_size=8", "train.steps=5",
              "train.evaluate_every_steps=null", "train.evaluate_every_epochs=0", "log.every_steps=1")  # fmt: skip

@@ -14,7 +14,7 @@ from processes import read, read_lines, start, train
 from app.errors import STOPPED
 from app.tools.verify import verify
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+pytestmark = [pytest.mark.multiproc, pytest.mark.long]
 
 # Rows of packed answers, of which another number counts in each; dropout that belongs to the sample.
 RECIPE = """
@@ -72,7 +72,6 @@ def test_one_chain_over_all_topologies_is_one_run(recipe: tuple[str, ...], tmp_p
     assert_ledger_is_good(run_dir, STEPS)
 
 
-@pytest.mark.long
 def test_twenty_kills_at_random_moments_leave_one_run(recipe: tuple[str, ...], tmp_path: Path, chance: random.Random) -> None:
     run_dir, topologies = tmp_path / "killed", sorted(set(CHAIN))
     words = ("train.steps=1000000", "checkpoint.every_steps=2", "optim.schedule=constant", "optim.lr=1e-4", "--resume", "auto")
