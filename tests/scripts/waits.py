@@ -19,9 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app import feed, session
+from app import building, feed, session
 from app.data.loader import Failure
 from app.data.samples import Batch
+from app.evaluation import Evaluation
 from app.metrics.metrics import Metrics
 from app.ranks.runtime import Runtime
 
@@ -77,8 +78,12 @@ class OnCpu:
 
 
 def watch(watched: Callable[[bool], None]) -> None:
-    """Have it said whether waits are refused: from each log to the next, but before the first log and after the last one."""
-    exact_log, last_step = Metrics.log, int(os.environ["LAST_STEP"])
+    """Have it said whether waits are refused: from the first log to the evaluation, which comes before the last one."""
+    exact_log, exact_evaluate, last_step = Metrics.log, building.evaluate, int(os.environ["LAST_STEP"])
+
+    def evaluate(*args: Any, **named: Any) -> Evaluation:
+        watched(False)
+        return exact_evaluate(*args, **named)
 
     def log(metrics: Metrics, step: int, **where: Any) -> dict[str, Any]:
         watched(False)
@@ -88,6 +93,7 @@ def watch(watched: Callable[[bool], None]) -> None:
         return line
 
     Metrics.log = log  # type: ignore[method-assign]
+    building.evaluate = evaluate
 
 
 def on_cpu() -> None:
