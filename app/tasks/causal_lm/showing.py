@@ -42,8 +42,10 @@ def tokenizer_of(data_path: str | None) -> Tokenizer | None:
     folder = Path(paths.filled_in("data.path", data_path))
     if nanogpt.is_nanogpt(folder):
         return None
-    is_bytes = store.about(folder)["tokenizer"]["kind"] == "bytes"
-    return open_tokenizer("bytes" if is_bytes else str(folder / store.TOKENIZER))
+    said = store.about(folder)["tokenizer"]
+    if said["kind"] == "bytes":
+        return Bytes()
+    return open_tokenizer(str(folder / store.TOKENIZER)) if said["files"] else None
 
 
 def texts(model: Callable[..., Any], tokens: Tensor, tokenizer: Tokenizer) -> list[tuple[str, str]]:
