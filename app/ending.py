@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from app import building
-from app.checkpoints import model_file, step_folders, tensor_file
+from app.checkpoints import merged, model_file, step_folders, tensor_file
 from app.checkpoints.shards import unwrapped
 from app.checkpoints.tensor_file import Content
 from app.data.samples import Splits
@@ -61,6 +61,7 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
         with runtime.together():
             if runtime.is_main:
                 weights = _of_checkpoint(saved) if saved else tensor_file.contents(gathered)
+                weights = merged.merged(weights, merged.adapters_of(training.task, unwrapped(training.model)))
                 # Inside the block: under some strategies these are the live weights.
                 model_file.save(
                     opened.claim,

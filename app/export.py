@@ -16,11 +16,13 @@ or not at all, the weights last.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from app import tasks
 from app.checkpoints import step_folders as files
@@ -35,6 +37,9 @@ from app.recipe import recipe_file, recipe_keys
 from app.record import run_folder
 from app.record.claim import sync
 
+if TYPE_CHECKING:
+    from app.task import Adapters
+
 _PART_GB = 5
 _KEYS = {"average": AVERAGE, "raw": WEIGHT}
 _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}
@@ -46,8 +51,9 @@ def main(argv: Sequence[str]) -> int:
     folder = _whole(options.place)
     reader = Reader(folder)
     key = _chosen(reader, options.weights)
-    out = options.out or _default_out(folder)
-    written = export(reader, out, key=key, force=options.force, part_bytes=int(options.part_gb * 10**9))
+    out = options.out or _default_out(folder, "-adapter" if options.adapter else "")
+    write = export_adapter if options.adapter else functools.partial(export, part_bytes=int(options.part_gb * 10**9))
+    written = write(reader, out, key=key, force=options.force)
     size_bytes = sum(path.stat().st_size for path in written)
     where = written[0] if len(written) == 1 else f"{written[-1]} and {len(written) - 1} parts"
     sys.stdout.write(f"{where}: the {_WORDS[key]} after {reader.state['step']} steps, {size_bytes:,} bytes\n")
@@ -63,7 +69,8 @@ def export(reader: Reader, out: Path, *, key: str, force: bool = False, part_byt
     """
     alone = out.suffix == ".safetensors"
     folder, beside = (out.parent, dict[str, bytes]()) if alone else (out, _beside(reader))
-    parts = {out.name: reader.contents(key)} if alone else _parts(reader.contents(key), part_bytes)
+    contents = _plain(reader, key)
+    parts = {out.name: contents} if alone else _parts(contents, part_bytes)
     index = {run_folder.MODEL_INDEX: _index(parts)} if len(parts) > 1 else {}
     weights = [folder / name for name in (*parts, *index)]
     older = set[Path]() if alone else set(folder.glob("model*.safetensors*"))
@@ -85,6 +92,57 @@ def export(reader: Reader, out: Path, *, key: str, force: bool = False, part_byt
     return weights
 
 
+def export_adapter(reader: Reader, out: Path, *, key: str, force: bool = False) -> list[Path]:
+    """Write the adapters of a checkpoint alone, into the folder `out`, as peft writes them; return the path of the weights.
+
+    Raises RunFolderError if it has none, or something is there already, CheckpointError if a disk refuses.
+    """
+    adapters = _adapters(reader)
+    if adapters is None:
+        raise RunFolderError(f"{reader.folder} has no adapters: its run had no model.lora_rank. Leave --adapter out.")
+    about, weights = out / "adapter_config.json", out / "adapter_model.safetensors"
+    there = [str(path) for path in (about, weights) if path.exists()]
+    if there and not force:
+        raise RunFolderError(f"{', '.join(there)} exists already: choose another --out, or replace it by --force.")
+    base = {"base_model_name_or_path": reader.state["recipe"].get("train.init_from")}
+    with telling(out, "written"):
+        out.mkdir(parents=True, exist_ok=True)
+    _put(about, lambda path: write_bytes(path, (json.dumps({**adapters.about, **base}, indent=2) + "\n").encode()))
+    whole = reader.contents(key)
+    contents = {there: whole[name] for name, there in adapters.alone.items()}
+    _put(weights, lambda path: tensor_file.write(path, contents, tensor_file.OF_TORCH))
+    return [weights]
+
+
+def _plain(reader: Reader, key: str) -> dict[str, Content]:
+    """The weights as a plain model has them."""
+    adapters = _adapters(reader)
+    if adapters is None:
+        return reader.contents(key)
+    from app.checkpoints import merged  # adds up with torch, which nothing else here wants
+
+    return merged.merged(reader.contents(key), adapters)
+
+
+def _adapters(reader: Reader) -> Adapters | None:
+    """How the weights of a checkpoint go into files, if what its run left has not all that it trained."""
+    state = reader.state
+    own = recipe_keys.of_task(state["recipe"].get("task", tasks.DEFAULT))
+    gone = [key for key in state["recipe"] if key.partition(".")[0] in own and key not in state["model"]["recipe"]]
+    if all(state["recipe"][key] is None for key in gone):
+        return None
+    from app.initial import filling
+
+    task = tasks.of(recipe_keys.build(_as_recipe(state["recipe"])))
+    model, _ = filling.made(task, state["model"]["facts"], seed=0)
+    found: Adapters | None = task.adapters(model)
+    return found
+
+
+def _as_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
 def _beside(reader: Reader) -> dict[str, bytes]:
     """What rebuilds the model, and what the task's library wants, by the names of the files."""
     state = reader.state
@@ -94,7 +152,7 @@ def _beside(reader: Reader) -> dict[str, bytes]:
     }
     if state["recipe"].get("task") not in tasks.WITH_FOLDERS:
         return files_of
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in state["model"]["recipe"].items()}
+    values = _as_recipe(state["model"]["recipe"])
     told = {"recipe": state["recipe"], "steps": state["step"], "scores": _scores(reader)}
     return files_of | dict(tasks.of(recipe_keys.build(values)).beside(state["model"]["facts"], told))
 
@@ -171,10 +229,10 @@ def _chosen(reader: Reader, wanted: str | None) -> str:
     return _KEYS[wanted]
 
 
-def _default_out(folder: Path) -> Path:
+def _default_out(folder: Path, ending: str) -> Path:
     """Where a checkpoint is exported to if nothing is said: a folder of its own in the run folder."""
     folder = folder.absolute()
-    return (folder.parents[1] if folder.parent.name == files.FOLDER else folder.parent) / "exported" / folder.name
+    return (folder.parents[1] if folder.parent.name == files.FOLDER else folder.parent) / "exported" / f"{folder.name}{ending}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,5 +250,7 @@ def _parser() -> argparse.ArgumentParser:
                         "(default: the average if the run has one, as a finished run leaves it)")  # fmt: skip
     parser.add_argument("--part-gb", type=float, default=_PART_GB, metavar="GB", help="the most that a file of weights has, "
                         "in gigabytes: a larger model is divided, with an index (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--adapter", action="store_true", help="write what was trained beside frozen weights (model.lora_rank) "
+                        "alone, as a folder that peft loads (default: weights to which it is added)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace files that are there")
     return parser

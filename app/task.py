@@ -90,6 +90,31 @@ class Form:
     """That of inputs [B, C, H, W]."""
 
 
+class LowRank(NamedTuple):
+    """What is added to a weight [outputs, inputs]: the product of two narrow matrices."""
+
+    down: str
+    """Name of the first [rank, inputs]."""
+    up: str
+    """Name of the second [outputs, rank]."""
+    factor: float
+    transposed: bool
+    """Whether the weight is [inputs, outputs]."""
+
+
+class Adapters(NamedTuple):
+    """How a model that trains small matrices beside frozen layers stands in files of weights, which have no such matrices."""
+
+    names: Mapping[str, str]
+    """The names there of parameters that have another one here."""
+    sums: Mapping[str, LowRank]
+    """What is added to weights, by their names there."""
+    alone: Mapping[str, str]
+    """The matrices, and their names in a file of adapters alone."""
+    about: Mapping[str, Any]
+    """What is written beside such a file, as JSON holds it."""
+
+
 class NeedsData(Exception):  # noqa: N818  (no error: less is known of the model)
     """Raised by a task whose loss cannot be computed on tensors without data (torch's meta device)."""
 
@@ -233,6 +258,12 @@ class Task(Protocol):
 
         `told` is what a reader is to know of the weights: `recipe` (its keys and values), `steps`, and `scores` by name.
         Optional: none. Raises DataError if something of them is not there any more.
+        """
+
+    def adapters(self, model: nn.Module) -> Adapters | None:
+        """Return how the weights of this model, prepared or not, go into files; None: as they are.
+
+        Optional: None. The sections' keys that say so, their `not_left`, do not describe what a run leaves.
         """
 
     def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:

@@ -93,13 +93,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         changed_task=arguments.changed_task,
     )
     resumed = find()
-    initial = initial_weights.take_up(
-        runtime,
-        parts.model,
-        recipe.train,
-        head=task.head(parts.model),
-        resumed=resumed.folder if resumed else None,
-    )
+    initial = initial_weights.take_up(runtime, task, parts.model, recipe.train, resumed=resumed.folder if resumed else None)
     opened = opening.open_run_folder(
         runtime,
         loaded,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from app.checkpoints import checkpoint, published, stored_weights
+from app.checkpoints import checkpoint, merged, published, stored_weights
 from app.checkpoints.stored_weights import IN_FOLDERS, Stored
 from app.errors import CheckpointError, RecipeError
 from app.files import paths
@@ -26,6 +26,7 @@ from app.optim import freezing
 from app.ranks import handshake
 from app.ranks.runtime import Runtime
 from app.recipe.schema import PUBLISHED, TrainRecipe
+from app.task import Task
 
 _MOST_NAMED = 8
 _ELEMENTS = 1 << 20
@@ -43,12 +44,12 @@ class Initial:
 
 
 def take_up(
-    runtime: Runtime, model: torch.nn.Module, recipe: TrainRecipe, *, head: str, resumed: Path | None
+    runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainRecipe, *, resumed: Path | None
 ) -> Initial | None:
     """Give the model, not prepared yet, the weights that `init_from` names; None: it names none.
 
     It is a file, a checkpoint or a run folder: then the weights that the run left, or those of its newest checkpoint, which
-    are the averaged ones if it has them. The layer `head` may be another one. A run that goes on from a checkpoint, `resumed`,
+    are the averaged ones if it has them. The task's `head` may be another one. A run that goes on from a checkpoint, `resumed`,
     does not read them. Raises, on all ranks, CheckpointError if they cannot be read or do not fit, RecipeError for a pattern
     of `init_allow` that matches nothing, and TopologyError if ranks read different ones.
     """
@@ -68,7 +69,9 @@ def take_up(
         stored = stored_weights.open_stored(place)
         if recipe.init_from.startswith(PUBLISHED):
             stored = stored.renamed({published.name_here(there): there for there in stored.shapes})
-        said, read = _load(model, stored, name, head, recipe.init_allow or ())
+        adapters = merged.adapters_of(task, model)
+        allow = (*(recipe.init_allow or ()), *(adapters.alone if adapters else ()))
+        said, read = _load(model, merged.as_here(stored, adapters), name, task.head(model), allow)
     weights = {"initial weights": held.digest(model, runtime.gather)}
     if held.is_divided(model):
         weights[f"{name}, as this node reads it"] = _digest_of_node(runtime, read)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,17 @@ from app.task import Task
 
 
 def described(recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what rebuilds the model of a recipe for samples with these facts, as JSON holds it."""
-    own = recipe_keys.of_task(recipe.task)
-    values = {key: value for key, value in recipe_keys.flat(recipe).items() if key.partition(".")[0] in own}
+    """Return what rebuilds the model that a run of a recipe leaves, for samples with these facts, as JSON holds it."""
+    own, gone = recipe_keys.of_task(recipe.task), _not_left(recipe)
+    values = {key: value for key, value in recipe_keys.flat(recipe).items() if key.partition(".")[0] in own and key not in gone}
     about = {"recipe": {"task": recipe.task, **values}, "facts": dict(facts)}
     return about if recipe.task in tasks.SHIPPED else {**about, "task_digest": tasks.digest(recipe.task)}
+
+
+def _not_left(recipe: Recipe) -> set[str]:
+    """Keys of what a run trains and a file of weights has not, such as adapters, which are added to the weights."""
+    sections = {it.name: getattr(recipe.sections, it.name) for it in fields(recipe.sections)}
+    return {f"{name}.{key}" for name, section in sections.items() for key in getattr(section, "not_left", ())}
 
 
 def save(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from app.errors import RecipeError, RunFolderError
+from app.tasks.causal_lm import lora
 from app.tasks.causal_lm.configuration import config_of
 from app.tasks.causal_lm.head import Head, nats_of
 from app.tasks.causal_lm.sections import ModelRecipe
@@ -37,7 +38,10 @@ def build(recipe: ModelRecipe, facts: Mapping[str, Any]) -> nn.Module:
 
     On torch's meta device, if that is the default one, it has no weights. Otherwise they are drawn from the global generator.
     """
-    return _with_loss(recipe, facts, lambda kind, config: kind(config)).train()
+    model = _with_loss(recipe, facts, lambda kind, config: kind(config))
+    if recipe.lora_rank:
+        lora.add(model, recipe)
+    return model.train()
 
 
 def load(recipe: ModelRecipe, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
@@ -88,6 +92,7 @@ def initialize(model: Any, unit: nn.Module) -> None:
     for module in _children_first(unit):
         vars(module).pop("_is_hf_initialized", None)
         model._init_weights(module)
+        lora.initialize(module)
 
 
 def _children_first(module: nn.Module) -> list[nn.Module]:

@@ -38,6 +38,7 @@ class ModelRecipe:
     """The network, one of transformers."""
 
     not_learnt: ClassVar = ("attention", "head", "download")
+    not_left: ClassVar = ("lora_rank", "lora_alpha", "lora_targets")
 
     architecture: str | None = None
     """Kind of network, by transformers' model_type: gpt2, llama, qwen3, mistral, gemma, ... None: gpt2."""
@@ -77,6 +78,14 @@ class ModelRecipe:
     """How the last layer's loss is computed: from all logits at once, or a chunk of tokens at a time, in a fraction of the
     memory. auto: chunked for a vocabulary of 4096 tokens or more."""
 
+    lora_rank: int | None = None
+    """Train adapters of this rank alone, by LoRA of peft (pip install "samerun[lora]"): each chosen layer gets two matrices,
+    whose product is added to its own. That is frozen, as all else is. None: no adapters, everything is trained."""
+    lora_alpha: float | None = None
+    """What the product is multiplied by, times lora_rank. None: twice lora_rank, which doubles it."""
+    lora_targets: tuple[str, ...] | None = None
+    """Layers that get adapters, by the ends of their names, as in q_proj,v_proj. None: all linear ones but the last."""
+
     @property
     def chosen(self) -> dict[str, Any]:
         """Return what is given of the network's size, by the names of the keys."""
@@ -105,7 +114,7 @@ class Sections:
     model: ModelRecipe = field(default_factory=ModelRecipe)
 
     def __post_init__(self) -> None:
-        problems = [*out_of_range(self, _RANGES), *_of_settings(self.model)]
+        problems = [*out_of_range(self, _RANGES), *_of_settings(self.model), *_of_adapters(self.model)]
         problems += _of_path(self.model) if self.model.path is not None else _of_sizes(self)
         if problems:
             raise RecipeError(*problems)
@@ -121,7 +130,7 @@ _RANGES: Mapping[str, Range] = {
     "data.sequence_length": POSITIVE,
     "model.hidden_size": POSITIVE, "model.layers": POSITIVE, "model.heads": POSITIVE, "model.key_value_heads": POSITIVE,
     "model.intermediate_size": POSITIVE, "model.vocab_size": Range(2), "model.positions": POSITIVE,
-    "model.dropout": Range(0, 1, open_high=True),
+    "model.dropout": Range(0, 1, open_high=True), "model.lora_rank": POSITIVE, "model.lora_alpha": POSITIVE,
 }  # fmt: skip
 
 
@@ -141,6 +150,15 @@ def _of_settings(model: ModelRecipe) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return [f"model.settings has {name} twice" for name in sorted(set(names)) if names.count(name) > 1]
+
+
+def _of_adapters(model: ModelRecipe) -> list[str]:
+    given = {"lora_alpha": model.lora_alpha, "lora_targets": model.lora_targets}
+    alone = () if model.lora_rank else [key for key, value in given.items() if value is not None]
+    return [
+        f"model.{key} is {given[key]!r}, which is for adapters, and model.lora_rank is null: set it, to 8 for instance"
+        for key in alone
+    ]
 
 
 def _of_path(model: ModelRecipe) -> list[str]:

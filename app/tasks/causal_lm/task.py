@@ -17,8 +17,8 @@ from app.data.draws import Draws
 from app.data.samples import Batch, Splits
 from app.errors import DataError
 from app.files import paths
-from app.task import Form, Loss, Scores, Split, Table, Totals
-from app.tasks.causal_lm import configuration, folders, leaving, showing
+from app.task import Adapters, Form, Loss, Scores, Split, Table, Totals
+from app.tasks.causal_lm import configuration, folders, leaving, lora, showing
 from app.tasks.causal_lm import model as networks
 from app.tasks.causal_lm.data import embedded, nanogpt, store
 from app.tasks.causal_lm.data.rows import Rows
@@ -148,6 +148,10 @@ class CausalLM:
     def beside(self, facts: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, bytes]:
         """Return what makes a folder with the weights one that transformers loads."""
         return leaving.beside(self._sections, facts, told)
+
+    def adapters(self, model: nn.Module) -> Adapters | None:
+        """Return how adapters of low rank are added to the weights, where the recipe has some."""
+        return lora.adapters(model, self._sections.model) if self._sections.model.lora_rank else None
 
     def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
         """Return the network of a folder of transformers, for text of the tokenizer that lies there."""
