@@ -128,8 +128,8 @@ def _adapters(reader: Reader) -> Adapters | None:
     """How the weights of a checkpoint go into files, if what its run left has not all that it trained."""
     state = reader.state
     own = recipe_keys.of_task(state["recipe"].get("task", tasks.DEFAULT))
-    gone = [key for key in state["recipe"] if key.partition(".")[0] in own and key not in state["model"]["recipe"]]
-    if all(state["recipe"][key] is None for key in gone):
+    gone = [f"{name}.{key}" for name, section in own.items() for key in getattr(section, "not_left", ())]
+    if all(state["recipe"].get(key) is None for key in gone):
         return None
     from app.initial import filling
 
