@@ -20,6 +20,8 @@ from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import TrainRecipe
 from app.record.claim import claim
+from app.tasks.image_classification.sections import Sections
+from app.tasks.image_classification.task import ImageClassification
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_what_is_exported_or_begun_with_is_whole(runtime: Runtime, tmp_path: Pat
     exported = load_file(tmp_path / "all.safetensors")
     assert exported.keys() == expected.keys()
     begun = net(seed=1)
-    initial_weights.take_up(runtime, begun, TrainRecipe(init_from=str(folder)), head="none", resumed=None)
+    initial_weights.take_up(runtime, ImageClassification(Sections()), begun, TrainRecipe(init_from=str(folder)), resumed=None)
     for name, tensor in expected.items():
         assert torch.equal(exported[name], tensor), name
         assert torch.equal(begun.state_dict()[name], tensor), name

@@ -73,9 +73,8 @@ def runtime() -> Runtime:
 
 
 def take_up(runtime: Runtime, model: torch.nn.Module, place: Path | str, **more: Any) -> Path:
-    head = ImageClassification(Sections()).head(model)
     recipe = TrainRecipe(init_from=str(place), **more)
-    initial = initial_weights.take_up(runtime, model, recipe, head=head, resumed=None)
+    initial = initial_weights.take_up(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
     assert initial is not None
     return Path(initial.place)
 
@@ -203,11 +202,11 @@ def test_one_name_of_a_tied_weight_is_enough_and_whole_numbers_are_no_weights(ru
     save_file({"embedding.weight": expected}, tmp_path / "tied.safetensors")
     model = Tied()
     recipe = TrainRecipe(init_from=str(tmp_path / "tied.safetensors"))
-    initial_weights.take_up(runtime, model, recipe, head="none", resumed=None)
+    initial_weights.take_up(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
     assert torch.equal(model.head.weight, expected)
     save_file({"embedding.weight": torch.ones(5, 3, dtype=torch.int8)}, tmp_path / "tied.safetensors")
     with pytest.raises(CheckpointError, match=r"embedding.weight is of int8 there and of float32 here"):
-        initial_weights.take_up(runtime, model, recipe, head="none", resumed=None)
+        initial_weights.take_up(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
 
 
 def test_published_weights_are_taken_from_the_cache_and_downloaded_if_they_may_be(

@@ -90,6 +90,7 @@ def seen_alone(recipe: Path, broken: str) -> list[tuple[str, str]]:
     found = load(str(recipe), [f"rule.broken={broken}"]).recipe
     task = tasks.of(found)
     samples = task.samples("train")
+    torch.manual_seed(found.seed)  # as a run does: which rule is named depends on the weights
     return own_rules.broken(found, task, samples, task.model(samples.facts), form=Form(), device=torch.device("cpu"))
 
 
