@@ -26,6 +26,7 @@ from app.feed import Feed
 from app.guard.control import Control
 from app.guard.patience import Patience
 from app.initial import filling, held
+from app.initial.units import block_classes
 from app.loop import Training
 from app.metrics import flops
 from app.metrics.gauges import Gauges
@@ -37,7 +38,7 @@ from app.optim.steps import Steps
 from app.optim.unused import FirstGradients
 from app.place import cores
 from app.profiling.profile import NoProfile, Profile, check_window
-from app.ranks import handshake, random_layers, sample_dropout
+from app.ranks import handshake, random_layers, recomputing, sample_dropout
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file, task_file
 from app.recipe.recipe_file import LoadedRecipe
@@ -79,6 +80,8 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         dropout = sample_dropout.give_to_samples(model, recipe.seed)
         narrow, counted = _without_data(runtime, task, model, data.train.facts, dropout)
         dropout.refuse_others(runtime.plan)
+        if recipe.train.checkpoint_activations == "blocks":  # after the count of FLOPs, which is of the model and not of this
+            recomputing.compute_blocks_again(model, block_classes(task, model))
         drawn = None if units is None else filling.fill(runtime, model, units)
     if narrow:
         arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)

@@ -45,7 +45,6 @@ _SECTION_KEYS = {
     "fsdp_config": {
         "fsdp_version", "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_min_num_params", "fsdp_offload_params",
         "fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type", "fsdp_ignored_modules",
-        "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload",
     },
 }  # fmt: skip
 
@@ -69,6 +68,13 @@ _REFUSED = {
         ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states"),
         "FSDP2 has no such setting: leave it out",
     ),
+    "fsdp_activation_checkpointing": (
+        "with dropout its gradients are wrong, for Accelerate computes layers again with other random numbers: leave it out, "
+        "and set train.checkpoint_activations=blocks in the recipe"
+    ),
+    "fsdp_activation_checkpointing_offload": (
+        "it goes with fsdp_activation_checkpointing: leave it out, and set train.checkpoint_activations=blocks in the recipe"
+    ),
     **dict.fromkeys(
         ("tpu_env", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo"), "no preset is for TPUs: leave it out"
     ),
@@ -79,6 +85,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "machine_rank": (0,), "gpu_ids": ("all",), "rdzv_backend": ("static",), "same_network": (True, False),
     "enable_cpu_affinity": (False,), "downcast_bf16": (False, "no"), "gradient_accumulation_steps": (1, "auto"),
     "tpu_env": ([],), "tpu_use_cluster": (False,), "tpu_use_sudo": (False,),
+    "fsdp_activation_checkpointing": (False,), "fsdp_activation_checkpointing_offload": (False,),
 }  # fmt: skip
 _COUNTS = ("num_processes", "num_machines")
 _OFFLOAD = ("none", "cpu", "nvme")

@@ -28,8 +28,7 @@ def can_divide(accelerator: Accelerator) -> bool:
     """Whether a model may be divided before `prepare`, which would wrap or compile layers first under some presets."""
     plugin: Any = accelerator.state.fsdp_plugin
     return not (
-        plugin.activation_checkpointing
-        or plugin.cpu_ram_efficient_loading
+        plugin.cpu_ram_efficient_loading
         or plugin.ignored_modules
         or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
         or getattr(accelerator, "torch_device_mesh", None) is not None

@@ -32,8 +32,7 @@ class Units:
                 f"{_listed(real)} has memory: leave the device to torch's default where the model is built"
             )
         self._task, self._seed, self._model = task, seed, copy.deepcopy(model)
-        blocks = getattr(task, "blocks", None)
-        self._units = _units(self._model, set(getattr(model, "_no_split_modules", None) or () if blocks is None else blocks))
+        self._units = _units(self._model, block_classes(task, model))
         self._looked_at: set[type[nn.Module]] = set()
         """Kinds of units of which everything is known to be filled, what has no NaN too."""
 
@@ -94,6 +93,12 @@ class Units:
             torch.default_generator.manual_seed(hash64.derive_key(self._seed, "initial weights", unit))
             self._task.init(self._model, unit, twin)
         return {name: tensor.detach() for name, tensor in _named(twin, unit, recurse=is_block)}
+
+
+def block_classes(task: Any, model: nn.Module) -> set[str]:
+    """Return the names of the classes whose modules are blocks: those that the task says, or else the model."""
+    blocks = getattr(task, "blocks", None)
+    return set(getattr(model, "_no_split_modules", None) or () if blocks is None else blocks)
 
 
 def places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

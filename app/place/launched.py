@@ -231,6 +231,11 @@ def _strategy(environ: Mapping[str, str]) -> Strategy:
                 f"the preset's fsdp_version is {environ.get('FSDP_VERSION', '1')}: use `fsdp_version: 2`, as "
                 "accelerate_configs/fsdp2.yaml does."
             )
+        if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
+            raise PresetError(
+                "the preset's fsdp_activation_checkpointing is true: Accelerate computes layers again with other random "
+                "numbers, so with dropout the gradients are wrong. Leave it out, and set train.checkpoint_activations=blocks."
+            )
         return "fsdp2"
     return "ddp"
 

@@ -38,6 +38,7 @@ class TrainRecipe:
         "evaluate_every_steps",
         "max_validation_samples",
         "max_micro_batch",
+        "checkpoint_activations",
         "max_skipped_steps",
         "deterministic",
         "download",
@@ -48,6 +49,9 @@ class TrainRecipe:
     """Samples in one optimizer step, over all processes."""
     max_micro_batch: int | None = None
     """Most samples in one forward pass on one process; bounds memory, changes no result. None: no bound."""
+    checkpoint_activations: Literal["none", "blocks"] = "none"
+    """What the backward pass computes again instead of keeping it: blocks, the layers that a model (as those of transformers)
+    or a task names, of each of which only the input is kept then. Takes about a third more time; changes no result."""
     epochs: int | None = None
     """Length in epochs. Give this or steps; with neither, 10 epochs."""
     steps: int | None = None

@@ -33,6 +33,10 @@ PRESETS: dict[str, tuple[bytes, str]] = {
     "an unknown stage": (f"{DEEPSPEED}  zero_stage: 7\n".encode(), "zero_stage is 7: it must be one of 0, 1, 2, 3"),
     "an unknown place": (f"{DEEPSPEED}  offload_param_device: gpu\n".encode(), "offload_param_device is 'gpu': it must be one"),
     "8 bits": (b"distributed_type: MULTI_GPU\nmixed_precision: fp8\n", "mixed_precision is 'fp8': it must be one of no"),
+    "checkpointing by Accelerate": (
+        b"distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_activation_checkpointing: true\n",
+        "fsdp_activation_checkpointing is True: with dropout its gradients are wrong",
+    ),
     "a word for a number": (b"distributed_type: MULTI_GPU\nnum_processes: two\n", "num_processes is 'two': it must be a whole"),
 }  # fmt: skip
 

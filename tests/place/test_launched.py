@@ -78,6 +78,12 @@ def test_what_the_recipe_decides_or_nobody_supports_is_refused(name: str, value:
         read({name: value})
 
 
+def test_checkpointing_with_other_random_numbers_is_refused() -> None:
+    said = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    with pytest.raises(PresetError, match=r"fsdp_activation_checkpointing is true.*train\.checkpoint_activations=blocks"):
+        read(said)
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_a_number_that_is_none_is_named(name: str) -> None:
     with pytest.raises(TopologyError, match=f"{name} is 'two'"):

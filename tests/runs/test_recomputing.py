@@ -1,0 +1,97 @@
+"""Blocks that are computed again for the backward pass: the same gradients, with less memory, under every preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import read_lines, train
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional as F
+
+from app.errors import RecipeError
+from app.ranks.recomputing import compute_blocks_again
+from app.ranks.sample_dropout import give_to_samples
+
+STEPS, RESUMED = 8, 4
+
+
+class Layer(nn.Module):
+    """Draws by samples and by torch's generator, and has statistics of what it saw."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.dropout = nn.BatchNorm1d(width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        inner = F.dropout(self.wide(self.norm(x)).tanh(), 0.1, self.training)
+        return x + scale * self.dropout(self.narrow(inner).tanh())
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(Layer(width) for _ in range(6)), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def trained(*, again: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Gradients and buffers after two passes, and the most bytes of tensors in them."""
+    torch.manual_seed(0)
+    model, x = Net(64), torch.randn(512, 64)
+    draws = give_to_samples(model, 1)
+    names = list(model.state_dict())
+    if again:
+        compute_blocks_again(model, {"Layer"})
+    assert list(model.state_dict()) == names
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        for first in (0, 512):
+            tracker.reset_mod_stats()
+            draws.begin(torch.arange(first, first + 512))
+            model(x).square().mean().backward()
+    draws.end()
+    peak: int = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    gradients = {name: it.grad for name, it in model.named_parameters() if it.grad is not None}
+    return gradients, dict(model.named_buffers()), peak
+
+
+def test_gradients_and_statistics_are_the_same_bits_in_less_memory() -> None:
+    kept, again = trained(again=False), trained(again=True)
+    for one, other in zip(kept[:2], again[:2], strict=True):
+        assert one.keys() == other.keys()
+        assert all(one[name].equal(other[name]) for name in one)
+    assert again[2] < 0.4 * kept[2]
+
+
+@pytest.mark.parametrize(("classes", "why"), [(set(), "it names no blocks"), ({"Block"}, "said to be Block, and it has none")])
+def test_a_model_without_blocks_is_refused(classes: Any, why: str) -> None:
+    with pytest.raises(RecipeError, match=rf"checkpoint_activations is blocks, and of the model, a Net, .*{why}.*: set none"):
+        compute_blocks_again(Net(4), classes)
+
+
+@pytest.mark.multiproc
+def test_runs_are_the_same_under_every_preset_and_resume_with_and_without(tmp_path: Path) -> None:
+    sizes = ("model.architecture=gpt2", "model.hidden_size=32", "model.layers=3", "model.heads=2", "data.sequence_length=32")
+    steps = ("train.global_batch_size=8", f"train.steps={STEPS}", "train.max_validation_samples=8", "log.every_steps=1")
+    more = ("optim.lr=0.0003", "optim.warmup_steps=2", "model.dropout=0.1", f"checkpoint.every_steps={RESUMED}")
+    words, blocks = ("--recipe", "lm_tiny", *sizes, *steps, *more), "train.checkpoint_activations=blocks"
+    train("cpu", tmp_path / "kept", *words).check()
+    train("cpu", tmp_path / "again", *words, blocks, "train.max_micro_batch=4").check()
+    train("fsdp2", tmp_path / "fsdp2", *words, blocks, processes=2).check()
+    resume = ("--resume", str(tmp_path / "kept" / "checkpoints" / f"step-{RESUMED:08d}"))
+    train("deepspeed_zero3", tmp_path / "zero3", *words, blocks, *resume, processes=2).check()
+    for name, first in (("again", 0), ("fsdp2", 0), ("zero3", RESUMED)):
+        for key in ("loss", "grad_norm"):
+            expected = [line[key] for line in read_lines(tmp_path / "kept" / "metrics.jsonl")][first:]
+            assert len(expected) == STEPS - first
+            assert [line[key] for line in read_lines(tmp_path / name / "metrics.jsonl")] == pytest.approx(expected, rel=1e-6)
