@@ -231,7 +231,7 @@ class Warm:
 
 
 @functools.cache
-def launched_environments(preset: str, processes: int) -> list[dict[str, str]]:
+def launched_environments(preset: str | Path, processes: int) -> list[dict[str, str]]:
     """What a real `accelerate launch` under the preset gives each of its processes to find in its environment."""
     with tempfile.TemporaryDirectory() as folder:
         target = (str(SCRIPTS / "environment.py"), folder)
@@ -252,7 +252,7 @@ def end_warm() -> None:
         warm.cache_clear()
 
 
-def start(preset: str, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Running:
+def start(preset: str | Path, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Running:
     """Start a module (or a script, by its path) on warm ranks, with the environment of a preset."""
     # The meeting point of the launcher went with it.
     is_group = processes and preset not in ALONE
@@ -261,13 +261,13 @@ def start(preset: str, processes: int | None, *command: str, env: Mapping[str, s
     return warm().start(last_of_each(command), [{**variables, **meeting, **(env or {})} for variables in given])
 
 
-def run(preset: str, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Finished:
+def run(preset: str | Path, processes: int | None, *command: str, env: Mapping[str, str] | None = None) -> Finished:
     """Run a module (or a script, by its path) to its end on warm ranks, with the environment of a preset."""
     return start(preset, processes, *command, env=env).wait()
 
 
 def train(
-    preset: str, run_dir: Path, *arguments: str, processes: int | None = None, env: Mapping[str, str] | None = None
+    preset: str | Path, run_dir: Path, *arguments: str, processes: int | None = None, env: Mapping[str, str] | None = None
 ) -> Finished:
     """Run `app.train` to its end on warm ranks, with the environment of a preset."""
     return run(preset, processes, "app.train", "--run-dir", str(run_dir), "--trackers", "none", *arguments, env=env)

@@ -48,7 +48,7 @@ def test_a_small_bench_gives_a_whole_report(tmp_path):
 
 
 @pytest.mark.multiproc
-@pytest.mark.slow
+@pytest.mark.long
 def test_starts_and_whole_commands_are_measured_without_a_peer_that_fails(tmp_path):
     broken = tmp_path / "broken"
     (broken / "timm").mkdir(parents=True)

@@ -26,7 +26,7 @@ def dry_run(folder: Path, *arguments: str) -> Finished:
     ("parts", "programs"),
     [
         (("eager", "recipe", "small"), {"hand-written, AdamW", "samerun, SGD", "convnet, samerun"}),
-        (("sharded",), {"samerun, fsdp2", "samerun, deepspeed_zero3"}),
+        pytest.param(("sharded",), {"samerun, fsdp2", "samerun, deepspeed_zero3"}, marks=pytest.mark.long),
     ],
 )
 def test_the_dry_run_gives_the_tables(parts: tuple[str, ...], programs: set[str], tmp_path: Path) -> None:

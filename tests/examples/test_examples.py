@@ -89,7 +89,7 @@ def test_there_are_seven_and_each_is_a_file_to_read_aloud() -> None:
 
 def cases() -> list[Any]:
     """FSDP2 at once, and what else is sharded or not when there is time."""
-    others = [("multi_gpu", pytest.mark.slow), ("deepspeed_zero3", pytest.mark.slow), ("fsdp2", ())]
+    others = [("multi_gpu", pytest.mark.long), ("deepspeed_zero3", pytest.mark.slow), ("fsdp2", ())]
     return [pytest.param(name, preset, id=f"{name}-{preset}", marks=marks) for name in NAMES for preset, marks in others]
 
 
@@ -101,7 +101,7 @@ def test_two_processes_train_as_one_does(runs: Runs, name: str, preset: str) -> 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["segmentation", "distillation", "foreign_dataset"])
+@pytest.mark.parametrize("name", ["segmentation", "distillation", pytest.param("foreign_dataset", marks=pytest.mark.long)])
 def test_a_run_goes_from_preset_to_preset(runs: Runs, name: str) -> None:
     """Pixels that are counted over the ranks; a part that is frozen; samples that workers make, changed at random."""
     before = runs.go(name, "multi_gpu", 3)

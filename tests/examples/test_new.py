@@ -72,7 +72,7 @@ def test_outside_the_repository_with_the_wheel(installed: Path, tmp_path: Path) 
 
 
 @pytest.mark.multiproc
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_example_is_copied_and_trained_with_the_wheel(installed: Path, tmp_path: Path) -> None:
     for ending in ("py", "yaml"):
         shutil.copy(REPOSITORY / "examples" / f"segmentation.{ending}", tmp_path)

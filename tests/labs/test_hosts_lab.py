@@ -143,7 +143,7 @@ exec srun --quiet --nodes=1 --ntasks=1 --nodelist="$host" --chdir={home} /usr/bi
     return lab.start("/usr/bin/env", "-i", "-C", home, *batch, "/bin/bash", PBS, node="node1")
 
 
-@pytest.mark.parametrize("preset", ["multi_node", pytest.param("deepspeed_zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", ["multi_node", pytest.param("deepspeed_zero3", marks=pytest.mark.long)])
 def test_qsub_on_two_hosts(lab: Lab, alone: list[float], tmp_path: Path, preset: str) -> None:
     arguments = ("--preset", preset, "--run-dir", str(tmp_path / "run"), *RECIPE, "profile.steps=2:4")
     finished = qsub(lab, tmp_path, *arguments).wait().check()

@@ -58,7 +58,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     assert slurm_lab.left_over(folder) == []
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def limited(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Limited:
     """It does something else first: when it begins, hardly more is left of its 2 minutes than half a minute kept for saving."""
     run_dir = tmp_path_factory.mktemp("limited") / "run"
@@ -112,6 +112,8 @@ def test_jobs_that_stop_are_run_again_and_only_they(lab: Lab, tmp_path: Path) ->
         assert read(tmp_path / f"runs/digits-{array}_{index}/outcome.json")["outcome"] == "finished"
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("limited")
 def test_a_job_that_an_array_task_submits_from_a_step_is_itself_run_again(lab: Lab, tmp_path: Path) -> None:
     """And not that task, whose number it finds in its environment, nor not at all, as if it were the step."""
     said = f"--export=ALL,PYTHONPATH={REPOSITORY}/tests/scripts/in_place:{REPOSITORY},IN_PLACE=stop 30"
@@ -201,6 +203,7 @@ def test_a_requeue_by_hand_ends_in_a_finished_run(lab: Lab, undisturbed: list[fl
     assert_finished(lab.wait(job), tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_in_a_finished_run(lab: Lab, limited: Limited, undisturbed: list[float]) -> None:
     over = lab.wait(limited.job)
     assert_finished(over, limited.run_dir, undisturbed)

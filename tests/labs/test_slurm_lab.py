@@ -79,6 +79,7 @@ def test_the_shell_of_salloc(lab: Lab, alone: list[float], tmp_path: Path) -> No
         assert f"{rank}: samerun: {promised}\n" in finished.output
 
 
+@pytest.mark.slow
 def test_a_job_submitted_from_a_step_of_another_is_a_job_of_its_own(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     """Its environment has the step's nodes and tasks, and the GPUs, tasks and memory that the other job asked for."""
     script = tmp_path / "job.sh"
@@ -133,7 +134,7 @@ def test_two_jobs_at_once_on_the_same_nodes(lab: Lab, alone: list[float], tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpus", ["--gpus-per-node=2", "--gpus-per-task=1"])
+@pytest.mark.parametrize("gpus", ["--gpus-per-task=1", pytest.param("--gpus-per-node=2", marks=pytest.mark.long)])
 def test_one_task_per_gpu_by_srun(lab: Lab, alone: list[float], tmp_path: Path, gpus: str) -> None:
     command = f"exec srun {gpus} python -m app.train --run-dir {tmp_path} {shlex.join(RECIPE)}"
     tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=0")
@@ -205,6 +206,7 @@ def test_a_chosen_port_in_use_is_said_before_anything_is_imported(lab: Lab, tmp_
     assert job.end_s - job.start_s < 20
 
 
+@pytest.mark.slow
 def test_a_clash_of_the_port_made_from_the_job_is_survived(lab: Lab, alone: list[float], tmp_path: Path) -> None:
     options = ("--processes-per-node", "1", "--run-dir", str(tmp_path))
     job = lab.sbatch("--hold", SCRIPT, *options, *RECIPE)
@@ -217,6 +219,7 @@ def test_a_clash_of_the_port_made_from_the_job_is_survived(lab: Lab, alone: list
     assert_ran(tmp_path, ["node1", "node2"], alone, over.output)
 
 
+@pytest.mark.slow
 def test_a_wrong_head_address_is_said(lab: Lab, tmp_path: Path) -> None:
     wrong = "--export=ALL,SAMERUN_HOST_SUFFIX=-nowhere"
     job = lab.wait(lab.sbatch(wrong, SCRIPT, "--run-dir", str(tmp_path), *RECIPE), timeout_s=90)

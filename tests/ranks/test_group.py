@@ -25,9 +25,9 @@ BY_TORCH_S, LATE_S = 10, 15
 @pytest.mark.parametrize(
     "preset",
     [
-        "multi_gpu",
         "deepspeed_zero3",
-        *(pytest.param(preset, marks=pytest.mark.slow) for preset in ("deepspeed_zero2", "fsdp2")),
+        *(pytest.param(preset, marks=pytest.mark.slow) for preset in ("multi_gpu", "fsdp2")),
+        pytest.param("deepspeed_zero2", marks=pytest.mark.long),
     ],
 )
 def test_ranks_wait_for_a_late_one_for_longer_than_torch_would_let_them(preset: str) -> None:

@@ -65,7 +65,7 @@ def test_the_checks_pass_where_nothing_is_wrong() -> None:
 
 def test_fsdp_1_is_refused(tmp_path: Path) -> None:
     config = preset(tmp_path, "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n")
-    finished = launch(config, tmp_path / "run", *SHORT, processes=2)
+    finished = train(config, tmp_path / "run", *SHORT, processes=2)
     assert finished.returncode != 0
     assert "PresetError: the preset's fsdp_version is 1" in finished.output
 
@@ -75,8 +75,8 @@ def test_accumulation_from_the_preset_or_the_environment_is_refused(tmp_path: Pa
     config = preset(tmp_path, "")
     config.write_text(zero2.replace("deepspeed_config:", "deepspeed_config:\n  gradient_accumulation_steps: 7"))
     for finished in (
-        launch(config, tmp_path / "preset", *SHORT, processes=2),
-        launch("cpu", tmp_path / "env", *SHORT, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}),
+        train(config, tmp_path / "preset", *SHORT, processes=2),
+        train("cpu", tmp_path / "env", *SHORT, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}),
     ):
         assert finished.returncode != 0
         assert "PresetError: ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 7" in finished.output
@@ -86,7 +86,7 @@ def test_clipping_from_the_preset_is_refused(tmp_path: Path) -> None:
     zero2 = (REPOSITORY / "accelerate_configs" / "deepspeed_zero2.yaml").read_text()
     config = preset(tmp_path, "")
     config.write_text(zero2.replace("deepspeed_config:", "deepspeed_config:\n  gradient_clipping: 0.5"))
-    finished = launch(config, tmp_path / "run", *SHORT, processes=2)
+    finished = train(config, tmp_path / "run", *SHORT, processes=2)
     assert finished.returncode != 0
     assert "PresetError: the preset's gradient_clipping is 0.5" in finished.output
 
@@ -187,6 +187,7 @@ def two_nodes(run_dir: Path, first: tuple[str, ...], second: tuple[str, ...]) ->
     return one, other
 
 
+@pytest.mark.slow
 def test_two_nodes_train_one_run(tmp_path: Path) -> None:
     for finished in two_nodes(tmp_path / "run", (), ()):
         finished.check()

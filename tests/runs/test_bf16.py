@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -18,10 +19,11 @@ RUN = (
     *("--recipe", "digits", "--trackers", "none", "model.name=resnet18", "data.image_size=32"),
     *("train.global_batch_size=32", "train.steps=6", "log.every_steps=1"),
 )
-PRESETS = ["multi_gpu", "fsdp2", "deepspeed_zero3"]
-MORE = ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3_offload"]
-CASES = [*((preset, "true") for preset in PRESETS), ("fsdp2", "false")]
-CASES += [pytest.param(preset, "true", marks=pytest.mark.slow) for preset in MORE]
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
+CASES: list[Any] = [("fsdp2", "true"), ("deepspeed_zero3", "true")]
+CASES += [pytest.param(*case, marks=SLOW) for case in (("multi_gpu", "true"), ("fsdp2", "false"))]
+CASES += [pytest.param(preset, "true", marks=SLOW) for preset in ("deepspeed_zero2", "deepspeed_zero3_offload")]
+CASES += [pytest.param("deepspeed_zero1", "true", marks=LONG)]
 
 pytestmark = pytest.mark.multiproc
 

@@ -178,7 +178,7 @@ def by_forks(starts: Starts, way: str, older: Older, chance: random.Random) -> t
     return moment, None if way == all_of_it.__name__ else running
 
 
-@pytest.mark.parametrize("kills", [pytest.param(12, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [pytest.param(6, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_and_taken_over_in_every_way_is_one_run(starts: Starts, kills: int, chance: random.Random) -> None:
     ways = [*LAUNCHED, *WARM] * (kills // (len(LAUNCHED) + len(WARM)))
     chance.shuffle(ways)

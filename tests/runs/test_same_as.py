@@ -60,7 +60,7 @@ def cells(output: str, name: str) -> list[str]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_tree_is_equal_and_a_changed_number_is_found(tree: Path) -> None:
     same = compared(tree, "--only", "averages").check()
     assert cells(same.output, "averages") == ["cpu", "1", *["equal"] * 6]
