@@ -162,6 +162,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.ranks.handshake",
             "app.initial.fsdp2",
             "app.initial.held",
+            "app.initial.region",
             "app.metrics.communication",
             "app.optim.from_recipe",
             "app.optim.steps",

@@ -67,7 +67,7 @@ def _take_up(reader: Reader, frozen: Mapping[str, Held]) -> None:
             f"{shown} alone. Freeze what it froze (train.freeze, or the task's model), or begin anew in another --run-dir."
         )
     for name, it in frozen.items():
-        reader.read_into(Piece(WEIGHT, name, it.shape, it.start, it.values))
+        reader.read_into(Piece(WEIGHT, name, it.shape, it.region.start, it.values))
 
 
 def _there(claim: Claim, reader: Reader) -> FileEntry | None:

@@ -22,6 +22,7 @@ from app.errors import CheckpointError, RecipeError
 from app.files import paths
 from app.initial import held
 from app.initial.held import Held
+from app.initial.region import Region
 from app.optim import freezing
 from app.ranks import handshake
 from app.ranks.runtime import Runtime
@@ -132,7 +133,7 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
     layers = {_layer(name) for name in differing}
     taken = {name: it for name, it in tensors.items() if not (name in free and _layer(name) in layers)}
     for name, tensor in taken.items():
-        stored.read_into(name, tensor.values, tensor.start)
+        stored.read_into(name, tensor.values, tensor.region.start)
     how = f" ({', '.join(stored.remarks)})" if stored.remarks else ""
     parts = [f"{len(taken)} tensors taken", *_conversions(taken, stored)]
     # A layer that is not there as it has to be stays new as a whole.
@@ -154,7 +155,7 @@ def _digest_of_node(runtime: Runtime, read: Stored) -> str:
         for start in range(first, end, _ELEMENTS):
             values = torch.empty(min(_ELEMENTS, end - start))
             read.read_into(name, values, start)
-            total += held.digest_of(name, values, start)
+            total += held.digest_of(name, values, Region.flat(start, values.numel()))
     node = launched.rank // ranks
     return held.as_text(sum(value for its, value in runtime.gather((node, total)) if its == node))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
@@ -253,8 +253,13 @@ def _other_optimizer(optimizer: torch.optim.Optimizer, expected: Collection[str]
 def _of_parameter(name: str, parameter: torch.Tensor) -> _Fragment:
     if not isinstance(parameter, DTensor):
         return _Fragment(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
-    first, local = fsdp2.rows(name, parameter)
-    return _Fragment(name, tuple(parameter.shape), first, local.numel(), parameter)
+    if parameter.placements != (Shard(0),):
+        raise PresetError(
+            f"{name} is divided as {parameter.placements} over {parameter.device_mesh}: checkpoints and averages of weights "
+            "need it sharded by rows over all processes. Take the hybrid or tensor parallelism out of the preset."
+        )
+    region, local = fsdp2.rows(name, parameter)
+    return _Fragment(name, tuple(parameter.shape), region.start, local.numel(), parameter)
 
 
 # ---- ZeRO: DeepSpeed's optimizer holds flat partitions in full precision, on which torch's or its own optimizer steps -----

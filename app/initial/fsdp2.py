@@ -6,7 +6,6 @@ It is divided by Accelerate's own function, as `prepare` would divide it, which 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +17,9 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from app.errors import PresetError
+from app.initial.region import Region
 from app.initial.units import Units, places, popped
 
 
@@ -79,23 +78,15 @@ def _keep(
         values = whole.to(target.dtype)
         note(name, values)
         if isinstance(target, DTensor):
-            start, local = rows(name, target)
-            local.copy_(values.reshape(-1)[start : start + local.numel()])
+            region, local = rows(name, target)
+            local.copy_(region.take(values.contiguous()))
         else:
             target.copy_(values)
 
 
-def rows(name: str, parameter: DTensor) -> tuple[int, Tensor]:
-    """Return where this rank's rows begin in the flattened parameter, and the rows, 1-D and live.
+def rows(name: str, parameter: DTensor) -> tuple[Region, Tensor]:
+    """Return which elements of the parameter this rank has, and the elements, 1-D and live.
 
-    Raises PresetError for a parameter that is divided otherwise than by rows over all ranks.
+    Raises PresetError for a parameter that is divided so that they are no `Region`.
     """
-    mesh = parameter.device_mesh
-    if parameter.placements != (Shard(0),):
-        raise PresetError(
-            f"FSDP2 keeps {name} as {parameter.placements} over {mesh}: checkpoints and averages of weights need it sharded "
-            "by rows over all processes. Take the hybrid or tensor parallelism out of the preset."
-        )
-    count, width = parameter.shape[0], math.prod(parameter.shape[1:])
-    first = min(mesh.get_local_rank() * math.ceil(count / mesh.size()), count)  # as torch.chunk deals out rows
-    return first * width, parameter.to_local().detach().view(-1)
+    return Region.of(parameter, name), parameter.to_local().detach().view(-1)

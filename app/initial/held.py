@@ -1,7 +1,7 @@
-"""What a rank holds of a model before it is prepared: all of it, or a flat range of each parameter, and buffers whole.
+"""What a rank holds of a model before it is prepared: all of it, or a region of each parameter, and buffers whole.
 
 Under FSDP2 and ZeRO-3 a model that is filled unit by unit is divided from the beginning. Whoever reads weights into it, or
-looks at them, does it by these ranges.
+looks at them, does it by these regions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from app.data import hash64
 from app.initial import fsdp2, zero3
+from app.initial.region import Region, copies
 
 _CHUNK = 1 << 16
 """Elements that are hashed at a time: what fits the processor's caches."""
@@ -25,17 +26,19 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Consecutive elements of a parameter or buffer."""
+    """Some elements of a parameter or buffer, or all."""
 
     name: str
     """The first that it has in the model."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    start: int
-    """Index of the first element in the flattened tensor."""
+    region: Region
+    """Which elements they are."""
     values: Tensor
     """The elements, 1-D, on any device: live."""
     is_parameter: bool
+    copy: int
+    """Of the ranks that have the same elements, where parameters are divided, which one this is; 0: the first."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,8 +49,9 @@ class Held:
 def held(model: nn.Module) -> dict[str, Held]:
     """Return what this rank has of each parameter and buffer, by all of its names; what is tied is one `Held`."""
     found: dict[int, Held] = {}
+    divided = is_divided(model)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: found.setdefault(id(tensor), _held(name, tensor)) for name, tensor in named}
+    return {name: found.setdefault(id(tensor), _held(name, tensor, divided=divided)) for name, tensor in named}
 
 
 def is_divided(model: nn.Module) -> bool:
@@ -61,21 +65,22 @@ def digest(model: nn.Module, gather: Callable[[Any], list[Any]]) -> str:
     Called by all ranks together; `gather` returns every rank's value.
     """
     tensors = {id(it): it for it in held(model).values()}.values()
-    parameters = sum(digest_of(it.name, it.values, it.start) for it in tensors if it.is_parameter)
+    parameters = sum(digest_of(it.name, it.values, it.region) for it in tensors if it.is_parameter and it.copy == 0)
     if is_divided(model):
         parameters = sum(gather(parameters))
-    return as_text(parameters + sum(digest_of(it.name, it.values, it.start) for it in tensors if not it.is_parameter))
+    return as_text(parameters + sum(digest_of(it.name, it.values) for it in tensors if not it.is_parameter))
 
 
-def digest_of(name: str, values: Tensor, start: int = 0) -> int:
-    """Return a number for the elements from `start` on of a tensor; those of its ranges add up to that of the whole."""
+def digest_of(name: str, values: Tensor, region: Region | None = None) -> int:
+    """Return a number for the elements `region` of a tensor, or all; those of its regions add up to that of the whole."""
     key = hash64.derive_key(0, name, str(values.dtype))
     flat, total = values.detach().reshape(-1), 0
+    place = region or Region.flat(0, flat.numel())
     for at in range(0, flat.numel(), _CHUNK):
         part = flat[at : at + _CHUNK].cpu().contiguous()
         bits = part.view(torch.uint8).numpy().reshape(part.numel(), -1)
         numbers = bits.view(f"u{bits.shape[1]}").astype(np.uint64).reshape(-1)
-        places = np.arange(start + at, start + at + part.numel(), dtype=np.uint64)
+        places = _places(place, at, at + part.numel())
         places *= np.uint64(hash64.GOLDEN64)
         places ^= np.uint64(key)
         numbers *= np.uint64(hash64.MIX_FIRST)
@@ -84,17 +89,30 @@ def digest_of(name: str, values: Tensor, start: int = 0) -> int:
     return total & hash64.MASK64
 
 
+def _places(region: Region, first: int, stop: int) -> np.ndarray:
+    """The indices of some of a region's elements in the flattened tensor."""
+    if region.runs <= 1:
+        return np.arange(region.start + first, region.start + stop, dtype=np.uint64)
+    lines, within = np.divmod(np.arange(first, stop, dtype=np.uint64), np.uint64(region.run))
+    lines *= np.uint64(region.stride)
+    lines += within
+    lines += np.uint64(region.start)
+    return lines
+
+
 def as_text(total: int) -> str:
     """Return a sum of `digest_of` as digits."""
     return f"{total & hash64.MASK64:016x}"
 
 
-def _held(name: str, tensor: Tensor) -> Held:
+def _held(name: str, tensor: Tensor, *, divided: bool) -> Held:
     is_parameter = isinstance(tensor, nn.Parameter)
-    if isinstance(tensor, DTensor):
-        start, values = fsdp2.rows(name, tensor)
-        return Held(name, tuple(tensor.shape), start, values, is_parameter)
     if zero3.is_divided(tensor):
         shape, start, values = zero3.flat_range(tensor)
-        return Held(name, shape, start, values[: max(0, min(values.numel(), prod(shape) - start))], is_parameter)
-    return Held(name, tuple(tensor.shape), 0, tensor.detach().view(-1), is_parameter)
+        count = max(0, min(values.numel(), prod(shape) - start))
+        return Held(name, shape, Region.flat(start, count), values[:count], is_parameter, 0)
+    copy = copies(tensor, name)[1] if divided and is_parameter else 0
+    if isinstance(tensor, DTensor):
+        region, values = fsdp2.rows(name, tensor)
+        return Held(name, tuple(tensor.shape), region, values, is_parameter, copy)
+    return Held(name, tuple(tensor.shape), Region.flat(0, tensor.numel()), tensor.detach().view(-1), is_parameter, copy)

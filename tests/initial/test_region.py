@@ -1,0 +1,219 @@
+"""Regions of tensors: those of all ranks are the whole, each element once, and what two have in common is what sets have."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from app.errors import PresetError
+from app.initial import region
+from app.initial.held import digest_of
+from app.initial.region import Region
+
+SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
+
+
+def places(it: Region) -> list[int]:
+    """Where the elements are: told once more, without what is tested."""
+    return [
+        it.start + number * it.stride + at for number in range(it.count // it.run if it.count else 0) for at in range(it.run)
+    ]
+
+
+@st.composite
+def regions(draw: st.DrawFn, size: int = 60) -> Region:
+    """Any region of a tensor of this many elements."""
+    run = draw(st.integers(1, 9))
+    stride = draw(st.integers(run, 12))
+    runs = draw(st.integers(0, (size - run) // stride + 1))
+    start = draw(st.integers(0, size - run - max(0, runs - 1) * stride))
+    return Region.made(start, runs * run, run, stride)
+
+
+@given(regions())
+def test_a_region_takes_its_elements_in_order(it: Region) -> None:
+    whole = torch.arange(100)[5:65]  # a view, whose memory begins elsewhere
+    assert it.take(whole).tolist() == [at + 5 for at in places(it)]
+    assert it.end == max(places(it), default=it.start - 1) + 1
+    assert it.runs <= 1 or it.run < it.stride
+
+
+@given(regions(), st.integers(1, 5))
+def test_shares_are_the_region(it: Region, count: int) -> None:
+    shares = [it.part(*it.share(index, count)) for index in range(count)]
+    assert [at for share in shares for at in places(share)] == places(it)
+    unit = it.run if it.runs > 1 else 1
+    assert max(share.count for share in shares) - min(share.count for share in shares) <= unit
+
+
+@settings(max_examples=500)
+@given(regions(), regions())
+def test_what_two_regions_have_in_common(one: Region, other: Region) -> None:
+    found = list(one.overlaps(other))
+    assert all(part.count for part in found)
+    assert sorted(at for part in found for at in places(part)) == sorted(set(places(one)) & set(places(other)))
+    for it, part in itertools.product((one, other), found):
+        assert [places(it)[at] for at in places(it.inside(part))] == places(part)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.data())
+def test_columns_have_columns_in_common(rows: int, width: int, data: st.DataObject) -> None:
+    """What is read of columns that others have written is one region, however many rows there are."""
+
+    def columns() -> Region:
+        top, bottom = sorted((data.draw(st.integers(0, rows)), data.draw(st.integers(0, rows))))
+        left, right = sorted((data.draw(st.integers(0, width)), data.draw(st.integers(0, width))))
+        assume(bottom > top and right > left)
+        return Region.made(top * width + left, (bottom - top) * (right - left), right - left, width)
+
+    one, other = columns(), columns()
+    found = list(one.overlaps(other))
+    assert sorted(at for part in found for at in places(part)) == sorted(set(places(one)) & set(places(other)))
+    assert len(found) <= (1 if one.runs > 1 and other.runs > 1 else 3)
+
+
+@given(SHAPES, st.data())
+def test_digests_of_regions_add_up(shape: tuple[int, ...], data: st.DataObject) -> None:
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    dim, parts = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
+    held = [region._of_placements(shape, (parts,), (at,), (Shard(dim),)) for at in range(parts)]
+    assert all(held)
+    assert sum(digest_of("w", it.take(whole), it) for it in held if it) & (2**64 - 1) == digest_of("w", whole)
+
+
+def test_a_digest_is_of_the_place_in_long_tensors_too() -> None:
+    """Of more elements than are hashed at a time, whose ends are within a run."""
+    whole = torch.arange(300 * 1001, dtype=torch.float32).view(300, 1001)
+    left, right = Region.made(0, 300 * 990, 990, 1001), Region.made(990, 300 * 11, 11, 1001)
+    found = digest_of("w", left.take(whole), left) + digest_of("w", right.take(whole), right)
+    assert found & (2**64 - 1) == digest_of("w", whole)
+    assert digest_of("w", left.take(whole), Region.flat(0, left.count)) != digest_of("w", left.take(whole), left)
+
+
+# ---- What DTensor does --------------------------------------------------------------------------------------------------
+
+
+def as_rank(rank: int, ranks: int) -> None:
+    """Be one of so many processes, which answer nothing."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    _clear_sharding_prop_cache()  # it has meshes, as the rank before saw them
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    assert not torch.distributed.is_initialized()
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+LAYOUTS = [
+    ((4,), (Shard(0),)),
+    ((3,), (Shard(1),)),
+    ((3,), (Shard(2),)),
+    ((2, 2), (Replicate(), Shard(0))),
+    ((2, 3), (Shard(0), Shard(1))),
+    ((2, 2), (Shard(0), Shard(0))),
+    ((2, 2), (Shard(0), Replicate())),
+    ((2, 2), (Replicate(), Replicate())),
+]
+
+
+@pytest.mark.parametrize("shape", [(7, 5, 3), (4, 6, 2), (1, 3, 5)])
+@pytest.mark.parametrize(("sizes", "placements"), LAYOUTS)
+def test_a_dtensor_has_what_its_region_says(shape: tuple[int, ...], sizes: tuple[int, ...], placements: Any) -> None:
+    whole = torch.arange(prod(shape)).view(shape)
+    found = []
+    for rank in range(prod(sizes)):
+        as_rank(rank, prod(sizes))
+        tensor = distribute_tensor(whole, init_device_mesh("cpu", sizes), placements, src_data_rank=None)
+        it = Region.of(tensor)
+        assert torch.equal(it.take(whole), tensor.to_local().reshape(-1))
+        count, index = region.copies(tensor)
+        found.append((index, it.take(whole)))
+    for copy in range(count):
+        assert torch.cat([values for index, values in found if index == copy]).sort().values.equal(whole.flatten())
+
+
+def divided(whole: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """A parameter as tensor parallelism and then FSDP2 leave it."""
+    module = nn.Module()
+    module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], (placement,), src_data_rank=None))
+    fully_shard(module, mesh=mesh["dp_shard"])
+    assert isinstance(module.weight, DTensor)
+    return module.weight
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 4), (9,), (1, 8)])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (3, 2), (2, 3)])
+def test_fsdp2_over_tensor_parallelism(shape: tuple[int, ...], placement: Any, sizes: tuple[int, int]) -> None:
+    """Also where nothing comes out even: then DTensor's own arithmetic of strided shards is not what FSDP2 has done."""
+    if getattr(placement, "dim", 0) >= len(shape):
+        return
+    whole = torch.arange(float(prod(shape))).view(shape)
+    found = []
+    for rank in range(prod(sizes)):
+        as_rank(rank, prod(sizes))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "tp"))
+        tensor = divided(whole, mesh, placement)
+        it = Region.of(tensor)
+        assert torch.equal(it.take(whole), tensor.to_local().detach().view(-1))
+        count, index = region.copies(tensor)
+        assert count == (sizes[1] if placement == Replicate() else 1)
+        found.append((index, it))
+    for copy in range(count):
+        assert sorted(at for index, it in found if index == copy for at in places(it)) == list(range(whole.numel()))
+
+
+def test_of_a_mesh_that_is_a_part_the_rest_has_the_same() -> None:
+    for rank in range(4):
+        as_rank(rank, 4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        rows = distribute_tensor(torch.zeros(4, 4), mesh["dp_shard"], (Shard(0),), src_data_rank=None)
+        assert region.copies(rows) == (2, rank % 2)
+        assert region.copies(nn.Parameter(torch.zeros(3))) == (4, rank)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "placements"),
+    [
+        ((4, 4, 4), (2, 2), (Shard(1), Shard(2))),  # parts of lines, of some lines in each block
+        ((8, 2), (2,), (_StridedShard(0, split_factor=2),)),
+    ],
+)
+def test_what_is_no_region_is_refused(shape: Sequence[int], sizes: tuple[int, ...], placements: Any) -> None:
+    as_rank(0, prod(sizes))
+    tensor = distribute_tensor(torch.zeros(*shape), init_device_mesh("cpu", sizes), placements, src_data_rank=None)
+    with pytest.raises(PresetError, match=r"block\.weight, .* neither rows nor columns"):
+        Region.of(tensor, "block.weight")
+
+
+def test_sums_that_are_not_added_up_yet_are_refused() -> None:
+    as_rank(0, 2)
+    tensor = DTensor.from_local(torch.zeros(4), init_device_mesh("cpu", (2,)), (Partial(),))
+    with pytest.raises(PresetError, match="neither rows nor columns"):
+        Region.of(tensor)
+
+
+def test_every_value_of_a_digest_stays_what_it_was() -> None:
+    """Run folders have digests of the versions before."""
+    assert digest_of("w", torch.arange(10.0)) == 18225559488494427560
+    assert digest_of("w", torch.arange(4.0), Region.flat(6, 4)) == 7905625048522861872
+    assert digest_of("w", torch.arange(10, dtype=torch.bfloat16)) == 7646614780339793167
