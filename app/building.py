@@ -91,7 +91,7 @@ def evaluation_of(
     runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, samples: Any, *, split: str
 ) -> Callable[[], Evaluation]:
     """Return the function that scores `model` on all of `samples`, in micro-batches of the plan's size."""
-    batches = EvalBatches(size=len(samples), batch_size=runtime.plan.micro_batch * runtime.plan.world_size)
+    batches = EvalBatches(size=len(samples), batch_size=runtime.plan.micro_batch * runtime.plan.data_ranks)
     fed, form = _fed(runtime, samples, batches, seed=None), form_of(runtime, recipe, task)
     return functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form)
 
@@ -158,7 +158,7 @@ def _fed(
     """Return this rank's shares of the global micro-batches, on its device; without a seed nothing is random."""
     launched, device = runtime.launched, runtime.device
     if not source.workers:
-        own = loader.InProcess(source, batches, seed=seed, rank=launched.rank, world_size=runtime.plan.world_size)
+        own = loader.InProcess(source, batches, seed=seed, data_rank=launched.data_rank, data_ranks=launched.data_ranks)
         return own if device.type == "cpu" else transfer.Ahead(own.unwritten, device)
     workers = loader.workers_of(runtime.workers, local_world_size=launched.local_world_size, device=device)
     made = loader.build(source, batches, seed=seed, workers=workers)

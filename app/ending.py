@@ -79,7 +79,8 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
         "samples_per_s": samples_per_s,
         **training.metrics.units.result(training_s, steps=steps),
         "training_s": training_s,
-        "world_size": runtime.plan.world_size,
+        "world_size": runtime.launched.world_size,
+        **runtime.launched.divided(),
         "preset": opened.preset,
     }
     with runtime.together():

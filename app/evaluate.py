@@ -69,9 +69,10 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     recipe = _recipe(arguments, is_ours=is_ours)
     at = recipe.task if task_file.is_own(recipe.task) else None
     _, model, facts = model_file.load(arguments.run, at) if is_ours else (None, None, None)
-    share = max(1, recipe.train.global_batch_size // launched.world_size)
+    ranks = launched.data_ranks
+    share = max(1, recipe.train.global_batch_size // ranks)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
-    plan = BatchPlan(global_batch_size=micro_batch * launched.world_size, world_size=launched.world_size, accumulation=1)
+    plan = BatchPlan(global_batch_size=micro_batch * ranks, data_ranks=ranks, accumulation=1)
     runtime = Runtime(
         launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic, workers=arguments.workers
     )

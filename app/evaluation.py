@@ -83,7 +83,7 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
         if found.rows is not None:
             rows.append(found.rows)
     freezing.set_training(model, mode=was_training)
-    counted = int(runtime.accelerator.reduce((torch.cat(numbers) >= 0).sum(), "sum"))
+    counted = int(runtime.reduce((torch.cat(numbers) >= 0).sum()))
     if counted != size:
         raise DataError(f"the evaluation counted {counted} samples of a data set of {size}: the loader lost or repeated some.")
     gathered = _in_order(runtime, torch.cat(numbers), torch.cat(rows)) if rows else None
@@ -120,13 +120,13 @@ def _over_ranks(runtime: Runtime, totals: Mapping[str, tuple[Tensor, Tensor]]) -
     parts = [part for pair in totals.values() for part in pair]
     if not parts:  # all is in the rows
         return {}
-    flat = runtime.accelerator.reduce(torch.cat([part.double().flatten() for part in parts]), "sum").cpu()
+    flat = runtime.reduce(torch.cat([part.double().flatten() for part in parts])).cpu()
     summed = iter(flat.split([part.numel() for part in parts]))
     return {name: (next(summed).view_as(one), next(summed).view_as(other)) for name, (one, other) in totals.items()}
 
 
 def _in_order(runtime: Runtime, numbers: Tensor, rows: Tensor) -> Tensor:
     """Return the rows [N, R] of all samples, on the CPU, without padding; `numbers` int64 and `rows` are this rank's."""
-    together: Tensor = runtime.accelerator.gather(torch.cat([numbers[:, None].double(), rows.double()], dim=1)).cpu()
+    together = runtime.gather_rows(torch.cat([numbers[:, None].double(), rows.double()], dim=1)).cpu()
     together = together[together[:, 0] >= 0]
     return together[together[:, 0].argsort(), 1:]

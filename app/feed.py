@@ -85,7 +85,7 @@ class Feed:
 
     def _weighed(self, step: int, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
         """Return the passes with count * ranks / total: averaged over ranks, they add up to the mean of the global batch."""
-        ranks = self._runtime.plan.world_size
+        ranks = self._runtime.plan.data_ranks
         if hasattr(self._samples, "count"):  # known beforehand, on the host
             size = len(self._samples)
             self.total = float(self._samples.count(samples_of(self._recipe, size, step)).sum())
@@ -94,8 +94,8 @@ class Feed:
         if hasattr(self._task, "count"):  # known when all batches are there
             batches = list(passes)
             counts = [self._task.count(batch).double() for batch in batches]
-            self.total = total = self._runtime.accelerator.reduce(torch.stack(counts).sum(), "sum")
-            return zip(batches, [count * ranks / total.clamp(min=1) for count in counts], strict=True)
+            in_all = self.total = self._runtime.reduce(torch.stack(counts).sum())
+            return zip(batches, [count * ranks / in_all.clamp(min=1) for count in counts], strict=True)
         return zip(passes, itertools.repeat(1 / self._runtime.plan.accumulation), strict=False)
 
     def _begun(
@@ -104,13 +104,13 @@ class Feed:
         """Tell dropout the samples of each pass.
 
         What else draws has torch's generators. They are seeded for each pass, so that a resumed run draws what it would have
-        drawn, and for each rank, as other samples must not get the same. The first pass shows whether anything does: a draw
-        changes the generator's state.
+        drawn, and for each data-parallel rank, as other samples must not get the same. The first pass shows whether anything
+        does: a draw changes the generator's state.
         """
         for number, batch_and_weight in enumerate(passes):
             self._dropout.begin(batch_and_weight[0]["samples"])
             if self._draws_by_rank is not False:
-                torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, self._runtime.launched.rank))
+                torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, self._runtime.launched.data_rank))
             if self._draws_by_rank is not None:
                 yield batch_and_weight
                 continue

@@ -260,13 +260,13 @@ def _control(runtime: Runtime, recipe: Recipe, parts: Parts, claim: Claim) -> Co
 
 def _metrics(runtime: Runtime, recipe: Recipe, parts: Parts, model: torch.nn.Module, opened: Opened, *, unit: str) -> Metrics:
     gauges = Gauges(
-        runtime.accelerator,
+        runtime,
         model,
         flops_per_sample=parts.flops_per_sample,
         peak_flops_per_s=flops.peak_per_s(runtime.device, mixed_precision=runtime.launched.mixed_precision),
     )
     return Metrics(
-        runtime.accelerator,
+        runtime,
         opened.claim,
         gauges,
         opened.trackers,
@@ -307,7 +307,7 @@ def _facts(loaded: LoadedRecipe, data: Splits, weights: str) -> dict[str, str]:
 
 
 def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Splits, length: schedule.Length, run_dir: Path) -> str:
-    count = runtime.plan.world_size
+    count = runtime.launched.world_size
     where = f"{count} process{'es' if count > 1 else ''} ({runtime.launched.strategy}, {_device(runtime)})"
     scored = ", ".join(f"{len(samples):,} {split}" for split, samples in data.scored.items())
     return (

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespace, lifeline: Lifeline) -> bool:
     """Train, and return whether the run was stopped before its end."""
     recipe = loaded.recipe
-    plan = BatchPlan.of(recipe, launched.world_size)
+    plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel)
     if refusal := optimizers.refusal(recipe.optim.name, launched.strategy):
         raise PresetError(refusal)
     trackers = tracker_names.chosen(arguments.trackers)

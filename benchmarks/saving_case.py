@@ -68,7 +68,7 @@ class Case:
 def _build(layers: int, folder: Path) -> Case:
     launched = read(os.environ)
     world_size = launched.world_size
-    runtime = Runtime(launched, BatchPlan(global_batch_size=world_size, world_size=world_size, accumulation=1))
+    runtime = Runtime(launched, BatchPlan(global_batch_size=world_size, data_ranks=world_size, accumulation=1))
     recipe = Recipe(train=TrainRecipe(global_batch_size=world_size))
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     model, optimizer = runtime.prepare(plain, from_recipe.build(recipe.optim, plain))
@@ -78,8 +78,8 @@ def _build(layers: int, folder: Path) -> Case:
         made = claim(folder) if runtime.is_main else None
     place = runtime.from_main(made.place if made else None)
     ours = made or Claim(folder, place)
-    gauges = Gauges(runtime.accelerator, model, flops_per_sample=0.0, peak_flops_per_s=None)
-    metrics = Metrics(runtime.accelerator, ours, gauges, Trackers(), global_batch_size=world_size, log=recipe.log)
+    gauges = Gauges(runtime, model, flops_per_sample=0.0, peak_flops_per_s=None)
+    metrics = Metrics(runtime, ours, gauges, Trackers(), global_batch_size=world_size, log=recipe.log)
     checkpoints = Checkpoints(
         runtime,
         ours,

@@ -27,7 +27,7 @@ _DATA = ("data.source=fakedata", "data.image_size=8", "data.fake_channels=1", f"
 def main() -> None:
     """Measure and print."""
     recipe = recipe_file.load("digits", _DATA).recipe
-    runtime = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=BATCH, world_size=1, accumulation=1))
+    runtime = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=BATCH, data_ranks=1, accumulation=1))
     _first_batch(runtime, recipe, 0)  # the first time everything is imported
     for sample in (0, 10**9, SAMPLES):
         before_bytes = status_bytes("VmHWM")

@@ -23,7 +23,7 @@ CLASSES = 7
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
+    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, data_ranks=1, accumulation=1))
 
 
 def task() -> ImageClassification:

@@ -158,6 +158,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
         "torch.distributed": {
             "app.ranks.runtime",
             "app.ranks.agreement",
+            "app.ranks.mesh",
             "app.ranks.devices",
             "app.ranks.handshake",
             "app.initial.fsdp2",
@@ -178,7 +179,13 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "benchmarks.contestants",
             "launch.schedulers.slurm_job",
         },
-        "distributed_type": {"app.ranks.runtime", "app.ranks.handshake", "app.place.launched", "launch.preset"},
+        "distributed_type": {
+            "app.ranks.runtime",
+            "app.ranks.handshake",
+            "app.place.degrees",
+            "app.place.launched",
+            "launch.preset",
+        },
     }
     for words, rooms in allowed.items():
         users = {name for name, file in modules().items() if words in file.read_text()}

@@ -232,7 +232,7 @@ def find(runtime: Runtime, place: Path) -> Path | None:
     for folder in candidates:
         try:
             with runtime.together():
-                files.verify(folder, part=(runtime.launched.rank, runtime.plan.world_size))
+                files.verify(folder, part=(runtime.launched.rank, runtime.launched.world_size))
         except CheckpointError as error:
             damaged.append(str(error))
         else:

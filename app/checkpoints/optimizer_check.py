@@ -77,7 +77,7 @@ def _check_each_is_stepped_once(runtime: Runtime, rule: Rule, stepped: list[Step
     if wrong:
         more = f" and so on for {len(wrong) - _SHOWN} other parameters" if len(wrong) > _SHOWN else ""
         raise PresetError(
-            f"the {runtime.plan.world_size} processes would not step on each parameter once: together they step on "
+            f"the {runtime.launched.world_size} processes would not step on each parameter once: together they step on "
             f"{', '.join(wrong[:_SHOWN])}{more}. {_REMEDY}"
         )
 

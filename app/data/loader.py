@@ -71,18 +71,20 @@ class Unwritten:
 
 
 class InProcess:
-    """One rank's shares of global micro-batches, made where they are used, for samples that workers do not make sooner.
+    """One data rank's shares of global micro-batches, made where they are used, for samples that workers do not make sooner.
 
     Handing a batch over from a worker costs more than a look-up, and so does a DataLoader without workers (60-90 us a
     batch). The shares are those that Accelerate deals, contiguous and in the order of the ranks. Small ones are looked up
     several at a time, which costs hardly more than one.
     """
 
-    def __init__(self, source: Samples, batches: Iterable[np.ndarray], *, seed: int | None, rank: int, world_size: int) -> None:
-        """`batches` gives sample numbers, int64 [global micro-batch], which `world_size` divides; `seed` as in `Fetching`."""
+    def __init__(
+        self, source: Samples, batches: Iterable[np.ndarray], *, seed: int | None, data_rank: int, data_ranks: int
+    ) -> None:
+        """`batches` gives sample numbers, int64 [global micro-batch], which `data_ranks` divides; `seed` as in `Fetching`."""
         self._fetching, self._batches = Fetching(source, seed=seed), batches
         self._looks_up = source if isinstance(source, LooksUp) else None
-        self._rank, self._world_size = rank, world_size
+        self._data_rank, self._data_ranks = data_rank, data_ranks
 
     def __iter__(self) -> Iterator[Batch | Failure]:
         if self._looks_up is None:
@@ -98,7 +100,7 @@ class InProcess:
         return unwritten(self._fetched()) if self._looks_up is None else self._looked_up(self._looks_up)
 
     def _shares(self) -> Iterator[np.ndarray]:
-        return (numbers.reshape(self._world_size, -1)[self._rank] for numbers in self._batches)
+        return (numbers.reshape(self._data_ranks, -1)[self._data_rank] for numbers in self._batches)
 
     def _fetched(self) -> Iterator[Batch | Failure]:
         return map(self._fetching.__getitems__, self._shares())

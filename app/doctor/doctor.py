@@ -97,7 +97,7 @@ def _examine(
     from app.ranks import clocks, handshake
     from app.ranks.runtime import Runtime
 
-    plan = BatchPlan(global_batch_size=launched.world_size, world_size=launched.world_size, accumulation=1)
+    plan = BatchPlan(global_batch_size=launched.data_ranks, data_ranks=launched.data_ranks, accumulation=1)
     with waiting("joining the process group"):
         runtime = Runtime(launched, plan)
         handshake.check_group(runtime.accelerator, launched, plan)

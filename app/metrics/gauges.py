@@ -6,10 +6,10 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
 
 from app.metrics.clock import Clock, Spent
 from app.metrics.communication import Communication
+from app.ranks.runtime import Runtime
 
 
 class Gauges:
@@ -17,7 +17,7 @@ class Gauges:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        runtime: Runtime,
         model: torch.nn.Module,
         *,
         flops_per_sample: float,
@@ -28,13 +28,13 @@ class Gauges:
         `flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
         do, if known.
         """
-        self._accelerator, self.clock = accelerator, Clock(accelerator.device)
-        self.communication = Communication(model, self.clock, accelerator.device)
+        self._runtime, self.clock = runtime, Clock(runtime.device)
+        self.communication = Communication(model, self.clock, runtime.device)
         self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
         self._process = psutil.Process()
 
     def read(self, sums: torch.Tensor, spent: Spent, *, samples: int) -> tuple[list[float], dict[str, Any]]:
-        """Return the ranks' `sums` (float64 [n]) added up, and the readings by name, of so many samples.
+        """Return the data-parallel ranks' `sums` (float64 [n]) added up, and the readings by name, of so many samples.
 
         All ranks call it.
         Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
@@ -46,9 +46,11 @@ class Gauges:
         own = [spent.training_s, *times_s, float(self._memory_bytes())]
         readings = torch.cat([sums, torch.tensor(own, dtype=torch.float64).to(sums.device)])
         # In plain numbers from here on: each operation on a small tensor takes as long as all of them.
-        ranks: list[list[float]] = self._accelerator.gather(readings[None]).tolist()
+        ranks: list[list[float]] = self._runtime.accelerator.gather(readings[None]).tolist()
         *totals, _ = (sum(column) for column in zip(*ranks, strict=True))
-        added_up, (training_s, *parts_s) = totals[: len(sums)], totals[len(sums) :]
+        training_s, *parts_s = totals[len(sums) :]
+        of_data = ranks[:: self._runtime.launched.tensor_parallel]  # the others of a group have the same sums
+        added_up = [sum(column) for column in zip(*(rank[: len(sums)] for rank in of_data), strict=True)]
         data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
         samples_per_s = samples / (training_s / len(ranks))
         flops_per_s = samples_per_s * self._flops_per_sample if self._flops_per_sample else None
@@ -67,7 +69,7 @@ class Gauges:
 
     def _memory_bytes(self) -> int:
         """The most that the GPU's tensors held since the last time; on a CPU, what the process holds now."""
-        device = self._accelerator.device
+        device = self._runtime.device
         if device.type != "cuda":
             held_bytes: int = self._process.memory_info().rss
             return held_bytes

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from app.errors import TrainingError
 from app.metrics.clock import NOTHING
@@ -21,6 +20,7 @@ from app.metrics.gauges import Gauges
 from app.metrics.losses import Losses
 from app.metrics.units import Units
 from app.optim.steps import Step
+from app.ranks.runtime import Runtime
 from app.recipe.schema import LogRecipe
 from app.record import ledger, run_folder
 from app.record.claim import Claim
@@ -36,7 +36,7 @@ class Metrics:
 
     def __init__(  # noqa: PLR0913  (keyword-only after the parts)
         self,
-        accelerator: Accelerator,
+        runtime: Runtime,
         claim: Claim,
         gauges: Gauges,
         trackers: Trackers,
@@ -53,10 +53,10 @@ class Metrics:
         self._gauges, self.trackers = gauges, trackers
         self.skipped_in_row = 0
         """Steps that were skipped one after the other, up to the last log."""
-        self._accelerator, self._claim, self._global_batch_size = accelerator, claim, global_batch_size
+        self._runtime, self._claim, self._global_batch_size = runtime, claim, global_batch_size
         self._record_samples = log.samples
         self._samples: list[int] = []
-        self._losses = Losses(accelerator.device, with_sums=log.train_scores)
+        self._losses = Losses(runtime.device, with_sums=log.train_scores)
         self.units = Units(unit)
         self._fed = Fed()
         self._unseen: list[Step] = []
@@ -74,7 +74,7 @@ class Metrics:
         self._losses.add(loss)
         self._fed.add(samples)
         if self._record_samples:
-            self._samples += self._accelerator.gather(samples).tolist()
+            self._samples += self._runtime.gather_rows(samples).tolist()
 
     def end_step(self, step: int, taken: Step, total: float | torch.Tensor) -> None:
         """Finish step `step` (1 is the first), of which a skipped one has no part in the loss; write its samples if wanted.
@@ -182,7 +182,7 @@ class Metrics:
         if self._recorded_steps == self._ended_steps:
             return
         self._see_what_was_skipped()
-        digests = self._accelerator.reduce(self._fed.take(), "sum").tolist()
+        digests = self._runtime.reduce(self._fed.take()).tolist()
         spent = self.clock.spent()
         since = spent - self._recorded
         steps = ledger.Steps(
@@ -208,7 +208,7 @@ class Metrics:
         self._unseen, self._seen_steps = [], self._ended_steps
 
     def _record(self, event: ledger.Event) -> None:
-        if self._accelerator.is_main_process:
+        if self._runtime.is_main:
             self._claim.append(run_folder.LEDGER, ledger.line(event))
 
     def _write(self, name: str, line: dict[str, Any], *, shown: Mapping[str, Any]) -> None:
@@ -217,7 +217,7 @@ class Metrics:
         self.trackers.log(name, numbers, step=line["step"])
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        if self._accelerator.is_main_process:
+        if self._runtime.is_main:
             self._claim.append(name, line)
 
 

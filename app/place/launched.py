@@ -12,11 +12,11 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from app.errors import PresetError, TopologyError
-from app.place import started_ranks
+from app.place import degrees, started_ranks
 from app.place.environment import END_TIME, START_TIME, SUBMIT_TIME, check_threads, number, said
 from app.place.slurm_variables import JOB
 
@@ -46,6 +46,12 @@ class Launched:
     """Processes on this node."""
     strategy: Strategy = "ddp"
     """How the processes cooperate (with one process and `ddp` there is nothing to do)."""
+    replicas: int = 1
+    """Copies of the model, each of which is sharded over world_size / replicas neighbouring ranks; 1: no copies (fsdp2)."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that compute the same samples together, each with a part of every large matrix (fsdp2)."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of how a model is divided."""
     mixed_precision: str = "no"
     """The precision of the forward and backward pass, of PRECISIONS."""
     use_cpu: bool = False
@@ -58,6 +64,23 @@ class Launched:
     """CUDA_VISIBLE_DEVICES."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What Accelerate still has to be told by its environment: nothing where a launcher has."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that divide the global batch among them: processes, or groups of tensor-parallel ones."""
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this process's group in 0..data_ranks-1; those of one group get the same samples."""
+        return self.rank // self.tensor_parallel
+
+    def divided(self) -> dict[str, int]:
+        """Return how else than by samples the processes are divided, by the names that reports have for it; empty: not."""
+        found = {"replicas": self.replicas} if self.replicas > 1 else {}
+        if self.tensor_parallel > 1:
+            found |= {"data_ranks": self.data_ranks, "tensor_parallel": self.tensor_parallel}
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +135,8 @@ def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence
         return _of_started_rank(started, environ)
     if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         _refuse_one_for_several(environ, started_by)
-        return Launched(**_preset_claims(environ))
+        claims = _preset_claims(environ)
+        return Launched(**claims, **asdict(degrees.read(environ, claims["strategy"], world_size=1, per_node=1)))
     missing = [name for name in _TORCHRUN if name not in environ]
     if missing:
         there = ", ".join(f"{name}={environ[name]}" for name in _TORCHRUN if name in environ)
@@ -123,12 +147,15 @@ def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence
     world_size, rank = number(environ, "WORLD_SIZE"), number(environ, "RANK")
     if not 0 <= rank < world_size:
         raise TopologyError(f"RANK is {rank} and WORLD_SIZE is {world_size}: the rank must be in 0..{world_size - 1}.")
+    local_world_size = number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1
+    claims = _preset_claims(environ)
     return Launched(
         world_size=world_size,
         rank=rank,
         local_rank=number(environ, "LOCAL_RANK"),
-        local_world_size=number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1,
-        **_preset_claims(environ),
+        local_world_size=local_world_size,
+        **claims,
+        **asdict(degrees.read(environ, claims["strategy"], world_size=world_size, per_node=local_world_size)),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
@@ -33,7 +34,7 @@ from torch.distributed import DistNetworkError
 
 from app.errors import PresetError, TopologyError
 from app.place.launched import NO_FP16_ON_CPU, Launched
-from app.ranks import compiled_ops, compiling, deepspeed_settings, devices, malloc, numerics
+from app.ranks import compiled_ops, compiling, deepspeed_settings, devices, malloc, mesh, numerics
 from app.ranks.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
 from app.recipe.batching import BatchPlan
 
@@ -70,7 +71,7 @@ class Runtime:
         self.plan = plan
         self.workers = workers
         self.signs_of_life, self.step = 0, 0  # see `alive`
-        self.notes: list[str] = []
+        self.notes = list(launched.notes)
         """What the user should know of the processes."""
         if launched.variables:
             os.environ.update(launched.variables)  # the one way by which Accelerate can be told
@@ -84,6 +85,9 @@ class Runtime:
         except DistNetworkError as error:
             raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
         del store  # its place is taken by that of the group
+        self.mesh = mesh.build(self.accelerator, launched)
+        """How the ranks divide the model, where that is not over all of them: (dp_replicate, dp_shard) or (dp_shard, tp)."""
+        self._data_group = mesh.group_of_data(self.mesh)
         self._ranks = Ranks()
         # After Accelerate, which has a say in it.
         self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
@@ -123,6 +127,24 @@ class Runtime:
         """Return the picklable `value` of every rank, in the order of the ranks."""
         return self._ranks.gather(value)
 
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum, over the data-parallel ranks, of what each has of its samples, in the tensor's shape and type."""
+        if self._data_group is None:
+            summed: torch.Tensor = self.accelerator.reduce(values, "sum")
+            return summed
+        summed = values.clone()
+        torch.distributed.all_reduce(summed, group=self._data_group)
+        return summed
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows [N, ...] of all data-parallel ranks, one rank's after the other's; each has as many."""
+        if self._data_group is None:
+            gathered: torch.Tensor = self.accelerator.gather(rows)
+            return gathered
+        parts = [torch.empty_like(rows) for _ in range(self.launched.data_ranks)]
+        torch.distributed.all_gather(parts, rows.contiguous(), group=self._data_group)
+        return torch.cat(parts)
+
     def from_main(self, value: Any) -> Any:
         """Return the main process's picklable `value` on every rank."""
         return self._ranks.from_main(value)
@@ -156,11 +178,11 @@ class Runtime:
         return prepared
 
     def deal(self, loader: torch.utils.data.DataLoader) -> Any:
-        """Return this rank's shares of a loader's global micro-batches, as Accelerate deals them, in this process's memory.
+        """Return this data rank's shares of a loader's global micro-batches, as Accelerate deals them, in the process's memory.
 
         Accelerate would copy each on the stream that computes; `app.data.transfer` does it while that is at work.
         """
-        return self.accelerator.prepare_data_loader(loader, device_placement=False)
+        return mesh.deal(self.accelerator, self.launched, loader)
 
     def average_buffers(self, model: torch.nn.Module) -> None:
         """Give every rank the mean of the ranks' floating-point buffers (running statistics of batch norms).
@@ -168,8 +190,9 @@ class Runtime:
         Each rank has seen other samples. DDP would copy rank 0's, ZeRO and FSDP2 would leave them apart.
         """
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        if buffers and self.plan.world_size > 1:
-            flat = self.accelerator.reduce(torch.cat([buffer.detach().flatten().double() for buffer in buffers]), "mean")
+        if buffers and self.launched.data_ranks > 1:
+            flat = self.reduce(torch.cat([buffer.detach().flatten().double() for buffer in buffers]))
+            flat /= self.launched.data_ranks
             for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(mean.view_as(buffer))
 
@@ -241,6 +264,10 @@ def _build_accelerator(
     launched: Launched, plan: BatchPlan, clip_norm: float, collective: timedelta, *, on_cpu: bool
 ) -> Accelerator:
     joining = InitProcessGroupKwargs(timeout=collective)
+    # What the preset says of a mesh is read already: to Accelerate a size of -1 is none, and tensor parallelism breaks in it
+    # (1.15, `_prepare_tp`, with transformers 5.23: ImportError).
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+    copies = mesh.of_copies(launched)
     settings: dict[str, Any] = {
         # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),
@@ -256,8 +283,8 @@ def _build_accelerator(
         settings["deepspeed_plugin"] = deepspeed_settings.complete(plan, clip_norm)
         compiled_ops.load()
     if on_cpu:
-        return _accelerator_on_cpu(launched, settings, joining)
-    return Accelerator(**settings)
+        return _accelerator_on_cpu(launched, settings, joining, copies)
+    return Accelerator(parallelism_config=copies, **settings)
 
 
 # ---- Only for machines without an accelerator ------------------------------------------------------------------------
@@ -265,7 +292,9 @@ def _build_accelerator(
 # CPU through gloo; nothing outside it knows. The facts were measured with accelerate 1.15, deepspeed 0.19 and torch 2.15.
 
 
-def _accelerator_on_cpu(launched: Launched, settings: dict[str, Any], joining: InitProcessGroupKwargs) -> Accelerator:
+def _accelerator_on_cpu(
+    launched: Launched, settings: dict[str, Any], joining: InitProcessGroupKwargs, copies: ParallelismConfig | None
+) -> Accelerator:
     malloc.keep_freed()
     # Accelerate imports DeepSpeed under any preset when it unwraps a model, and that warns of what is known here.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
@@ -284,6 +313,9 @@ def _accelerator_on_cpu(launched: Launched, settings: dict[str, Any], joining: I
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if copies is not None:  # it refuses CPUs, too
+            accelerator.state.parallelism_config = copies
+            accelerator.state.device_mesh = copies.get_device_mesh("cpu")
         if launched.mixed_precision != "no":
             plugin.set_mixed_precision(launched.mixed_precision)
         return accelerator

@@ -1,7 +1,8 @@
-"""Dividing the global batch among processes: `global_batch_size = micro_batch x accumulation x world_size`.
+"""Dividing the global batch among ranks: `global_batch_size = micro_batch x accumulation x data_ranks`.
 
 The global batch belongs to the recipe and never changes; the other three are derived here, so that every topology sees
-the same samples in the same step. Standard library only.
+the same samples in the same step. A data-parallel rank is a process; under tensor parallelism it is a group of them, which
+compute the same samples together. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,34 +18,39 @@ class BatchPlan:
     """How one global batch is dealt out."""
 
     global_batch_size: int
-    """Samples in one optimizer step, over all processes."""
-    world_size: int
-    """Processes."""
+    """Samples in one optimizer step, over all ranks."""
+    data_ranks: int
+    """Data-parallel ranks, which divide the batch."""
     accumulation: int
-    """Forward passes of each process in one optimizer step."""
+    """Forward passes of each rank in one optimizer step."""
+    tensor_parallel: int = 1
+    """Processes of each rank."""
 
     @property
     def micro_batch(self) -> int:
-        """Samples in one forward pass on one process."""
-        return self.global_batch_size // (self.world_size * self.accumulation)
+        """Samples in one forward pass on one rank."""
+        return self.global_batch_size // (self.data_ranks * self.accumulation)
 
     def __str__(self) -> str:
         """`global batch 64 = micro-batch 16 x accumulation 2 x 2 processes`."""
-        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        ranks = _counted(self.data_ranks, "process", "es")
+        if self.tensor_parallel > 1:
+            ranks = f"{_counted(self.data_ranks, 'data-parallel rank')} of {self.tensor_parallel} processes"
         batches = f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
-        return f"global batch {self.global_batch_size} = {batches} x {processes}"
+        return f"global batch {self.global_batch_size} = {batches} x {ranks}"
 
     @property
     def passes(self) -> int:
-        """Forward passes of a step, on all processes together."""
-        return self.world_size * self.accumulation
+        """Forward passes of a step, on all ranks together."""
+        return self.data_ranks * self.accumulation
 
     @classmethod
-    def of(cls, recipe: Recipe, world_size: int) -> BatchPlan:
-        """Return how a recipe's global batch is dealt out to so many processes. Raises RecipeError as `fit` does."""
+    def of(cls, recipe: Recipe, data_ranks: int, *, tensor_parallel: int = 1) -> BatchPlan:
+        """Return how a recipe's global batch is dealt out to so many ranks. Raises RecipeError as `fit` does."""
         return cls.fit(
             global_batch_size=recipe.train.global_batch_size,
-            world_size=world_size,
+            data_ranks=data_ranks,
+            tensor_parallel=tensor_parallel,
             max_micro_batch=recipe.train.max_micro_batch,
             neighbours=recipe.sections.neighbours,
             why_neighbours=recipe.sections.why_neighbours,
@@ -55,7 +61,8 @@ class BatchPlan:
         cls,
         *,
         global_batch_size: int,
-        world_size: int,
+        data_ranks: int,
+        tensor_parallel: int = 1,
         max_micro_batch: int | None = None,
         neighbours: int = 1,
         why_neighbours: str = "",
@@ -63,16 +70,26 @@ class BatchPlan:
         """Return the plan with the fewest forward passes whose micro-batch is at most `max_micro_batch` samples.
 
         Every micro-batch holds whole groups of so many `neighbours`, for the reason given (mixup mixes pairs).
-        Raises RecipeError, which names the world sizes that would do, when no plan exists.
+        Raises RecipeError, which names the numbers of processes that would do, when no plan exists.
         """
-        accumulation = _fewest_passes(global_batch_size, world_size, max_micro_batch, neighbours)
+        accumulation = _fewest_passes(global_batch_size, data_ranks, max_micro_batch, neighbours)
+        plan = cls(
+            global_batch_size=global_batch_size,
+            data_ranks=data_ranks,
+            accumulation=accumulation or 1,
+            tensor_parallel=tensor_parallel,
+        )
         if accumulation is None:
-            raise RecipeError(_refusal(global_batch_size, world_size, max_micro_batch, neighbours, why_neighbours))
-        return cls(global_batch_size=global_batch_size, world_size=world_size, accumulation=accumulation)
+            raise RecipeError(_refusal(plan, max_micro_batch, neighbours, why_neighbours))
+        return plan
 
 
-def _fewest_passes(global_batch_size: int, world_size: int, max_micro_batch: int | None, neighbours: int) -> int | None:
-    share, rest = divmod(global_batch_size, world_size)
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{plural if count > 1 else ''}"
+
+
+def _fewest_passes(global_batch_size: int, data_ranks: int, max_micro_batch: int | None, neighbours: int) -> int | None:
+    share, rest = divmod(global_batch_size, data_ranks)
     if rest or share == 0:
         return None
     for accumulation in range(1, share + 1):
@@ -83,7 +100,10 @@ def _fewest_passes(global_batch_size: int, world_size: int, max_micro_batch: int
     return None
 
 
-def _refusal(global_batch_size: int, world_size: int, max_micro_batch: int | None, neighbours: int, why_neighbours: str) -> str:
+def _refusal(plan: BatchPlan, max_micro_batch: int | None, neighbours: int, why_neighbours: str) -> str:
+    """Why a plan, of whatever accumulation, cannot be."""
+    global_batch_size, ranks, each = plan.global_batch_size, plan.data_ranks, plan.tensor_parallel
+
     def works(size: int) -> bool:
         return _fewest_passes(global_batch_size, size, max_micro_batch, neighbours) is not None
 
@@ -93,8 +113,8 @@ def _refusal(global_batch_size: int, world_size: int, max_micro_batch: int | Non
             "more, or switch that off"
         )
     legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and works(size)]
-    below = [size for size in legal if size < world_size][-4:]
-    above = [size for size in legal if size > world_size][:4]
+    below = [size * each for size in legal if size < ranks][-4:]
+    above = [size * each for size in legal if size > ranks][:4]
     conditions = "equal micro-batches"
     if neighbours > 1:
         conditions = f"equal micro-batches of a multiple of {neighbours} ({why_neighbours})"
@@ -102,7 +122,8 @@ def _refusal(global_batch_size: int, world_size: int, max_micro_batch: int | Non
         conditions += f" of at most {max_micro_batch} samples (train.max_micro_batch)"
     choices = ", ".join(map(str, [*below, *above]))
     remedy = f"use {choices} processes, or" if choices else "no number of processes can:"
+    who = f"{ranks} processes" if each == 1 else f"{ranks} data-parallel ranks of {each} processes"
     return (
-        f"train.global_batch_size is {global_batch_size}, which {world_size} processes cannot divide into {conditions}: "
-        f"{remedy} change train.global_batch_size (a multiple of {world_size * neighbours} always works)"
+        f"train.global_batch_size is {global_batch_size}, which {who} cannot divide into {conditions}: "
+        f"{remedy} change train.global_batch_size (a multiple of {ranks * neighbours} always works)"
     )

@@ -98,7 +98,7 @@ def _cannot_divide(recipe: Recipe, case: Variant) -> str:
     if size // parts % neighbours:
         return f"{size} samples (train.global_batch_size) / {parts} is no multiple of {neighbours}, and {why}"
     most = size // parts
-    plan = BatchPlan.fit(global_batch_size=size, world_size=case.processes, max_micro_batch=most, neighbours=neighbours)
+    plan = BatchPlan.fit(global_batch_size=size, data_ranks=case.processes, max_micro_batch=most, neighbours=neighbours)
     return "" if plan.accumulation == case.accumulation else f"the batch plan would take {plan.accumulation} passes"
 
 

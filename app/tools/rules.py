@@ -54,7 +54,8 @@ def _examine(launched: Launched, loaded: LoadedRecipe, out: Path) -> None:
     from app.tools import own_rules
     from app.tools.seen import Seen
 
-    recipe, plan = loaded.recipe, BatchPlan.of(loaded.recipe, launched.world_size)
+    recipe = loaded.recipe
+    plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel)
     runtime = Runtime(launched, plan, clip_norm=recipe.optim.clip_norm)
     handshake.check_group(runtime.accelerator, launched, plan)
     task, data = building.open_data(runtime, recipe)
@@ -62,7 +63,7 @@ def _examine(launched: Launched, loaded: LoadedRecipe, out: Path) -> None:
     depends = random_layers.topology_dependence(parts.model)
     seen = Seen(out / f"{launched.rank}.json", sources=tasks.digest(recipe.task), depends=depends)
     form = building.form_of(runtime, recipe, task)
-    if plan.world_size == plan.accumulation == 1:
+    if plan.passes == 1:
         seen.broken += own_rules.broken(recipe, task, data.train, parts.model, form=form, device=runtime.device)
         seen.write()  # what follows may fail of it
     model, optimizer = filling.prepare(runtime, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))

@@ -26,7 +26,7 @@ from app.tasks.image_classification.task import ImageClassification
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
+    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, data_ranks=1, accumulation=1))
 
 
 def net(*, seed: int, fixed: str = "0.") -> nn.Sequential:

@@ -21,7 +21,7 @@ from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import OptimRecipe
 
-PLAN = BatchPlan(global_batch_size=2, world_size=1, accumulation=1)
+PLAN = BatchPlan(global_batch_size=2, data_ranks=1, accumulation=1)
 ASKED = {"adamw": "AdamW", "sgd": "SGD"}
 SAID = {
     "class": "would step",

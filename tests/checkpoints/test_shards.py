@@ -104,7 +104,7 @@ def test_two_processes_hold_what_one_does_and_go_on_from_it(
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=script.BATCH, world_size=1, accumulation=1))
+    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=script.BATCH, data_ranks=1, accumulation=1))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "float64", "nadam", "adafactor"])

@@ -99,7 +99,7 @@ def noise(side: int = 8) -> ArraySource:
 
 
 def looked_up(source: ArraySource, batch: int, *, steps: int = 40) -> loader.InProcess:
-    return loader.InProcess(source, order(len(source), batch, steps=steps), seed=1, rank=0, world_size=1)
+    return loader.InProcess(source, order(len(source), batch, steps=steps), seed=1, data_rank=0, data_ranks=1)
 
 
 def fetched_by_workers(source: Source, numbers: Any, *, workers: int) -> DataLoader:
@@ -185,7 +185,7 @@ def test_batches_of_workers_are_those_of_the_plain_feed(device: torch.device) ->
     numbers = EvalBatches(size=len(source), batch_size=50)  # the last one is padded
     built = fetched_by_workers(source, numbers, workers=2)
     found = list(Ahead(functools.partial(loader.unwritten, built), device))
-    assert same_all(found, list(loader.InProcess(source, numbers, seed=None, rank=0, world_size=1)))
+    assert same_all(found, list(loader.InProcess(source, numbers, seed=None, data_rank=0, data_ranks=1)))
 
 
 @pytest.mark.usefixtures("_alone")
@@ -222,7 +222,7 @@ def test_a_ring_that_does_not_wait_for_its_copies_is_seen_here(chance: random.Ra
 def test_samples_that_are_not_looked_up_are_fetched_where_they_are_used() -> None:
     numbers = [np.array([3, 24, 7, -1]), np.array([5, 13, 6, 8])]
     for seed in (None, 5):
-        ranks = [loader.InProcess(Sums(), numbers, seed=seed, rank=rank, world_size=2) for rank in range(2)]
+        ranks = [loader.InProcess(Sums(), numbers, seed=seed, data_rank=rank, data_ranks=2) for rank in range(2)]
         (first, lost), (second, rest) = plain = [list(fed) for fed in ranks]
         assert list(first) == ["terms", "total", "samples", "numbers"]
         assert lost == Failure("sample 13 is missing")

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from processes import read_lines, train
 
 from app.metrics import flops
 from app.metrics.clock import Clock
 from app.metrics.gauges import Gauges
+from app.place.launched import Launched
+from app.ranks.runtime import Runtime
+from app.recipe.batching import BatchPlan
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
@@ -89,7 +91,8 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
 
 def test_what_is_not_known_stays_unknown() -> None:
     assert flops.peak_per_s(torch.device("cpu"), mixed_precision="bf16") is None
-    gauges = Gauges(Accelerator(cpu=True), torch.nn.Linear(1, 1), flops_per_sample=0.0, peak_flops_per_s=1e12)
+    alone = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=1, data_ranks=1, accumulation=1))
+    gauges = Gauges(alone, torch.nn.Linear(1, 1), flops_per_sample=0.0, peak_flops_per_s=1e12)
     time.sleep(0.01)
     _, readings = gauges.read(torch.zeros(1), gauges.clock.spent(), samples=8)
     assert readings["samples_per_s"] > 0

@@ -99,7 +99,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=2, world_size=1, accumulation=1))
+    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=2, data_ranks=1, accumulation=1))
 
 
 def advance(model: nn.Module, optimizer: Any, steps: range) -> None:

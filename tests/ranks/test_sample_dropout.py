@@ -20,7 +20,7 @@ from app.ranks.sample_dropout import PassDraws, SampleDropout, give_to_samples
 from app.recipe.batching import BatchPlan
 
 SEED = 5
-ALONE, SEVERAL = (BatchPlan(global_batch_size=8, world_size=count, accumulation=1) for count in (1, 2))
+ALONE, SEVERAL = (BatchPlan(global_batch_size=8, data_ranks=count, accumulation=1) for count in (1, 2))
 
 
 def kept(layers: nn.Module, draws: PassDraws, samples: list[int], shape: tuple[int, ...], dtype: Any = torch.float32) -> Tensor:

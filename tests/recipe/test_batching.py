@@ -23,29 +23,37 @@ def test_a_plan_divides_the_global_batch_or_says_why_not(
     shares = [micro for micro in range(1, global_batch_size + 1) if global_batch_size % (world_size * micro) == 0]
     fitting = [micro for micro in shares if micro <= (max_micro_batch or micro) and micro % neighbours == 0]
     if fitting:
-        plan = BatchPlan.fit(world_size=world_size, **asked)
+        plan = BatchPlan.fit(data_ranks=world_size, **asked)
         assert plan.micro_batch == max(fitting)
-        assert plan.micro_batch * plan.accumulation * plan.world_size == global_batch_size
+        assert plan.micro_batch * plan.accumulation * plan.data_ranks == global_batch_size
     else:
         hopeless = max_micro_batch is not None and max_micro_batch < neighbours
         why = (
             f"set train.max_micro_batch to {neighbours} or more" if hopeless else f"which {world_size} processes cannot divide"
         )
         with pytest.raises(RecipeError, match=why):
-            BatchPlan.fit(world_size=world_size, **asked)
+            BatchPlan.fit(data_ranks=world_size, **asked)
 
 
 def test_the_refusal_names_world_sizes_that_do() -> None:
     with pytest.raises(RecipeError, match="use 1, 2, 4, 8, 16, 32 processes") as refusal:
-        BatchPlan.fit(global_batch_size=64, world_size=3)
+        BatchPlan.fit(global_batch_size=64, data_ranks=3)
     assert "a multiple of 3" in str(refusal.value)
     for size in (1, 2, 4, 8, 16, 32):
-        BatchPlan.fit(global_batch_size=64, world_size=size)
+        BatchPlan.fit(global_batch_size=64, data_ranks=size)
 
 
 def test_mixing_pairs_needs_even_micro_batches() -> None:
-    assert BatchPlan.fit(global_batch_size=64, world_size=2, max_micro_batch=9, neighbours=2).micro_batch == 8
+    assert BatchPlan.fit(global_batch_size=64, data_ranks=2, max_micro_batch=9, neighbours=2).micro_batch == 8
     mixed = recipe_file.load("digits", ["augment.mixup=0.2"]).recipe
     assert BatchPlan.of(mixed, 32).micro_batch == 2
     with pytest.raises(RecipeError, match=r"a multiple of 2 \(augment\.mixup and augment\.cutmix mix pairs"):
         BatchPlan.of(mixed, 64)
+
+
+def test_processes_that_compute_together_are_one_rank() -> None:
+    plan = BatchPlan.fit(global_batch_size=64, data_ranks=2, tensor_parallel=4, max_micro_batch=16)
+    assert (plan.micro_batch, plan.passes) == (16, 4)
+    assert str(plan) == "global batch 64 = micro-batch 16 x accumulation 2 x 2 data-parallel ranks of 4 processes"
+    with pytest.raises(RecipeError, match=r"which 3 data-parallel ranks of 2 processes .*: use 2, 4, 8, 16, 32, 64 pro"):
+        BatchPlan.fit(global_batch_size=64, data_ranks=3, tensor_parallel=2)

@@ -69,7 +69,7 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, torch.Tensor]) 
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
+    return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, data_ranks=1, accumulation=1))
 
 
 def take_up(runtime: Runtime, model: torch.nn.Module, place: Path | str, **more: Any) -> Path:

@@ -23,7 +23,7 @@ from app.record.claim import Claim, claim
 ASKED_AT, SAVED_AFTER, SAVE_S = 5, 40, 0.01
 
 launched = read(os.environ)
-runtime = Runtime(launched, BatchPlan(global_batch_size=2, world_size=2, accumulation=1))
+runtime = Runtime(launched, BatchPlan(global_batch_size=2, data_ranks=2, accumulation=1))
 rank, run_dir = launched.rank, Path(sys.argv[1])
 
 

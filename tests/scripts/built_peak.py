@@ -56,7 +56,7 @@ def main(out: str) -> None:
     from app.recipe.batching import BatchPlan
 
     launched = read(os.environ)
-    runtime = Runtime(launched, BatchPlan(global_batch_size=12, world_size=launched.world_size, accumulation=1))
+    runtime = Runtime(launched, BatchPlan(global_batch_size=12, data_ranks=launched.world_size, accumulation=1))
     task = Drawn(lambda: llama(**SIZES))
     # Memory of before is not to be had again, and what is loaded late not to be counted.
     small, units = filling.made(Drawn(llama), {}, seed=0)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from app.recipe.batching import BatchPlan
 
 CYCLES = 4 * 10**9  # two seconds at 2 GHz
 
-runtime = Runtime(read(os.environ), BatchPlan(global_batch_size=1, world_size=1, accumulation=1))
+runtime = Runtime(read(os.environ), BatchPlan(global_batch_size=1, data_ranks=1, accumulation=1))
 runtime.accelerator.reduce(torch.ones(1, device=runtime.device))  # the first collective connects
 let_wait(dist.group.WORLD, LONGEST_WAIT)
 hosts = _on_hosts(LONGEST_WAIT)

@@ -22,7 +22,7 @@ def main(out: str, kinds: list[str]) -> None:
     from app.recipe.batching import BatchPlan
 
     launched = read(os.environ)
-    runtime = Runtime(launched, BatchPlan(global_batch_size=12, world_size=launched.world_size, accumulation=1))
+    runtime = Runtime(launched, BatchPlan(global_batch_size=12, data_ranks=launched.world_size, accumulation=1))
     found = {kind: look(runtime, kind) for kind in kinds}
     if runtime.is_main:
         Path(out).write_text(json.dumps(found))

@@ -24,7 +24,7 @@ by_torch_s, late_s = map(float, sys.argv[1:])
 distributed_c10d.default_pg_timeout = timedelta(seconds=by_torch_s)
 
 launched = read(os.environ)
-runtime = Runtime(launched, BatchPlan(global_batch_size=2, world_size=2, accumulation=1))
+runtime = Runtime(launched, BatchPlan(global_batch_size=2, data_ranks=2, accumulation=1))
 module = torch.nn.Linear(4, 4)
 model, optimizer = runtime.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
 steps = Steps(runtime.accelerator, model, optimizer, clip_norm=None)

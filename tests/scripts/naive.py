@@ -14,7 +14,7 @@ from app.recipe.batching import BatchPlan
 
 launched = read(os.environ)
 accelerator = Accelerator(cpu="--cpu" in sys.argv)
-plan = BatchPlan(global_batch_size=8, world_size=launched.world_size, accumulation=1)
+plan = BatchPlan(global_batch_size=8, data_ranks=launched.world_size, accumulation=1)
 try:
     handshake.check_group(accelerator, launched, plan)
 except SamerunError as error:

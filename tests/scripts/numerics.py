@@ -46,7 +46,7 @@ def spoil() -> None:
 if __name__ == "__main__":
     spoil()
     launched = read(own_environment())
-    plan = BatchPlan(global_batch_size=launched.world_size, world_size=launched.world_size, accumulation=1)
+    plan = BatchPlan(global_batch_size=launched.world_size, data_ranks=launched.world_size, accumulation=1)
     runtime = Runtime(launched, plan, tf32=sys.argv[2] == "1", deterministic=sys.argv[3] == "1")
     if runtime.is_main:
         Path(sys.argv[1]).write_text(json.dumps(settings()))

@@ -70,7 +70,7 @@ OWN_CASES = {
 def main() -> None:
     launched = read(os.environ)
     count = launched.world_size
-    runtime = Runtime(launched, BatchPlan(global_batch_size=count, world_size=count, accumulation=1))
+    runtime = Runtime(launched, BatchPlan(global_batch_size=count, data_ranks=count, accumulation=1))
     found: dict[str, dict[str, str | None]] = {}
     for name, recipe in RECIPES.items():
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 3))

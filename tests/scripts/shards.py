@@ -220,7 +220,7 @@ def main(names: list[str], left_file: str, found_file: str) -> None:
     from app.recipe.batching import BatchPlan
 
     launched = read(os.environ)
-    runtime = Runtime(launched, BatchPlan(global_batch_size=BATCH, world_size=launched.world_size, accumulation=1))
+    runtime = Runtime(launched, BatchPlan(global_batch_size=BATCH, data_ranks=launched.world_size, accumulation=1))
     left = read_records(left_file)
     found = {name: run(runtime, CASES[name], left[name]) for name in names}
     if runtime.is_main:

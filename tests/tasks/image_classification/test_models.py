@@ -168,7 +168,7 @@ def test_checking_the_shapes_draws_nothing_and_counts_nothing():
 
 
 def test_float64_starts_at_the_weights_of_float32():
-    runtime = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, world_size=1, accumulation=1))
+    runtime = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, data_ranks=1, accumulation=1))
     recipes = [recipe_file.load("digits", [f"train.dtype={dtype}"]).recipe for dtype in ("float32", "float64")]
     task, data = building.open_data(runtime, recipes[0])
     single, double = (building.build_model(runtime, recipe, task, data.train.facts)[0] for recipe in recipes)

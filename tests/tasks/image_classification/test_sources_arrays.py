@@ -74,7 +74,7 @@ def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: py
     source = open_data(recipe_file.load("digits").recipe.sections).train
     monkeypatch.setattr(loader, "_TOGETHER_BYTES", 6 * 2 * (64 + 8))  # of shares of 2 samples, 6
     batches = list(EvalBatches(size=len(source), batch_size=batch_size))
-    ranks = [list(loader.InProcess(source, batches, seed=None, rank=rank, world_size=2)) for rank in range(2)]
+    ranks = [list(loader.InProcess(source, batches, seed=None, data_rank=rank, data_ranks=2)) for rank in range(2)]
     assert [len(rank) for rank in ranks] == [len(batches)] * 2
     for numbers, *shares in zip(batches, *ranks, strict=True):
         real = numbers >= 0

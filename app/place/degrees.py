@@ -1,0 +1,121 @@
+"""How a model is divided otherwise than over all processes: copies of it (HSDP), and matrices in parts (tensor parallelism).
+
+Presets say it by Accelerate's own keys, `parallelism_config_*`, which `accelerate launch` hands on as variables of the
+environment. A size of -1, as the shipped ones have it, is derived from the topology. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.errors import PresetError, TopologyError
+
+KEY = "parallelism_config_"
+"""What a size's name begins with in a preset, and after `--` on Accelerate's command line."""
+_IN_USE = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_PREFIX = KEY.upper()
+DERIVED = -1
+"""The size that says: as many as the topology has."""
+UNSUPPORTED = {
+    "cp_size": "context parallelism is not supported",
+    "sp_size": "sequence parallelism is not supported",
+    "pp_size": "pipelines are not supported (examples/gpipe shows one)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """By how much a model is divided."""
+
+    replicas: int = 1
+    """Copies of it, each of which is sharded over world_size / replicas neighbouring ranks; 1: no copies."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that compute the same samples together, each with a part of every large matrix."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of it."""
+
+
+def read(environ: Mapping[str, str], strategy: str, *, world_size: int, per_node: int) -> Degrees:
+    """Return the degrees of so many processes, with so many on each node, as the environment says.
+
+    Raises PresetError for what is not supported, and TopologyError for sizes that do not divide the processes.
+    """
+    if environ.get(_IN_USE, "false").lower() not in ("true", "1"):
+        return Degrees()
+    sizes = {name: _size(environ, name) for name in ("dp_replicate_size", "dp_shard_size", "tp_size", *UNSUPPORTED)}
+    for name, why in UNSUPPORTED.items():
+        if sizes[name] != 1:
+            raise PresetError(f"{_said(name, sizes[name])}: {why}. Leave it out of the preset")
+    asked = {name: size for name, size in sizes.items() if size != 1}
+    if asked and strategy != "fsdp2":
+        told = " and ".join(_said(*one) for one in asked.items())
+        raise PresetError(f"{told}, and the preset's strategy is {strategy}: it needs distributed_type FSDP, fsdp_version 2")
+    return derived(
+        replicas=sizes["dp_replicate_size"],
+        shards=sizes["dp_shard_size"],
+        tensor_parallel=sizes["tp_size"],
+        world_size=world_size,
+        per_node=per_node,
+    )
+
+
+def derived(*, replicas: int, shards: int, tensor_parallel: int, world_size: int, per_node: int) -> Degrees:
+    """Return the degrees that a preset's sizes come to: of one process both are 1.
+
+    Raises PresetError for both at once, and TopologyError for sizes that do not divide the processes.
+    """
+    nodes = world_size // per_node
+    if replicas != 1 and tensor_parallel != 1:
+        raise PresetError(
+            f"{_said('dp_replicate_size', replicas)} and {_said('tp_size', tensor_parallel)}: copies of a model whose matrices "
+            "are divided are not supported; leave out one of them"
+        )
+    said = {"dp_replicate_size": replicas, "tp_size": tensor_parallel}
+    found = {
+        "dp_replicate_size": nodes if replicas == DERIVED else replicas,
+        "tp_size": per_node if tensor_parallel == DERIVED else tensor_parallel,
+    }
+    for name, size in found.items():
+        if world_size % size:
+            raise TopologyError(
+                f"{_said(name, said[name])}, and {size} does not divide the {world_size} "
+                f"process{'es' if world_size > 1 else ''}: choose another size, or another number of processes"
+            )
+    copies, divided = found.values()
+    left = world_size // (copies * divided)
+    if shards not in (1, DERIVED, left):
+        raise TopologyError(
+            f"{_said('dp_shard_size', shards)}, and {world_size} processes have {left} for each copy or part: leave it out"
+        )
+    if copies > 1 and left == 1:
+        raise TopologyError(
+            f"{_said('dp_replicate_size', replicas)}, and there are {world_size} processes: with one process for each copy "
+            "nothing is sharded. Use more processes on each node, or multi_node.yaml, which keeps whole copies"
+        )
+    notes = []
+    if replicas != 1 and copies == 1:
+        notes.append("there is one node, and so one copy of the model: this is fsdp2")
+    if per_node % divided:
+        notes.append(
+            f"the {divided} processes that compute a matrix together are not on one node, which has {per_node}: every layer "
+            f"waits for the network; --tensor-parallel {per_node}, or a divisor of it, stays within a node"
+        )
+    return Degrees(replicas=copies, tensor_parallel=divided, notes=tuple(notes))
+
+
+def _size(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(_PREFIX + name.upper(), "1")
+    try:
+        size = int(text)
+    except ValueError:
+        size = 0
+    if size < 1 and size != DERIVED:
+        raise PresetError(
+            f"{KEY}{name} is {text!r} ({_PREFIX}{name.upper()}): it must be a whole number, at least 1, or -1, which derives it"
+        )
+    return size
+
+
+def _said(name: str, size: int) -> str:
+    return f"{KEY}{name} is {size}"
