@@ -47,7 +47,7 @@ def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
     task = prepared or of_host.get(host) or task
     with runtime.together():
         train, validation, test = (task.samples(split) for split in get_args(Split))
-        data = Splits(train, validation, test)
+        data = Splits(train, validation, test, task.reads() if callable(getattr(task, "reads", None)) else {})
         return task, held_out.held_out(data, recipe.train.validation_fraction, seed=recipe.seed)
 
 

@@ -170,6 +170,12 @@ class Task(Protocol):
         Raises DataError, and RecipeError for a key that is missing.
         """
 
+    def reads(self) -> Mapping[str, str]:
+        """Return a digest of each thing beside the samples that is read and decides what is learnt, by what it is called.
+
+        All ranks must have it alike, and a run that goes on. Optional: there is none.
+        """
+
     def model(self, facts: Mapping[str, Any]) -> nn.Module:
         """Return the network for samples with these facts, on the CPU, in training mode, in float32.
 

@@ -109,6 +109,8 @@ class Splits(NamedTuple):
     """What a run looks at before its end. None: nothing is looked at."""
     test: Any | None
     """What the final weights are scored on, once. None: there is no such score."""
+    others: Mapping[str, str] = {}
+    """What else the task reads that decides what is learnt: a digest of each, by name."""
 
     @property
     def scored(self) -> dict[str, Any]:
@@ -120,4 +122,5 @@ class Splits(NamedTuple):
     def facts(self) -> dict[str, str]:
         """What tells these data from any other, by name."""
         named = {"training": self.train, **self.scored}
-        return {f"{name} data": f"{len(samples)} samples, {samples.fingerprint}" for name, samples in named.items()}
+        found = {f"{name} data": f"{len(samples)} samples, {samples.fingerprint}" for name, samples in named.items()}
+        return {**found, **self.others}

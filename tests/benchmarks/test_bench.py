@@ -22,6 +22,7 @@ ALL = {LIMIT, "hand-written", "samerun"}
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_a_small_bench_gives_a_whole_report(tmp_path):
     small = ["--recipe", "digits", "--models", "linear", "--threads", "1", "--processes", "1", "--peers", "none"]
     measured = ["--rounds", "3", "--window", "0.01", "--out", str(tmp_path)]

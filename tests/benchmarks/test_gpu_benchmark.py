@@ -21,12 +21,12 @@ def dry_run(folder: Path, *arguments: str) -> Finished:
 
 
 @pytest.mark.multiproc
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parts", "programs"),
     [
         (("eager", "recipe", "small"), {"hand-written, AdamW", "samerun, SGD", "convnet, samerun"}),
-        pytest.param(("sharded",), {"samerun, fsdp2", "samerun, deepspeed_zero3"}, marks=pytest.mark.long),
+        (("sharded",), {"samerun, fsdp2", "samerun, deepspeed_zero3"}),
     ],
 )
 def test_the_dry_run_gives_the_tables(parts: tuple[str, ...], programs: set[str], tmp_path: Path) -> None:

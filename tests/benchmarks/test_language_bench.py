@@ -8,7 +8,7 @@ import sys
 import pytest
 from processes import Started
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+pytestmark = [pytest.mark.multiproc, pytest.mark.long]
 
 
 def test_the_programs_take_turns() -> None:

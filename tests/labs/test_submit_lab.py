@@ -46,6 +46,7 @@ def test_a_submitted_job_trains_on_two_nodes(lab, tmp_path):
     assert (folder / log).read_text() == job.output != ""
 
 
+@pytest.mark.slow
 def test_an_array_of_two_gives_two_run_folders(lab, tmp_path):
     """Each on one node that it shares with the other's, side by side."""
     folder = tmp_path / "project"

@@ -267,6 +267,7 @@ def test_metrics_and_profile_tell_the_same_of_a_slow_rank(preset: str, tmp_path:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_a_compiled_model_tells_it_too_and_learns_the_same(tmp_path: Path) -> None:
     plain, compiled = tmp_path / "plain", tmp_path / "compiled"
     processes.train("multi_gpu", plain, *RUN, processes=2).check()

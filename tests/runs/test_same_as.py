@@ -79,6 +79,7 @@ def test_the_same_tree_is_equal_and_a_changed_number_is_found(tree: Path) -> Non
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_a_base_that_imports_another_trees_code_is_refused(tree: Path) -> None:
     package = tree / "app" / "__init__.py"
     before = package.read_text()

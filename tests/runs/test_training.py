@@ -229,6 +229,7 @@ def test_printing_the_recipe_needs_no_torch() -> None:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_a_model_that_cannot_be_compiled_is_trained_as_it_is(tmp_path: Path) -> None:
     arguments = ("--recipe", "digits", "train.steps=2", "log.every_steps=1")
     plain, uncompiled = tmp_path / "plain", tmp_path / "uncompiled"

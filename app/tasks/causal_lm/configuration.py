@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ NAMES = {
 """transformers' common names of the keys; a configuration's `attribute_map` has its own."""
 _OTHER_NAMES = {"intermediate_size": ("n_inner", "ffn_dim")}
 """Where that map has none: gpt2, opt."""
+_NO_PART = ("transformers_version", "_name_or_path")
 _DROPOUT = (
     "resid_pdrop", "embd_pdrop", "emb_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout", "residual_dropout",
     "embedding_dropout",
@@ -60,7 +62,28 @@ def positions_of(recipe: ModelRecipe) -> int | None:
     return _positions(config_of(recipe, vocab_size=None, sequence_length=None))
 
 
+def digest(recipe: ModelRecipe) -> dict[str, str]:
+    """Return a digest of the config.json that model.path names, by what it is called; nothing without one. Raises RecipeError.
+
+    Of its values: how they are laid out, and the version of transformers that wrote them, is no part of the network.
+    """
+    if recipe.path is None:
+        return {}
+    values = {key: value for key, value in _read(recipe).items() if key not in _NO_PART}
+    return {"config.json of model.path": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}
+
+
 def _of_folder(recipe: ModelRecipe) -> Any:
+    values = _read(recipe)
+    try:
+        kind = _class_of_config(values.pop("model_type"))
+    except (KeyError, AttributeError) as error:
+        raise _is_none_of_transformers(recipe, error) from error
+    names = {*values, *(field.name for field in dataclasses.fields(kind))}
+    return _made(kind, {**values, **_changed(recipe, names)})
+
+
+def _read(recipe: ModelRecipe) -> dict[str, Any]:
     path = recipe.path or ""
     folder = path if recipe.is_named else paths.filled_in("model.path", path)
     try:
@@ -70,15 +93,16 @@ def _of_folder(recipe: ModelRecipe) -> Any:
             file = Path(hf_hub_download(folder, "config.json", revision=recipe.revision, local_files_only=True))
         else:
             file = Path(folder) / "config.json"
-        values = json.loads(file.read_text())
-        kind = _class_of_config(values.pop("model_type"))
+        return dict(json.loads(file.read_text()).items())
     except FileNotFoundError as error:
         hint = "set model.download=true, which fetches it once" if recipe.is_named else "give a folder of transformers"
         raise RecipeError(f"model.path is {path}: there is no config.json ({error}): {hint}") from error
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise RecipeError(f"model.path is {path}: its config.json is none of transformers: {error!r}") from error
-    names = {*values, *(field.name for field in dataclasses.fields(kind))}
-    return _made(kind, {**values, **_changed(recipe, names)})
+    except (OSError, ValueError, AttributeError) as error:
+        raise _is_none_of_transformers(recipe, error) from error
+
+
+def _is_none_of_transformers(recipe: ModelRecipe, error: Exception) -> RecipeError:
+    return RecipeError(f"model.path is {recipe.path}: its config.json is none of transformers: {error!r}")
 
 
 def download(recipe: ModelRecipe) -> None:

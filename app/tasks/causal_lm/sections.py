@@ -38,6 +38,7 @@ class ModelRecipe:
     """The network, one of transformers."""
 
     not_learnt: ClassVar = ("attention", "head", "download")
+    places: ClassVar = ("path",)
     not_left: ClassVar = ("lora_rank", "lora_alpha", "lora_targets")
 
     architecture: str | None = None

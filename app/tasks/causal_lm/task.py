@@ -58,6 +58,10 @@ class CausalLM:
             length = configuration.positions_of(self._sections.model)
         return Rows(tokens, length, document_masks=data.document_masks, training=split == "train")
 
+    def reads(self) -> dict[str, str]:
+        """Return a digest of what model.path says the network is."""
+        return configuration.digest(self._sections.model)
+
     def notes(self, data: Splits) -> list[str]:
         """Return a sentence on the text that is trained on: how much it is, and what is left out."""
         rows: Rows = data.train

@@ -70,7 +70,7 @@ class ImageClassification:
 
     def notes(self, data: Splits) -> list[str]:
         """Return a sentence for classes without a sample, and for files that are no pictures."""
-        return notes_on(Data(*data))
+        return notes_on(Data(data.train, data.validation, data.test))
 
     def matched(self, samples: Source, facts: Mapping[str, Any]) -> Source:
         """Return pictures labelled by the names of the model's classes. Raises DataError if these are not of its kind."""
