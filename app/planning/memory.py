@@ -1,0 +1,240 @@
+"""How much memory a device needs for a step of training, by kind, before the job: no GPU, no weights, seconds.
+
+What a pass holds is traced on tensors without data (`passes`). What lies there all the time is counted: weights, the states of
+the optimizer (`states`), gradients where they have a place of their own. What DeepSpeed takes is worked out (`zero`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from app.planning import model as models
+from app.planning import passes, states, tensor_parallel, zero
+from app.planning.ledger import KINDS
+from app.planning.model import Blueprint, Sizes, of_model
+from app.recipe.recipe_file import LoadedRecipe
+from app.recipe.schema import Recipe
+
+__all__ = ["LEFT_OUT", "STRATEGIES", "Case", "Memory", "Sizes", "largest_micro_batch", "of_model", "peak"]
+
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2", "hsdp", "tensor_parallel")
+_ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
+_FSDP2 = ("fsdp2", "hsdp", "tensor_parallel")
+
+LEFT_OUT = (
+    "what the libraries take on a GPU (the CUDA context, NCCL's buffers, workspaces of cuBLAS and cuDNN): 0 here, not "
+    "calibrated on a GPU",
+    "what torch's allocator cannot use for being in pieces",
+    "what a kernel takes for itself while it runs",
+    "evaluations, checkpoints and the building of the model, which are outside the steps",
+    "the gather of a whole weight of FSDP2 by gloo, on a CPU",
+)
+"""What an estimate does not hold."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe under a preset, on so many devices."""
+
+    recipe: Recipe | LoadedRecipe
+    strategy: str = "single"
+    """One of STRATEGIES."""
+    data_ranks: int = 1
+    """Ranks that the global batch is divided among."""
+    replicas: int = 1
+    """Copies of the model (hsdp): each is divided among data_ranks / replicas ranks."""
+    tensor_parallel: int = 1
+    """Ranks that each layer is divided among."""
+    micro_batch: int = 1
+    """Samples of a pass on one rank."""
+    precision: str = "no"
+    """Accelerate's word: no, bf16 or fp16."""
+    checkpoint_activations: str = "none"
+    """none or blocks."""
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"the strategy is {self.strategy}: it must be one of {', '.join(STRATEGIES)}")
+        if self.data_ranks % self.replicas:
+            raise ValueError(f"{self.data_ranks} data-parallel ranks cannot hold {self.replicas} copies of the model")
+
+    @property
+    def plain_recipe(self) -> Recipe:
+        """The recipe without its origins."""
+        return self.recipe.recipe if isinstance(self.recipe, LoadedRecipe) else self.recipe
+
+    @property
+    def accumulation(self) -> int:
+        """Passes of a step."""
+        return max(self.plain_recipe.train.global_batch_size // (self.micro_batch * self.data_ranks), 1)
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which a copy of the model is divided."""
+        return self.data_ranks // self.replicas
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device at the worst moment of a step, by kind."""
+
+    weights: int = 0
+    """What the device keeps of them, and what it gathers for a pass."""
+    gradients: int = 0
+    """With the buffers that they are added up in."""
+    optimizer: int = 0
+    """Its states, the float32 weights that it steps on, where the others are in half precision, and an average of the weights
+    (`train.ema_decay`)."""
+    activations: int = 0
+    """What layers keep for the backward pass, and what they work with."""
+    loss: int = 0
+    """The same of the last layer and the loss: logits."""
+    buffers: int = 0
+    """Of the model, such as running statistics."""
+    libraries: int = 0
+    """Not known without a GPU: 0."""
+    host: int = field(default=0, compare=False)
+    """In the memory of the machine, for this rank; no part of `total`."""
+    moment: str = field(default="", compare=False)
+    """When it is: a phase of the step."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return sum(self.by_kind.values())
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of the device by the name of their kind."""
+        kinds = ("weights", "gradients", "optimizer", "activations", "loss", "buffers", "libraries")
+        return {kind: getattr(self, kind) for kind in kinds}
+
+    def plus(self, **more: int) -> Memory:
+        """Return it with more bytes of some kinds."""
+        return replace(self, **{kind: getattr(self, kind) + count for kind, count in more.items()})
+
+
+def peak(case: Case) -> Memory:
+    """Return what a device of the case needs.
+
+    This process must not have joined others. Raises DataError if what the data tells of the model is not known, RecipeError for
+    a task whose loss looks at numbers, or for tensor parallelism of a model without a plan.
+    """
+    blueprint = _of_one_rank(case.plain_recipe, case.tensor_parallel)
+    kept = _kept(case, blueprint)
+    held = _passes(case, blueprint)
+    moments = [
+        kept.plus(**dict(zip(KINDS, bytes_of_kinds, strict=True))).plus(**_of_pass(case, blueprint, phase))
+        for phase, bytes_of_kinds in held.items()
+    ]
+    named = [replace(moment, moment=phase) for moment, phase in zip(moments, held, strict=True)]
+    return max([*named, _step(case, blueprint, kept)], key=lambda it: it.total)
+
+
+def largest_micro_batch(case: Case, limit: int, *, most: int | None = None) -> int:
+    """Return the largest micro-batch with which a case fits into so many bytes; 0: none does.
+
+    Between two sizes the peak lies on a line, or above it only where another moment of the step becomes the worst: so two
+    peaks tell where to look, and what is returned was looked at, with the next size too large. `most`: no larger one is
+    wanted; None: what a rank's share of the global batch is.
+    """
+    most = most or max(case.plain_recipe.train.global_batch_size // case.data_ranks, 1)
+
+    @functools.cache
+    def of(size: int) -> int:
+        return peak(replace(case, micro_batch=size)).total
+
+    if of(1) > limit:
+        return 0
+    low, high = 1, most + 1  # low fits, high does not or is not wanted
+    guess = min(2, most)
+    while high - low > 1:
+        if of(guess) <= limit:
+            low = guess
+        else:
+            high = guess
+        other = high if high <= most else max(1, low - 1)
+        slope = (of(other) - of(low)) / (other - low) if other != low else 0
+        ahead = low + math.floor((limit - of(low)) / slope) if slope > 0 else most
+        guess = min(max(ahead, low + 1), high - 1)
+    return low
+
+
+def _kept(case: Case, blueprint: Blueprint) -> Memory:
+    """What lies there during the whole step."""
+    recipe, strategy = case.plain_recipe, case.strategy
+    itemsize = torch.finfo(getattr(torch, recipe.train.dtype)).bits // 8
+    trainable = [tuple(it.shape) for it in blueprint.model.parameters() if it.requires_grad]
+    buffers = blueprint.sizes.buffers
+    if strategy in _ZERO:
+        return zero.kept(case, blueprint).plus(buffers=buffers)
+    shards = case.shards if strategy in _FSDP2 else 1
+    mine = [_rows(shape, shards) for shape in trainable]
+    frozen = [_rows(tuple(it.shape), shards) for it in blueprint.model.parameters() if not it.requires_grad]
+    average = sum(map(math.prod, mine)) * itemsize if recipe.train.ema_decay is not None else 0
+    return Memory(
+        weights=sum(map(math.prod, (*mine, *frozen))) * itemsize,
+        gradients=sum(map(math.prod, trainable)) * itemsize if strategy == "ddp" else 0,  # its buckets stay
+        optimizer=states.of_shapes(recipe.optim, mine, itemsize=itemsize) + average,
+        buffers=buffers,
+    )
+
+
+def _rows(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """The shape of rank 0's rows, as torch.chunk deals them out."""
+    return (math.ceil(shape[0] / shards), *shape[1:]) if shape else shape
+
+
+def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, tuple[int, ...]]:
+    recipe, strategy = case.plain_recipe, case.strategy
+    preferred = recipe.train.takes_channels_last(
+        tensor_cores=case.device == "cuda" and case.precision != "no", preferred=blueprint.task.channels_last
+    )
+    how = passes.How(
+        micro_batch=case.micro_batch,
+        precision=case.precision,
+        half_weights=strategy in _ZERO and case.precision != "no",
+        checkpoints=case.checkpoint_activations == "blocks",
+        passes=min(case.accumulation, 2) if strategy in ("single", *_FSDP2) else 1,
+        keeps_gradients=strategy not in ("ddp", *_ZERO),
+        shards=case.shards if strategy in _FSDP2 else 0,
+        channels_last=preferred,
+    )
+    return _traced(recipe, case.tensor_parallel, how)
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(recipe: Recipe, ranks: int, how: passes.How) -> Mapping[str, tuple[int, ...]]:
+    """The trace that several strategies share."""
+    return passes.peaks(_of_one_rank(recipe, ranks), how)
+
+
+@functools.lru_cache(maxsize=8)
+def _of_one_rank(recipe: Recipe, ranks: int) -> Blueprint:
+    whole = models.blueprint(recipe)
+    return whole if ranks == 1 else tensor_parallel.of_one_rank(whole, ranks)
+
+
+def _of_pass(case: Case, blueprint: Blueprint, phase: str) -> dict[str, int]:
+    """What the strategy takes in this phase that no trace has seen."""
+    return zero.in_pass(case, blueprint, phase) if case.strategy in _ZERO else {}
+
+
+def _step(case: Case, blueprint: Blueprint, kept: Memory) -> Memory:
+    """What is held while the optimizer steps."""
+    recipe, strategy = case.plain_recipe, case.strategy
+    if strategy in _ZERO:
+        return replace(zero.step(case, blueprint, kept), moment="step")
+    shards = case.shards if strategy in _FSDP2 else 1
+    itemsize = torch.finfo(getattr(torch, recipe.train.dtype)).bits // 8
+    sizes = [math.prod(_rows(tuple(it.shape), shards)) * itemsize for it in blueprint.model.parameters() if it.requires_grad]
+    extra = states.of_step(recipe.optim, sizes, on_gpu=case.device == "cuda")
+    gradients = 0 if strategy == "ddp" else sum(sizes)
+    return replace(kept.plus(optimizer=extra, gradients=gradients), moment="step")
