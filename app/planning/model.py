@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from app import own_layers, tasks
 from app.errors import DataError, RecipeError
-from app.initial.units import places
+from app.initial.units import block_classes, places
 from app.initial.zero3 import transformers_unaware
 from app.optim import freezing
 from app.recipe.recipe_file import LoadedRecipe
@@ -94,8 +94,7 @@ def blueprint(recipe: Recipe) -> Blueprint:
         tie()
     model = model.to(getattr(torch, recipe.train.dtype))
     freezing.freeze(model, recipe.train.freeze or ())
-    chosen = getattr(task, "blocks", None)
-    classes = frozenset((getattr(model, "_no_split_modules", None) or ()) if chosen is None else chosen)
+    classes = frozenset(block_classes(task, model))
     return Blueprint(task, facts, model, _alike(model, classes), classes)
 
 
@@ -165,18 +164,6 @@ def batch_of(blueprint: Blueprint, size: int, form: Form) -> dict[str, Any]:
         return made.to(memory_format=torch.channels_last) if is_last else made
 
     return pytree.tree_map(grown, example)  # type: ignore[no-any-return]
-
-
-def checkpoint_blocks(model: Any, classes: frozenset[str]) -> None:
-    """Have the blocks keep their inputs alone, and compute what is inside again in the backward pass."""
-    if callable(enable := getattr(model, "gradient_checkpointing_enable", None)):
-        enable({"use_reentrant": False})
-        return
-    from torch.utils.checkpoint import checkpoint
-
-    for module in model.modules():
-        if type(module).__name__ in classes:
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def called(model: nn.Module, precision: str, *, by_autocast: bool) -> Callable[..., Any]:

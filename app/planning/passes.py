@@ -23,6 +23,7 @@ from app.planning import ledger
 from app.planning import model as models
 from app.planning.ledger import Bytes, Ledger
 from app.planning.model import Blueprint
+from app.ranks import recomputing, sample_dropout
 from app.task import Form
 
 _SHALLOW = (4, 5)
@@ -67,6 +68,7 @@ def peaks(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
 
 def _traced(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
     model = copy.deepcopy(blueprint.model)  # before tensors have no data
+    dropout = sample_dropout.give_to_samples(model, 0)
     group = ledger.group_of(how.shards) if how.shards else nullcontext()
     with group:
         mesh = _mesh(how.shards)
@@ -74,7 +76,7 @@ def _traced(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
             half = models.HALVES.get(how.precision) if how.half_weights else None
             models.bring_to_cpu(model, dtype=half)
             if how.checkpoints:
-                models.checkpoint_blocks(model, blueprint.classes)
+                recomputing.compute_blocks_again(model, blueprint.classes)
             if how.channels_last:
                 own_layers.take_channels_last(model)
             if how.shards:
@@ -82,10 +84,12 @@ def _traced(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
             inputs = half or next(model.parameters()).dtype
             order = torch.channels_last if how.channels_last else torch.contiguous_format
             batch = models.batch_of(blueprint, how.micro_batch, Form(inputs, order))
-            return _of_step(blueprint, model, batch, how)
+            return _of_step(blueprint, model, batch, how, dropout)
 
 
-def _of_step(blueprint: Blueprint, model: nn.Module, batch: dict[str, Any], how: How) -> dict[str, Bytes]:
+def _of_step(
+    blueprint: Blueprint, model: nn.Module, batch: dict[str, Any], how: How, dropout: sample_dropout.PassDraws
+) -> dict[str, Bytes]:
     book = Ledger()
     book.ignore(iter([*model.parameters(), *model.buffers()]))
     watch = _Watch(book, blueprint, model)
@@ -99,6 +103,7 @@ def _of_step(blueprint: Blueprint, model: nn.Module, batch: dict[str, Any], how:
                 book.call_it(tensor, "activations")
         for _ in range(min(how.passes, 2)):
             watch.forward()
+            dropout.begin(batch["samples"])
             try:
                 loss = blueprint.task.loss(call, batch).mean
             except ledger.NEEDS_NUMBERS as error:

@@ -7,13 +7,10 @@ It is not traced: DeepSpeed's engine does not run on tensors without data. What 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from app.planning import states
+from app.planning.case import Case, Memory
 from app.planning.model import Blueprint
-
-if TYPE_CHECKING:
-    from app.planning.memory import Case, Memory
 
 BUCKET = 500_000_000
 """Elements of the buffer that gradients are added up in, whatever the size of the model (`reduce_bucket_size`)."""
@@ -27,8 +24,6 @@ _WHOLE = 4
 
 def kept(case: Case, blueprint: Blueprint) -> Memory:
     """Return what lies there during the whole step, without buffers."""
-    from app.planning.memory import Memory
-
     width, share = _width(case), _share(case, blueprint)
     trainable = blueprint.sizes.trainable
     frozen = blueprint.sizes.parameters - trainable
