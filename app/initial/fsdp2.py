@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils.dataclasses import DynamoBackend
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
@@ -47,16 +48,33 @@ def _by_layer(plugin: Any, blocks: Collection[str]) -> Iterator[None]:
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = before
 
 
+class _Over:
+    """An Accelerator as Accelerate's function sees it that divides a model by rows, with a mesh of one dimension."""
+
+    def __init__(self, accelerator: Accelerator, mesh: DeviceMesh) -> None:
+        self.state, self.mixed_precision = accelerator.state, accelerator.mixed_precision
+        self.device, self.is_main_process = accelerator.device, accelerator.is_main_process
+        self.torch_device_mesh, self.parallelism_config = mesh, self
+        self.fsdp_dim_names = mesh.mesh_dim_names
+
+
 @torch.no_grad()
-def fill(accelerator: Accelerator, model: nn.Module, units: Units, note: Callable[[str, Tensor], None]) -> None:
+def fill(
+    accelerator: Accelerator,
+    model: nn.Module,
+    units: Units,
+    note: Callable[[str, Tensor], None],
+    mesh: DeviceMesh | None = None,
+) -> None:
     """Divide a model on torch's meta device among the ranks and give each its rows of the units' numbers.
 
-    `note` is called with each whole tensor that was drawn, by its name, in the type that the model has.
+    `note` is called with each whole tensor that was drawn, by its name, in the type that the model has. `mesh` has the ranks
+    among whom rows are divided, where Accelerate does not know of it.
     """
     where = places(model)
     plugin = accelerator.state.fsdp_plugin
     with _by_layer(plugin, units.blocks):
-        fsdp2_prepare_model(accelerator, model)
+        fsdp2_prepare_model(accelerator if mesh is None else _Over(accelerator, mesh), model)
     offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     model.to_empty(device="cpu" if offloads else accelerator.device)
     for standing in where.values():

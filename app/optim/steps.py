@@ -80,6 +80,9 @@ class Steps:
         self._accumulation = accelerator.gradient_accumulation_steps
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        meshes = {parameter.device_mesh for parameter in self._parameters if isinstance(parameter, DTensor)}
+        self._copies = [_copies(it, accelerator.num_processes) for it in self._parameters] if len(meshes) > 1 else []
+        """Of each parameter under tensor parallelism, where some are divided among more ranks than others."""
         self._pass_gradient: torch.Tensor | None = None
         self._pass_weight: float | None = None
         self._no_grad = torch.no_grad()  # kept, as making one takes longer than entering it
@@ -182,6 +185,8 @@ class Steps:
     def _norm_and_clip(self) -> torch.Tensor | float:
         """Return the norm of the gradient before clipping: a float if the host looks at it, or else a scalar on the device."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._copies:
+            return self._norm_and_clip_parts()
         if self._is_sharded:
             norm = get_total_norm(gradients)
         else:  # what that does too, without a look at each tensor's device and type
@@ -193,6 +198,26 @@ class Steps:
             clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return norm.item() if self._looks else norm
+
+    def _norm_and_clip_parts(self) -> torch.Tensor | float:
+        """Do the same where ranks have parameters in common: each element counts once. torch takes one mesh only."""
+        pairs = [(parameter.grad, copies) for parameter, copies in zip(self._parameters, self._copies, strict=True)]
+        gradients = [gradient.to_local() for gradient, _ in pairs if isinstance(gradient, DTensor)]
+        copies = torch.tensor([copies for gradient, copies in pairs if gradient is not None], device=gradients[0].device)
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+        total = (squares / copies).sum()
+        torch.distributed.all_reduce(total)  # of all ranks: each gets the same bits
+        norm = total.sqrt().to(gradients[0].dtype)
+        if self._clip_norm is not None:  # as torch's clip_grads_with_norm_ does
+            torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm.item() if self._looks else norm
+
+
+def _copies(parameter: torch.Tensor, ranks: int) -> int:
+    """How many of so many ranks have the same elements of a parameter."""
+    assert isinstance(parameter, DTensor)
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return ranks // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:

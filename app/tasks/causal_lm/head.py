@@ -5,10 +5,16 @@ Shapes: B rows, S tokens a row, H numbers a token, V tokens in the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from app.tasks.causal_lm import vocabulary
 
 IGNORED = -100
 """The label of what does not count; that of torch and transformers."""
@@ -22,6 +28,9 @@ class Head(nn.Linear):
     The loss is computed in its `forward`, so that FSDP2 and ZeRO-3 gather its weights for that as for the logits.
     """
 
+    divides_itself: ClassVar[bool] = True
+    """Under tensor parallelism its weights are a part of the vocabulary's: this knows what to do with them."""
+
     def __init__(self, like: nn.Linear, *, chunked: bool) -> None:
         super().__init__(like.in_features, like.out_features, bias=like.bias is not None, device="meta")
         self.weight = like.weight
@@ -30,6 +39,8 @@ class Head(nn.Linear):
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None, *, by_row: bool = False) -> Tensor:
         """Return the logits [B, S, V]; with labels int64 [B, S] the sum of nats of all, or `by_row` of each row [B]."""
+        if isinstance(self.weight, DTensor):
+            return self._in_parts(hidden, labels, self.weight, by_row=by_row)
         if labels is None:
             return super().forward(hidden)
         if not self.chunked or hidden.is_meta:  # without data logits cost nothing, and their FLOPs are counted
@@ -59,13 +70,28 @@ class Head(nn.Linear):
             logits = F.linear(tokens, self.weight, self.bias)
             return nats_of(logits[:, None], targets[:, None], by_row=by_row)
 
+        parts = self._parts(nats, hidden, labels)
+        return torch.cat(parts).view(labels.shape).sum(1) if by_row else torch.stack(parts).sum()
+
+    def _in_parts(self, hidden: Tensor, labels: Tensor | None, weight: DTensor, *, by_row: bool) -> Tensor:
+        """Do the same as `forward` with a part of the vocabulary, together with the processes that have the others."""
+        if labels is None:
+            return vocabulary.logits_of(super().forward, hidden, weight)
+        own, bias = weight.to_local(), self.bias.to_local() if isinstance(self.bias, DTensor) else None
+
+        def nats(tokens: Tensor, targets: Tensor) -> Tensor:
+            return vocabulary.nats_of_part(F.linear(tokens, own, bias), targets, weight, ignored=IGNORED)
+
+        found = torch.cat(self._parts(nats, vocabulary.for_all(hidden, weight), labels))
+        return found.view(labels.shape).sum(1) if by_row else found.sum()
+
+    def _parts(self, nats: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor) -> list[Tensor]:
+        """Return what `nats` makes of some tokens at a time, which it computes once more in the backward pass."""
         tokens, targets = hidden.flatten(0, 1), labels.reshape(-1)
         # Logits that take as much memory as `hidden`, but not so few that the products get small.
-        size = max(_FEWEST_TOKENS, len(tokens) * self.in_features // self.out_features)
-        parts = [
-            checkpoint(nats, *part, use_reentrant=False) for part in zip(tokens.split(size), targets.split(size), strict=True)
-        ]
-        return torch.cat(parts).view(labels.shape).sum(1) if by_row else torch.stack(parts).sum()
+        size = max(_FEWEST_TOKENS, len(tokens) * self.in_features // self.out_features) if self.chunked else len(tokens)
+        pairs = zip(tokens.split(size), targets.split(size), strict=True)
+        return [checkpoint(nats, *pair, use_reentrant=False) if self.chunked else nats(*pair) for pair in pairs]
 
 
 def nats_of(logits: Tensor, labels: Tensor, *, by_row: bool) -> Tensor:
