@@ -20,7 +20,7 @@ from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
 from app.errors import DataError, PresetError
 from app.evaluation import Evaluation, evaluate, show
-from app.initial import filling
+from app.initial import filling, tensor_parallel
 from app.initial.units import Units
 from app.optim import freezing, schedule
 from app.ranks import numerics, random_layers
@@ -66,6 +66,8 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tup
         )
     runtime.seed(recipe.seed)
     model, units = filling.made(task, facts, seed=recipe.seed)
+    if launched.tensor_parallel > 1:
+        tensor_parallel.check(model, launched.tensor_parallel)
     model = model.to(getattr(torch, recipe.train.dtype))
     if recipe.train.sync_batchnorm:
         model = random_layers.synchronize_batchnorm(model, device_type=runtime.device.type)

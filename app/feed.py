@@ -121,10 +121,11 @@ class Feed:
                 self._judge_draws()
 
     def _judge_draws(self) -> None:
-        """Raise TrainingError if a step consists of several passes, and these draw from torch's generators."""
+        """Raise TrainingError if a step is several passes, or several processes', and they draw from torch's generators."""
         if self._draws_by_rank:
-            said = self._dropout.said_of_others(self._runtime.plan)
-            if self._runtime.plan.passes > 1:
+            parts = self._runtime.launched.tensor_parallel
+            said = self._dropout.said_of_others(self._runtime.plan, parts=parts)
+            if self._runtime.plan.passes * parts > 1:
                 raise TrainingError(said)
             self._say(f"note: {said}")
 

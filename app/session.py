@@ -79,7 +79,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         rule = from_recipe.Rule.of(recipe.optim, model)  # what does not fit is refused before a run folder is there
         dropout = sample_dropout.give_to_samples(model, recipe.seed)
         narrow, counted = _without_data(runtime, task, model, data.train.facts, dropout)
-        dropout.refuse_others(runtime.plan)
+        dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
         if recipe.train.checkpoint_activations == "blocks":  # after the count of FLOPs, which is of the model and not of this
             recomputing.compute_blocks_again(model, block_classes(task, model))
         drawn = None if units is None else filling.fill(runtime, model, units)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.initial import fsdp2, whole, zero3
+from app.errors import PresetError
+from app.initial import fsdp2, tensor_parallel, whole, zero3
 from app.initial.held import as_text, digest_of, is_divided
 from app.initial.units import Units, check_left
 from app.ranks.runtime import Runtime
@@ -39,11 +40,20 @@ def made(task: Task, facts: Mapping[str, Any], *, seed: int) -> tuple[nn.Module,
 def fill(runtime: Runtime, model: nn.Module, units: Units) -> str:
     """Give the model the units' numbers, in its place, and return their digest, of this rank's own.
 
-    Under FSDP2 and ZeRO-3 a rank keeps its share of each unit. Raises RecipeError for what the task's `init` has not filled.
-    Called by all ranks together.
+    Under FSDP2, ZeRO-3 and tensor parallelism a rank keeps its share of each unit. Raises RecipeError for what the task's
+    `init` has not filled. Called by all ranks together.
     """
     total, accelerator, strategy = _Total(), runtime.accelerator, runtime.launched.strategy
-    if strategy == "fsdp2" and fsdp2.can_divide(accelerator):
+    if runtime.launched.tensor_parallel > 1:
+        assert runtime.mesh is not None
+        if not fsdp2.can_divide(accelerator):
+            raise PresetError(
+                "tensor parallelism divides a model before it is prepared, and the preset compiles it (dynamo_config), or sets "
+                "fsdp_cpu_ram_efficient_loading or fsdp_ignored_modules: leave these out"
+            )
+        tensor_parallel.divide(model, runtime.mesh["tp"])
+        fsdp2.fill(accelerator, model, units, total.add, runtime.mesh["dp_shard"])
+    elif strategy == "fsdp2" and fsdp2.can_divide(accelerator):
         fsdp2.fill(accelerator, model, units, total.add)
     elif strategy == "deepspeed" and zero3.can_divide(accelerator):
         zero3.fill(accelerator, model, units, total.add)

@@ -98,13 +98,16 @@ class PassDraws:
     def __deepcopy__(self, memo: object) -> PassDraws:
         return self  # layers of a copied model are told by the same feed
 
-    def said_of_others(self, plan: BatchPlan) -> str:
-        """Return a sentence on what forward passes draw that belongs to no sample: a note where a step is one pass."""
+    def said_of_others(self, plan: BatchPlan, *, parts: int = 1) -> str:
+        """Return a sentence on what forward passes draw that belongs to no sample: a note where a step is one pass.
+
+        `parts` is how many processes compute a pass together.
+        """
         known = [f"{name}: {why}" for name, why in self.left.items()]
         more = f"; {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
         what = "; ".join(known[:_MOST_NAMED]) + more if known else "functional dropout, as in attention, or torch.rand"
         said = f"forward passes draw random numbers that belong to no sample ({what})"
-        if plan.passes == 1:
+        if plan.passes * parts == 1:
             return (
                 f"{said}: this recipe is refused on several processes and with accumulation, where its result would be another"
             )
@@ -114,10 +117,10 @@ class PassDraws:
             "nn.Dropout on inputs [B, ...], draw in the task's `ready`, or train on one process without accumulation"
         )
 
-    def refuse_others(self, plan: BatchPlan) -> None:
-        """Raise RecipeError for layers that are `left`, where a step is several passes."""
-        if self.left and plan.passes > 1:
-            raise RecipeError(self.said_of_others(plan))
+    def refuse_others(self, plan: BatchPlan, *, parts: int = 1) -> None:
+        """Raise RecipeError for layers that are `left`, where a step is several passes, or several processes' together."""
+        if self.left and plan.passes * parts > 1:
+            raise RecipeError(self.said_of_others(plan, parts=parts))
 
     def look(self, forward: Callable[[int], Any]) -> None:
         """See which layers' inputs have the samples in their first dimension; the others are `left` from now on.
