@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
 from app.errors import PresetError
 from app.ranks import sample_dropout
@@ -143,15 +144,14 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
     transformers adds up what a parameter has after a pass, and so in a step of several passes what was added up before.
     """
-    group, forward = mesh.get_group(), module.forward
+    forward = module.forward
     known: dict[str, Tensor] = {}
 
     def total(gradient: Tensor) -> Tensor:
-        found = gradient.clone()
-        torch.distributed.all_reduce(found, group=group)
-        return found
+        summed: Tensor = DTensor.from_local(gradient, mesh, [Partial()], run_check=False).full_tensor()
+        return summed
 
-    def summed(*args: Any, **named: Any) -> Any:
+    def forward_watched(*args: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
             for key, parameter in module._parameters.items():  # FSDP2's gathered ones, in the place of its shards
                 if parameter is not None and parameter.requires_grad and known.get(key) is not parameter:
@@ -159,4 +159,4 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
                     known[key] = parameter
         return forward(*args, **named)
 
-    module.forward = summed
+    module.forward = forward_watched

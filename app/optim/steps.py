@@ -206,8 +206,7 @@ class Steps:
         copies = torch.tensor([copies for gradient, copies in pairs if gradient is not None], device=gradients[0].device)
         squares = torch.stack(torch._foreach_norm(gradients)).double().square()
         total = (squares / copies).sum()
-        torch.distributed.all_reduce(total)  # of all ranks: each gets the same bits
-        norm = total.sqrt().to(gradients[0].dtype)
+        norm: torch.Tensor = self._accelerator.reduce(total, "sum").sqrt().to(gradients[0].dtype)
         if self._clip_norm is not None:  # as torch's clip_grads_with_norm_ does
             torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm.item() if self._looks else norm

@@ -32,8 +32,7 @@ def nats_of_part(logits: Tensor, targets: Tensor, weight: DTensor, *, ignored: i
     mesh, count = weight.device_mesh, logits.shape[1]
     first = mesh.get_local_rank() * count
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    greatest = exact.detach().amax(1)
-    torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX, group=mesh.get_group())
+    greatest = DTensor.from_local(exact.detach().amax(1), mesh, [Partial("max")], run_check=False).full_tensor()
     is_own = (targets >= first) & (targets < first + count)
     own = exact.gather(1, (targets - first).where(is_own, 0)[:, None])[:, 0].where(is_own, 0.0)
     parts = torch.stack([(exact - greatest[:, None]).exp().sum(1), own])
