@@ -1,4 +1,4 @@
-"""Score a finished run again: `python -m app.evaluate RUN [--split validation] [--json] [key=value ...]`.
+"""Score a finished run again: `samerun evaluate RUN [--split validation] [--json] [key=value ...]`.
 
 RUN may be what `samerun export` wrote, or any folder of transformers with a language model: then `--recipe`, or `data.*`, says
 on which text.
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import DataError, SamerunError, UsageError, leave_with
-from app.evaluation import Evaluation
 from app.options import train_options
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
@@ -27,6 +26,7 @@ from app.record import run_folder
 
 if TYPE_CHECKING:
     from app.data.samples import Splits
+    from app.evaluation import Evaluation
 
 _OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
 """The task whose models are folders of another library, and the recipe of its data if none is given."""
@@ -34,7 +34,7 @@ _OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
 
 def main(argv: list[str] | None = None) -> None:
     """Print the scores of a finished run; ends the process with the error's exit code if that fails."""
-    parser = argparse.ArgumentParser(prog="python -m app.evaluate", description="Score a finished run again.")
+    parser = argparse.ArgumentParser(prog="samerun evaluate", description="Score a finished run again.")
     parser.add_argument("run", type=Path, help="run folder, or that of an exported model or of transformers")
     parser.add_argument("--recipe", help="for a folder of transformers: a recipe, by name or path, that says on which text")
     parser.add_argument(

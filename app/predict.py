@@ -1,4 +1,4 @@
-"""What a finished run makes of new inputs: `python -m app.predict RUN FILES... [--top 3] [--json]`.
+"""What a finished run makes of new inputs: `samerun predict RUN FILES... [--top 3] [--json]`.
 
 The task knows what to do with a file. Pictures are brought to the size of the training images as in the evaluation.
 """
@@ -10,16 +10,13 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
-from app.checkpoints import model_file
 from app.errors import SamerunError, leave_with
 from app.options.values import positive
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print what the model makes of each file; ends the process with the error's exit code if that fails."""
-    parser = argparse.ArgumentParser(prog="python -m app.predict", description="Ask the model of a finished run.")
+    parser = argparse.ArgumentParser(prog="samerun predict", description="Ask the model of a finished run.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what the task takes: to classify images, a "
                         "picture in any format that Pillow reads")  # fmt: skip
@@ -27,6 +24,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top", type=positive, default=3, help="how many answers to show, the likeliest first (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     arguments = parser.parse_args(argv)
+    import torch  # here: the help need not wait for it
+
+    from app.checkpoints import model_file
+
     try:
         task, model, _ = model_file.load(arguments.run, arguments.task)
         with torch.no_grad():

@@ -20,7 +20,7 @@ from app.errors import PresetError
 from app.files import yaml_text
 from app.place.launched import NO_FP16_ON_CPU, PRECISIONS
 
-_SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
+SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 
 # What people call what a preset of another name does.
 _OTHER_NAMES = {
@@ -128,7 +128,7 @@ class Preset:
 
 def names() -> list[str]:
     """Names of the presets that come with the package, sorted."""
-    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def load(name_or_path: str) -> Preset:
@@ -174,7 +174,7 @@ def _find(name_or_path: str) -> Path:
     """The file of a shipped name or of a path; a shipped name goes before a file of that name."""
     path = Path(name_or_path)
     if name_or_path in names():
-        return _SHIPPED / f"{name_or_path}.yaml"
+        return SHIPPED / f"{name_or_path}.yaml"
     if path.is_file():
         return path
     what = "there is no such file" if path.suffix or len(path.parts) > 1 else "there is no preset and no file of that name"

@@ -28,7 +28,7 @@ from app.recipe import task_file
 from app.recipe.recipe_keys import flat
 from app.recipe.schema import ALTERNATIVES, Recipe, sections_of
 
-_SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT, _COMMAND_LINE = "default", "command line"
 
 
@@ -45,7 +45,7 @@ class LoadedRecipe:
 
 def names() -> list[str]:
     """Names of the recipes that come with the package, sorted."""
-    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -57,7 +57,7 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
         RecipeError: everything that is wrong with the file, the overrides and the values, one problem a line.
     """
     path = _find(name_or_path)
-    file = path.name if path.parent == _SHIPPED else str(path)
+    file = path.name if path.parent == SHIPPED else str(path)
     _, root = yaml_text.compose(path, name=file, error=RecipeError)
     task = _task(root, path, file, overrides)
     problems: list[str] = []
@@ -198,7 +198,7 @@ def _find(name_or_path: str) -> Path:
     """The file of a shipped name or of a path; a shipped name goes before a file of that name."""
     path = Path(name_or_path)
     if name_or_path in names():
-        return _SHIPPED / f"{name_or_path}.yaml"
+        return SHIPPED / f"{name_or_path}.yaml"
     if path.is_dir():
         raise RecipeError(f"recipe {name_or_path}: that is a folder; give a YAML file or one of {', '.join(names())}")
     if path.exists():

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from app.options.values import tolerance
-from app.reports import past_run, plots
+from app.reports import past_run
 from app.reports.comparison import DECIDING_STEPS, TOLERANCE, Comparison, compare
 from app.reports.past_run import PastRun
 
@@ -26,6 +26,8 @@ _WIDTH = 120  # of the tables where there is no terminal to fit into, in charact
 def main(argv: list[str]) -> int:
     """Compare two runs from the command line; 0 only if they were the same run."""
     options = _parser().parse_args(argv)
+    from app.reports import plots  # matplotlib takes half a second, which the help does not need
+
     runs = [past_run.read(folder) for folder in options.runs]
     for run in runs:
         for complaint in run.complaints:

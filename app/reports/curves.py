@@ -10,13 +10,15 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from app.errors import RunFolderError
-from app.reports import past_run, plots
+from app.reports import past_run
 from app.reports.named_scores import quantities
 from app.reports.past_run import PastRun
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _DPI = 150
 
@@ -25,6 +27,8 @@ def main(argv: list[str]) -> int:
     """Draw the runs from the command line, and print the files that were written. Raises RunFolderError for none to draw."""
     parser = _parser()
     options = parser.parse_args(argv)
+    from app.reports import plots  # matplotlib takes half a second, which the help does not need
+
     runs = find(options.runs)
     for run in runs:
         for complaint in run.complaints:
@@ -90,7 +94,7 @@ def _say(text: str) -> None:
     sys.stderr.write(f"samerun: {text}\n")
 
 
-def _xs(text: str) -> Sequence[plots.X]:
+def _xs(text: str) -> Sequence[str]:
     return [name.strip() for name in text.split(",")]
 
 

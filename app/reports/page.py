@@ -1,4 +1,4 @@
-"""`samerun report RUN`: all that a run folder tells, as one HTML page that needs no network, no other file and no script.
+"""All that a run folder tells, as one HTML page that needs no network, no other file and no script.
 
 Works on the folder of a run that is finished, going on or broken, on any machine; reads it and writes nothing but the page.
 What cannot be read or drawn is a sentence at the top, and the rest is there.
@@ -6,12 +6,9 @@ What cannot be read or drawn is a sentence at the top, and the rest is there.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -19,15 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 import jinja2
 from matplotlib.figure import Figure
 
-from app.errors import RunFolderError, SamerunError
-from app.record import run_folder
-from app.reports import past_run, plots, tables, time_split
+from app.errors import SamerunError
+from app.reports import plots, tables, time_split
 from app.reports.named_scores import heading, quantities, value_text, words
 from app.reports.past_run import PastRun
 from app.reports.state import State, duration, moment, state_of
 from app.reports.task_page import page_of
 
-FILE = "report.html"
 T = TypeVar("T")
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _MOST_POINTS = 400
@@ -57,25 +52,6 @@ class Split(NamedTuple):
     """The shares over the course of the run."""
     shares: list[tables.Bar]
     """Those of the whole of it."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page and say where it is; return the exit code."""
-    parser = argparse.ArgumentParser(prog="samerun report", description="Write all that a run folder tells as one HTML page.")
-    parser.add_argument("run", type=Path, help="run folder, of a run that is finished, going on or broken")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page (default: RUN/{FILE})")
-    arguments = parser.parse_args(argv)
-    run = past_run.read(arguments.run)
-    page = arguments.out or arguments.run / FILE
-    html, complaints = render(run, time.time())
-    try:
-        run_folder.write_text(page, html)
-    except RunFolderError as error:
-        raise RunFolderError(f"{error} By --out FILE it is written elsewhere.") from error
-    for complaint in complaints:
-        sys.stderr.write(f"note: {complaint}\n")
-    sys.stdout.write(f"{page}\n")
-    return 0
 
 
 def render(run: PastRun, now: float) -> tuple[str, list[str]]:

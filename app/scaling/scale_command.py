@@ -26,7 +26,7 @@ from app.options.values import names, numbers, positive, share
 from app.place import cores
 from app.recipe import recipe_file
 from app.record import run_folder
-from app.scaling import figures, plot, report, running, sweep
+from app.scaling import figures, report, running, sweep
 from app.scaling.advice import advise
 from app.scaling.figures import Row
 from app.scaling.report import Report
@@ -198,6 +198,8 @@ def _concluded(
 
 def _report(folder: Path, found: Report, say: Callable[[str], None]) -> int:
     """Write the report and the picture, say the main figures, and return the exit code."""
+    from app.scaling import plot  # matplotlib takes half a second, which the help does not need
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         report.write(folder, found)

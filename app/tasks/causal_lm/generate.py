@@ -11,13 +11,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from app.errors import DataError, DeviceError, RunFolderError
 from app.options.values import not_negative, positive, share, tolerance
-from app.tasks.causal_lm.folders import has_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 _HALF = "\ufffd"
 """What the beginning of a character is decoded to."""
@@ -56,6 +56,8 @@ def load(folder: Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a library that reads files may raise
         raise RunFolderError(f"transformers cannot load the model of {folder}: {_first_line(error)}") from error
+    from app.tasks.causal_lm.folders import has_tokenizer
+
     if not has_tokenizer(folder):
         raise RunFolderError(
             f"{folder} has no tokenizer: put the files of the one there that the text was tokenised with (tokenizer.json, "
@@ -75,6 +77,7 @@ def generate(
 
     `options` has temperature (0: the likeliest token each time), top_p, top_k (0: all) and seed.
     """
+    import torch
     from transformers import GenerationConfig
 
     sampled = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
@@ -178,6 +181,8 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _device(name: str | None) -> torch.device:
+    import torch  # here: the help need not wait for it
+
     if name is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")

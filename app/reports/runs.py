@@ -1,0 +1,136 @@
+"""`samerun runs [FOLDER...]`: a table of runs, with their states, their scores and what differs between their recipes."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.errors import RunFolderError
+from app.reports.curves import find
+from app.reports.named_scores import last_scores, words
+from app.reports.past_run import PastRun
+from app.reports.state import state_of
+
+Row = dict[str, Any]
+_FOLDERS = Path("runs")
+_FORMATS = ("table", "json", "csv", "markdown")
+
+
+def main(argv: list[str]) -> int:
+    """Print the table. Raises RunFolderError if there are no runs, and for a column that none has."""
+    options = _parser().parse_args(argv)
+    found = find(options.folders)
+    if not found:
+        raise RunFolderError(
+            f"there are no runs in {', '.join(map(str, options.folders))}: give run folders, or folders of run folders."
+        )
+    rows = rows_of(found, now=time.time())
+    if options.sort:
+        rows = _in_order(rows, options.sort, reverse=options.reverse)
+    if options.format == "json":
+        sys.stdout.write(json.dumps(rows) + "\n")
+    else:
+        _write(rows, options.format)
+    return 0
+
+
+def rows_of(runs: Sequence[PastRun], *, now: float) -> list[Row]:
+    """Return for each run its folder, state, steps done and wanted, what of its recipe others have otherwise, and its scores.
+
+    `now` is in Unix seconds. Every row has every column; None: the run has none.
+    """
+    recipes = [_flat(run.recipe) for run in runs]
+    differ = [key for key in _keys(recipes) if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes)]
+    scores = [_main_scores(run) for run in runs]
+    rows = []
+    for run, recipe, own in zip(runs, recipes, scores, strict=True):
+        state = state_of(run, now)
+        row = {"run": str(run.folder), "state": state.word, "step": state.step, "of": state.total_steps}
+        row |= {key: recipe.get(key) for key in differ}
+        rows.append(row | {key: own.get(key) for key in _keys(scores)})
+    return rows
+
+
+def _main_scores(run: PastRun) -> dict[str, float]:
+    """The scores of a split by which the run is judged, and the losses."""
+    wanted = {"loss", *(run.monitor or ())[:1]}
+    return {key: value for key, value in last_scores(run).items() if key.partition("_")[2] in wanted}
+
+
+def _keys(values: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for one in values for key in one))
+
+
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe by their names on a command line."""
+    found: dict[str, Any] = {}
+    for section, value in recipe.items():
+        found |= {f"{section}.{key}": it for key, it in value.items()} if isinstance(value, Mapping) else {section: value}
+    return found
+
+
+def _in_order(rows: list[Row], key: str, *, reverse: bool) -> list[Row]:
+    """Sort by a column; those without a value are last."""
+    if key not in rows[0]:
+        raise RunFolderError(f"--sort {key}: the columns are {', '.join(rows[0])}.")
+    there = [row for row in rows if row[key] is not None]
+    as_numbers = all(isinstance(row[key], (int, float)) for row in there)
+    there.sort(key=lambda row: row[key] if as_numbers else str(row[key]), reverse=reverse)
+    return there + [row for row in rows if row[key] is None]
+
+
+def _write(rows: Sequence[Row], form: str) -> None:
+    if form == "csv":
+        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return
+    heads = [words(key) if _is_score(key, rows) else key for key in rows[0]]
+    cells = [[_text(value) for value in row.values()] for row in rows]
+    if form == "markdown":
+        lines = [heads, ["---"] * len(heads), *cells]
+        sys.stdout.write("".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for head, key in zip(heads, rows[0], strict=True):
+        table.add_column(
+            escape(head), justify="right" if _is_score(key, rows) or key in ("step", "of") else "left", overflow="fold"
+        )
+    for line in cells:
+        table.add_row(*map(escape, line))
+    (Console() if sys.stdout.isatty() else Console(width=160)).print(table)
+
+
+def _is_score(key: str, rows: Sequence[Row]) -> bool:
+    return any(isinstance(row[key], float) for row in rows) and "." not in key
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun runs",
+        description="List runs: their states, scores, and the recipe keys in which they differ.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folders", type=Path, nargs="*", default=[_FOLDERS], metavar="RUN",
+                        help="run folder, or folder of run folders (default: runs)")  # fmt: skip
+    parser.add_argument("--sort", metavar="COLUMN", help="sort by this column, as --format csv names it; the smallest first")
+    parser.add_argument("--reverse", action="store_true", help="with --sort: the largest first")
+    parser.add_argument("--format", choices=_FORMATS, default="table", help="how to print (default: table)")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="as --format json")
+    return parser

@@ -1,0 +1,49 @@
+"""`samerun recipes|presets|script`: what comes with the package; `samerun --version` and what a help imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from app.recipe import recipe_file
+from launch import cli, preset
+
+LAUNCH = Path(cli.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "folder", "ending"),
+    [
+        ("recipes", recipe_file.names(), recipe_file.SHIPPED, ".yaml"),
+        ("presets", preset.names(), preset.SHIPPED, ".yaml"),
+        ("script", sorted(path.name for pattern in ("*.sh", "*.pbs") for path in LAUNCH.glob(pattern)), LAUNCH, ""),
+    ],
+)
+def test_each_file_is_listed_and_printed(command: str, names: list[str], folder: Path, ending: str, capsys) -> None:
+    assert cli.main([command]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == names
+    for name in names:
+        assert cli.main([command, name]) == 0
+        assert capsys.readouterr().out == (folder / f"{name}{ending}").read_text()
+    assert cli.main([command, "nothing"]) == 2
+    assert f"`samerun {command}` lists them" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"samerun {version('samerun')}\n"
+
+
+@pytest.mark.parametrize("command", list(cli._COMMANDS))
+def test_a_help_imports_neither_torch_nor_matplotlib(command: str) -> None:
+    looked = "import sys; from launch import cli\ntry:\n    cli.main([sys.argv[1], '--help'])\nexcept SystemExit as end:\n"
+    looked += "    assert not end.code, end.code\nassert not {'torch', 'matplotlib', 'transformers'} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", looked, command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: " in done.stdout

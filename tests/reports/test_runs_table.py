@@ -1,0 +1,66 @@
+"""`samerun runs`: the table of runs, and what stands in it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch import cli
+
+
+@pytest.fixture
+def folder(digits_run: Path, tmp_path: Path) -> Path:
+    """Two runs of which one has another learning rate and has not ended."""
+    for name in ("run-2", "run-10"):
+        shutil.copytree(digits_run, tmp_path / name)
+    recipe = tmp_path / "run-10" / "recipe.yaml"
+    values = yaml.safe_load(recipe.read_text())
+    values["optim"]["lr"] = 0.25
+    recipe.write_text(yaml.safe_dump(values))
+    (tmp_path / "run-10" / "result.json").unlink()
+    return tmp_path
+
+
+def printed(capsys, *arguments: object) -> str:
+    assert cli.main(["runs", *map(str, arguments)]) == 0
+    return str(capsys.readouterr().out)
+
+
+def test_a_row_has_the_state_the_scores_and_what_differs(folder: Path, digits_run: Path, capsys) -> None:
+    first, second = json.loads(printed(capsys, folder, "--json"))
+    result = json.loads((digits_run / "result.json").read_text())
+    assert [Path(row["run"]).name for row in (first, second)] == ["run-2", "run-10"]
+    assert first["state"] == "finished"
+    assert first["step"] == first["of"] == result["steps"]
+    assert first["test_accuracy"] == result["test_accuracy"]
+    assert second["optim.lr"] == 0.25 != first["optim.lr"]
+    assert not {"optim.name", "seed"} & first.keys(), "alike in both"
+    evaluated = json.loads((digits_run / "evaluations.jsonl").read_text().splitlines()[-1])
+    last = {key: value for key, value in evaluated.items() if key.endswith("accuracy") and "top" not in key}
+    assert last.items() <= second.items()
+
+
+def test_every_form_has_the_same_rows_and_sorting_puts_what_is_missing_last(folder: Path, capsys) -> None:
+    rows = list(csv.DictReader(io.StringIO(printed(capsys, folder, "--format", "csv", "--sort", "optim.lr", "--reverse"))))
+    assert [row["optim.lr"] for row in rows] == ["0.25", rows[1]["optim.lr"]]
+    lines = printed(capsys, folder, "--format", "markdown", "--sort", "optim.lr").splitlines()
+    assert len(lines) == 4
+    assert "run-2" in lines[2]
+    assert lines[0].startswith("| run | state | step | of | optim.lr | ")
+    table = printed(capsys, folder / "run-2")
+    assert "finished" in table
+    assert "optim.lr" not in table
+
+
+def test_a_column_that_is_not_there_and_a_folder_without_runs_are_named(folder: Path, tmp_path: Path, capsys) -> None:
+    assert cli.main(["runs", str(folder), "--sort", "optim.rate"]) == 7
+    assert "--sort optim.rate: the columns are run, state, step, of, optim.lr" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["runs", str(tmp_path / "empty")]) == 7
+    assert "there are no runs in" in capsys.readouterr().err
