@@ -194,7 +194,7 @@ def test_presets_files_and_programs_for_clusters_exist() -> None:
     }
     assert len(paths) >= 12
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
-    assert set(re.findall(r"\bsamerun ([a-z]+)\b", code)) == {"launch", "submit", "doctor"}
+    assert set(re.findall(r"\bsamerun ([a-z]+)\b", code)) == {"launch", "submit", "doctor", "evaluate", "predict"}
 
 
 def test_headings_for_clusters_that_are_linked_exist() -> None:

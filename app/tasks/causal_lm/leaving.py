@@ -101,7 +101,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 ```
 
-`samerun generate THIS_FOLDER "text"` goes on with a text, and `python -m app.evaluate THIS_FOLDER` scores the model.
+`samerun generate THIS_FOLDER "text"` goes on with a text, and `samerun evaluate THIS_FOLDER` scores the model.
 
 ## Recipe
 
