@@ -8,11 +8,13 @@ an `accelerate` on the PATH may belong to another environment, or be missing whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from app.errors import PresetError
 from app.place.launched import NO_FP16_ON_CPU
 from app.place.topology import Topology
+from launch import parallelism
 from launch.preset import Preset, contradiction
 from launch.run_module import ACCELERATE, program
 
@@ -22,7 +24,7 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 """Those that torchrun (2.13 and later) passes on to its processes. By default it dies of the last two."""
 
 
-def accelerate_argv(
+def accelerate_argv(  # noqa: PLR0913  (keyword-only after the parts)
     topology: Topology,
     preset: Preset,
     app_args: Sequence[str],
@@ -30,14 +32,17 @@ def accelerate_argv(
     module: str = "app.train",
     mixed_precision: str | None = None,
     node_rank: int | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
     """Return the arguments of the `accelerate launch` that starts this node's processes of `module`, program first.
 
-    `node_rank` makes them those of another node, `mixed_precision` replaces the preset's. Where the names of the hosts are
+    `node_rank` makes them those of another node, `mixed_precision` replaces the preset's, and `sizes` those of its
+    parallelism_config. Where the names of the hosts are
     known, each line of a process begins with its rank and host. With one process, the presets for
     several work as they are: their process is a group of one, with a RANK and a WORLD_SIZE like any other (only the option
     --multi_gpu refuses it, which a file does not set). Raises PresetError for a preset that starts one process where the
-    topology has more: Accelerate would start it without a word. And for fp16 under one that asks for the CPU.
+    topology has more: Accelerate would start it without a word. And for fp16 under one that asks for the CPU. And for
+    sizes that it has not; TopologyError for those that do not divide the processes.
     """
     if preset.is_single_process and topology.world_size > 1:
         raise PresetError(
@@ -50,6 +55,7 @@ def accelerate_argv(
     contradicting = contradiction(preset, num_nodes=topology.num_nodes, processes_per_node=topology.processes_per_node)
     if contradicting:
         raise PresetError(f"preset {preset.path}: {contradicting}")
+    parallelism.of_launch(preset.name, preset.sizes, topology, sizes)
     argv = [*program(ACCELERATE), "--config_file", str(preset.path)]
     node_rank = topology.node_rank if node_rank is None else node_rank
     label_lines = bool(topology.hosts) and not preset.is_single_process
@@ -65,6 +71,7 @@ def accelerate_argv(
         argv += ["--tee", _BOTH_STREAMS] if label_lines else []
     if mixed_precision is not None:
         argv += ["--mixed_precision", mixed_precision]
+    argv += parallelism.argv(sizes)
     return [*argv, *program(module)[1:], *app_args]
 
 

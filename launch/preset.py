@@ -19,6 +19,7 @@ import yaml
 from app.errors import PresetError
 from app.files import yaml_text
 from app.place.launched import NO_FP16_ON_CPU, PRECISIONS
+from launch import parallelism
 
 SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 
@@ -26,6 +27,7 @@ SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 _OTHER_NAMES = {
     "ddp": "multi_gpu", "distributed": "multi_gpu", "gpu": "single_gpu", "cuda": "single_gpu", "ddp_multi_node": "multi_node",
     "zero1": "deepspeed_zero1", "zero2": "deepspeed_zero2", "zero3": "deepspeed_zero3", "zero": "deepspeed_zero2",
+    "hybrid": "hsdp", "hybrid_shard": "hsdp", "tp": "tensor_parallel",
     "deepspeed": "deepspeed_zero2", "fsdp": "fsdp2", "offload": "deepspeed_zero3_offload",
 }  # fmt: skip
 _TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
@@ -34,7 +36,7 @@ _SECTION_OF = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
 # Keys that a preset may hold. A key of a section that Accelerate does not know is ignored by it without a word.
 _KEYS = {
     "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "num_machines",
-    "main_training_function", "dynamo_backend", "dynamo_config", "deepspeed_config", "fsdp_config",
+    "main_training_function", "dynamo_backend", "dynamo_config", "deepspeed_config", "fsdp_config", parallelism.SECTION,
 }  # fmt: skip
 _SECTION_KEYS = {
     "deepspeed_config": {
@@ -57,6 +59,7 @@ _REFUSED = {
     "main_process_port": _MACHINE.format("--main_process_port"),
     "gpu_ids": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
     **{key: _IGNORED.format(key) for key in ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")},
+    "megatron_lm_config": "pipelines and tensor parallelism by Megatron-LM are not supported: leave it out",
     "fp8_config": "8-bit numbers are not supported: leave it out, and set mixed_precision to bf16",
     "gradient_accumulation_steps": "it is derived from the recipe: leave it out; train.max_micro_batch=N bounds memory",
     "gradient_clipping": "clipping is learnt behaviour: leave it out and set optim.clip_norm in the recipe",
@@ -112,6 +115,8 @@ class Preset:
     """Processes of all nodes, where the file says how many: a launch of another number is refused."""
     num_machines: int | None = None
     """Nodes, likewise."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """What its `parallelism_config` sets, by the names without their prefix; -1 is derived from the topology."""
     for_one_node: str = ""
     """Why it cannot be used on several nodes; empty: it can."""
 
@@ -146,6 +151,7 @@ def load(name_or_path: str) -> Preset:
         use_cpu=settings.get("use_cpu") is True,
         num_processes=settings.get("num_processes"),
         num_machines=settings.get("num_machines"),
+        sizes=parallelism.sizes_of(settings.get(parallelism.SECTION)),
         for_one_node=_for_one_node(settings),
     )
 
@@ -231,6 +237,7 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: distributed_type is {kind}, so Accelerate would ignore it; leave it out or change distributed_type"
         elif key in _SECTION_KEYS and not isinstance(value, dict):
             yield f"{key} is {value!r}: it must hold `key: value` lines"
+    yield from parallelism.problems(settings.get(parallelism.SECTION), kind)
     if kind == "NO" and settings.get("num_processes", 1) != 1:
         yield f"num_processes is {settings['num_processes']}: distributed_type NO starts 1 process; use MULTI_GPU for more"
     for name in _COUNTS:
@@ -261,7 +268,8 @@ def _precision_problems(precision: Any, *, on_cpu: bool) -> Iterator[str]:
     if precision is False:
         yield "mixed_precision is no without quotes, which YAML reads as false: write 'no'"
     elif precision is not None and precision not in PRECISIONS:
-        yield f"mixed_precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}"
+        eight = "; 8-bit numbers are not supported" if precision == "fp8" else ""
+        yield f"mixed_precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}{eight}"
     elif precision == "fp16" and on_cpu:
         yield f"mixed_precision is fp16, and use_cpu is true: {NO_FP16_ON_CPU}"
 

@@ -44,7 +44,7 @@ AVERAGED = ("train.ema_decay=0.9", "checkpoint.every_steps=4")
 SGD = ("optim.name=sgd", "optim.nesterov=true", "optim.lr=0.1", "optim.clip_norm=null", "augment.label_smoothing=0.1")
 BATCH_NORM = ("model.norm=batch", "model.activation=relu", "model.pooling=max")
 ALL = (*AUGMENTED, *MIXED, *AVERAGED, "train.max_micro_batch=64", "augment.label_smoothing=0.1")
-SHARDED = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2")
+SHARDED = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2", "hsdp")
 RENAMED = {"train.dtype": "model.dtype", "augment.label_smoothing": "train.label_smoothing"}
 """Keys of the cases that an earlier base has under another name."""
 VALIDATION = ("train.validation_fraction", "data.validation_split")

@@ -43,7 +43,7 @@ LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
 STARTERS_FLOOR = 19  # those from this one on start processes with it
 # The rooms of launch/, each of which sees those before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
-    ("launch.new", "launch.shipped", "launch.preset", "launch.run_module", "launch.node_command"),
+    ("launch.new", "launch.shipped", "launch.parallelism", "launch.preset", "launch.run_module", "launch.node_command"),
     ("launch.schedulers",),
     ("launch.start",),
     ("launch.submit",),
@@ -189,6 +189,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.ranks.handshake",
             "app.place.degrees",
             "app.place.launched",
+            "launch.parallelism",
             "launch.preset",
         },
     }

@@ -31,7 +31,6 @@ def can_divide(accelerator: Accelerator) -> bool:
         plugin.cpu_ram_efficient_loading
         or plugin.ignored_modules
         or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-        or getattr(accelerator, "torch_device_mesh", None) is not None
     )
 
 
@@ -49,7 +48,7 @@ def _by_layer(plugin: Any, blocks: Collection[str]) -> Iterator[None]:
 
 
 class _Over:
-    """An Accelerator as Accelerate's function sees it that divides a model by rows, with a mesh of one dimension."""
+    """An Accelerator as Accelerate's function sees it that divides a model by rows, with a mesh of its own."""
 
     def __init__(self, accelerator: Accelerator, mesh: DeviceMesh) -> None:
         self.state, self.mixed_precision = accelerator.state, accelerator.mixed_precision

@@ -23,6 +23,7 @@ _MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("report_to", "logger", "tracker", "log_with"), ("--trackers",)),
     **dict.fromkeys(("precision", "fp16", "bf16", "amp"), ("--mixed-precision",)),
     **dict.fromkeys(("config", "cfg", "yaml"), ("--recipe",)),
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), ("--tensor-parallel",)),
     **dict.fromkeys(("pretrained", "weights", "finetune"), ("train.init_from=",)),
     **dict.fromkeys(("master_port", "rdzv_port"), ("--port",)),
     **dict.fromkeys(("batch_size", "batch", "bs", "b", "per_device_train_batch_size"), ("train.global_batch_size=",)),
@@ -41,6 +42,8 @@ _ACCELERATES = {
     "num_machines": "--nodes",
     "main_process_port": "--port",
     "mixed_precision": "--mixed-precision",
+    "parallelism_config_tp_size": "--tensor-parallel",
+    "parallelism_config_dp_replicate_size": "--replicas",
 }
 
 
@@ -85,7 +88,8 @@ class Parser(argparse.ArgumentParser):
 
     def options(self) -> list[str]:
         """Return all that begins with a dash and means something here."""
-        return [option for option in self._option_string_actions if option.startswith("--") and option[2:] not in _ACCELERATES]
+        hidden = {*_ACCELERATES, *(name.replace("_", "-") for name in _ACCELERATES)} - {it[2:] for it in _ACCELERATES.values()}
+        return [option for option in self._option_string_actions if option.startswith("--") and option[2:] not in hidden]
 
     def _meant(self, word: str, words: Sequence[str], also: Collection[str]) -> str:
         option, equals, value = word.partition("=")

@@ -57,21 +57,30 @@ def read(environ: Mapping[str, str], strategy: str, *, world_size: int, per_node
         tensor_parallel=sizes["tp_size"],
         world_size=world_size,
         per_node=per_node,
+        origins={name: _PREFIX + name.upper() for name in sizes},
     )
 
 
-def derived(*, replicas: int, shards: int, tensor_parallel: int, world_size: int, per_node: int) -> Degrees:
+def derived(
+    *,
+    replicas: int,
+    shards: int,
+    tensor_parallel: int,
+    world_size: int,
+    per_node: int,
+    origins: Mapping[str, str],
+) -> Degrees:
     """Return the degrees that a preset's sizes come to: of one process both are 1.
 
     Raises PresetError for both at once, and TopologyError for sizes that do not divide the processes.
     """
-    nodes = world_size // per_node
+    nodes, sizes = world_size // per_node, {"dp_replicate_size": replicas, "dp_shard_size": shards, "tp_size": tensor_parallel}
+    told = {name: f"{_said(name, size)}{f' ({origins[name]})' if name in origins else ''}" for name, size in sizes.items()}
     if replicas != 1 and tensor_parallel != 1:
         raise PresetError(
-            f"{_said('dp_replicate_size', replicas)} and {_said('tp_size', tensor_parallel)}: copies of a model whose matrices "
-            "are divided are not supported; leave out one of them"
+            f"{told['dp_replicate_size']} and {told['tp_size']}: copies of a model whose matrices are divided are not "
+            "supported; leave out one of them"
         )
-    said = {"dp_replicate_size": replicas, "tp_size": tensor_parallel}
     found = {
         "dp_replicate_size": nodes if replicas == DERIVED else replicas,
         "tp_size": per_node if tensor_parallel == DERIVED else tensor_parallel,
@@ -79,18 +88,18 @@ def derived(*, replicas: int, shards: int, tensor_parallel: int, world_size: int
     for name, size in found.items():
         if world_size % size:
             raise TopologyError(
-                f"{_said(name, said[name])}, and {size} does not divide the {world_size} "
+                f"{told[name]}, and {size} does not divide the {world_size} "
                 f"process{'es' if world_size > 1 else ''}: choose another size, or another number of processes"
             )
     copies, divided = found.values()
     left = world_size // (copies * divided)
     if shards not in (1, DERIVED, left):
         raise TopologyError(
-            f"{_said('dp_shard_size', shards)}, and {world_size} processes have {left} for each copy or part: leave it out"
+            f"{told['dp_shard_size']}, and {world_size} processes have {left} for each copy or part: leave it out"
         )
     if copies > 1 and left == 1:
         raise TopologyError(
-            f"{_said('dp_replicate_size', replicas)}, and there are {world_size} processes: with one process for each copy "
+            f"{told['dp_replicate_size']}, and there are {world_size} processes: with one process for each copy "
             "nothing is sharded. Use more processes on each node, or multi_node.yaml, which keeps whole copies"
         )
     notes = []

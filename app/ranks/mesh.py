@@ -19,11 +19,23 @@ from torch.utils.data import DataLoader
 from app.place.launched import Launched
 
 
+class _Copies(ParallelismConfig):
+    """Accelerate's words for copies of a model, with the mesh's own name for their shards.
+
+    Its own name is that of a dimension flattened out of one, of which torch 2.15 warns and which no mesh above it knows.
+    """
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The dimensions over which FSDP2 keeps copies, and shards them."""
+        return ["dp_replicate", "dp_shard"]
+
+
 def of_copies(launched: Launched) -> ParallelismConfig | None:
     """Return what tells Accelerate of the copies of HSDP; None: there are none."""
     if launched.replicas == 1:
         return None
-    return ParallelismConfig(
+    return _Copies(
         dp_replicate_size=launched.replicas,
         dp_shard_size=launched.world_size // launched.replicas,
         tp_size=1,

@@ -7,7 +7,9 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from app.place.degrees import DERIVED
 from app.place.topology import listed
+from launch import parallelism
 from launch.start.resolved import Resolved
 
 
@@ -15,6 +17,8 @@ def introduce(resolved: Resolved, say: Callable[[str], None]) -> None:
     """Say what is run, and where."""
     say(f"preset {resolved.preset.name} ({resolved.preset_origin}), {resolved.topology.described('processes_per_node')}")
     say(str(resolved.plan))
+    for note in resolved.degrees.notes:
+        say(f"note: {note}")
     if resolved.allocation and resolved.allocation.start:
         where = f"{resolved.allocation.scheduler} on {listed(resolved.topology.hosts)}"
         say(f"{where}; {resolved.allocation.start_origin}, so {resolved.allocation.start[0]} starts it on each node")
@@ -39,12 +43,14 @@ def explanation(resolved: Resolved, environment: Mapping[str, str]) -> Iterator[
     rows = [("runs in", where, "its variables" if resolved.allocation else "no scheduler's variables"), *rows]
     if topology.hosts:
         rows.append(("hosts", listed(topology.hosts), topology.origins.get("hosts", "default")))
+    divide = "world_size" if plan.tensor_parallel == 1 else "data_ranks"
     rows += [
         ("world_size", topology.world_size, "num_nodes x processes_per_node"),
+        *_rows_of_degrees(resolved),
         ("preset", resolved.preset.name, resolved.preset_origin),
         ("recipe", resolved.recipe, resolved.recipe_origin),
         ("global_batch_size", plan.global_batch_size, "recipe, train.global_batch_size"),
-        ("micro_batch", plan.micro_batch, "global_batch_size / (world_size x accumulation)"),
+        ("micro_batch", plan.micro_batch, f"global_batch_size / ({divide} x accumulation)"),
         ("accumulation", plan.accumulation, "as few passes as train.max_micro_batch allows"),
     ]
     rows += _rows_of_time(resolved, environment)
@@ -52,6 +58,29 @@ def explanation(resolved: Resolved, environment: Mapping[str, str]) -> Iterator[
         rows.append(("started by", resolved.allocation.start[0], resolved.allocation.start_origin))
     width = min(max(len(str(value)) for _, value, _ in rows), 32)  # long lists of hosts stick out
     yield from (f"{name:<20} {value!s:<{width}}  {origin}".rstrip() + "\n" for name, value, origin in rows)
+
+
+def _rows_of_degrees(resolved: Resolved) -> Iterator[tuple[str, object, str]]:
+    """How the model is divided otherwise than over all processes."""
+    degrees, world_size = resolved.degrees, resolved.topology.world_size
+    if degrees.tensor_parallel > 1:
+        yield "tensor_parallel", degrees.tensor_parallel, _origin_of_size(resolved, "tp_size")
+        yield "data_ranks", resolved.plan.data_ranks, "world_size / tensor_parallel"
+    yield (
+        "data_ranks",
+        resolved.plan.data_ranks,
+        "world_size / tensor_parallel" if degrees.tensor_parallel > 1 else "world_size",
+    )
+    if degrees.replicas > 1:
+        origin = _origin_of_size(resolved, "dp_replicate_size")
+        yield "replicas", degrees.replicas, f"{origin}; each is sharded over {world_size // degrees.replicas} processes"
+
+
+def _origin_of_size(resolved: Resolved, name: str) -> str:
+    if name in parallelism.asked_by(resolved.options):
+        return parallelism.OPTIONS[name]
+    derived = ", from the topology" if resolved.preset.sizes[name] == DERIVED else ""
+    return f"preset {resolved.preset.name}{derived}"
 
 
 def _rows_of_time(resolved: Resolved, environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:

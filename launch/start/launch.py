@@ -8,6 +8,7 @@ is watched (`supervise.py`) and started again where that is wanted (`attempts.py
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import sys
@@ -20,13 +21,14 @@ from pathlib import Path
 from app.errors import STOPPED, PresetError, RunFolderError, TopologyError
 from app.files.own_folder import new_folder
 from app.options.command_line import Parser
-from app.options.values import not_negative
+from app.options.values import not_negative, positive
+from app.place.degrees import KEY, UNSUPPORTED
 from app.place.launched import end_time_s
 from app.place.topology import Topology
 from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe
-from launch import preset
+from launch import parallelism, preset
 from launch.preset import PRECISIONS, Preset
 from launch.schedulers import detect, local
 from launch.schedulers.allocation import Allocation
@@ -164,17 +166,21 @@ def _resolve(
     allocation = detect.find(environment, **asked)
     job = detect.job(environment) if allocation else None
     _refuse_restarts_by_a_task(allocation, options, environment)
-    chosen = preset.load(options.preset) if options.preset else None
+    asked_sizes = parallelism.asked_by(options)
+    named = options.preset or parallelism.preset_for(asked_sizes)
+    chosen = preset.load(named) if named else None
     topology = allocation.topology if allocation else _this_machine(chosen, options.processes, environment)
     if options.port is not None:
         topology = replace(topology, port=options.port, origins={**topology.origins, "port": "--port"})
-    origin = "--preset"
+    origin = "--preset" if options.preset else "the one with such copies or parts of a model; --preset says otherwise"
     if chosen is None:
         chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset says otherwise"
     # What every process would refuse after its slow imports is refused now.
     loaded = load_recipe(options.recipe or "digits", overrides)
     if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy):
         raise PresetError(refusal)
+    degrees = parallelism.of_launch(chosen.name, chosen.sizes, topology, asked_sizes)
+    data_ranks = topology.world_size // degrees.tensor_parallel
     run_dir, run_dir_origin = _run_dir(options, job, loaded.name)
     return Resolved(
         allocation=allocation,
@@ -187,7 +193,8 @@ def _resolve(
         init_from=loaded.recipe.inputs.get("train.init_from"),
         run_dir=run_dir,
         run_dir_origin=run_dir_origin,
-        plan=BatchPlan.of(loaded.recipe, topology.world_size),
+        plan=BatchPlan.of(loaded.recipe, data_ranks, tensor_parallel=degrees.tensor_parallel),
+        degrees=degrees,
         options=options,
         argv=argv,
         passed_on=passed_on,
@@ -251,6 +258,22 @@ def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset
     return preset.load("single_gpu" if has_accelerator else "cpu")
 
 
+def add_sizes(parser: Parser) -> None:
+    """Add the options that say by how much a model is divided."""
+    parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="N neighbouring processes compute the same "
+                        "samples together, each with a part of every large matrix (default: the preset's, in tensor_parallel "
+                        "all of a node)")  # fmt: skip
+    parser.add_argument("--replicas", type=positive, metavar="N", help="N copies of the model, each sharded over equally many "
+                        "processes (default: the preset's, in hsdp one on each node)")  # fmt: skip
+    for name, why in UNSUPPORTED.items():
+        parser.add_argument(f"--{KEY}{name}", type=functools.partial(_refused, why), help=argparse.SUPPRESS)
+
+
+def _refused(why: str, value: str) -> None:
+    if value != "1":
+        raise argparse.ArgumentTypeError(f"it is {value}: {why}; leave it out")
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="samerun launch",
@@ -258,8 +281,8 @@ def _parser() -> Parser:
         description="Train a recipe, on this machine or across the allocation of the scheduler's job that this is part of: "
         "check it, print the command that runs it, and run it.",
         epilog="Other options and key=value go to app.train; `python -m app.train --help` lists them and all recipe keys. "
-        "Accelerate's --config_file, --num_processes (of all nodes), --num_machines, --main_process_port and --mixed_precision "
-        "are understood.",
+        "Accelerate's --config_file, --num_processes (of all nodes), --num_machines, --main_process_port, --mixed_precision, "
+        "--parallelism_config_tp_size and --parallelism_config_dp_replicate_size are understood.",
         allow_abbrev=False,
     )
     parser.add_argument("--preset", help="name of a shipped preset, or path of an Accelerate config file (default: multi_node "
@@ -282,6 +305,7 @@ def _parser() -> Parser:
                         )  # fmt: skip
     parser.add_argument("--max-requeues", type=not_negative, default=20, metavar="N", help="have the scheduler run the job "
                         "again when its time is over or it is preempted (default: 20)")  # fmt: skip
+    add_sizes(parser)
     parser.add_argument("--mixed-precision", choices=PRECISIONS, help="instead of the preset's, which is fp32 in those shipped")
     parser.add_argument("--dry-run", action="store_true", help="check all, print the command of every node, and stop")
     parser.add_argument("--explain", action="store_true", help="print every value and where it came from, and stop")

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.place.degrees import Degrees
 from app.place.topology import Topology
 from app.recipe.batching import BatchPlan
+from launch import parallelism
 from launch.node_command import accelerate_argv
 from launch.preset import Preset
 from launch.run_module import program
@@ -32,6 +34,8 @@ class Resolved:
     run_dir: str | None
     run_dir_origin: str
     plan: BatchPlan
+    degrees: Degrees
+    """By how much the model is divided."""
     options: argparse.Namespace
     argv: list[str]
     """As it was typed."""
@@ -56,7 +60,12 @@ class Resolved:
         app_args += ["--resume", resume] if resume else []
         precision = self.options.mixed_precision
         return accelerate_argv(
-            self.topology, self.preset, [*app_args, *self.passed_on], mixed_precision=precision, node_rank=node_rank
+            self.topology,
+            self.preset,
+            [*app_args, *self.passed_on],
+            mixed_precision=precision,
+            node_rank=node_rank,
+            sizes=parallelism.asked_by(self.options),
         )
 
     def command(self, *, again: bool = False) -> list[str]:

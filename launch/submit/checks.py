@@ -12,14 +12,15 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from app.errors import PresetError, RecipeError
+from app.errors import PresetError, RecipeError, TopologyError
+from app.place.degrees import Degrees
 from app.place.topology import Topology
 from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe
 from app.recipe.recipe_file import replaced
 from app.recipe.schema import Recipe
-from launch import preset
+from launch import parallelism, preset
 from launch.node_command import accelerate_argv
 from launch.start import run_checks
 from launch.submit import script
@@ -108,27 +109,49 @@ def _is_there(scheduler: Scheduler, environment: Mapping[str, str]) -> bool:
 def preset_problems(options: argparse.Namespace, topology: Topology | None) -> list[str]:
     """What is wrong with the preset, by itself and, where the size of the job could be read, on as many processes."""
     try:
-        chosen = preset.load(options.preset) if options.preset else None
+        chosen = _preset(options)
         if chosen and topology:
-            accelerate_argv(topology, chosen, [])
-    except PresetError as error:
+            accelerate_argv(topology, chosen, [], sizes=parallelism.asked_by(options))
+    except (PresetError, TopologyError) as error:
         return str(error).splitlines()
     return []
 
 
+def _preset(options: argparse.Namespace) -> preset.Preset | None:
+    """The one that is named, or that `samerun launch` takes for the sizes that are asked for; None: another, of DDP."""
+    name = options.preset or parallelism.preset_for(parallelism.asked_by(options))
+    return preset.load(name) if name else None
+
+
 def _strategy(options: argparse.Namespace) -> str:
     try:
-        return preset.load(options.preset).strategy if options.preset else "ddp"
+        chosen = _preset(options)
     except PresetError:  # which is said of the preset
         return "ddp"
+    return chosen.strategy if chosen else "ddp"
+
+
+def degrees(options: argparse.Namespace, topology: Topology | None) -> Degrees:
+    """Return by how much the model is divided; what is wrong with that is said of the preset."""
+    try:
+        chosen = _preset(options)
+        asked = parallelism.asked_by(options)
+        return parallelism.of_launch(chosen.name, chosen.sizes, topology, asked) if chosen and topology else Degrees()
+    except (PresetError, TopologyError):
+        return Degrees()
 
 
 def divide(
-    options: argparse.Namespace, overrides: Sequence[str], *, world_size: int | None, combinations: Sequence[Combination]
+    options: argparse.Namespace,
+    overrides: Sequence[str],
+    *,
+    topology: Topology | None,
+    degrees: Degrees,
+    combinations: Sequence[Combination],
 ) -> tuple[list[str], list[str]]:
     """Return how the global batch is divided, in words, and all problems of the recipe; each once for a whole sweep.
 
-    A problem of some tasks names them. Without `world_size` (it could not be read) the batch is not divided.
+    A problem of some tasks names them. Without a topology (its size could not be read) the batch is not divided.
     """
     batches: dict[str, None] = {}
     found: dict[str, list[int]] = {}
@@ -140,8 +163,9 @@ def divide(
             recipe = load_recipe(options.recipe, replaced(overrides, changed)).recipe
             problems = [] if options.data_on_nodes else list(_data_problems(recipe))
             problems += filter(None, [optimizers.refusal(recipe.optim.name, strategy)])
-            if world_size:
-                batches[str(BatchPlan.of(recipe, world_size))] = None
+            if topology:
+                divided = degrees.tensor_parallel
+                batches[str(BatchPlan.of(recipe, topology.world_size // divided, tensor_parallel=divided))] = None
         except RecipeError as error:
             problems = [*problems, *error.problems]
         for problem in problems:

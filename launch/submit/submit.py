@@ -29,7 +29,8 @@ from launch.submit.script import SUBMITTERS, JobRequest, Scheduler
 
 _RUNS = Path("runs")
 _SCRIPTS = _RUNS / "submitted"
-_OF_LAUNCH = ("recipe", "preset", "run_dir", "processes_per_node", "num_processes", "max_requeues", "max_restarts")
+_OF_LAUNCH = ("recipe", "preset", "run_dir", "processes_per_node", "num_processes", "max_requeues", "max_restarts",
+              "tensor_parallel", "replicas")  # fmt: skip
 """What the script says to `samerun launch`, in its words."""
 _SCHEDULERS = {"slurm": "Slurm", "pbs": "PBS"}
 
@@ -140,8 +141,8 @@ def _check(options: argparse.Namespace, passed_on: Sequence[str], environment: M
     overrides = [*options.overrides, *_check_passed_on(passed_on, problems)]
     topology = _topology(options)
     problems += checks.preset_problems(options, topology)
-    world_size = topology.world_size if topology else None
-    batches, found = checks.divide(options, overrides, world_size=world_size, combinations=combinations)
+    degrees = checks.degrees(options, topology)
+    batches, found = checks.divide(options, overrides, topology=topology, degrees=degrees, combinations=combinations)
     name = options.job_name or _job_name(options.recipe)
     stem = _unused(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(options.run_dir or _RUNS / stem)
@@ -230,9 +231,9 @@ def _job(options: argparse.Namespace, scheduler: Scheduler, *, name: str, stem: 
 def _command(options: argparse.Namespace, passed_on: Sequence[str], run_dir: Path) -> list[str]:
     """The one command of the script. The run is told its number of processes, as that is what was checked."""
     words = ["--processes-per-node", _processes_per_node(options), "--recipe", options.recipe]
-    for name in ("preset", "max_requeues", "max_restarts"):
+    for name in ("preset", "tensor_parallel", "replicas", "max_requeues", "max_restarts"):
         value = getattr(options, name)
-        words += [f"--{name.replace('_', '-')}", value] if value is not None else []
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     samerun = program("launch.cli")
     if options.array:
         return [*samerun, "submit", "--task-of", options.array, str(run_dir), *words, *passed_on, *options.overrides]
@@ -271,6 +272,7 @@ def _parser() -> Parser:
     parser.add_argument("--job-name", metavar="J", help="name of the job (default: the recipe's)")
     parser.add_argument("--scheduler", choices=SUBMITTERS, help="default: the one whose sbatch or qsub is on the PATH")
     parser.add_argument("--preset", metavar="P", help="name of a shipped preset, or path (default: as samerun launch chooses)")
+    launch.add_sizes(parser)
     parser.add_argument("--recipe", metavar="R", default="digits", help="name of a shipped recipe, or path (default: digits)")
     parser.add_argument("--run-dir", metavar="D", help="run folder, of a sweep the folder of its run folders (default: "
                         "runs/<name>-<time>)")  # fmt: skip

@@ -18,13 +18,14 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_la
 
 from app.errors import PresetError
 from app.place.topology import Topology
-from launch import preset, run_module
+from launch import parallelism, preset, run_module
 from launch.node_command import accelerate_argv
 
 FOLDER = Path(preset.__file__).parent.parent / "accelerate_configs"
 NAMES = sorted(path.stem for path in FOLDER.rglob("*.yaml"))
 SINGLE = ("cpu", "single_gpu")
 SEVERAL = [name for name in NAMES if name not in SINGLE]
+SHARDED = ("fsdp2", "hsdp")
 STAGES = {"deepspeed_zero1": "1", "deepspeed_zero2": "2", "deepspeed_zero3": "3", "deepspeed_zero3_offload": "3"}
 
 
@@ -48,9 +49,9 @@ def accelerates_environment(name, topology=None, **options):
     return args, prepare_simple_launcher_cmd_env(args)[1]
 
 
-def test_nine_presets_are_shipped():
+def test_all_presets_are_shipped():
     assert preset.names() == NAMES
-    assert set(NAMES) == {*SINGLE, "multi_gpu", "multi_node", *STAGES, "fsdp2"}
+    assert set(NAMES) == {*SINGLE, "multi_gpu", "multi_node", *STAGES, *SHARDED}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +59,7 @@ def test_a_shipped_preset_is_short_and_knows_nothing_of_machines(name):
     assert preset.load(name).name == name
     lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
     settings = yaml.safe_load("\n".join(lines))
-    assert 3 <= len(lines) <= 12
+    assert 3 <= len(lines) <= 13
     assert lines[0].startswith("# ")
     assert settings["mixed_precision"] == "no"
     assert settings.get("num_processes") == (1 if name in SINGLE else None)
@@ -78,7 +79,7 @@ def test_accelerate_starts_the_processes_of_a_preset_for_several(name, processes
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in environment
     assert "ACCELERATE_GRADIENT_CLIPPING" not in environment
     assert environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == STAGES.get(name)
-    assert environment.get("ACCELERATE_USE_FSDP") == ("true" if name == "fsdp2" else None)
+    assert environment.get("ACCELERATE_USE_FSDP") == ("true" if name in SHARDED else None)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -155,6 +156,20 @@ def test_fsdp2_is_what_accelerate_makes_of_its_preset(monkeypatch):
     assert plugin.min_num_params == 4_000_000
 
 
+def test_hsdp_is_fsdp2_but_for_the_copies():
+    plain, hsdp = (yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in ("fsdp2", "hsdp"))
+    assert hsdp.pop("parallelism_config") == {"parallelism_config_dp_replicate_size": -1}
+    assert hsdp == plain
+
+
+@pytest.mark.parametrize(("sizes", "handed_on"), [({}, "-1"), ({"dp_replicate_size": 2}, "2")])
+def test_accelerate_hands_on_the_copies_of_hsdp(sizes, handed_on):
+    environment = accelerates_environment("hsdp", Topology(processes_per_node=4), sizes=sizes)[1]
+    assert environment["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == handed_on
+    assert environment["PARALLELISM_CONFIG_TP_SIZE"] == "1"
+
+
 ATTENTION = ("MultiheadAttention", "ShiftedWindowAttention", "ShiftedWindowAttentionV2")
 
 
@@ -184,6 +199,7 @@ def _weights(part):
 
 # What is refused -----------------------------------------------------------------------------------------------------------
 
+FSDP2 = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config: "
 REFUSED = {
     "MULTI_CPU": ("distributed_type: MULTI_CPU", ["one process", "MULTI_GPU", "gloo"]),
     "unquoted NO": ("distributed_type: NO", ["YAML", "'NO'"]),
@@ -224,6 +240,27 @@ REFUSED = {
         "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_multinode_launcher: standard, zero_stag: 3}",
         ["zero_stag", "did you mean zero_stage"],
     ),
+    "megatron": ("distributed_type: MULTI_GPU\nmegatron_lm_config: {megatron_lm_pp_degree: 2}", ["pipelines", "not supported"]),
+    "sizes without a prefix": (f"{FSDP2}{{tp_size: 2}}", ["tp_size is 2", "ignores it", "write parallelism_config_tp_size: 2"]),
+    "no size": (f"{FSDP2}{{parallelism_config_tp_size: 0}}", ["parallelism_config_tp_size is 0", "-1"]),
+    "no such size": (f"{FSDP2}{{parallelism_config_ep_size: 2}}", ["no such key", "parallelism_config_tp_size"]),
+    "contexts": (f"{FSDP2}{{parallelism_config_cp_size: 2}}", ["cp_size is 2", "context parallelism is not supported"]),
+    "sequences": (f"{FSDP2}{{sp_size: 2}}", ["sp_size is 2", "sequence parallelism is not supported"]),
+    "pipelines": (f"{FSDP2}{{parallelism_config_pp_size: 2}}", ["pp_size is 2", "pipelines are not supported"]),
+    "copies of parts": (
+        f"{FSDP2}{{parallelism_config_tp_size: 2, parallelism_config_dp_replicate_size: -1}}",
+        ["dp_replicate_size is -1 and parallelism_config_tp_size is 2", "leave out one"],
+    ),
+    "sizes with DDP": (
+        "distributed_type: MULTI_GPU\nparallelism_config: {parallelism_config_tp_size: 2}",
+        ["distributed_type is MULTI_GPU", "FSDP"],
+    ),
+    "sizes with DeepSpeed": (
+        "distributed_type: DEEPSPEED\nparallelism_config: {parallelism_config_dp_replicate_size: 2}\n"
+        "deepspeed_config: {deepspeed_multinode_launcher: standard}",
+        ["distributed_type is DEEPSPEED", "FSDP"],
+    ),
+    "no sizes": (f"{FSDP2}2", ["parallelism_config is 2", "key: value"]),
     "not YAML": ("distributed_type: [", ["not YAML"]),
     "no mapping": ("MULTI_GPU", ["key: value"]),
     "empty": ("", ["key: value"]),
@@ -272,6 +309,7 @@ def test_every_key_we_know_is_accelerates():
     fields = set(ClusterConfig.__dataclass_fields__) | {"dynamo_backend"}  # which it takes for dynamo_config
     options = {action.dest for action in launch_command_parser()._actions} | {"fsdp_ignored_modules"}  # read with getattr
     assert set(preset._KEYS) <= fields
+    assert {parallelism.KEY + name for name in (*parallelism._SIZES, *parallelism._OF_UNSUPPORTED)} <= options
     assert set().union(*preset._SECTION_KEYS.values()) <= options
     assert set(preset._REFUSED) <= fields | options
     assert set(preset._REFUSED).isdisjoint(preset._KEYS.union(*preset._SECTION_KEYS.values()))

@@ -64,6 +64,11 @@ def test_the_words_of_accelerate_are_understood(capsys: pytest.CaptureFixture[st
     theirs = ["--config_file", "fsdp2", "--num_processes", "2", "--main_process_port", "29512", "--mixed_precision=bf16"]
     assert ours[0] == 0
     assert dry_run(capsys, *theirs, "--num_machines", "1") == ours
+    ours = dry_run(capsys, "--preset", "hsdp", "--processes", "4", "--replicas", "2")
+    assert ours[1][ours[1].index("--parallelism_config_dp_replicate_size") + 1] == "2"
+    assert (
+        dry_run(capsys, "--config_file", "hsdp", "--num_processes", "4", "--parallelism_config_dp_replicate_size", "2") == ours
+    )
 
 
 @pytest.mark.parametrize(("total", "nodes", "each"), [(4, [], 2), (3, ["--num_machines", "1"], 3), (1, ["--nodes=1"], 1)])

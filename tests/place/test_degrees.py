@@ -52,15 +52,27 @@ def test_neighbours_get_the_same_samples() -> None:
 @pytest.mark.parametrize(
     ("environment", "error", "words"),
     [
-        (started(6, 3, tp_size=4), TopologyError, r"parallelism_config_tp_size is 4, and 4 does not divide the 6 processes: "),
+        (
+            started(6, 3, tp_size=4),
+            TopologyError,
+            r"tp_size is 4 \(PARALLELISM_CONFIG_TP_SIZE\), and 4 does not divide the 6 pro",
+        ),
         (
             started(6, 3, dp_replicate_size=4),
             TopologyError,
-            r"parallelism_config_dp_replicate_size is 4, and 4 does not",
+            r"_dp_replicate_size is 4 \(\S+\), and 4 does not divide",
         ),
         (started(2, 1, dp_replicate_size=-1), TopologyError, r"there are 2 processes: .*nothing is sharded.* multi_node\.yaml"),
-        (started(8, 4, dp_replicate_size=2, dp_shard_size=2), TopologyError, r"dp_shard_size is 2, and 8 processes have 4"),
-        (started(8, 4, dp_replicate_size=-1, tp_size=2), PresetError, r"dp_replicate_size is -1 and \S+tp_size is 2: copies"),
+        (
+            started(8, 4, dp_replicate_size=2, dp_shard_size=2),
+            TopologyError,
+            r"dp_shard_size is 2 \(\S+\), and 8 processes have 4",
+        ),
+        (
+            started(8, 4, dp_replicate_size=-1, tp_size=2),
+            PresetError,
+            r"dp_replicate_size is -1 .* and \S+tp_size is 2 \S+: copies",
+        ),
         (started(8, 4, cp_size=2), PresetError, r"parallelism_config_cp_size is 2: context parallelism is not supported"),
         (started(8, 4, sp_size=2), PresetError, r"parallelism_config_sp_size is 2: sequence parallelism is not supported"),
         (started(8, 4, tp_size=0), PresetError, r"tp_size is '0' \(PARALLELISM_CONFIG_TP_SIZE\): it must be a whole number"),

@@ -1,0 +1,100 @@
+"""The `parallelism_config` of a preset: what it may hold, and what its sizes come to in a launch.
+
+Accelerate hands its keys on if they have their whole prefix, and drops others without a word; on its command line they count
+only where the file has the section (accelerate 1.15, `commands/launch.py`, `_validate_launch_command`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from app.errors import PresetError
+from app.place import degrees
+from app.place.degrees import DERIVED, KEY, UNSUPPORTED, Degrees
+from app.place.topology import Topology
+
+SECTION = "parallelism_config"
+OPTIONS = {"dp_replicate_size": "--replicas", "tp_size": "--tensor-parallel"}
+"""Ours, by the size that they set."""
+PRESETS = {"dp_replicate_size": "hsdp", "tp_size": "tensor_parallel"}
+"""The one shipped that has the size."""
+_SIZES = (*OPTIONS, "dp_shard_size")
+_OF_UNSUPPORTED = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
+                   "sp_attn_implementation")  # fmt: skip
+"""How to do what is not done; `accelerate config` writes them anyway."""
+
+
+def problems(section: Any, kind: Any) -> Iterator[str]:
+    """Yield what is wrong with the section of a preset whose distributed_type is `kind`, a sentence each."""
+    if section is not None and not isinstance(section, dict):
+        yield f"{SECTION} is {section!r}: it must hold `key: value` lines"
+    for key, value in section.items() if isinstance(section, dict) else ():
+        yield from _key_problems(key, value)
+    sizes = sizes_of(section)
+    if kind != "FSDP" and any(size != 1 for size in sizes.values()):
+        yield f"{SECTION}: distributed_type is {kind}, and its sizes need FSDP; leave it out or change distributed_type"
+    if all(sizes.get(name, 1) != 1 for name in OPTIONS):
+        told = " and ".join(f"{KEY}{name} is {sizes[name]}" for name in OPTIONS)
+        yield f"{told}: copies of a model whose matrices are divided are not supported; leave out one of them"
+
+
+def _key_problems(key: str, value: Any) -> Iterator[str]:
+    name = key.removeprefix(KEY)
+    if name in _OF_UNSUPPORTED and name != key:
+        return
+    if name in UNSUPPORTED:
+        if value != 1:
+            yield f"{key} is {value!r}: {UNSUPPORTED[name]}; leave it out"
+    elif name not in _SIZES:
+        yield f"{key}: a preset holds no such key; there is {', '.join(KEY + size for size in _SIZES)}"
+    elif name == key:
+        yield f"{key} is {value!r}: Accelerate ignores it without its prefix; write {KEY}{key}: {value}"
+    elif type(value) is not int or (value < 1 and value != DERIVED):
+        yield f"{key} is {value!r}: it must be a whole number, at least 1, or -1, which derives it from the topology"
+
+
+def sizes_of(section: Any) -> dict[str, int]:
+    """Return the sizes that a section sets, by their names without the prefix."""
+    found = section if isinstance(section, dict) else {}
+    return {name: found[KEY + name] for name in _SIZES if KEY + name in found}
+
+
+def preset_for(asked: Mapping[str, int]) -> str | None:
+    """Return the shipped preset that has the sizes asked for on the command line; None: nothing is asked."""
+    return next((PRESETS[name] for name in asked), None)
+
+
+def asked_by(options: Any) -> dict[str, int]:
+    """Return the sizes that the options of a launch set."""
+    given = {name: getattr(options, option[2:].replace("-", "_")) for name, option in OPTIONS.items()}
+    return {name: int(size) for name, size in given.items() if size is not None}
+
+
+def of_launch(preset: str, sizes: Mapping[str, int], topology: Topology, asked: Mapping[str, int]) -> Degrees:
+    """Return by how much a preset with these sizes divides a model, where the command line has `asked` for others.
+
+    Raises PresetError for a size that the preset has not, and TopologyError for one that does not divide the processes.
+    """
+    for name, size in asked.items():
+        if name not in sizes:
+            raise PresetError(
+                f"{OPTIONS[name]} is {size}, and preset {preset} has no {KEY}{name}, without which Accelerate drops it: use "
+                f"preset {PRESETS[name]}"
+            )
+    found = {**sizes, **asked}
+    if not found:  # asked for each of thousands of nodes
+        return Degrees()
+    return degrees.derived(
+        replicas=found.get("dp_replicate_size", 1),
+        shards=found.get("dp_shard_size", 1),
+        tensor_parallel=found.get("tp_size", 1),
+        world_size=topology.world_size,
+        per_node=topology.processes_per_node,
+        origins={name: OPTIONS[name] if name in asked else f"preset {preset}" for name in found},
+    )
+
+
+def argv(asked: Mapping[str, int]) -> list[str]:
+    """Return what `accelerate launch` is told of the sizes that the command line asks for."""
+    return [word for name, size in asked.items() for word in (f"--{KEY}{name}", str(size))]
