@@ -48,7 +48,7 @@ _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}
 def main(argv: Sequence[str]) -> int:
     """Run `samerun export` with these arguments and return its exit code. Raises CheckpointError and RunFolderError."""
     options = _parser().parse_args(argv)
-    folder = _whole(options.place)
+    folder = _best(options.place) if options.best else _whole(options.place)
     reader = Reader(folder)
     key = _chosen(reader, options.weights)
     out = options.out or _default_out(folder, "-adapter" if options.adapter else "")
@@ -218,6 +218,22 @@ def _whole(place: Path) -> Path:
     return folder
 
 
+def _best(place: Path) -> Path:
+    """Return the checkpoint of a run that had the best validation score, as its newest whole one knows."""
+    newest = _whole(place)
+    best = Reader(newest).state["best"]
+    if best is None:
+        raise CheckpointError(
+            f"{newest} knows of no best checkpoint: its run had no checkpoint.keep_best=true, or was not evaluated before it. "
+            "Leave --best out."
+        )
+    folder = files.path_of(newest.absolute().parents[1], best["step"])
+    if not files.is_checkpoint(folder):
+        raise CheckpointError(f"{folder}, the best checkpoint of {place}, is not there any more. Leave --best out.")
+    files.verify(folder)
+    return folder
+
+
 def _chosen(reader: Reader, wanted: str | None) -> str:
     """The key of the weights that are exported: what was asked for, or what a finished run leaves."""
     if wanted is None:
@@ -244,6 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("place", type=Path, metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run folder: the newest in it "
                         "that is whole")  # fmt: skip
+    parser.add_argument("--best", action="store_true", help="of a run folder the checkpoint with the best validation score "
+                        "(checkpoint.keep_best=true), not the newest")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE_OR_FOLDER", help="a folder for model.safetensors, model.json and "
                         "recipe.yaml, or a file *.safetensors for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
     parser.add_argument("--weights", choices=_KEYS, help="the moving average of the weights, or the weights as they were "

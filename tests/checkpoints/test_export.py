@@ -37,7 +37,7 @@ def save(run_dir: Path, step: int, *ranks: list[Piece]) -> Path:
     ours = claim(run_dir)
     folder = files.begin(ours, step)
     entries = [files.write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
-    state = {"step": step, "recipe": recipe_file.flat(Recipe(seed=step)), "model": MODEL}
+    state = {"step": step, "recipe": recipe_file.flat(Recipe(seed=step)), "model": MODEL, "best": None}
     return files.commit(ours, step, entries, state=state, buffers=BUFFERS)
 
 
@@ -141,6 +141,12 @@ def test_what_is_too_large_is_divided_as_transformers_does(tmp_path: Path) -> No
     assert export.main([str(tmp_path), "--out", str(out), "--force"]) == 0
     assert sorted(path.name for path in out.glob("model*")) == ["model.json", "model.safetensors"]
     assert_equal(out / "model.safetensors", expected)
+
+
+def test_a_run_that_kept_no_best_is_told_so(tmp_path: Path) -> None:
+    save_small(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"knows of no best checkpoint: its run had no checkpoint.keep_best=true"):
+        export.main([str(tmp_path), "--best"])
 
 
 def test_what_is_damaged_is_passed_over_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from moments import await_moment, await_step, last_step, saves
-from processes import Started, accelerate, read, read_lines, start, train
+from processes import Started, accelerate, read, read_lines, run, start, train
 
+from app import export
 from app.checkpoints import manifest, step_folders
 from app.checkpoints.piece import Piece
 from app.tools.verify import verify
@@ -311,6 +312,10 @@ def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
     assert best < 110, "the last was the best, which shows nothing"
     assert step_folders.committed(tmp_path) == [step_folders.path_of(tmp_path, step) for step in (110, best)]
     assert step_folders.Reader(step_folders.path_of(tmp_path, 110)).state["best"]["step"] == best
+    assert export.main([str(tmp_path), "--best"]) == 0
+    left = tmp_path / "exported" / step_folders.path_of(tmp_path, best).name
+    again = run("cpu", 1, "app.evaluate", str(left), "--json", "--split", "validation").check()
+    assert json.loads(again.output.splitlines()[-1])["accuracy"] == pytest.approx(scores[best])
 
 
 @pytest.mark.parametrize(
