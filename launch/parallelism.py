@@ -105,6 +105,11 @@ def _of_launch(
     )
 
 
+def data_ranks(preset: str, sizes: Mapping[str, int], topology: Topology) -> int:
+    """Return how many ranks divide the global batch under a preset, as it is. Raises TopologyError."""
+    return topology.world_size // of_launch(preset, sizes, topology, {}).tensor_parallel
+
+
 def argv(asked: Mapping[str, int]) -> list[str]:
     """Return what `accelerate launch` is told of the sizes that the command line asks for."""
     return [word for name, size in asked.items() for word in (f"--{KEY}{name}", str(size))]

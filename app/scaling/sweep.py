@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from app.errors import PresetError, RecipeError, RunFolderError
+from app.errors import PresetError, RecipeError, RunFolderError, TopologyError
+from app.place.topology import Topology
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
 from app.record import run_folder
+from launch import parallelism
 from launch import preset as presets
 
 Scaling = Literal["strong", "weak"]
@@ -146,11 +148,14 @@ class Folder:
     def why_not(self, size: Size) -> str:
         """Return why a size cannot run, as far as that is known before; empty if it can."""
         try:
-            if presets.load(size.preset).is_single_process and size.devices > 1:
+            preset = presets.load(size.preset)
+            if preset.is_single_process and size.devices > 1:
                 return f"preset {size.preset} starts one process, and this size has {size.devices}"
+            where = Topology(num_nodes=size.nodes, processes_per_node=size.processes, head_address="the-first-node", port=1)
+            ranks = parallelism.data_ranks(preset.name, preset.sizes, where)
             if self.sweep.scaling == "strong":
-                BatchPlan.of(self.recipe, size.devices)
-        except (PresetError, RecipeError) as error:
+                BatchPlan.of(self.recipe, ranks, tensor_parallel=size.devices // ranks)
+        except (PresetError, RecipeError, TopologyError) as error:
             return str(error)
         return ""
 

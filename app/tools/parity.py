@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from app.errors import RecipeError, RunFolderError
+from app.errors import RecipeError, RunFolderError, TopologyError
 from app.options.values import names, numbers, positive, tolerance
 from app.place.topology import Topology
 from app.recipe import recipe_file
@@ -34,7 +34,7 @@ from app.recipe.schema import Recipe
 from app.record.loss_curves import LossCurve, Variant, compare, read_curve, relative_differences
 from app.reports.state import duration
 from app.tools import quick
-from launch import preset
+from launch import parallelism, preset
 from launch.node_command import accelerate_argv
 
 _START_S = 10.0
@@ -80,25 +80,34 @@ def choose_cases(
         case = Variant(name, number, accumulation)
         if file.is_single_process and number > 1:
             skipped.append(f"{case}: preset {name} starts one process")
-        elif reason := _cannot_divide(recipe, case):
+        elif reason := _cannot_divide(recipe, case, file):
             skipped.append(f"{case}: {reason}")
         else:
             cases.append(case)
     return cases, skipped
 
 
-def _cannot_divide(recipe: Recipe, case: Variant) -> str:
+def _data_ranks(file: preset.Preset, processes: int) -> int:
+    """How many ranks of so many processes divide the global batch."""
+    return parallelism.data_ranks(file.name, file.sizes, Topology(processes_per_node=processes))
+
+
+def _cannot_divide(recipe: Recipe, case: Variant, file: preset.Preset) -> str:
     """Why the global batch cannot be divided as the case asks; empty if it can."""
-    size, parts = recipe.train.global_batch_size, case.processes * case.accumulation
     if min(case.processes, case.accumulation) < 1:
         return "processes and accumulation start at 1"
+    try:
+        data_ranks = _data_ranks(file, case.processes)
+    except TopologyError as error:
+        return str(error)
+    size, parts = recipe.train.global_batch_size, data_ranks * case.accumulation
     if size % parts:
         return f"{size} samples (train.global_batch_size) cannot be divided by {parts}"
     neighbours, why = recipe.sections.neighbours, recipe.sections.why_neighbours
     if size // parts % neighbours:
         return f"{size} samples (train.global_batch_size) / {parts} is no multiple of {neighbours}, and {why}"
     most = size // parts
-    plan = BatchPlan.fit(global_batch_size=size, data_ranks=case.processes, max_micro_batch=most, neighbours=neighbours)
+    plan = BatchPlan.fit(global_batch_size=size, data_ranks=data_ranks, max_micro_batch=most, neighbours=neighbours)
     return "" if plan.accumulation == case.accumulation else f"the batch plan would take {plan.accumulation} passes"
 
 
@@ -108,13 +117,14 @@ def run_case(
     """Run the case in `folder`/CASE, its output in `folder`/CASE.log, and read what it did."""
     run_dir, log = folder / str(case), folder / f"{case}.log"
     topology = Topology(processes_per_node=case.processes, origins={"processes_per_node": "--processes"})
-    micro_batch = recipe.train.global_batch_size // (case.processes * case.accumulation)
+    file = preset.load(case.preset)
+    micro_batch = recipe.train.global_batch_size // (_data_ranks(file, case.processes) * case.accumulation)
     own = [f"train.steps={steps}", f"train.max_micro_batch={micro_batch}"]
     own += ["train.evaluate_every_epochs=0", "log.every_steps=1", "log.samples=true"]
     app_args = ["--recipe", name_or_path, "--run-dir", str(run_dir), "--trackers", "none", *overrides, *own]
     start_s = time.perf_counter()
     with log.open("w") as output:
-        command = accelerate_argv(topology, preset.load(case.preset), app_args)
+        command = accelerate_argv(topology, file, app_args)
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
     elapsed_s = time.perf_counter() - start_s
     if code:
@@ -188,7 +198,7 @@ def main(argv: list[str]) -> int:
         keep.mkdir(parents=True, exist_ok=True)
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="samerun-parity-") as folder:
         outcomes: list[Outcome] = []
-        own = [] if _FLOOR in cases or _cannot_divide(recipe, _FLOOR) else [_FLOOR]
+        own = [] if _FLOOR in cases or _cannot_divide(recipe, _FLOOR, preset.load(_FLOOR.preset)) else [_FLOOR]
         runs = [Variant("cpu", 1, 1), *cases, *own]
         for number, case in enumerate(runs):
             kind = "the reference" if not number else "the floor" if number > len(cases) else ""

@@ -189,6 +189,15 @@ def test_every_case_divides_the_batch_as_it_says(size, mixes):
         assert not (mixes and size // (case.processes * case.accumulation) % 2)
 
 
+def test_ranks_that_compute_together_are_one_case_of_the_whole_batch(tmp_path):
+    path, sizes = tmp_path / "parts.yaml", "parallelism_config: {parallelism_config_tp_size: 2}"
+    path.write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n{sizes}\n")
+    recipe = Recipe(train=TrainRecipe(global_batch_size=2))
+    cases, skipped = choose_cases(recipe, presets=[str(path)], processes=[2, 3, 4, 8], accumulations=[1])
+    assert [case.processes for case in cases] == [2, 4]
+    assert ["2 does not divide the 3 processes" in skipped[0], "cannot be divided by 4" in skipped[1]] == [True, True]
+
+
 def test_an_unknown_preset_stops_before_anything_runs():
     with pytest.raises(PresetError, match="fsdp2"):
         choose_cases(Recipe(), presets=["fsdp"], processes=[1], accumulations=[1])
