@@ -16,6 +16,7 @@ from app.checkpoints.step_folders import (
     write_pieces,
 )
 from app.errors import CheckpointError
+from app.initial.region import Region
 from app.record.claim import claim
 
 
@@ -30,7 +31,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 def piece(values: torch.Tensor, start: int = 0, *, key: str = "weight", name: str = "w", shape: Sequence[int] = (12,)) -> Piece:
-    return Piece(key, name, tuple(shape), start, values)
+    return Piece(key, name, tuple(shape), Region.flat(start, values.numel()), values)
 
 
 def save(run_dir: Path, step: int, *ranks: list[Piece], state: dict[str, Any] | None = None) -> Path:

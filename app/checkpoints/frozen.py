@@ -7,6 +7,7 @@ that it once began with may be gone or another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError
 from app.initial import held
 from app.initial.held import Held
+from app.initial.region import Region
 from app.ranks.runtime import Runtime
 from app.record.claim import Claim
 
@@ -67,7 +69,7 @@ def _take_up(reader: Reader, frozen: Mapping[str, Held]) -> None:
             f"{shown} alone. Freeze what it froze (train.freeze, or the task's model), or begin anew in another --run-dir."
         )
     for name, it in frozen.items():
-        reader.read_into(Piece(WEIGHT, name, it.shape, it.region.start, it.values))
+        reader.read_into(Piece(WEIGHT, name, it.shape, it.region, it.values))
 
 
 def _there(claim: Claim, reader: Reader) -> FileEntry | None:
@@ -84,7 +86,14 @@ def _whole(runtime: Runtime, model: torch.nn.Module, frozen: Iterable[Held]) -> 
     """Yield the parameters, 1-D, one after the other, on all ranks: each has the whole of one at a time."""
     is_divided = held.is_divided(model)
     for it in frozen:
-        yield torch.cat(runtime.gather(it.values.cpu())) if is_divided else it.values
+        yield _joined(it, runtime.gather((it.region, it.values.cpu()) if it.copy == 0 else None)) if is_divided else it.values
+
+
+def _joined(it: Held, parts: Iterable[tuple[Region, torch.Tensor] | None]) -> torch.Tensor:
+    whole = torch.empty(prod(it.shape), dtype=it.dtype)
+    for region, values in filter(None, parts):
+        region.rows(whole).copy_(values.view(region.runs, region.run))
+    return whole
 
 
 def _contents(frozen: Mapping[str, Held], whole: Iterator[torch.Tensor]) -> dict[str, Content]:

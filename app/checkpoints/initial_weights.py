@@ -133,7 +133,7 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
     layers = {_layer(name) for name in differing}
     taken = {name: it for name, it in tensors.items() if not (name in free and _layer(name) in layers)}
     for name, tensor in taken.items():
-        stored.read_into(name, tensor.values, tensor.region.start)
+        stored.read_into(name, tensor.values, tensor.region)
     how = f" ({', '.join(stored.remarks)})" if stored.remarks else ""
     parts = [f"{len(taken)} tensors taken", *_conversions(taken, stored)]
     # A layer that is not there as it has to be stays new as a whole.
@@ -154,8 +154,9 @@ def _digest_of_node(runtime: Runtime, read: Stored) -> str:
         first, end = (prod(shape) * rank // ranks for rank in (launched.local_rank, launched.local_rank + 1))
         for start in range(first, end, _ELEMENTS):
             values = torch.empty(min(_ELEMENTS, end - start))
-            read.read_into(name, values, start)
-            total += held.digest_of(name, values, Region.flat(start, values.numel()))
+            region = Region.flat(start, values.numel())
+            read.read_into(name, values, region)
+            total += held.digest_of(name, values, region)
     node = launched.rank // ranks
     return held.as_text(sum(value for its, value in runtime.gather((node, total)) if its == node))
 

@@ -3,29 +3,33 @@
     {"format": 1, "files": {FILE: {"bytes": ..., "sha256": ...}},
      "tensors": {KEY: {PARAMETER: {"shape": [...], "dtype": "F32", "ranges": [[START, STOP, FILE], ...]}}}, "sha256": ...}
 
-In the file FILE the elements START to STOP - 1 of the flattened tensor are the tensor `KEY/PARAMETER@START`.
+In the file FILE the elements START to STOP - 1 of the flattened tensor are the tensor `KEY/PARAMETER@START`. Columns are ranges
+[START, STOP, FILE, RUN, STRIDE]: of these elements the first RUN of every STRIDE. A manifest that has such is of format 2.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
 from app.checkpoints.durable import Stamp, telling
 from app.errors import CheckpointError
 from app.files import regular
+from app.initial.region import Region
 
-FORMAT = 1
+FORMAT, WITH_COLUMNS = 1, 2
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Range:
-    """Consecutive elements of one tensor in a file."""
+    """Elements of one tensor in a file."""
 
     key: str
     name: str
@@ -33,8 +37,7 @@ class Range:
     """Of the whole tensor."""
     dtype: str
     """As safetensors names it."""
-    start: int
-    stop: int
+    region: Region
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,43 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: str
-    ranges: list[tuple[int, int, str]]
-    """Start, stop and file, sorted; they cover each element once."""
+    ranges: list[tuple[Region, str]]
+    """Elements and file, sorted by the first of them; they cover each element once."""
 
     def problem(self) -> str | None:
         """Say what is wrong with the ranges, if anything is."""
-        covered = 0
-        for start, stop, file in self.ranges:
-            if start > covered:
-                return f"elements {covered} to {start - 1} are in no file"
-            if start < covered:
-                return f"elements {start} to {min(covered, stop) - 1} are in two files, one of them {file}"
-            covered = stop
-        size = prod(self.shape)
-        if covered < size:
-            return f"elements {covered} to {size - 1} are in no file"
-        return f"it has {size} elements, and {covered} are in files" if covered > size else None
+        size, reach, count = prod(self.shape), 0, 0
+        open_yet: list[Region] = []
+        for region, file in self.ranges:
+            if region.start > reach:
+                return f"elements {reach} to {region.start - 1} are in no file"
+            open_yet = [other for other in open_yet if other.end > region.start] if region.start < reach else []
+            for other in open_yet:
+                if both := next(region.overlaps(other), None):
+                    return f"elements {both.start} to {both.end - 1} are in two files, one of them {file}"
+            open_yet.append(region)
+            reach, count = max(reach, region.end), count + region.count
+        if reach < size:
+            return f"elements {reach} to {size - 1} are in no file"
+        if reach > size:
+            return f"it has {size} elements, and {reach} are in files"
+        return f"{size - count} of its {size} elements are in no file" if count < size else None
+
+    def near(self, wanted: Region) -> Iterator[tuple[Region, str]]:
+        """Yield the ranges that may have some of the wanted elements."""
+        for index in range(bisect_right(self.ranges, wanted.start - self._longest, key=_start), len(self.ranges)):
+            region, file = self.ranges[index]
+            if region.start >= wanted.end:
+                return
+            yield region, file
+
+    @cached_property
+    def _longest(self) -> int:
+        return max((region.end - region.start for region, _ in self.ranges), default=0)
+
+
+def _start(part: tuple[Region, str]) -> int:
+    return part[0].start
 
 
 Tensors = dict[str, dict[str, Stored]]
@@ -94,10 +118,10 @@ def put_together(final: Path, entries: Sequence[FileEntry]) -> Tensors:
                     f"{final} cannot be written: {part.key} of {part.name} is {stored.dtype} {stored.shape} on one rank "
                     f"and {part.dtype} {part.shape} in {entry.file}. The checkpoints before it are as they were."
                 )
-            if part.start < part.stop:
-                stored.ranges.append((part.start, part.stop, entry.file))
+            if part.region.count:
+                stored.ranges.append((part.region, entry.file))
     for key, name, stored in _each(tensors):
-        stored.ranges.sort()
+        stored.ranges.sort(key=lambda part: (part[0].start, part[1]))
         if problem := stored.problem():
             raise CheckpointError(
                 f"{final} cannot be written: of {key} of {name}, {problem}. The checkpoints before it are as they were."
@@ -111,15 +135,30 @@ def _each(tensors: Tensors) -> Iterator[tuple[str, str, Stored]]:
 
 def to_bytes(stamps: Mapping[str, Stamp], tensors: Tensors) -> bytes:
     """Return the content of the manifest's file."""
+    has_columns = any(region.runs > 1 for _, _, stored in _each(tensors) for region, _ in stored.ranges)
     content = {
-        "format": FORMAT,
+        "format": WITH_COLUMNS if has_columns else FORMAT,
         "files": {file: {"bytes": stamp.size_bytes, "sha256": stamp.sha256} for file, stamp in stamps.items()},
         "tensors": {
-            key: {name: {"shape": it.shape, "dtype": it.dtype, "ranges": it.ranges} for name, it in names.items()}
+            key: {
+                name: {"shape": it.shape, "dtype": it.dtype, "ranges": [_told(*part) for part in it.ranges]}
+                for name, it in names.items()
+            }
             for key, names in tensors.items()
         },
     }
     return _sealed(json.dumps(content).encode())
+
+
+def _told(region: Region, file: str) -> list[int | str]:
+    flat: list[int | str] = [region.start, region.end, file]
+    return flat if region.runs == 1 else [*flat, region.run, region.stride]
+
+
+def _heard(start: int, stop: int, file: str, run: int = 0, stride: int = 0) -> tuple[Region, str]:
+    if not stride:
+        return Region.flat(start, stop - start), file
+    return Region.made(start, ((stop - start - run) // stride + 1) * run, run, stride), file
 
 
 def _sealed(content: bytes) -> bytes:
@@ -144,14 +183,15 @@ def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
     if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):
         raise CheckpointError(f"{path} is truncated or has changed since it was written: its checkpoint cannot be used.")
     content = json.loads(raw)
-    if content["format"] != FORMAT:
+    if content["format"] not in (FORMAT, WITH_COLUMNS):
         raise CheckpointError(
-            f"{path} is of format {content['format']}, and this version reads format {FORMAT}: use the version that wrote it."
+            f"{path} is of format {content['format']}, and this version reads formats {FORMAT} and {WITH_COLUMNS}: use the "
+            "version that wrote it."
         )
     stamps = {file: Stamp(it["bytes"], it["sha256"]) for file, it in content["files"].items()}
     tensors = {
         key: {
-            name: Stored(tuple(it["shape"]), it["dtype"], [(start, stop, file) for start, stop, file in it["ranges"]])
+            name: Stored(tuple(it["shape"]), it["dtype"], [_heard(*part) for part in it["ranges"]])
             for name, it in names.items()
         }
         for key, names in content["tensors"].items()

@@ -38,7 +38,7 @@ def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards
             shown = "; ".join(differences[:_SHOWN])
             more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
             raise PresetError(f"the optimizer that would step is not the recipe's: {shown}{more}. {_REMEDY}")
-    _check_each_is_stepped_once(runtime, rule, stepped, copies=shards.copies)
+    _check_each_is_stepped_once(runtime, rule, stepped)
 
 
 def _detached(optimizer: Any, stepper: torch.optim.Optimizer) -> Iterator[str]:
@@ -63,16 +63,16 @@ def _differences(stepped: Stepped, rule: Rule, dtype: torch.dtype) -> Iterator[s
             yield f"{what} of {stepped.name} are {tensor.dtype}, not {dtype}"
 
 
-def _check_each_is_stepped_once(runtime: Runtime, rule: Rule, stepped: list[Stepped], *, copies: int) -> None:
+def _check_each_is_stepped_once(runtime: Runtime, rule: Rule, stepped: list[Stepped]) -> None:
     places = {name: place for place, name in enumerate(rule.sizes)}
     counts = torch.zeros(len(places), dtype=torch.int64)
     for one in stepped:
         counts[places[one.name]] += one.count
     found = runtime.accelerator.reduce(counts.to(runtime.device), "sum").tolist()
     wrong = [
-        f"{count} elements of {name} instead of {size * copies}"
+        f"{count} elements of {name} instead of {size}"
         for (name, size), count in zip(rule.sizes.items(), found, strict=True)
-        if count != size * copies
+        if count != size
     ]
     if wrong:
         more = f" and so on for {len(wrong) - _SHOWN} other parameters" if len(wrong) > _SHOWN else ""

@@ -1,4 +1,4 @@
-"""The unit of a checkpoint: a flat range of one tensor of the run, addressed by what it is and never by who holds it."""
+"""The unit of a checkpoint: a region of one tensor of the run, addressed by what it is and never by who holds it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from app.initial.region import Region
+
 WEIGHT, AVERAGE = "weight", "average"
 """The keys of the full-precision weights and of their moving average."""
 FROZEN = "frozen"
@@ -16,7 +18,7 @@ FROZEN = "frozen"
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of one tensor that belongs to a parameter."""
+    """Some elements of one tensor that belongs to a parameter, or all."""
 
     key: str
     """What it is: WEIGHT, AVERAGE, or the optimizer's own name of a state tensor ("exp_avg", "momentum_buffer", ...)."""
@@ -24,7 +26,7 @@ class Piece:
     """The parameter's plain name, as in model.safetensors."""
     shape: tuple[int, ...]
     """Of the whole tensor: the parameter's, but for states of optimizers that step on whole parameters only."""
-    start: int
-    """Index of the first element in the flattened tensor."""
+    region: Region
+    """Which elements they are."""
     values: torch.Tensor
     """The elements, 1-D, on any device; a view of live memory where it is read into."""

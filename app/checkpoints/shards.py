@@ -1,9 +1,10 @@
 """Where each strategy keeps the run's tensors: which elements of which parameter, and of what belongs to it, this rank holds.
 
 Under one process and DDP a rank holds whole parameters; under ZeRO-1/2/3 flat ranges of them, with what pads a partition
-left out; under FSDP2 rows, which are flat ranges too. `Shards` gives all of them as `Piece`s: the full-precision weights,
-every state tensor of the optimizer, and the moving average of the weights. State tensors have the parameter's shape, but for
-those of optimizers that step on whole parameters only (`app/recipe/optimizers.py`).
+left out; under FSDP2 rows, which are flat ranges too; under tensor parallelism rows or columns, or rows of those. `Shards`
+gives all of them as `Piece`s: the full-precision weights, every state tensor of the optimizer, and the moving average of the
+weights. State tensors have the parameter's shape, but for those of optimizers that step on whole parameters only
+(`app/recipe/optimizers.py`).
 
 DeepSpeed has no public way to these tensors. The attributes of its optimizers and parameters that this takes are used here
 and nowhere else; they were read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py and stage3.py, utils/tensor_fragment.py).
@@ -18,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
 from app.errors import CheckpointError, PresetError
 from app.initial import fsdp2
+from app.initial.region import Region, copies
 from app.ranks import compiling
 
 if TYPE_CHECKING:
@@ -39,20 +41,26 @@ class _Fragment:
 
     name: str
     shape: tuple[int, ...]
-    start: int
-    """Index of the first element in the flattened parameter."""
-    count: int
+    region: Region
     stepped: torch.Tensor
     """What the optimizer steps on: the parameter itself, or a flat partition that holds elements of many."""
     offset: int = 0
     """Index of the first element in this rank's `stepped`."""
+    copies: tuple[int, int] = (1, 0)
+    """How many ranks hold the same elements, and which of them this one is."""
+
+    @property
+    def own_count(self) -> int:
+        """Elements of this rank's share of them."""
+        first, stop = self.region.share(*self.copies)
+        return stop - first
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the live view [count] of these elements in a tensor laid out as `stepped` is."""
         local = tensor.detach()
         if isinstance(local, DTensor):
             local = local.to_local()
-        return local.view(-1).narrow(0, self.offset, self.count)  # `view`, unlike `reshape`, never copies
+        return local.view(-1).narrow(0, self.offset, self.region.count)  # `view`, unlike `reshape`, never copies
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Stepped:
 
     name: str
     count: int
-    """Elements of it on this rank."""
+    """Elements of it on this rank; where several hold the same ones, an even share of them."""
     values: torch.Tensor
     """What is stepped on; other parameters may be in it too."""
     settings: Mapping[str, Any]
@@ -95,20 +103,19 @@ class Shards:
         self.model = unwrapped(model)
         self._holder, self._average = optimizer.optimizer, average
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.copies, self._copy = 1, 0
-        """How many ranks hold the same elements, and which of them this one is."""
         self.stepper: torch.optim.Optimizer = getattr(self._holder, "optimizer", self._holder)
         """What steps in the end, inside all that `prepare` has put around it."""
         if isinstance(self._holder, torch.optim.Optimizer):
             self._zero_flats = None
-            fragments = [_of_parameter(name, parameter) for name, parameter in parameters.items()]
-            if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
-                self.copies, self._copy = accelerator.num_processes, accelerator.process_index
+            divided = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+            # A whole one among others that are divided is no copy: nothing adds up its gradients.
+            alike = (1, 0) if divided else (accelerator.num_processes, accelerator.process_index)
+            fragments = [_of_parameter(name, parameter, alike) for name, parameter in parameters.items()]
         else:
             self._zero_flats = _partitions(self._holder)
             find = _of_stage_3 if _is_stage_3(self._holder) else _of_stages_1_and_2
             fragments = list(find(self._holder, parameters, accelerator.process_index))
-        self._fragments = [fragment for fragment in fragments if fragment.count > 0]
+        self._fragments = [fragment for fragment in fragments if fragment.region.count > 0]
         # Every rank counts steps of all of them, also of those that it has no elements of.
         self._stepped = [fragment.stepped for fragment in fragments] if self._zero_flats is None else self._zero_flats
 
@@ -121,12 +128,15 @@ class Shards:
         """Return the parameters that this rank steps on, with what the optimizer has for each."""
         groups = self._groups()
         return [
-            Stepped(it.name, it.count, it.stepped, groups.get(id(it.stepped), {}), dict(self._states(it.stepped)))
+            Stepped(it.name, it.own_count, it.stepped, groups.get(id(it.stepped), {}), dict(self._states(it.stepped)))
             for it in self._fragments
         ]
 
     def pieces(self) -> list[Piece]:
         """Return all that this rank holds of the run's tensors, as live views: what is read into after `allocate_state`."""
+        return [piece for _, piece in self._pieces()]
+
+    def _pieces(self) -> list[tuple[_Fragment, Piece]]:
         averages = self._average.tensors if self._average else [None] * len(self._fragments)
         found = []
         for fragment, average in zip(self._fragments, averages, strict=True):
@@ -135,10 +145,12 @@ class Shards:
                 if state.shape == fragment.stepped.shape:
                     tensors[key] = fragment.of(state)
                 else:  # of a whole parameter, or the optimizer would have been refused
-                    found.append(Piece(key, name, tuple(state.shape), 0, state.view(-1)))
+                    whole = Piece(key, name, tuple(state.shape), Region.flat(0, state.numel()), state.view(-1))
+                    found.append((fragment, whole))
             if average is not None:
                 tensors[AVERAGE] = average
-            found += [Piece(key, name, fragment.shape, fragment.start, values) for key, values in tensors.items()]
+            pieces = (Piece(key, name, fragment.shape, fragment.region, values) for key, values in tensors.items())
+            found += [(fragment, piece) for piece in pieces]
         return found
 
     def owned_pieces(self) -> list[Piece]:
@@ -146,7 +158,8 @@ class Shards:
 
         Where several ranks hold the same elements, each writes an even share of every tensor.
         """
-        return [share for piece in self.pieces() if (share := self._share(piece)).values.numel() > 0]
+        shares = (_owned(piece, *fragment.copies) for fragment, piece in self._pieces())
+        return [share for share in shares if share.region.count > 0]
 
     def scalars(self) -> dict[str, float]:
         """Return what the optimizer keeps beside tensors: a count of steps, and what follows from it; alike for all weights."""
@@ -215,11 +228,6 @@ class Shards:
         state = self.stepper.state.get(stepped, {})
         return [(key, value) for key, value in state.items() if key not in _SCALARS and torch.is_tensor(value)]
 
-    def _share(self, piece: Piece) -> Piece:
-        count = piece.values.numel()
-        first, end = (count * copy // self.copies for copy in (self._copy, self._copy + 1))
-        return Piece(piece.key, piece.name, piece.shape, piece.start + first, piece.values[first:end])
-
     def _step_on_zeros(self) -> None:
         groups = self.stepper.param_groups
         rates = [group["lr"] for group in groups]
@@ -239,6 +247,12 @@ class Shards:
             group["lr"] = rate
 
 
+def _owned(piece: Piece, copies: int, copy: int) -> Piece:
+    """What a rank writes of a piece that so many hold: an even share."""
+    first, stop = piece.region.share(copies, copy)
+    return Piece(piece.key, piece.name, piece.shape, piece.region.part(first, stop), piece.values[first:stop])
+
+
 def _other_optimizer(optimizer: torch.optim.Optimizer, expected: Collection[str], found: Collection[str]) -> str:
     theirs, ours = (" and ".join(sorted(keys)) or "nothing" for keys in (expected, found))
     return (
@@ -250,16 +264,11 @@ def _other_optimizer(optimizer: torch.optim.Optimizer, expected: Collection[str]
 # ---- One process, DDP and FSDP2: the optimizer is torch's and steps on the parameters themselves -------------------------
 
 
-def _of_parameter(name: str, parameter: torch.Tensor) -> _Fragment:
+def _of_parameter(name: str, parameter: torch.Tensor, alike: tuple[int, int]) -> _Fragment:
     if not isinstance(parameter, DTensor):
-        return _Fragment(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
-    if parameter.placements != (Shard(0),):
-        raise PresetError(
-            f"{name} is divided as {parameter.placements} over {parameter.device_mesh}: checkpoints and averages of weights "
-            "need it sharded by rows over all processes. Take the hybrid or tensor parallelism out of the preset."
-        )
-    region, local = fsdp2.rows(name, parameter)
-    return _Fragment(name, tuple(parameter.shape), region.start, local.numel(), parameter)
+        return _Fragment(name, tuple(parameter.shape), Region.flat(0, parameter.numel()), parameter, copies=alike)
+    region, _ = fsdp2.rows(name, parameter)
+    return _Fragment(name, tuple(parameter.shape), region, parameter, copies=copies(parameter, name))
 
 
 # ---- ZeRO: DeepSpeed's optimizer holds flat partitions in full precision, on which torch's or its own optimizer steps -----
@@ -288,7 +297,7 @@ def _of_stages_1_and_2(zero: Any, parameters: Mapping[str, Any], _rank: int) -> 
         if mapping is not None:  # other ranks hold all of it
             flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
             whole, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-            yield _Fragment(name, tuple(parameter.shape), whole.start, held.numel, flat, held.start)
+            yield _Fragment(name, tuple(parameter.shape), Region.flat(whole.start, held.numel), flat, held.start)
 
 
 def _of_stage_3(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator[_Fragment]:
@@ -297,7 +306,8 @@ def _of_stage_3(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator
         # Every rank has `length` elements, of which those past the parameter's end are padding.
         start = min(length * rank, parameter.ds_numel)
         count = min(length, parameter.ds_numel - start)
-        yield _Fragment(name, tuple(parameter.ds_shape), start, count, zero.fp32_partitioned_groups_flat[group], offset)
+        flat = zero.fp32_partitioned_groups_flat[group]
+        yield _Fragment(name, tuple(parameter.ds_shape), Region.flat(start, count), flat, offset)
 
 
 def _publish_stage_3(zero: Any) -> None:

@@ -22,19 +22,19 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.checkpoints import manifest, tensor_file
+from app.checkpoints import durable, manifest, tensor_file
 from app.checkpoints.durable import Stamp, check, check_size, telling, write_bytes
 from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
 from app.checkpoints.piece import AVERAGE, FROZEN, WEIGHT, Piece
 from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
 from app.errors import CheckpointError
 from app.files import regular
+from app.initial.region import Region
 from app.record.claim import Claim, sync
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def write_pieces(
     each of which `on_chunk` is called.
     """
     file = f"rank-{rank:05d}.safetensors"
-    assert all("/" not in piece.key and piece.values.dim() == 1 for piece in pieces)
+    assert all("/" not in piece.key and piece.values.shape == (piece.region.count,) for piece in pieces)
     held = [piece for piece in pieces if piece.values.numel()]
-    named = [(tensor_name(piece.key, piece.name, piece.start), piece.values) for piece in held]
+    named = [(tensor_name(piece.key, piece.name, piece.region.start), piece.values) for piece in held]
     stamp = write_tensors(folder / file, named, on_chunk=on_chunk)
     return FileEntry(file, stamp, tuple(_range_of(piece) for piece in pieces))
 
@@ -97,7 +97,7 @@ def write_frozen(claim: Claim, contents: Mapping[str, Content]) -> FileEntry:
         final.parent.mkdir(exist_ok=True)
         claim.put(made, final)
         sync(claim.path)
-    ranges = (Range(FROZEN, name, it.shape, it.dtype, 0, prod(it.shape)) for name, it in contents.items())
+    ranges = (Range(FROZEN, name, it.shape, it.dtype, Region.flat(0, prod(it.shape))) for name, it in contents.items())
     return FileEntry(f"{FROZEN}/{final.name}", stamp, tuple(ranges))
 
 
@@ -107,8 +107,7 @@ def place_of(folder: Path, file: str) -> Path:
 
 
 def _range_of(piece: Piece) -> Range:
-    dtype, stop = dtype_of(piece.name, piece.values), piece.start + piece.values.numel()
-    return Range(piece.key, piece.name, tuple(piece.shape), dtype, piece.start, stop)
+    return Range(piece.key, piece.name, tuple(piece.shape), dtype_of(piece.name, piece.values), piece.region)
 
 
 def commit(
@@ -241,7 +240,8 @@ class Reader:
         if not found:
             return None
         (file,) = found
-        ranges = [Range(FROZEN, name, it.shape, it.dtype, 0, prod(it.shape)) for name, it in self._frozen.items()]
+        every = [(name, it, Region.flat(0, prod(it.shape))) for name, it in self._frozen.items()]
+        ranges = [Range(FROZEN, name, it.shape, it.dtype, region) for name, it, region in every]
         return FileEntry(file, self._stamps[file], tuple(ranges))
 
     def finished_key(self) -> str:
@@ -275,22 +275,25 @@ class Reader:
         }
 
     def _chunks(self, key: str, name: str, stored: Stored) -> Iterator[bytearray]:
-        for start, stop, file in stored.ranges:
-            yield from self._file(file).chunks(self._name(key, name, start), 0, stop - start)
+        if all(region.runs == 1 for region, _ in stored.ranges):
+            for region, file in stored.ranges:
+                yield from self._file(file).chunks(self._name(key, name, region.start), 0, region.count)
+            return
+        size = tensor_file.item_bytes(stored.dtype)
+        for wanted in Region.flat(0, prod(stored.shape)).pieces(durable.CHUNK_BYTES // size):
+            chunk = bytearray(wanted.count * size)
+            for region, file in stored.near(wanted):
+                self._file(file).bytes_into(self._name(key, name, region.start), chunk, wanted, region)
+            yield chunk
 
     def _name(self, key: str, name: str, start: int) -> str:
         return tensor_name(FROZEN if name in self._frozen else key, name, start)
 
     def read_into(self, piece: Piece) -> None:
         """Fill `piece.values` with its elements, converted to their dtype and device."""
-        stored, position, stop = self._find(piece), piece.start, piece.start + piece.values.numel()
-        index = bisect_right(stored.ranges, position, key=lambda part: part[0]) - 1
-        while position < stop:
-            start, end, file = stored.ranges[index]
-            end = min(end, stop)
-            values = piece.values[position - piece.start : end - piece.start]
-            self._file(file).read_into(self._name(piece.key, piece.name, start), values, start=position - start)
-            position, index = end, index + 1
+        stored = self._find(piece)
+        for region, file in stored.near(piece.region):
+            self._file(file).read_into(self._name(piece.key, piece.name, region.start), piece.values, piece.region, region)
 
     def _find(self, piece: Piece) -> Stored:
         names = self._of(piece.key)
@@ -306,8 +309,8 @@ class Reader:
                 f"{piece.name} has the shape {tuple(piece.shape)} in this run's model and {stored.shape} in {self.folder}: "
                 "that is a checkpoint of another model."
             )
-        assert piece.start >= 0, piece.name
-        assert piece.start + piece.values.numel() <= prod(stored.shape), piece.name
+        assert piece.values.shape == (piece.region.count,), piece.name
+        assert 0 <= piece.region.start <= piece.region.end <= prod(stored.shape), piece.name
         return stored
 
     def _file(self, file: str) -> TensorFile:

@@ -22,6 +22,7 @@ from app.checkpoints.piece import Piece
 from app.checkpoints.tensor_file import TensorFile
 from app.errors import CheckpointError
 from app.files import regular
+from app.initial.region import Region
 from app.record import run_folder
 
 Shape = tuple[int, ...]
@@ -35,8 +36,8 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 class ReadInto(Protocol):
     """How stored tensors are read."""
 
-    def __call__(self, name: str, values: torch.Tensor, start: int = 0) -> None:
-        """Fill `values`, 1-D, with the elements from `start` on of the flattened tensor of a name, in their dtype."""
+    def __call__(self, name: str, values: torch.Tensor, region: Region | None = None, /) -> None:
+        """Fill `values`, 1-D, with the elements `region` of the tensor of a name, all by default, in their dtype."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Stored:
         return Stored(
             {name: self.shapes[there] for name, there in names.items()},
             {name: self.dtypes[there] for name, there in names.items()},
-            lambda name, values, start=0: self.read_into(names[name], values, start),
+            lambda name, values, region=None: self.read_into(names[name], values, region),
             (*self.remarks, *remarks),
         )
 
@@ -100,7 +101,7 @@ def _of_file(path: Path) -> Stored:
         return _of_pickle(path)
     file = TensorFile(path)
     dtypes = {name: tensor_file.dtype_in_torch(it) for name, it in file.dtypes.items()}
-    return Stored(file.shapes, dtypes, lambda name, values, start=0: file.read_into(name, values, start=start))
+    return Stored(file.shapes, dtypes, file.read_into)
 
 
 def _of_index(path: Path) -> Stored:
@@ -118,7 +119,7 @@ def _of_index(path: Path) -> Stored:
     return Stored(
         {name: parts[file].shapes[name] for name, file in file_of.items()},
         {name: parts[file].dtypes[name] for name, file in file_of.items()},
-        lambda name, values, start=0: parts[file_of[name]].read_into(name, values, start),
+        lambda name, values, region=None: parts[file_of[name]].read_into(name, values, region),
     )
 
 
@@ -148,14 +149,15 @@ def _of_pickle(path: Path) -> Stored:
     return Stored(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         {name: tensor.dtype for name, tensor in tensors.items()},
-        lambda name, values, start=0: _copy(tensors[name], values, start),
+        lambda name, values, region=None: _copy(tensors[name], values, region),
         tuple(remarks),
     )
 
 
 @torch.no_grad()
-def _copy(source: torch.Tensor, values: torch.Tensor, start: int) -> None:
-    values.copy_(source.reshape(-1)[start : start + values.numel()])
+def _copy(source: torch.Tensor, values: torch.Tensor, region: Region | None) -> None:
+    whole = source.contiguous()
+    values.copy_(whole.view(-1) if region is None else region.take(whole))
 
 
 def _of_checkpoint(folder: Path) -> Stored:
@@ -164,11 +166,11 @@ def _of_checkpoint(folder: Path) -> Stored:
     shapes = reader.shapes(key)
     dtypes = {name: tensor_file.dtype_in_torch(dtype) for name, dtype in reader.dtypes(key).items()}
 
-    def read_into(name: str, values: torch.Tensor, start: int = 0) -> None:
+    def read_into(name: str, values: torch.Tensor, region: Region | None = None) -> None:
         if name in buffers:
-            _copy(buffers[name], values, start)
+            _copy(buffers[name], values, region)
         else:
-            reader.read_into(Piece(key, name, shapes[name], start, values))
+            reader.read_into(Piece(key, name, shapes[name], region or Region.flat(0, values.numel()), values))
 
     return Stored(
         shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()},

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from app.checkpoints import durable
 from app.checkpoints.durable import Stamp, telling
 from app.errors import CheckpointError
+from app.initial.region import Region
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,8 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 OF_TORCH = {"format": "pt"}
 """The metadata that libraries ask of a file before they take it for torch's."""
 
+_READ_OVER_BYTES = 2**16
+"""What lies between two runs of elements is read with them up to this: one read of a disk costs more."""
 _MOST_HEADER_BYTES = 100_000_000
 """As in safetensors itself: what is longer is no header."""
 
@@ -112,6 +115,11 @@ def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, st
     return durable.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)))
 
 
+def item_bytes(dtype: str) -> int:
+    """Return how many bytes an element has."""
+    return _ITEM_BYTES[dtype]
+
+
 def size_bytes(content: Content) -> int:
     """Return how many bytes a tensor has in a file."""
     return prod(content.shape) * _ITEM_BYTES[content.dtype]
@@ -165,15 +173,40 @@ class TensorFile:
         for position in range(start, stop, step):
             yield self._read(offset + position * item_bytes, min(step, stop - position) * item_bytes)
 
-    def read_into(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
-        """Fill `values`, 1-D, with the elements of a flattened tensor from `start` on, in their dtype and on their device."""
+    def read_into(self, name: str, values: torch.Tensor, wanted: Region | None = None, there: Region | None = None) -> None:
+        """Fill what is there of the `wanted` elements of a tensor in `values`, 1-D, in their dtype and on their device.
+
+        The tensor `name` has the elements `there` of it, one after the other; all, and in `values` too, if nothing is said.
+        """
         import torch
 
-        target, position = values.detach(), 0
-        for chunk in self.chunks(name, start, start + values.numel()):
-            elements = torch.frombuffer(chunk, dtype=getattr(torch, _TORCH_NAMES[self.dtypes[name]]))
-            target[position : position + elements.numel()].copy_(elements)
-            position += elements.numel()
+        target, dtype = values.detach(), getattr(torch, _TORCH_NAMES[self.dtypes[name]])
+        assert target.is_contiguous(), name
+        there = there or Region.flat(0, prod(self.shapes[name]))
+        wanted = wanted or there
+        for part, chunk in self._parts(name, wanted, there):
+            elements = torch.frombuffer(chunk, dtype=dtype)
+            shape, gap = (part.runs, part.run), there.distance(part)
+            into = target.as_strided(shape, (wanted.distance(part), 1), target.storage_offset() + wanted.inside(part).start)
+            into.copy_(elements.as_strided(shape, (gap, 1)))
+
+    def bytes_into(self, name: str, target: bytearray, wanted: Region, there: Region) -> None:
+        """Do so with the bytes of the elements."""
+        size = _ITEM_BYTES[self.dtypes[name]]
+        for part, chunk in self._parts(name, wanted, there):
+            begin, between, gap = wanted.inside(part).start * size, wanted.distance(part) * size, there.distance(part) * size
+            for number in range(part.runs):
+                at, of = begin + number * between, number * gap
+                target[at : at + part.run * size] = memoryview(chunk)[of : of + part.run * size]
+
+    def _parts(self, name: str, wanted: Region, there: Region) -> Iterator[tuple[Region, bytearray]]:
+        """Yield what is there and wanted, with the bytes from the first to the last of it, few of which are others."""
+        most = durable.CHUNK_BYTES // _ITEM_BYTES[self.dtypes[name]]
+        for both in there.overlaps(wanted):
+            apart = there.distance(both) - both.run > _READ_OVER_BYTES // _ITEM_BYTES[self.dtypes[name]]
+            for part in both.pieces(both.run if apart and both.run <= most else most):
+                place = there.inside(part)
+                yield part, next(self.chunks(name, place.start, place.end))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, on the CPU."""

@@ -77,7 +77,7 @@ class Region:
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of a contiguous tensor, of any shape, 1-D in order; a view of it where it is one run."""
-        return self.rows(whole).reshape(-1)
+        return self.rows(whole).reshape(-1).contiguous()  # single elements of rows are a view otherwise
 
     def part(self, first: int, stop: int) -> Region:
         """Return the elements from the `first` one of this region to that before its `stop`-th; of many runs, whole ones."""
@@ -86,7 +86,7 @@ class Region:
         assert first % self.run == stop % self.run == 0, (self, first, stop)
         return Region.made(self.start + first // self.run * self.stride, stop - first, self.run, self.stride)
 
-    def share(self, index: int, count: int) -> tuple[int, int]:
+    def share(self, count: int, index: int) -> tuple[int, int]:
         """Return the first and the stop, as `part` takes them, of one of `count` shares that are as even as can be."""
         unit, units = (self.run, self.runs) if self.runs > 1 else (1, self.count)
         return units * index // count * unit, units * (index + 1) // count * unit
@@ -110,6 +110,22 @@ class Region:
         number, first = divmod(part.start - self.start, self.stride)
         stride = self.run if part.runs > 1 and part.stride == self.stride else part.stride
         return Region.made(number * self.run + first, part.count, part.run, stride)
+
+    def distance(self, part: Region) -> int:
+        """Return how far apart the runs of such a part begin, among the elements of this region one after the other."""
+        place = self.inside(part)
+        return place.stride if place.runs > 1 else part.run
+
+    def pieces(self, most: int) -> Iterator[Region]:
+        """Yield the region in parts with at most so many elements from the first to the last: runs, or parts of long ones."""
+        if self.run > most:
+            for begin in range(self.start, self.end, self.stride):
+                yield from (Region.flat(at, min(most, begin + self.run - at)) for at in range(begin, begin + self.run, most))
+            return
+        together = (most - self.run) // self.stride + 1 if self.count else 1
+        for number in range(0, self.runs, together):
+            runs = min(together, self.runs - number)
+            yield Region.made(self.start + number * self.stride, runs * self.run, self.run, self.stride)
 
 
 def _of_same_rows(one: Region, other: Region) -> Region | None:

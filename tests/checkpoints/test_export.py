@@ -19,6 +19,7 @@ from app.checkpoints import step_folders as files
 from app.checkpoints import stored_weights
 from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, RunFolderError
+from app.initial.region import Region
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.record.claim import claim
@@ -51,8 +52,8 @@ def save_small(run_dir: Path, step: int, *, averaged: bool = True) -> dict[str, 
     for key, of in tensors.items():
         for name, tensor in of.items():
             flat = tensor.reshape(-1)
-            ranks[1].append(Piece(key, name, tuple(tensor.shape), 0, flat[:3]))
-            ranks[0].append(Piece(key, name, tuple(tensor.shape), 3, flat[3:]))
+            ranks[1].append(Piece(key, name, tuple(tensor.shape), Region.flat(0, len(flat[:3])), flat[:3]))
+            ranks[0].append(Piece(key, name, tuple(tensor.shape), Region.flat(3, len(flat[3:])), flat[3:]))
     save(run_dir, step, *ranks)
     return tensors
 
@@ -174,7 +175,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
     run_dir, weight = tmp_path_factory.mktemp("large"), random(32 * MIB)
     piece = functools.partial(Piece, "weight", shape=(32, MIB))
     halves = {0: weight[: 16 * MIB], 16 * MIB: weight[16 * MIB :]}
-    ranks = [[piece(name=name, start=start, values=values) for name in "ab"] for start, values in halves.items()]
+    ranks = [
+        [piece(name=name, region=Region.flat(start, len(values)), values=values) for name in "ab"]
+        for start, values in halves.items()
+    ]
     return save(run_dir, 1, *ranks), weight.view(32, MIB)
 
 

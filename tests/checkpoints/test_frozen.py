@@ -15,6 +15,7 @@ from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
 from app.errors import CheckpointError
 from app.export import export
+from app.initial.region import Region
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
@@ -48,8 +49,8 @@ def saved(runtime: Runtime, run_dir: Path, model: nn.Module, step: int, resumed:
         if parameter.requires_grad:
             flat = parameter.detach().reshape(-1)
             for key, values in (("weight", flat), ("average", flat + 1)):
-                pieces[0].append(Piece(key, name, tuple(parameter.shape), 0, values[:1]))
-                pieces[1].append(Piece(key, name, tuple(parameter.shape), 1, values[1:]))
+                pieces[0].append(Piece(key, name, tuple(parameter.shape), Region.flat(0, 1), values[:1]))
+                pieces[1].append(Piece(key, name, tuple(parameter.shape), Region.flat(1, len(values) - 1), values[1:]))
     entries = [files.write_pieces(folder, rank, of_rank) for rank, of_rank in enumerate(pieces)]
     state = {"step": step, "model": {}, "recipe": {}}
     return files.commit(ours, step, entries, state=state, buffers=dict(model.named_buffers()), frozen=entry)

@@ -5,6 +5,7 @@ The reference is the tensor that was cut, bit for bit, and for the files themsel
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from itertools import pairwise
@@ -29,6 +30,8 @@ from app.checkpoints.step_folders import (
     verify,
     write_pieces,
 )
+from app.checkpoints.tensor_file import TensorFile
+from app.initial.region import Region
 from app.record.claim import claim
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -40,10 +43,16 @@ shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1
 cuts = st.lists(st.integers(0, 125), max_size=6)
 
 
-def cut(tensor: torch.Tensor, at: list[int], key: str, name: str) -> list[Piece]:
+def cut(tensor: torch.Tensor, at: list[int], key: str, name: str, *, columns: bool = False) -> list[Piece]:
+    """Cut a tensor into flat ranges, or by columns."""
     flat = tensor.reshape(-1)
+    if columns and tensor.dim() > 1 and len(flat):
+        width = len(flat) // len(tensor)
+        edges = [0, *sorted({place % width for place in at} - {0}), width]
+        regions = [Region.made(a, len(tensor) * (b - a), b - a, width) for a, b in pairwise(edges)]
+        return [Piece(key, name, tuple(tensor.shape), region, region.take(tensor)) for region in regions]
     edges = [0, *sorted({min(place, flat.numel()) for place in at} - {0, flat.numel()}), flat.numel()]
-    return [Piece(key, name, tuple(tensor.shape), a, flat[a:b]) for a, b in pairwise(edges)]
+    return [Piece(key, name, tuple(tensor.shape), Region.flat(a, b - a), flat[a:b]) for a, b in pairwise(edges)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,16 +66,18 @@ def test_any_cutting_is_read_back_bit_by_bit_under_any_other(
         for key, dtype in zip(("weight", "exp_avg", "average"), DTYPES, strict=True):
             size = torch.Size(shape).numel()
             tensors[key, f"p{number}"] = random_bits(size, dtype, number).reshape(shape)
-            for part in cut(tensors[key, f"p{number}"], data.draw(cuts), key, f"p{number}"):
+            for part in cut(tensors[key, f"p{number}"], data.draw(cuts), key, f"p{number}", columns=data.draw(st.booleans())):
                 written[data.draw(st.integers(0, ranks - 1))].append(part)
     with tempfile.TemporaryDirectory() as directory:
         reader = Reader(save(Path(directory), 1, *written))
         assert reader.keys() == ["average", "exp_avg", "weight"]
         assert reader.shapes() == {f"p{number}": shape for number, shape in enumerate(shapes)}
         for (key, name), tensor in tensors.items():
-            for part in cut(torch.zeros_like(tensor), data.draw(cuts), key, name):
+            whole = b"".join(map(bytes, reader.contents(key)[name].chunks))
+            assert [*whole] == bits(tensor.reshape(-1))
+            for part in cut(torch.zeros_like(tensor), data.draw(cuts), key, name, columns=data.draw(st.booleans())):
                 reader.read_into(part)
-                assert bits(part.values) == bits(tensor.reshape(-1)[part.start : part.start + part.values.numel()])
+                assert bits(part.values) == bits(part.region.take(tensor))
         verify(reader.folder)
 
 
@@ -123,7 +134,7 @@ def test_many_ranges_are_searched_by_halves(tmp_path: Path) -> None:
     reader = Reader(commit(ours, 1, [entry], state={}, buffers={}))
     compared = 0
 
-    class Counted(list[tuple[int, int, str]]):
+    class Counted(list[tuple[Region, str]]):
         def __getitem__(self, index: Any) -> Any:
             nonlocal compared
             compared += 1
@@ -160,6 +171,55 @@ def test_ranges_that_do_not_cover_a_tensor_once_are_not_committed(
     said = refusal(lambda: save(tmp_path, 2, *([piece(torch.zeros(stop - start), start)] for start, stop in ranges)))
     assert f"step-00000002 cannot be written: of weight of w, {problem}." in said
     assert newest(tmp_path) == (before, [])
+
+
+COLUMNS = (Region.made(0, 6, 2, 4), Region.made(2, 6, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("regions", "problem"),
+    [
+        ([COLUMNS[0]], "elements 10 to 11 are in no file"),
+        ([COLUMNS[1]], "elements 0 to 1 are in no file"),
+        ([COLUMNS[0], Region.made(3, 3, 1, 4)], "3 of its 12 elements are in no file"),
+        ([COLUMNS[0], Region.made(1, 9, 3, 4)], "elements 1 to 9 are in two files, one of them rank-00001.safetensors"),
+        ([*COLUMNS, Region.flat(6, 1)], "elements 6 to 6 are in two files, one of them rank-00002.safetensors"),
+    ],
+)
+def test_columns_that_do_not_cover_a_tensor_once_are_not_committed(tmp_path: Path, regions: list[Region], problem: str) -> None:
+    pieces = [[Piece("weight", "w", (3, 4), region, torch.zeros(region.count))] for region in regions]
+    assert f"of weight of w, {problem}." in refusal(lambda: save(tmp_path, 2, *pieces))
+
+
+def test_of_rows_in_files_only_the_columns_that_are_wanted_are_read(tmp_path: Path) -> None:
+    """Runs that lie far apart one by one; those that lie close together at once, with what lies between."""
+    whole = torch.arange(8 * 2**17, dtype=torch.float32).view(8, 2**17)
+    rows = [Piece("weight", "w", (8, 2**17), Region.flat(at, 2**19), whole.view(-1)[at : at + 2**19]) for at in (0, 2**19)]
+    reader = Reader(save(tmp_path, 1, rows[:1], rows[1:]))
+    read: list[int] = []
+    real = TensorFile._read
+    for run, expected in ((2**10, 8 * [4 * 2**10]), (2**17 - 2**13, 2 * [4 * (2**19 - 2**13)])):
+        region = Region.made(0, 8 * run, run, 2**17)
+        into, read[:] = torch.zeros(region.count), []
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(TensorFile, "_read", lambda file, at, count: (read.append(count), real(file, at, count))[1])
+            for _ in range(2):  # the first opens the files
+                read.clear()
+                reader.read_into(Piece("weight", "w", (8, 2**17), region, into))
+        assert torch.equal(into.view(8, run), whole[:, :run])
+        assert read == expected
+
+
+def test_ranges_alone_are_of_the_format_that_older_versions_read(tmp_path: Path) -> None:
+    kinds = {"flat": [Region.flat(0, 12)], "columns": [*COLUMNS]}
+    formats = {}
+    for name, regions in kinds.items():
+        folder = save(tmp_path / name, 1, *([Piece("weight", "w", (3, 4), it, torch.zeros(it.count))] for it in regions))
+        content = json.loads((folder / "manifest.json").read_bytes())
+        formats[name] = content["format"], content["tensors"]["weight"]["w"]["ranges"]
+    files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
+    assert formats["flat"] == (1, [[0, 12, files[0]]])
+    assert formats["columns"] == (2, [[0, 10, files[0], 2, 4], [2, 12, files[1], 2, 4]])
 
 
 def test_ranks_that_differ_in_a_dtype_or_shape_are_not_committed(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_a_damaged_state_or_tensor_file_is_not_loaded_unverified(tmp_path: Path)
 
 def test_another_format_is_said(tmp_path: Path) -> None:
     folder = save_small(tmp_path, 1)
-    (folder / "manifest.json").write_bytes(manifest._sealed(b'{"format": 2}'))
-    assert "is of format 2, and this version reads format 1" in refusal(lambda: verify(folder))
+    (folder / "manifest.json").write_bytes(manifest._sealed(b'{"format": 3}'))
+    assert "is of format 3, and this version reads formats 1 and 2" in refusal(lambda: verify(folder))
 
 
 def test_where_there_is_no_checkpoint_none_is_found(tmp_path: Path) -> None:
@@ -134,6 +134,7 @@ import os, signal, sys, time, torch
 from pathlib import Path
 from app.checkpoints.step_folders import begin, commit, committed, prune, write_pieces
 from app.checkpoints.piece import Piece
+from app.initial.region import Region
 from app.record.claim import claim
 
 def write(run_dir):
@@ -141,7 +142,8 @@ def write(run_dir):
     while True:
         step += 1
         folder, values = begin(ours, step), torch.arange(1_000_000.0) + step
-        halves = [Piece("weight", "w", (1_000_000,), at, values[at : at + 500_000]) for at in (0, 500_000)]
+        regions = [Region.flat(at, 500_000) for at in (0, 500_000)]
+        halves = [Piece("weight", "w", (1_000_000,), region, region.take(values)) for region in regions]
         entries = [write_pieces(folder, rank, [half]) for rank, half in enumerate(halves)]
         prune(ours, commit(ours, step, entries, state={"step": step}, buffers={}), keep_last=2)
 

@@ -54,7 +54,7 @@ def test_a_region_takes_its_elements_in_order(it: Region) -> None:
 
 @given(regions(), st.integers(1, 5))
 def test_shares_are_the_region(it: Region, count: int) -> None:
-    shares = [it.part(*it.share(index, count)) for index in range(count)]
+    shares = [it.part(*it.share(count, index)) for index in range(count)]
     assert [at for share in shares for at in places(share)] == places(it)
     unit = it.run if it.runs > 1 else 1
     assert max(share.count for share in shares) - min(share.count for share in shares) <= unit

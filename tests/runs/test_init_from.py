@@ -16,6 +16,7 @@ from app.checkpoints import initial_weights, published
 from app.checkpoints import step_folders as files
 from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, RecipeError
+from app.initial.region import Region
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
@@ -57,9 +58,10 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, torch.Tensor]) 
     ranks: list[list[Piece]] = [[], []]
     for name in tensors.keys() - buffers.keys():
         flat, shape = tensors[name].reshape(-1), tuple(tensors[name].shape)
+        third = len(flat) // 3
         for key, values in (("weight", flat + 1), ("average", flat)):
-            ranks[0].append(Piece(key, name, shape, 0, values[: len(flat) // 3]))
-            ranks[1].append(Piece(key, name, shape, len(flat) // 3, values[len(flat) // 3 :]))
+            ranks[0].append(Piece(key, name, shape, Region.flat(0, third), values[:third]))
+            ranks[1].append(Piece(key, name, shape, Region.flat(third, len(flat) - third), values[third:]))
     run_dir.mkdir(exist_ok=True)
     ours = claim(run_dir)
     folder = files.begin(ours, step)

@@ -20,6 +20,7 @@ from processes import Started, accelerate, read, read_lines, run, start, train
 from app import export
 from app.checkpoints import manifest, step_folders
 from app.checkpoints.piece import Piece
+from app.initial.region import Region
 from app.tools.verify import verify
 
 pytestmark = pytest.mark.multiproc
@@ -118,7 +119,7 @@ def last_state(run_dir: Path) -> tuple[dict[str, Any], dict[tuple[str, str], tor
     for key, of in manifest.read(folder)[1].items():
         for name, stored in of.items():
             tensors[key, name] = torch.empty(math.prod(stored.shape), dtype=torch.float64)
-            reader.read_into(Piece(key, name, stored.shape, 0, tensors[key, name]))
+            reader.read_into(Piece(key, name, stored.shape, Region.flat(0, len(tensors[key, name])), tensors[key, name]))
     return {name: reader.state[name] for name in ("step", "samples_seen", "optimizer")}, tensors
 
 

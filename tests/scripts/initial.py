@@ -35,7 +35,6 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
 
     from app.checkpoints.shards import Shards
     from app.initial import filling, held
-    from app.initial.region import Region
     from app.optim import from_recipe
     from app.recipe.schema import OptimRecipe
 
@@ -55,8 +54,7 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
     }
     prepared = filling.prepare(runtime, model, from_recipe.build(recipe, model, rule))
     shards = Shards(runtime.accelerator, *prepared)
-    pieces = [(piece.name, piece.values, Region.flat(piece.start, piece.values.numel())) for piece in shards.owned_pieces()]
-    ranks = runtime.gather(sum(held.digest_of(*piece) for piece in pieces))
+    ranks = runtime.gather(sum(held.digest_of(it.name, it.values, it.region) for it in shards.owned_pieces()))
     found["prepared"] = held.as_text(sum(ranks))
     found["names"] = len(dict(shards.model.named_parameters()))
     runtime.accelerator.free_memory(*prepared)

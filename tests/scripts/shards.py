@@ -144,7 +144,7 @@ def run(runtime: Any, case: Case, left: Record) -> Record:
                 load(shards, left)
             for step in steps:
                 take_step(runtime, case, prepared, average, step, record)
-            owned = [(p.key, p.name, p.shape, p.start, p.values.clone()) for p in shards.owned_pieces()]
+            owned = [(p.key, p.name, p.shape, p.region.start, p.values.clone()) for p in shards.owned_pieces()]
             record.tensors.append(runtime.gather(owned))
             record.scalars.append(shards.scalars())
             record.seen.append(int(shards.buffers()["seen"]))
@@ -182,7 +182,7 @@ def load(shards: Any, left: Record) -> None:
     for piece in pieces:
         whole = left.tensors[0][piece.key][piece.name]
         assert piece.shape == whole.shape
-        piece.values.copy_(whole.flatten()[piece.start : piece.start + piece.values.numel()])
+        piece.values.copy_(piece.region.take(whole.contiguous()))
     shards.publish()
     shards.buffers()["seen"].fill_(left.seen[0])
 

@@ -23,6 +23,7 @@ from app.checkpoints import model_file, step_folders, tensor_file
 from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, SamerunError
 from app.guard.watchdog import Watchdog
+from app.initial.region import Region
 from app.recipe.schema import Recipe
 from app.record.claim import Claim, claim
 from app.tasks.image_classification.predictions import Prediction, Predictions
@@ -80,7 +81,7 @@ def predictions(ours: Claim) -> None:
 def checkpoint(ours: Claim) -> None:
     for step in (3, 5):
         folder = step_folders.begin(ours, step)
-        entry = step_folders.write_pieces(folder, 0, [Piece("weight", "w", (3,), 0, torch.zeros(3))])
+        entry = step_folders.write_pieces(folder, 0, [Piece("weight", "w", (3,), Region.flat(0, 3), torch.zeros(3))])
         saved = step_folders.commit(ours, step, [entry], state={"step": step}, buffers={})
         step_folders.prune(ours, saved, keep_last=1)
 
