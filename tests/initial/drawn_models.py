@@ -18,6 +18,12 @@ def llama(**settings: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **settings}))
 
 
+def twelve(**settings: Any) -> LlamaForCausalLM:
+    """Twelve heads, and sizes that divide as they do."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 96}
+    return llama(**sizes, **settings)
+
+
 def gpt2() -> GPT2LMHeadModel:
     """Its head is its embedding."""
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

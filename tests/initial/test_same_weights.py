@@ -23,15 +23,15 @@ TOPOLOGIES = [
 ]
 
 
-def looked(folder: Path, preset: str, processes: int, kinds: str = "llama,gpt2") -> dict[str, Any]:
+def looked(folder: Path, preset: str, processes: int, kinds: str = "llama,gpt2", env: Any = None) -> dict[str, Any]:
     out = folder / f"{preset}-{processes}.json"
-    run(preset, processes, str(SCRIPTS / "initial.py"), str(out), kinds).check()
+    run(preset, processes, str(SCRIPTS / "initial.py"), str(out), kinds, env=env).check()
     return read(out)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return looked(tmp_path_factory.mktemp("alone"), "cpu", 1, "llama,gpt2,plain")
+    return looked(tmp_path_factory.mktemp("alone"), "cpu", 1, "llama,gpt2,plain,twelve,twelve_tied")
 
 
 @pytest.mark.parametrize(("preset", "processes"), TOPOLOGIES)
@@ -47,6 +47,19 @@ def test_weights_are_the_same_bits(alone: dict[str, Any], tmp_path: Path, preset
         is_divided = preset in ("fsdp2", "deepspeed_zero3", "deepspeed_zero3_offload")
         assert sum(found["shares"]) == found["whole"] * (1 if is_divided else processes)
         assert max(found["shares"]) <= found["whole"] * (1.15 / processes if is_divided else 1)
+
+
+@pytest.mark.parametrize(
+    ("processes", "parts"), [(2, 2), *(pytest.param(*it, marks=SLOW) for it in ((3, 3), (4, 4), (4, 2), (1, 1)))]
+)
+def test_tensor_parallelism_divides_the_same_bits(alone: dict[str, Any], tmp_path: Path, processes: int, parts: int) -> None:
+    env = {"PARALLELISM_CONFIG_TP_SIZE": str(parts)}
+    for kind, found in looked(tmp_path, "tensor_parallel", processes, "twelve,twelve_tied", env).items():
+        whole = alone[kind]
+        assert found["drawn"] == whole["drawn"] * processes
+        assert found["held"] == whole["held"] == whole["drawn"][0]
+        assert (found["prepared"], found["names"]) == (whole["prepared"], whole["names"])
+        assert max(found["shares"]) <= found["whole"] * 1.15 / processes  # all but norms is divided
 
 
 def test_transformers_does_not_draw_other_weights_under_zero_3(alone: dict[str, Any], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ FOLDER = Path(preset.__file__).parent.parent / "accelerate_configs"
 NAMES = sorted(path.stem for path in FOLDER.rglob("*.yaml"))
 SINGLE = ("cpu", "single_gpu")
 SEVERAL = [name for name in NAMES if name not in SINGLE]
-SHARDED = ("fsdp2", "hsdp")
+SHARDED = ("fsdp2", "hsdp", "tensor_parallel")
 STAGES = {"deepspeed_zero1": "1", "deepspeed_zero2": "2", "deepspeed_zero3": "3", "deepspeed_zero3_offload": "3"}
 
 
@@ -156,18 +156,24 @@ def test_fsdp2_is_what_accelerate_makes_of_its_preset(monkeypatch):
     assert plugin.min_num_params == 4_000_000
 
 
-def test_hsdp_is_fsdp2_but_for_the_copies():
-    plain, hsdp = (yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in ("fsdp2", "hsdp"))
-    assert hsdp.pop("parallelism_config") == {"parallelism_config_dp_replicate_size": -1}
-    assert hsdp == plain
+MESHES = {"hsdp": "dp_replicate_size", "tensor_parallel": "tp_size"}
 
 
-@pytest.mark.parametrize(("sizes", "handed_on"), [({}, "-1"), ({"dp_replicate_size": 2}, "2")])
-def test_accelerate_hands_on_the_copies_of_hsdp(sizes, handed_on):
-    environment = accelerates_environment("hsdp", Topology(processes_per_node=4), sizes=sizes)[1]
+@pytest.mark.parametrize(("name", "size"), MESHES.items())
+def test_presets_with_a_mesh_are_fsdp2_but_for_its_size(name, size):
+    plain, other = (yaml.safe_load((FOLDER / f"{preset}.yaml").read_text()) for preset in ("fsdp2", name))
+    assert other.pop("parallelism_config") == {f"parallelism_config_{size}": -1}
+    assert other == plain
+
+
+@pytest.mark.parametrize(("name", "size"), MESHES.items())
+@pytest.mark.parametrize("given", [-1, 2])
+def test_accelerate_hands_on_the_size_of_a_mesh(name, size, given):
+    sizes = {} if given == -1 else {size: given}
+    environment = accelerates_environment(name, Topology(processes_per_node=4), sizes=sizes)[1]
     assert environment["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
-    assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == handed_on
-    assert environment["PARALLELISM_CONFIG_TP_SIZE"] == "1"
+    handed_on = {key: environment[f"PARALLELISM_CONFIG_{key.upper()}"] for key in MESHES.values()}
+    assert handed_on == {key: str(given) if key == size else "1" for key in MESHES.values()}
 
 
 ATTENTION = ("MultiheadAttention", "ShiftedWindowAttention", "ShiftedWindowAttentionV2")

@@ -2,11 +2,12 @@
 
     python tests/scripts/initial.py OUT.json KIND,...
 
-KIND: llama and gpt2 are drawn by units; plain is built whole by transformers' own `from_config`.
+KIND: llama, gpt2, twelve and twelve_tied are drawn by units; plain is built whole by transformers' own `from_config`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -31,14 +32,15 @@ def main(out: str, kinds: list[str]) -> None:
 
 
 def look(runtime: Any, kind: str) -> dict[str, Any]:
-    from drawn_models import Drawn, Plain, gpt2, llama
+    from drawn_models import Drawn, Plain, gpt2, llama, twelve
 
     from app.checkpoints.shards import Shards
     from app.initial import filling, held
     from app.optim import from_recipe
     from app.recipe.schema import OptimRecipe
 
-    recipe, task = OptimRecipe(), Plain() if kind == "plain" else Drawn({"llama": llama, "gpt2": gpt2}[kind])
+    kinds = {"llama": llama, "gpt2": gpt2, "twelve": twelve, "twelve_tied": functools.partial(twelve, tie_word_embeddings=True)}
+    recipe, task = OptimRecipe(), Plain() if kind == "plain" else Drawn(kinds[kind])
     runtime.seed(0)
     model, units = filling.made(task, {}, seed=0)  # type: ignore[arg-type]
     rule = from_recipe.Rule.of(recipe, model)
