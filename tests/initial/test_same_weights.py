@@ -62,6 +62,16 @@ def test_tensor_parallelism_divides_the_same_bits(alone: dict[str, Any], tmp_pat
         assert max(found["shares"]) <= found["whole"] * 1.15 / processes  # all but norms is divided
 
 
+def test_what_no_group_divides_stays_the_same_bits(tmp_path: Path) -> None:
+    """Norms, which each process of a group steps on by itself; and the norm of the gradient."""
+    run("tensor_parallel", 2, str(SCRIPTS / "alike.py"), str(tmp_path / "found.json")).check()
+    steps: Any = read(tmp_path / "found.json")
+    assert len({one[2] for one, _ in steps}) == 5
+    for one, other in steps:
+        assert one == other
+        assert one[1] == 7 * 48
+
+
 def test_transformers_does_not_draw_other_weights_under_zero_3(alone: dict[str, Any], tmp_path: Path) -> None:
     """A task without `init` that builds its model by `from_config`, which would use `deepspeed.zero.Init`."""
     there = looked(tmp_path, "deepspeed_zero3", 2, "plain")
