@@ -79,7 +79,7 @@ def test_transformers_does_not_draw_other_weights_under_zero_3(alone: dict[str, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preset", ["fsdp2", "deepspeed_zero3"])
+@pytest.mark.parametrize("preset", ["fsdp2", "deepspeed_zero3", "tensor_parallel"])
 def test_no_process_ever_holds_the_whole(tmp_path: Path, figure: Callable[[str], None], preset: str) -> None:
     """A model of 334 million parameters: while it is built a process has its share and the largest unit, an embedding."""
     run(preset, 2, str(SCRIPTS / "built_peak.py"), str(tmp_path / "found.json")).check()
