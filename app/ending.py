@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from app import building
-from app.checkpoints import merged, model_file, step_folders, tensor_file
+from app.checkpoints import merged, model_file, step_folders
 from app.checkpoints.shards import unwrapped
-from app.checkpoints.tensor_file import Content
 from app.data.samples import Splits
 from app.evaluation import Evaluation
 from app.guard.control import NOTHING
 from app.loop import Finished, Stopped, Training
 from app.opening import Opened
-from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.record import ledger, run_folder
-
-_DIVIDING = ("deepspeed", "fsdp2")
-"""Strategies under which weights are, or may be, divided among the ranks."""
 
 
 def finish(training: Training, data: Splits, opened: Opened, ended: Finished | Stopped) -> None:
@@ -55,20 +47,14 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
     """Write them, and return the last words of the run."""
     runtime = training.runtime
     training_s = training.metrics.clock.training_s
-    with training.average.applied():
-        saved = _saved_whole(training, ended.step)
-        gathered = {} if saved else whole_weights(runtime, training.model)
-        with runtime.together():
-            if runtime.is_main:
-                weights = _of_checkpoint(saved) if saved else tensor_file.contents(gathered)
-                weights = merged.merged(weights, merged.adapters_of(training.task, unwrapped(training.model)))
-                # Inside the block: under some strategies these are the live weights.
-                model_file.save(
-                    opened.claim,
-                    model_file.described(training.recipe, data.train.facts),
-                    weights,
-                    _beside(training, data, ended),
-                )
+    with training.checkpoints.finished_weights(ended.step) as weights, runtime.together():
+        if runtime.is_main:
+            model_file.save(
+                opened.claim,
+                model_file.described(training.recipe, data.train.facts),
+                merged.merged(weights, merged.adapters_of(training.task, unwrapped(training.model))),
+                _beside(training, data, ended),
+            )
     steps = ended.step - training.first_step  # none where a finished run was taken up again
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
     result = {
@@ -106,18 +92,6 @@ def _named(evaluations: Iterable[Evaluation]) -> dict[str, Any]:
     return named
 
 
-def _saved_whole(training: Training, step: int) -> Path | None:
-    """Return the checkpoint of the last step, if that spares gathering weights which are divided; None: it does not."""
-    saved = training.checkpoints.written
-    is_divided = training.runtime.launched.strategy in _DIVIDING
-    return saved if is_divided and saved and saved.name == step_folders.path_of(saved, step).name else None
-
-
-def _of_checkpoint(folder: Path) -> dict[str, Content]:
-    reader = step_folders.Reader(folder)
-    return reader.contents(reader.finished_key())
-
-
 def _beside(training: Training, data: Splits, ended: Finished) -> Mapping[str, bytes]:
     """Return what the task's library wants beside the weights."""
     if not hasattr(training.task, "beside"):
@@ -125,16 +99,3 @@ def _beside(training: Training, data: Splits, ended: Finished) -> Mapping[str, b
     scores = {name: score for found in ended.scores.values() for name, score in found.as_metrics().items()}
     told = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": scores}
     return training.task.beside(data.train.facts, told)
-
-
-def whole_weights(runtime: Runtime, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state of a prepared model, on the main process at least; all ranks call it.
-
-    A tensor of several names, as tied embeddings have, has the first of them alone, as in checkpoints.
-    """
-    plain = unwrapped(model)
-    others = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - dict(plain.named_parameters()).keys()
-    is_divided = runtime.launched.strategy in _DIVIDING
-    state: dict[str, torch.Tensor] | None = runtime.accelerator.get_state_dict(model) if is_divided else plain.state_dict()
-    # Under ZeRO-3 the other ranks get None.
-    return {name: tensor for name, tensor in (state or {}).items() if name not in others}

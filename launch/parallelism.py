@@ -6,7 +6,6 @@ only where the file has the section (accelerate 1.15, `commands/launch.py`, `_va
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -83,25 +82,16 @@ def of_launch(preset: str, sizes: Mapping[str, int], topology: Topology, asked: 
                 f"{OPTIONS[name]} is {size}, and preset {preset} has no {KEY}{name}, without which Accelerate drops it: use "
                 f"preset {PRESETS[name]}"
             )
-    if not sizes:
+    found = {**sizes, **asked}
+    if not found:  # asked for each of thousands of nodes
         return Degrees()
-    per_node = topology.processes_per_node
-    return _of_launch(preset, tuple(sizes.items()), tuple(asked.items()), topology.world_size, per_node)
-
-
-@functools.lru_cache  # asked again for each of thousands of nodes
-def _of_launch(
-    preset: str, sizes: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int], ...], world_size: int, per_node: int
-) -> Degrees:
-    found = dict((*sizes, *asked))
-    by_option = dict(asked)
     return degrees.derived(
         replicas=found.get("dp_replicate_size", 1),
         shards=found.get("dp_shard_size", 1),
         tensor_parallel=found.get("tp_size", 1),
-        world_size=world_size,
-        per_node=per_node,
-        origins={name: OPTIONS[name] if name in by_option else f"preset {preset}" for name in found},
+        world_size=topology.world_size,
+        per_node=topology.processes_per_node,
+        origins={name: OPTIONS[name] if name in asked else f"preset {preset}" for name in found},
     )
 
 

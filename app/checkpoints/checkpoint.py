@@ -7,8 +7,9 @@ changed since it was written stands in `resumable`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -18,9 +19,10 @@ import torch
 
 from app.checkpoints import step_folders as files
 from app.checkpoints.manifest import FileEntry
-from app.checkpoints.piece import Piece
+from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
 from app.checkpoints.shards import Shards
-from app.errors import CheckpointError
+from app.checkpoints.tensor_file import Content
+from app.errors import CheckpointError, SamerunError
 from app.evaluation import Evaluation
 from app.guard.patience import Patience, is_better
 from app.metrics.metrics import Metrics
@@ -152,6 +154,42 @@ class Checkpoints:
         written_s = held_s + time.perf_counter() - start_s
         self._metrics.record_saved(step, held_s=held_s, written_s=written_s)
         self._on_disk(written_s)
+
+    @contextmanager
+    def finished_weights(self, step: int) -> Iterator[dict[str, Content]]:
+        """Yield on the main process the weights that a run leaves after its last step, the average if there is one, by name.
+
+        They are read from the checkpoint of that step, or else from a folder to which all ranks write their shares of them and
+        which is removed afterwards: no process has them whole. Called by all ranks. Raises CheckpointError, on all of them.
+        """
+        claim, is_main, final = self._claim, self._runtime.is_main, files.path_of(self._claim.path, step)
+        is_saved = self.written == final
+        try:
+            folder = final if is_saved else self._write_weights(step)
+            with self._runtime.together():
+                reader = files.Reader(folder, run_dir=claim.path) if is_main else None
+            yield reader.contents(reader.finished_key()) if reader else {}
+        finally:
+            if is_main and not is_saved:
+                with suppress(SamerunError):  # the next start removes what is left
+                    files.discard(claim, files.temporary_of(claim, step))
+
+    def _write_weights(self, step: int) -> Path:
+        runtime, claim, folder = self._runtime, self._claim, files.temporary_of(self._claim, step)
+        runtime.average_buffers(self._shards.model)
+        with runtime.together():
+            if runtime.is_main:
+                files.begin(claim, step)
+        with runtime.together():
+            pieces = self._shards.owned_pieces()
+            kept = AVERAGE if self._shards.has_average else WEIGHT
+            wanted = [piece for piece in pieces if piece.key == kept]
+            entry = files.write_pieces(folder, runtime.launched.rank, wanted, on_chunk=runtime.alive)
+        entries = runtime.gather(entry)
+        with runtime.together():
+            if runtime.is_main:
+                files.complete(claim, step, entries, state={}, buffers=self._shards.buffers(), frozen=self._frozen)
+        return folder
 
     def restore(self, folder: Path) -> None:
         """Take up the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""

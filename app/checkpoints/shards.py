@@ -120,6 +120,11 @@ class Shards:
         self._stepped = [fragment.stepped for fragment in fragments] if self._zero_flats is None else self._zero_flats
 
     @property
+    def has_average(self) -> bool:
+        """Whether the moving average of the weights is kept."""
+        return self._average is not None
+
+    @property
     def weights(self) -> list[torch.Tensor]:
         """The live full-precision weights that this rank steps on, each 1-D, in the order that `average` keeps too."""
         return [fragment.of(fragment.stepped) for fragment in self._fragments]

@@ -101,9 +101,12 @@ def write_frozen(claim: Claim, contents: Mapping[str, Content]) -> FileEntry:
     return FileEntry(f"{FROZEN}/{final.name}", stamp, tuple(ranges))
 
 
-def place_of(folder: Path, file: str) -> Path:
-    """Return where a file is that the manifest of a checkpoint names: in its folder or, for all checkpoints, in the run's."""
-    return folder.resolve().parents[1] / file if file.startswith(f"{FROZEN}/") else folder / file
+def place_of(folder: Path, file: str, run_dir: Path | None = None) -> Path:
+    """Return where a file is that the manifest of a checkpoint names: in its folder or, for all checkpoints, in the run's.
+
+    `run_dir` is that; None: the checkpoint lies where it belongs.
+    """
+    return (run_dir or folder.resolve().parents[1]) / file if file.startswith(f"{FROZEN}/") else folder / file
 
 
 def _range_of(piece: Piece) -> Range:
@@ -123,9 +126,28 @@ def commit(
 
     `frozen` is what `write_frozen` returned, if some parameters are not trained.
 
-    Raises CheckpointError if the ranks' ranges do not cover every tensor exactly once, if a rank's file is not where this
-    process looks, or if the disk refuses. A checkpoint of the same step, from before a resume, is replaced; a kill in the
+    Raises CheckpointError as `complete` does. A checkpoint of the same step, from before a resume, is replaced; a kill in the
     instant between the two renames leaves neither under its name.
+    """
+    folder, final = complete(claim, step, entries, state=state, buffers=buffers, frozen=frozen), path_of(claim.path, step)
+    with telling(final, "written"):
+        claim.put(folder, final)
+    return final
+
+
+def complete(
+    claim: Claim,
+    step: int,
+    entries: Sequence[FileEntry],
+    *,
+    state: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor],
+    frozen: FileEntry | None = None,
+) -> Path:
+    """Make the temporary folder one that can be read, of what all ranks wrote, and return it.
+
+    Raises CheckpointError if the ranks' ranges do not cover every tensor exactly once, if a rank's file is not where this
+    process looks, or if the disk refuses.
     """
     folder, final = temporary_of(claim, step), path_of(claim.path, step)
     shared = [frozen] if frozen else []
@@ -138,8 +160,7 @@ def commit(
     write_bytes(folder / manifest.MANIFEST, manifest.to_bytes(stamps, tensors))
     with telling(final, "written"):
         sync(folder)
-        claim.put(folder, final)
-    return final
+    return folder
 
 
 def _check_arrived(path: Path, stamp: Stamp) -> None:
@@ -220,8 +241,9 @@ class Reader:
     It trusts the contents of the tensor files: `verify` is the check. Raises CheckpointError wherever it cannot read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, run_dir: Path | None = None) -> None:
+        """`run_dir` is that of a checkpoint which does not lie where it belongs."""
+        self.folder, self._run_dir = folder, run_dir
         self._stamps, self._tensors = manifest.read(folder)
         self._frozen = self._tensors.pop(FROZEN, {})
         self._files: dict[str, TensorFile] = {}
@@ -315,5 +337,5 @@ class Reader:
 
     def _file(self, file: str) -> TensorFile:
         if file not in self._files:
-            self._files[file] = TensorFile(place_of(self.folder, file))
+            self._files[file] = TensorFile(place_of(self.folder, file, self._run_dir))
         return self._files[file]

@@ -73,3 +73,16 @@ def test_nodes_that_read_other_weights_do_not_begin(tmp_path: Path) -> None:
         assert finished.returncode != 0
         assert re.search(r"They differ in /proc/self/cwd/there/\S+, as this node reads it: rank 0 .* rank 1 ", finished.output)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_weights_at_the_end_come_from_the_checkpoint_or_from_shares(tmp_path: Path) -> None:
+    """The average of tied weights, of which some are frozen; a start that has no step left writes no checkpoint."""
+    chosen = (*RECIPE, "model.kind=gpt2", FROZEN)
+    train("cpu", tmp_path / "saved", *chosen).check()
+    expected = (tmp_path / "saved" / "model.safetensors").read_bytes()
+    for preset in ("fsdp2", "deepspeed_zero3"):
+        resume = ("--resume", str(tmp_path / "saved"))
+        train(preset, tmp_path / preset, *chosen, *resume, processes=2).check()
+        assert (tmp_path / preset / "model.safetensors").read_bytes() == expected
+        left = [path.name for path in (tmp_path / preset).rglob("*") if "rank-" in path.name or "frozen.saf" in path.name]
+        assert left == []
