@@ -11,11 +11,13 @@ from processes import SCRIPTS, read, run
 
 pytestmark = pytest.mark.multiproc
 
+COPIES = {"hsdp": 2}
+"""Each of which is divided."""
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 TOPOLOGIES = [
     ("deepspeed_zero3", 3),
     ("fsdp2", 2),
-    *(pytest.param(*it, marks=SLOW) for it in (("multi_gpu", 3), ("deepspeed_zero3_offload", 2), ("fsdp2", 3))),
+    *(pytest.param(*it, marks=SLOW) for it in (("multi_gpu", 3), ("deepspeed_zero3_offload", 2), ("fsdp2", 3), ("hsdp", 4))),
     *(
         pytest.param(*it, marks=LONG)
         for it in (("deepspeed_zero1", 2), ("deepspeed_zero3", 1), ("deepspeed_zero3", 4), ("fsdp2", 1), ("fsdp2", 4))
@@ -36,7 +38,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("preset", "processes"), TOPOLOGIES)
 def test_weights_are_the_same_bits(alone: dict[str, Any], tmp_path: Path, preset: str, processes: int) -> None:
-    there = looked(tmp_path, preset, processes)
+    env = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(COPIES[preset])} if preset in COPIES else None
+    there = looked(tmp_path, preset, processes, env=env)
     for kind, found in there.items():
         whole = alone[kind]
         assert found["drawn"] == whole["drawn"] * processes
@@ -44,9 +47,10 @@ def test_weights_are_the_same_bits(alone: dict[str, Any], tmp_path: Path, preset
         assert found["prepared"] == whole["prepared"]
         assert found["buffers"] == whole["buffers"] * processes
         assert found["names"] == whole["names"]  # what is tied is one
-        is_divided = preset in ("fsdp2", "deepspeed_zero3", "deepspeed_zero3_offload")
-        assert sum(found["shares"]) == found["whole"] * (1 if is_divided else processes)
-        assert max(found["shares"]) <= found["whole"] * (1.15 / processes if is_divided else 1)
+        is_divided = preset in ("fsdp2", "hsdp", "deepspeed_zero3", "deepspeed_zero3_offload")
+        copies = COPIES.get(preset, 1) if is_divided else processes
+        assert sum(found["shares"]) == found["whole"] * copies
+        assert max(found["shares"]) <= found["whole"] * (1.15 * copies / processes if is_divided else 1)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,38 @@ def test_sbatch_on_three_nodes_with_one_process_each(lab: Lab, alone: list[float
     assert_ran(tmp_path, ["node1", "node2", "node3"], alone, job.output)
 
 
+LANGUAGE = ("--recipe", "lm_tiny", "model.hidden_size=64", "model.layers=2", "data.sequence_length=64",
+            "train.global_batch_size=8", "train.steps=5", "train.evaluate_every_steps=null", "train.evaluate_every_epochs=0",
+            "train.max_validation_samples=64", "log.every_steps=1")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "told"), [("hsdp", {"replicas": 2}), ("tensor_parallel", {"tensor_parallel": 2, "data_ranks": 2})]
+)
+def test_a_model_divided_within_nodes_is_that_of_one_process_which_takes_it_up(
+    lab: Lab, tmp_path: Path, preset: str, told: dict[str, int]
+) -> None:
+    train("cpu", tmp_path / "alone", *LANGUAGE).check()
+    words = (
+        "--preset",
+        preset,
+        "--run-dir",
+        str(tmp_path / "run"),
+        *LANGUAGE,
+        "checkpoint.every_steps=3",
+        "--trackers",
+        "none",
+    )
+    job = lab.wait(lab.sbatch(SCRIPT, *words))
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
+    assert_ran(tmp_path / "run", ["node1", "node1", "node2", "node2"], losses(tmp_path / "alone"), job.output)
+    assert read(tmp_path / "run" / "run.json").items() >= told.items()
+    saved = tmp_path / "run" / "checkpoints" / "step-00000003"
+    train("cpu", tmp_path / "on", *LANGUAGE, "--resume", str(saved)).check()
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "alone")[3:], rel=1e-5)
+
+
 @pytest.mark.long
 def test_a_language_model_on_two_nodes_is_that_of_one_process(lab: Lab, tmp_path: Path) -> None:
     small = ("model.hidden_size=64", "model.layers=2", "data.sequence_length=64", "train.global_batch_size=8", "train.steps=5",

@@ -42,7 +42,7 @@ ARCHITECTURES = {
     # The last layer is the first one. The head goes by chunks.
     "gpt2": ("model.architecture=gpt2", "model.heads=4", "model.head=chunked"),
 }
-TOPOLOGIES = [("cpu", 1, 2), ("multi_gpu", 2, 1), ("deepspeed_zero3", 2, 1), ("fsdp2", 2, 1)]
+TOPOLOGIES = [("cpu", 1, 2), ("multi_gpu", 2, 1), ("deepspeed_zero3", 2, 1), ("fsdp2", 2, 1), ("hsdp", 4, 2)]
 SOON = [("llama", "fsdp2")]
 """The others differ from these in less; prompts and answers that are packed are tested on all."""
 
@@ -67,9 +67,14 @@ def trained(folder: Path, architecture: str, preset: str, processes: int, accumu
     place = folder / f"{architecture}-{preset}-{processes}x{accumulation}"
     bound = f"train.max_micro_batch={BATCH // (processes * accumulation)}"
     words = (*RECIPE, *ARCHITECTURES[architecture], *([f"data.path={answers}"] if architecture == "llama" else []))
-    train(preset, place, *words, bound, processes=processes).check()
+    copies = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"} if preset == "hsdp" else {}  # as on two nodes
+    train(preset, place, *words, bound, processes=processes, env=copies).check()
     facts = read(place / "run.json")
-    assert (facts["world_size"], facts["accumulation"]) == (processes, accumulation)
+    assert (facts["world_size"], facts["accumulation"], facts.get("replicas")) == (
+        processes,
+        accumulation,
+        2 if copies else None,
+    )
     return place
 
 
