@@ -114,4 +114,5 @@ def test_every_shipped_recipe_and_preset_is_among_the_cases(tmp_path: Path) -> N
     recipes = {path.stem for path in (REPOSITORY / "app").rglob("shipped/*.yaml")}
     presets = {path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml")}
     assert {case.name for case in same_as.cases_of_recipes(tmp_path)} == recipes
-    assert {case.preset for case in same_as.cases_of_digits()} == presets
+    # A small convolutional network has no matrices that are divided.
+    assert {case.preset for case in same_as.cases_of_digits()} == presets - {"tensor_parallel"}
