@@ -24,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `samerun data` with these arguments and return its exit code. Raises SamerunError."""
     if not argv or argv[0] not in _COMMANDS:
         _parser().parse_args(argv or ["--help"])  # ends the program
+    if argv[0] != "tokenize":  # every other command takes a recipe by this option, and these as a plain word too
+        argv = [word.removeprefix("--recipe=") for word in argv if word != "--recipe"]
     task = _COMMANDS[argv[0]][0] or _task_of(argv[1:])
     code: int = importlib.import_module(f"app.tasks.{task}.data_tools.command").main(argv)
     return code

@@ -186,7 +186,7 @@ def test_inspect_goes_to_the_task_of_the_data(tmp_path: Path, capsys: pytest.Cap
     shown = capsys.readouterr().out
     assert "tokens of bytes (vocabulary of 257)" in shown
     assert r"Call me \x1b[31mIshmael<|endoftext|>" in shown
-    assert data_command.main(["inspect", "digits"]) == 0
+    assert data_command.main(["inspect", "--recipe", "digits"]) == 0
     assert "data.source=digits" in capsys.readouterr().out
     for words in (["bench", "lm_tiny"], ["pack", "lm_tiny", "--to", "arrays", "--out", "no"], ["inspect", "digits", "lm_tiny"]):
         with pytest.raises(RecipeError, match="lm_tiny is a recipe of the task causal_lm, and this is a tool for pictures"):

@@ -159,7 +159,12 @@ def _inspect(argv: Sequence[str]) -> int:
         prog="samerun data inspect", description="Show what is in a token folder: its splits, lengths, and rows as text."
     )
     add = parser.add_argument
-    add("words", nargs="+", metavar="FOLDER|RECIPE [key=value ...]", help="a token folder, or a recipe that trains on one")
+    add(
+        "words",
+        nargs="+",
+        metavar="FOLDER|--recipe RECIPE [key=value ...]",
+        help="a token folder, or a recipe that trains on one",
+    )
     add("--split", default="train", choices=("train", "validation", "test"), help="split of the rows (default: train)")
     add("--rows", type=not_negative, default=3, metavar="N", help="how many rows are shown, evenly over the split (default: 3)")
     add("--row", type=not_negative, metavar="NUMBER", help="show this row instead")
