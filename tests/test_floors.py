@@ -142,6 +142,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "benchmarks.feeding",
             "benchmarks.work",
             "benchmarks.programs",
+            "benchmarks.planning_case",
             "benchmarks.language_case",
             "benchmarks.contestants",
             "benchmarks.gpu.presets",
@@ -176,6 +177,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.doctor.probe",
             "app.doctor.reach",
             "benchmarks.programs",
+            "benchmarks.planning_case",
         },
         # Patterns of what was inherited, prefixes that are left out, and a setting for scontrol: nothing that is read.
         '"SLURM': {

@@ -72,6 +72,8 @@ def _in_a_step(key: tuple[tuple[str, Any], ...], at_once: bool) -> float:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     ledger = Ledger()
+    there = [state for of_one in optimizer.state.values() for state in of_one.values() if isinstance(state, torch.Tensor)]
+    ledger.ignore(iter([*parameters, *there, *(it.grad for it in parameters if it.grad is not None)]))
     with ledger:
         optimizer.step()
     peak = max((sum(held) for held in ledger.peaks.values()), default=0)

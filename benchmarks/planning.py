@@ -1,0 +1,184 @@
+"""How well a plan predicts: `python -m benchmarks.planning [--cases NAME,...]`.
+
+Each case is trained for three steps, in real processes on CPU, through gloo. Beside what app/planning says stands what torch's
+allocator gave out within the steps, on the rank that needed most. What is predicted is for the same kernels, those of a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import RecipeError
+from app.options.values import names
+from app.place.cores import machine
+from app.place.topology import Topology
+from app.recipe import recipe_file
+from app.recipe.batching import BatchPlan
+from benchmarks.contestants import ON_CPU
+from benchmarks.figures import versions
+from launch import preset
+from launch.node_command import accelerate_argv
+
+_MIB = 2**20
+_ENV = ("env", *(f"{name}={value}" for name, value in {**ON_CPU, "OMP_NUM_THREADS": "1"}.items()))
+_STEPS = ("train.steps=1000", "train.epochs=null", "train.evaluate_every_steps=1000", "train.max_validation_samples=32")
+_REPOSITORY = Path(__file__).parent.parent
+_LLAMA = ("lm_tiny", ("model.hidden_size=512", "model.heads=8", "model.layers=6", "data.sequence_length=256"))
+_GPT2 = ("lm_tiny", ("model.architecture=gpt2", "model.hidden_size=384", "model.layers=8", "model.vocab_size=8192"))
+_PRESETS = {
+    "single": "cpu",
+    "ddp": "multi_gpu",
+    "fsdp2": "fsdp2",
+    "zero1": "deepspeed_zero1",
+    "zero2": "deepspeed_zero2",
+    "zero3": "deepspeed_zero3",
+    "zero3_offload": "deepspeed_zero3_offload",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case that is trained and planned."""
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    strategy: str = "single"
+    processes: int = 1
+    precision: str = "no"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What is said of the recipe."""
+        return (*self.overrides, *_STEPS)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Bytes of a case."""
+
+    case: Measured
+    predicted: int
+    measured: int
+    run: int
+    """At any time until then, the building of the model included."""
+
+    @property
+    def error(self) -> float:
+        """How much too much was predicted, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def _with(recipe: tuple[str, tuple[str, ...]], *more: str) -> dict[str, object]:
+    return {"recipe": recipe[0], "overrides": (*recipe[1], *more)}
+
+
+_BLOCKS = "train.checkpoint_activations=blocks"
+_RESNET = ("digits", ("model.name=resnet18", "train.global_batch_size=64"))
+CASES = (
+    Measured("convnet", "digits", ("train.global_batch_size=256",)),
+    Measured("resnet18", _RESNET[0], _RESNET[1]),
+    Measured("resnet18 sgd", _RESNET[0], (*_RESNET[1], "optim.name=sgd", "optim.lr=0.01")),
+    Measured("llama", *_LLAMA),
+    Measured("llama bf16", *_LLAMA, precision="bf16"),
+    Measured("llama blocks", _LLAMA[0], (*_LLAMA[1], _BLOCKS)),
+    Measured("gpt2", *_GPT2),
+    Measured("gpt2 accumulation, average", _GPT2[0], (*_GPT2[1], "train.max_micro_batch=4", "train.ema_decay=0.9")),
+    Measured("gpt2 nadam blocks", _GPT2[0], (*_GPT2[1], _BLOCKS, "optim.name=nadam")),
+    Measured("text.py", str(_REPOSITORY / "examples/text.yaml"), ("model.width=256", "train.global_batch_size=128")),
+    Measured("convnet ddp", "digits", ("train.global_batch_size=256",), "ddp", 2),
+    Measured("resnet18 ddp", _RESNET[0], _RESNET[1], "ddp", 2),
+    Measured("llama ddp", *_LLAMA, "ddp", 2),
+    Measured("gpt2 ddp blocks", _GPT2[0], (*_GPT2[1], _BLOCKS), "ddp", 2),
+    Measured("resnet18 fsdp2", _RESNET[0], _RESNET[1], "fsdp2", 2),
+    Measured("llama fsdp2", *_LLAMA, "fsdp2", 2),
+    Measured("llama fsdp2 bf16 blocks", _LLAMA[0], (*_LLAMA[1], _BLOCKS), "fsdp2", 2, "bf16"),
+    Measured("gpt2 fsdp2", *_GPT2, "fsdp2", 2),
+    Measured("text.py fsdp2", str(_REPOSITORY / "examples/text.yaml"), ("model.width=256",), "fsdp2", 2),
+    Measured("llama zero1", *_LLAMA, "zero1", 2),
+    Measured("llama zero2", *_LLAMA, "zero2", 2),
+    Measured("llama zero2 bf16", *_LLAMA, "zero2", 2, "bf16"),
+    Measured("llama zero3", *_LLAMA, "zero3", 2),
+    Measured("llama zero3 bf16", *_LLAMA, "zero3", 2, "bf16"),
+    Measured("llama zero3_offload", *_LLAMA, "zero3_offload", 2),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print the table, and return 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
+    parser.add_argument("--cases", type=names, metavar="NAMES", help="comma-separated; default: all")
+    wanted = parser.parse_args(argv).cases or [case.name for case in CASES]
+    if unknown := set(wanted) - {case.name for case in CASES}:
+        parser.error(f"there is no case {', '.join(sorted(unknown))}: there is {', '.join(case.name for case in CASES)}")
+    lines = [
+        "| case | processes, preset | precision | predicted MiB | measured MiB | error | with building MiB |",
+        "|---" * 7 + "|",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    for figure in (figure_of(case) for case in CASES if case.name in wanted):
+        sys.stdout.write(_row(figure) + "\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"\n{machine()}; {', '.join(f'{name} {number}' for name, number in versions().items())}.\n")
+    return 0
+
+
+def figure_of(case: Measured) -> Figure:
+    """Train a case and plan it. Raises CalledProcessError if the training fails."""
+    measured = list(_trained(case))
+    return Figure(case, predicted(case), max(it["steps"] for it in measured), max(it["run"] for it in measured))
+
+
+def predicted(case: Measured) -> int:
+    """Return the bytes that the plan says; the memory of the machine is added, which on a CPU is the same."""
+    from app.planning.memory import Case, peak
+
+    loaded = recipe_file.load(case.recipe, case.words)
+    plan = BatchPlan.of(loaded.recipe, case.processes)
+    memory = peak(
+        Case(
+            loaded,
+            case.strategy,
+            data_ranks=case.processes,
+            micro_batch=plan.micro_batch,
+            precision=case.precision,
+            checkpoint_activations=loaded.recipe.train.checkpoint_activations,
+            device="cpu",
+        )
+    )
+    return memory.total + memory.host
+
+
+def _trained(case: Measured) -> Iterator[dict[str, int]]:
+    """Yield what each process wrote."""
+    with tempfile.TemporaryDirectory(prefix="samerun-planning-") as folder:
+        words = [folder, "--recipe", case.recipe, "--run-dir", f"{folder}/run", *case.words]
+        topology = Topology(processes_per_node=case.processes, origins={"processes_per_node": "--processes"})
+        chosen = preset.load(_PRESETS[case.strategy])
+        module = "benchmarks.planning_case"
+        command = accelerate_argv(topology, chosen, words, module=module, mixed_precision=case.precision)
+        done = subprocess.run([*_ENV, *command], check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise RecipeError(f"{case.name} has failed: {(done.stdout + done.stderr)[-4000:]}")
+        for rank in range(case.processes):
+            found = json.loads((Path(folder) / f"{rank}.json").read_text())
+            assert found["count"] == 3, f"{case.name} took {found['count']} steps"
+            yield found
+
+
+def _row(figure: Figure) -> str:
+    case = figure.case
+    mib = [f"{count / _MIB:,.1f}" for count in (figure.predicted, figure.measured)]
+    start = f"| {case.name} | {case.processes}, {case.strategy} | {case.precision} | {' | '.join(mib)}"
+    return f"{start} | {100 * figure.error:+.1f} % | {figure.run / _MIB:,.1f} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
