@@ -69,6 +69,8 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors"),
     },
     "before something large": {
+        "plan": ("app.tools.plan_command", "main",
+                 "say whether a recipe fits on devices, under which preset, and what that costs"),
         "parity": ("app.tools.parity", "main", "show that presets and numbers of processes give the same run"),
         "scale": ("app.scaling.scale_command", "main",
                   "measure how a recipe scales over devices and nodes, and how many are worth their while"),

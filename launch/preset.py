@@ -107,6 +107,8 @@ class Preset:
     """The file, absolute: what `accelerate launch --config_file` gets."""
     distributed_type: str
     """NO, MULTI_GPU, DEEPSPEED or FSDP."""
+    mixed_precision: str = "no"
+    """The precision of the forward and backward pass, unless the command line says another."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What of it `accelerate launch` drops, as the environment variables that it would be."""
     use_cpu: bool = False
@@ -147,6 +149,7 @@ def load(name_or_path: str) -> Preset:
         name=path.stem,
         path=path.absolute(),
         distributed_type=settings["distributed_type"],
+        mixed_precision=settings.get("mixed_precision") or "no",
         variables=_dropped(settings),
         use_cpu=settings.get("use_cpu") is True,
         num_processes=settings.get("num_processes"),

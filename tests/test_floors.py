@@ -19,8 +19,8 @@ FLOORS: list[list[str]] = [
     ["app.files", "app.tasks", "app.tasks.image_classification.model_names"],
     ["app.place"],
     ["app.recipe"],
-    ["app.tasks.causal_lm.sections", "app.tasks.image_classification.sections"],
-    ["app.options"],
+    ["app.tasks.causal_lm.sections", "app.tasks.image_classification.sections", "app.planning.devices", "app.planning.kept"],
+    ["app.options", "app.planning.verdict"],
     ["app.own_layers"],
     ["app.optim", "app.data"],
     ["app.ranks"],
@@ -43,7 +43,15 @@ LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
 STARTERS_FLOOR = 19  # those from this one on start processes with it
 # The rooms of launch/, each of which sees those before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
-    ("launch.new", "launch.shipped", "launch.parallelism", "launch.preset", "launch.run_module", "launch.node_command"),
+    (
+        "launch.new",
+        "launch.shipped",
+        "launch.parallelism",
+        "launch.preset",
+        "launch.cooperation",
+        "launch.run_module",
+        "launch.node_command",
+    ),
     ("launch.schedulers",),
     ("launch.start",),
     ("launch.submit",),
@@ -187,6 +195,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "launch.schedulers.slurm_job",
         },
         "distributed_type": {
+            "launch.cooperation",
             "app.ranks.runtime",
             "app.ranks.handshake",
             "app.place.degrees",

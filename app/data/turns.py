@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.files.own_folder import own
+from app.files import own_folder
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems say that have no locks, such as Lustre mounted without `flock`."""
@@ -35,10 +35,5 @@ def alone(lock: Path) -> Iterator[None]:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return this user's folder for what can be made again: in $SAMERUN_CACHE, $XDG_CACHE_HOME/samerun or ~/.cache/samerun.
-
-    Raises OSError if it cannot be made, or somebody else has made it.
-    """
-    said = os.environ.get("SAMERUN_CACHE")
-    place = Path(said) if said else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "samerun")
-    return own(place.expanduser() / kind)
+    """Return `own_folder.cache_folder`, by the environment of this process."""
+    return own_folder.cache_folder(kind, os.environ)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -34,6 +35,16 @@ def own(folder: Path) -> Path:
     if stat.S_IMODE(status.st_mode) != 0o700:
         folder.chmod(0o700)
     return folder
+
+
+def cache_folder(kind: str, environment: Mapping[str, str]) -> Path:
+    """Return this user's folder for what can be made again: in $SAMERUN_CACHE, $XDG_CACHE_HOME/samerun or ~/.cache/samerun.
+
+    Raises OSError if it cannot be made, or somebody else has made it.
+    """
+    said = environment.get("SAMERUN_CACHE")
+    place = Path(said) if said else Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "samerun")
+    return own(place.expanduser() / kind)
 
 
 def new_folder(path: Path) -> Path:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from app.place import groups
 from app.place.inherited import own_environment
 from app.place.slurm_variables import STEP, Slurm, is_in_step
 
@@ -67,28 +68,13 @@ def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, 
     return max(1, cores)
 
 
-def quota(memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+def quota(memberships: Path = groups.MEMBERSHIPS, root: Path = groups.ROOT) -> float | None:
     """Return the cores whose time this process's cgroups may use, the least of all that contain it; None: no limit.
 
-    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`). In a container the path that the kernel tells may not be
-    there: then its parents are, up to the root, which is the container's own.
+    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`).
     """
-    try:
-        lines = memberships.read_text().splitlines()
-    except OSError:  # no Linux
-        return None
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / controllers if controllers else root
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            found += [limit for limit in (_limit(folder),) if limit is not None]
-            if folder == top:
-                break
-    return min(found, default=None)
+    found = (_limit(folder) for folder in groups.folders("cpu", memberships, root))
+    return min((limit for limit in found if limit is not None), default=None)
 
 
 def _limit(folder: Path) -> float | None:

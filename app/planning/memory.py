@@ -23,6 +23,8 @@ from app.recipe.schema import Recipe
 __all__ = ["LEFT_OUT", "STRATEGIES", "Case", "Memory", "Sizes", "largest_micro_batch", "of_model", "peak"]
 
 _ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
+_SIZES = (2, 4)
+"""Samples of the passes that are traced. One alone is another matter for batch normalisation."""
 _FSDP2 = ("fsdp2", "hsdp", "tensor_parallel")
 
 LEFT_OUT = (
@@ -122,7 +124,18 @@ def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, tuple[int, ...]]:
         shards=case.shards if strategy in _FSDP2 else 0,
         channels_last=preferred,
     )
-    return _traced(recipe, case.tensor_parallel, how)
+    return _of_size(recipe, case.tensor_parallel, how)
+
+
+def _of_size(recipe: Recipe, ranks: int, how: passes.How) -> Mapping[str, tuple[int, ...]]:
+    """What a pass of any size holds: in each phase it grows by the same with every further sample."""
+    few, more = (_traced(recipe, ranks, how._replace(micro_batch=size)) for size in _SIZES)
+    further, step = how.micro_batch - _SIZES[0], _SIZES[1] - _SIZES[0]
+    return {
+        phase: tuple(a + (b - a) * further // step for a, b in zip(held, more[phase], strict=True))
+        for phase, held in few.items()
+        if phase in more
+    }
 
 
 @functools.lru_cache(maxsize=256)

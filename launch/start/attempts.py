@@ -33,6 +33,8 @@ class Plan:
     """Further runs of the job."""
     by_hand: str
     """What a user types to go on with it."""
+    after_lack_of_memory: Callable[[], str]
+    """What is said of a run that the kernel has ended for lack of memory."""
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> int:
@@ -48,6 +50,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
         )
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
             signals.kill_all_with(f"{ATTEMPT}={mark}")
+        if ending.lacks_memory:
+            say(f"the kernel ended a process for lack of memory: {plan.after_lack_of_memory()}")
         outcome = folder.outcome()
         if outcome is not None and outcome.outcome == "stopped":
             return _after_stop(plan, outcome, ending, say)

@@ -33,7 +33,7 @@ from launch.preset import PRECISIONS, Preset
 from launch.schedulers import detect, local
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import ATTEMPT, Job
-from launch.start import attempts, explain, meeting, meeting_key, run_checks, signals, supervise
+from launch.start import attempts, explain, meeting, meeting_key, planned, run_checks, signals, supervise
 from launch.start.outcome import OutcomeFile
 from launch.start.resolved import Resolved
 
@@ -45,12 +45,13 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     if not resolved.is_task:  # or each node would look again
         if not resolved.job:  # or the time is that of the job
             end_time_s(environment)
-        begins = resolved.init_from
+        begins = resolved.loaded.recipe.inputs.get("train.init_from")
         for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume(), init_from=begins):
             raise problem
     resolved.accelerate_argv()  # what cannot be is refused here, not on every node
     if resolved.topology.node_rank == 0:  # or each node would say the same
         explain.introduce(resolved, say)
+        planned.introduce(resolved, environment, say)
     if options.explain:
         sys.stdout.writelines(explain.explanation(resolved, environment))
     if options.dry_run:
@@ -138,6 +139,7 @@ def _attempts(resolved: Resolved, environment: Mapping[str, str], say: Callable[
         max_restarts=resolved.options.max_restarts,
         max_requeues=resolved.options.max_requeues,
         by_hand=shlex.join(["samerun", "launch", *by_hand, *resolved.argv]),
+        after_lack_of_memory=lambda: planned.after_lack_of_memory(resolved, environment),
     )
 
 
@@ -190,7 +192,7 @@ def _resolve(
         preset_origin=origin,
         recipe=options.recipe or "digits",
         recipe_origin="--recipe" if options.recipe else "default",
-        init_from=loaded.recipe.inputs.get("train.init_from"),
+        loaded=loaded,
         run_dir=run_dir,
         run_dir_origin=run_dir_origin,
         plan=BatchPlan.of(loaded.recipe, data_ranks, tensor_parallel=degrees.tensor_parallel),

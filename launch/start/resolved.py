@@ -10,6 +10,7 @@ from pathlib import Path
 from app.place.degrees import Degrees
 from app.place.topology import Topology
 from app.recipe.batching import BatchPlan
+from app.recipe.recipe_file import LoadedRecipe
 from launch import parallelism
 from launch.node_command import accelerate_argv
 from launch.preset import Preset
@@ -29,8 +30,7 @@ class Resolved:
     preset_origin: str
     recipe: str
     recipe_origin: str
-    init_from: str | None
-    """Where the weights are that the recipe begins with, if that is a path."""
+    loaded: LoadedRecipe
     run_dir: str | None
     run_dir_origin: str
     plan: BatchPlan

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import IO
 
 from app.errors import SamerunError
-from app.place import terminal
+from app.place import host_memory, terminal
 from app.place.environment import LAUNCHER
 from launch.run_module import ACCELERATE, as_shells_say
 from launch.start import signals
@@ -48,6 +48,8 @@ class Ending:
     """Those that this process got, and gets: they are still received after the end of the run."""
     lost_node: str | None
     """The node that is gone, if Slurm said so."""
+    lacks_memory: bool = False
+    """Whether the kernel has ended a process of this job on this machine for lack of memory."""
 
     @property
     def is_error(self) -> bool:
@@ -119,7 +121,7 @@ def run(
     If it fails, nothing that it started is left on this machine. Unless it is `watched`, its stderr is this process's own, a
     terminal for instance, and less is known of its end. `is_lost` tells whether the run is to end because nobody waits for it.
     """
-    running = _Command(pass_on)
+    running, kills = _Command(pass_on), host_memory.kills()
     started = running.start(command, environment, watched=watched)
     watch = Watch()
     if started.stderr is not None:
@@ -139,7 +141,8 @@ def run(
     if culprit is not None:
         _tell(culprit.verdict, *culprit.last_words)
         code = culprit.exit_code
-    return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=watch.lost_node)
+    lacks_memory = code != 0 and host_memory.kills() > kills
+    return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=watch.lost_node, lacks_memory=lacks_memory)
 
 
 def _runs(started: subprocess.Popen[bytes]) -> bool:

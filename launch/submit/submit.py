@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,11 @@ from app.errors import SubmitError, UsageError
 from app.options.command_line import Parser
 from app.place.inherited import for_a_new_job
 from app.place.topology import Topology
+from app.planning import devices
+from app.recipe.recipe_file import load as load_recipe
+from launch import preset
 from launch.run_module import program
-from launch.start import launch, run_checks
+from launch.start import launch, planned, run_checks
 from launch.submit import array, checks, script
 from launch.submit.array import Combination
 from launch.submit.script import SUBMITTERS, JobRequest, Scheduler
@@ -69,6 +72,8 @@ def _read(argv: list[str], environment: Mapping[str, str], say: Callable[[str], 
     _divide_total(options)
     plan = _check(options, passed_on, environment)
     _introduce(plan, say)
+    for note in _notes(options, passed_on, environment):
+        say(note)
     return options, plan
 
 
@@ -93,6 +98,24 @@ def _introduce(plan: _Plan, say: Callable[[str], None]) -> None:
     for index, folder in enumerate(plan.run_folders):
         task = f"task {index}, {' '.join(plan.combinations[index].overrides)}: " if plan.combinations else ""
         say(f"{task}run folder {folder}, log {plan.job.log.format(index=index)}")
+
+
+def _notes(options: argparse.Namespace, passed_on: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """What was planned of the recipe, on the GPUs that the job asks for; of a sweep, as far as all its tasks are alike."""
+    topology, (launching, _, training) = _topology(options), launch.read(passed_on)
+    assert topology is not None
+    recipe = load_recipe(options.recipe, [*options.overrides, *training.overrides]).recipe
+    chosen = preset.load(options.preset or ("multi_gpu" if topology.num_nodes == 1 else "multi_node"))
+    kind = (options.gpus_per_node or "").rpartition(":")[0]
+    wanted = planned.Launch(
+        recipe=recipe,
+        name=options.recipe,
+        preset=chosen,
+        topology=topology,
+        degrees=checks.degrees(options, topology),
+        precision=launching.mixed_precision or chosen.mixed_precision,
+    )
+    return planned.notes(wanted, environment, lambda _: devices.of_scheduler(kind) if kind else None)
 
 
 def _run_task(argv: Sequence[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:

@@ -1,0 +1,162 @@
+"""A plan in words: the table of each number of devices, what is the cheapest there and why, and what all of it assumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from app.planning.case import Memory
+from app.planning.devices import GIB, Device
+from app.planning.plan import BLOCKS, Duration, Row
+
+KINDS = tuple(Memory().by_kind)
+NOT_CALIBRATED = "not calibrated on a GPU"
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What is said of one number of devices."""
+
+    devices: int
+    rows: Sequence[Row]
+    best: Row | None
+    command: str
+    """What starts the best; empty: nothing fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """All that is told of a plan."""
+
+    recipe: str
+    parameters: int
+    device: Device
+    precision: str
+    duration: Duration | None
+    """None: nothing is known of what the device computes."""
+    checkpoint_bytes: int
+    disk_bytes_per_s: float
+    advice: Sequence[Advice]
+    notes: Sequence[str] = ()
+
+
+def lines(told: Told) -> Iterator[str]:
+    """Yield the lines of the whole plan."""
+    yield (
+        f"{told.recipe}: {amount(told.parameters)} parameters, mixed_precision {told.precision}, on {told.device.name} "
+        f"({_gib(told.device.memory)} GiB each); {NOT_CALIBRATED}"
+    )
+    for advice in told.advice:
+        yield ""
+        yield from _table(told, advice)
+        yield from _concluded(told, advice)
+    yield ""
+    seconds = told.checkpoint_bytes / told.disk_bytes_per_s
+    yield (
+        f"a checkpoint: {told.checkpoint_bytes / 1e9:,.1f} GB, {time_of(seconds)} at {told.disk_bytes_per_s / 1e9:g} GB/s to "
+        "the disk (--disk-gb-s, assumed)"
+    )
+    yield from _assumed(told)
+    yield from (f"note: {note}" for note in told.notes)
+
+
+def _table(told: Told, advice: Advice) -> Iterator[str]:
+    nodes = advice.rows[0].way.nodes if advice.rows else 1
+    where = f"{advice.devices} device{'s' if advice.devices > 1 else ''}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    head = [where, "blocks again", *KINDS, "total", "", "micro-batch", "sent a step"]
+    body = [_cells(told, row) for row in advice.rows if row.memory is not None]
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    for cells in (head, *body):
+        words = [cells[0].ljust(widths[0]), cells[1].ljust(widths[1])]
+        words += [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
+        yield "  ".join(words).rstrip()
+    for problem in dict.fromkeys(row.problem for row in advice.rows if row.problem):
+        yield f"  {problem}"
+
+
+def _cells(told: Told, row: Row) -> list[str]:
+    assert row.memory is not None
+    kinds = [_gib(getattr(row.memory, kind)) for kind in KINDS]
+    fits = "fits" if row.fits else f"> {_gib(told.device.memory)}"
+    sent = f"{row.traffic.total / 1e9:,.1f} GB" if row.traffic.total else "-"
+    again = "yes" if row.checkpoint_activations == BLOCKS else "no"
+    batch = f"{row.micro_batch} x {row.accumulation}"
+    return [row.way.preset, again, *kinds, _gib(row.memory.total), fits, batch, sent]
+
+
+def _concluded(told: Told, advice: Advice) -> Iterator[str]:
+    best = advice.best
+    if best is None:
+        yield f"  nothing fits: {remedy(advice)}"
+        return
+    yield f"  cheapest: {best.way.preset}{_again(best)}, micro-batch {best.micro_batch}: {why(told, advice)}"
+    yield f"  sends {best.traffic.formula}" + (f"; {_apart(best)}" if best.traffic.between or best.traffic.host else "")
+    if told.duration is not None:
+        step, total = told.duration.step_s(best), told.duration.total_s(best)
+        whole = "" if total is None else f", {time_of(total)} for all {told.duration.steps:,} steps"
+        yield f"  about {time_of(step)} a step{whole}"
+    yield f"  {advice.command}"
+
+
+def why(told: Told, advice: Advice) -> str:
+    """Return why the cheapest is it: what sends less, or computes less, does not fit."""
+    best = advice.best
+    assert best is not None
+    before = [row for row in advice.rows if row is not best and row.memory is not None and not row.fits]
+    least: dict[str, int] = {}
+    for row in before:
+        if row.memory is not None and row.checkpoint_activations == best.checkpoint_activations:
+            least[row.way.preset] = row.memory.total
+    if not least:
+        return "nothing that divides less is left out" if best.traffic.total else "one process sends nothing"
+    needs = ", ".join(f"{preset} needs {_gib(total)}" for preset, total in least.items())
+    return f"{needs} GiB of {_gib(told.device.memory)}"
+
+
+def remedy(advice: Advice) -> str:
+    """Return what to change where nothing fits."""
+    smallest = min(
+        (row for row in advice.rows if row.memory), key=lambda row: row.memory.total if row.memory else 0, default=None
+    )
+    if smallest is None or smallest.memory is None:
+        return "the global batch cannot be divided so"
+    least = f"the least is {smallest.way.preset}{_again(smallest)}, {_gib(smallest.memory.total)} GiB"
+    return f"{least}; take more devices, larger ones, or a smaller model"
+
+
+def _assumed(told: Told) -> Iterator[str]:
+    if told.duration is None:
+        yield f"how long it takes is not known: say a device by name for its FLOP/s, not {told.device.name}"
+        return
+    yield (
+        f"assumed: {told.duration.utilization:.0%} of {told.duration.peak / 1e12:,.0f} TFLOP/s a device (--mfu), and blocks "
+        "that are computed again add a third; what is sent is taken to overlap with that"
+    )
+
+
+def _apart(row: Row) -> str:
+    parts = [f"{row.traffic.between / 1e9:,.1f} GB of it between nodes"] if row.traffic.between else []
+    parts += [f"{row.traffic.host / 1e9:,.1f} GB to and from the host's memory"] if row.traffic.host else []
+    return ", ".join(parts)
+
+
+def _again(row: Row) -> str:
+    return " with checkpoint_activations" if row.checkpoint_activations == BLOCKS else ""
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f}"
+
+
+def amount(number: float) -> str:
+    """Return a number as `1.3 B` or `125 M`."""
+    return f"{number / 1e9:,.1f} B" if number >= 1e9 else f"{number / 1e6:,.1f} M"
+
+
+def time_of(seconds: float) -> str:
+    """Return a time with its unit: `3.2 s`, `4.0 h`, `12.5 days`."""
+    for most, unit, name in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (2 * _DAY_S, 3600.0, "h")):
+        if seconds < most:
+            return f"{seconds / unit:.2g} {name}" if seconds < 10 * unit else f"{seconds / unit:,.0f} {name}"
+    return f"{seconds / _DAY_S:,.1f} days"

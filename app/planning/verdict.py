@@ -1,0 +1,85 @@
+"""What is said of a run by what was planned of its recipe: that it will not fit, and what to change. Standard library only."""
+
+from __future__ import annotations
+
+from app.planning.devices import GIB
+from app.planning.kept import ORDER, Kept, KeptPlan
+
+_MORE = {
+    "single": "several devices with --preset fsdp2", "ddp": "--preset fsdp2", "zero1": "--preset fsdp2",
+    "zero2": "--preset fsdp2",
+    "hsdp": "--preset fsdp2", "fsdp2": "more devices, or --preset deepspeed_zero3_offload",
+    "zero3": "more devices, or --preset deepspeed_zero3_offload", "tensor_parallel": "more devices",
+    "zero3_offload": "more devices",
+}  # fmt: skip
+"""What divides more than each strategy."""
+
+
+def too_large(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int, device: str) -> str | None:
+    """Return that a run will not fit, by the plan, and what to change; None: it will, or nothing was planned of it.
+
+    Args:
+        kept: what was planned of the recipe.
+        wanted: how it is to run, whatever it says of memory.
+        micro_batch: samples of a pass.
+        memory: bytes of each device.
+        device: what it is called.
+    """
+    planned = kept and kept.find(wanted)
+    if not kept or not planned or (total := planned.total(micro_batch)) <= memory:
+        return None
+    return (
+        f"it will not fit, by the plan (not calibrated on a GPU): micro-batch {micro_batch} takes {_gib(total)} GiB of "
+        f"{device}'s {_gib(memory)}. {what_to_change(kept, wanted, micro_batch, memory=memory)}"
+    )
+
+
+def ended(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int | None = None) -> str:
+    """Return what is said after a run has ended for lack of memory: what the plan said, and what to change."""
+    planned = kept.find(wanted) if kept else None
+    said = "nothing was planned of it (samerun plan)"
+    if planned:
+        of_device = f" of {_gib(memory)}" if memory else ""
+        said = f"the plan said {_gib(planned.total(micro_batch))} GiB{of_device} for micro-batch {micro_batch}"
+    # It did not fit, whatever the plan says: what is advised has to take less than that.
+    least = min([size for size in (memory, planned and planned.total(micro_batch)) if size], default=None)
+    return f"{said}. {what_to_change(kept, wanted, micro_batch, memory=None if least is None else round(0.9 * least))}"
+
+
+def what_to_change(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int | None) -> str:
+    """Return the change that costs the least, by what was planned; `memory` is what there is of a device, where it is known."""
+    if kept and memory:
+        fitting = [found for way in kept.ways if (found := _fitting(way, wanted, micro_batch, memory))]
+        if fitting:
+            _, change = min(fitting)
+            return f"By the plan this fits: {change}"
+    changes = []
+    if micro_batch > 1:
+        changes.append(f"train.max_micro_batch={micro_batch // 2}")
+    if wanted.checkpoint_activations == "none":
+        changes.append("train.checkpoint_activations=blocks")
+    changes.append(_MORE.get(wanted.strategy, "more devices"))
+    return f"Change {', or '.join(changes)}"
+
+
+def _fitting(way: Kept, wanted: Kept, micro_batch: int, memory: int) -> tuple[tuple[bool, bool, int], str] | None:
+    """The change to a way on as many devices with which it fits, and how much it costs."""
+    devices = wanted.data_ranks * wanted.tensor_parallel
+    sizes = [size for size, total in way.totals if size <= micro_batch and total <= memory]
+    if way.data_ranks * way.tensor_parallel != devices or way.precision != wanted.precision or not sizes:
+        return None
+    words = []
+    if way.strategy != wanted.strategy:
+        words.append(f"--preset {way.preset}")
+    if sizes[-1] < micro_batch:
+        words.append(f"train.max_micro_batch={sizes[-1]}")
+    if way.checkpoint_activations != wanted.checkpoint_activations:
+        words.append(f"train.checkpoint_activations={way.checkpoint_activations}")
+    if not words:
+        return None
+    is_other = way.strategy != wanted.strategy
+    return (is_other, way.checkpoint_activations == "blocks", ORDER.index(way.strategy)), " ".join(words)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f}"

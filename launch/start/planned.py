@@ -1,0 +1,114 @@
+"""What the launcher, which has no torch, says of a run's memory: what `samerun plan` kept of its recipe."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from app.place.degrees import Degrees
+from app.place.topology import Topology
+from app.planning import devices, kept, verdict
+from app.planning.devices import Device
+from app.planning.kept import Kept
+from app.recipe.batching import BatchPlan
+from app.recipe.schema import Recipe
+from launch import cooperation
+from launch.preset import Preset
+from launch.start.resolved import Resolved
+
+_LARGE = 1e9
+"""Parameters from which on it is said that nothing was planned."""
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A launch, as far as it decides what memory it takes."""
+
+    recipe: Recipe
+    name: str
+    """What the recipe is called on the command line."""
+    preset: Preset
+    topology: Topology
+    degrees: Degrees
+    precision: str
+
+    @property
+    def way(self) -> Kept:
+        """How it runs, by the words of a plan, without what it takes."""
+        strategy = cooperation.strategy(self.preset)
+        if strategy == "ddp" and self.topology.world_size == 1:
+            strategy = "single"
+        return Kept(
+            strategy=strategy,
+            data_ranks=self.topology.world_size // self.degrees.tensor_parallel,
+            replicas=self.degrees.replicas,
+            tensor_parallel=self.degrees.tensor_parallel,
+            precision=self.precision,
+            checkpoint_activations=self.recipe.train.checkpoint_activations,
+            preset=self.preset.name,
+            always=0,
+            totals=(),
+        )
+
+
+def introduce(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Say what is to be said of a launch before it starts."""
+    for note in notes(_launch(resolved), environment, of_this_machine):
+        say(note)
+
+
+def after_lack_of_memory(resolved: Resolved, environment: Mapping[str, str]) -> str:
+    """Return what is said after a process was ended for lack of memory: what the plan said, and what to change."""
+    launch = _launch(resolved)
+    return verdict.ended(kept.read(launch.recipe, environment), launch.way, resolved.plan.micro_batch)
+
+
+def _launch(resolved: Resolved) -> Launch:
+    return Launch(
+        recipe=resolved.loaded.recipe,
+        name=resolved.recipe,
+        preset=resolved.preset,
+        topology=resolved.topology,
+        degrees=resolved.degrees,
+        precision=resolved.options.mixed_precision or resolved.preset.mixed_precision,
+    )
+
+
+def notes(launch: Launch, environment: Mapping[str, str], find: Callable[[Mapping[str, str]], Device | None]) -> Iterator[str]:
+    """Yield a sentence on a run that will not fit, or on a large one of which nothing was planned.
+
+    `find` tells the device, where that is known.
+    """
+    plan, wanted = kept.read(launch.recipe, environment), launch.way
+    if plan is None or plan.find(wanted) is None:
+        if (size := _parameters(launch.recipe)) > _LARGE:
+            which = f"--recipe {launch.name} --presets {launch.preset.name} --devices {launch.topology.world_size}"
+            yield f"nothing was planned of this run, {size / 1e9:.1f} B parameters: `samerun plan {which}` tells if it fits"
+    elif device := find(environment):
+        batch = BatchPlan.of(launch.recipe, wanted.data_ranks)
+        sentence = verdict.too_large(plan, wanted, batch.micro_batch, memory=device.memory, device=device.name)
+        if sentence:
+            yield sentence
+
+
+def of_this_machine(environment: Mapping[str, str]) -> Device | None:
+    """Return the smallest GPU of this machine, as nvidia-smi tells; None: there is none, or it does not tell."""
+    command = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if command is None:
+        return None
+    words = [command, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_PATIENCE_S)
+        return devices.of_nvidia_smi(asked.stdout.splitlines())
+    return None
+
+
+def _parameters(recipe: Recipe) -> float:
+    """About how many a network has whose width and depth the recipe says: 12 L H^2 of its blocks. 0: not known."""
+    model = getattr(recipe.sections, "model", None)
+    width, depth = getattr(model, "hidden_size", None), getattr(model, "layers", None)
+    return 12.0 * depth * width**2 if width and depth else 0.0
