@@ -115,17 +115,19 @@ def micro_batches(recipe: Recipe, data_ranks: int) -> list[int]:
 
 
 def _row(given: Given, way: Way, activations: str) -> Row:
-    try:
-        sizes = micro_batches(given.recipe, way.data_ranks)
-    except RecipeError as error:
-        return Row(way=way, checkpoint_activations=activations, fits=False, problem=str(error))
     seen: dict[int, Memory] = {}
 
     def fits(size: int) -> bool:
         seen[size] = given.peak(case(given, way, activations, size))
         return seen[size].total <= given.device.memory
 
-    if fits(size := sizes[0]) and len(sizes) > 1:
+    try:
+        sizes = micro_batches(given.recipe, way.data_ranks)
+        fits(sizes[0])
+    except RecipeError as error:  # no such division, or the model cannot be divided in this way
+        return Row(way=way, checkpoint_activations=activations, fits=False, problem=str(error))
+    size = sizes[0]
+    if seen[size].total <= given.device.memory and len(sizes) > 1:
         size = max(_largest(sizes, fits, seen, given.device.memory), sizes[0])
     accumulation = given.recipe.train.global_batch_size // (way.data_ranks * size)
     return Row(

@@ -109,7 +109,7 @@ def why(told: Told, advice: Advice) -> str:
         if row.memory is not None and row.checkpoint_activations == best.checkpoint_activations:
             least[row.way.preset] = row.memory.total
     if not least:
-        return "nothing that divides less is left out" if best.traffic.total else "one process sends nothing"
+        return "of those that fit, it divides the model least" if best.traffic.total else "one process sends nothing"
     needs = ", ".join(f"{preset} needs {_gib(total)}" for preset, total in least.items())
     return f"{needs} GiB of {_gib(told.device.memory)}"
 

@@ -73,7 +73,7 @@ def test_devices_have_names_or_sizes() -> None:
 def test_a_real_plan_names_the_cheapest_and_the_launcher_knows_it(tmp_path: Path) -> None:
     environment = {**os.environ, "SAMERUN_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "launch.cli"]
-    words = ["--recipe", "digits", "--devices", "2", "--device", "24GiB", "--presets", "multi_gpu", "--json"]
+    words = ["--recipe", "digits", "--devices", "2", "--device", "24GiB", "--presets", "multi_gpu,tensor_parallel", "--json"]
     asked = [*command, "plan", *words, "--plot", str(tmp_path / "plan.png")]
     finished = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -83,6 +83,7 @@ def test_a_real_plan_names_the_cheapest_and_the_launcher_knows_it(tmp_path: Path
     assert of_two["cheapest"]["command"].startswith("samerun launch --processes 2 --preset multi_gpu --recipe digits")
     held = of_two["rows"][0]["memory"]
     assert held["total"] == sum(size for kind, size in held.items() if kind != "total") > 0
+    assert "no plan for tensor parallelism" in of_two["rows"][1]["problem"], "and the others are planned all the same"
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'a tiny one, 1'\n")
