@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from app.recipe import recipe_file
+from app.recipe.recipe_file import LoadedRecipe
 from app.tasks.causal_lm.data.embedded import open_embedded
 from benchmarks.figures import LIMIT, OURS
 from benchmarks.meter import Meter
@@ -42,6 +44,10 @@ class Work:
             f"optim.lr={LR}", f"optim.weight_decay={DECAY}", f"optim.clip_norm={CLIP}", "optim.schedule=constant",
             "optim.warmup_steps=null", "log.every_steps=50", "checkpoint.every_minutes=null", "model.tie_embeddings=false",
         ]  # fmt: skip
+
+    def load(self) -> LoadedRecipe:
+        """Return the recipe with these values."""
+        return recipe_file.load("lm_tiny", self.words())
 
     def model(self) -> Any:
         """Return transformers' own network, on the CPU, in training mode, with its forward passes counted."""
@@ -107,10 +113,9 @@ def samerun(work: Work) -> None:
     from app.loop import train
     from app.place.launched import read
     from app.ranks.runtime import Runtime
-    from app.recipe import recipe_file
     from app.recipe.batching import BatchPlan
 
-    launched, loaded = read(os.environ), recipe_file.load("lm_tiny", work.words())
+    launched, loaded = read(os.environ), work.load()
     recipe = loaded.recipe
     runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size), clip_norm=recipe.optim.clip_norm)
     task, data = building.open_data(runtime, recipe)

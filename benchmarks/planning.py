@@ -11,9 +11,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from app.errors import RecipeError
 from app.options.values import names
@@ -33,7 +33,6 @@ _REPOSITORY = Path(__file__).parent.parent
 _LLAMA = ("lm_tiny", ("model.hidden_size=512", "model.heads=8", "model.layers=6", "data.sequence_length=256"))
 _GPT2 = ("lm_tiny", ("model.architecture=gpt2", "model.hidden_size=384", "model.layers=8", "model.vocab_size=8192"))
 _PRESETS = {
-    "single": "cpu",
     "ddp": "multi_gpu",
     "fsdp2": "fsdp2",
     "zero1": "deepspeed_zero1",
@@ -131,13 +130,13 @@ def main(argv: list[str]) -> int:
 
 
 def figure_of(case: Measured) -> Figure:
-    """Train a case and plan it. Raises CalledProcessError if the training fails."""
-    measured = list(_trained(case))
+    """Train a case and plan it. Raises RecipeError if the training fails."""
+    measured = trained(case)
     return Figure(case, predicted(case), max(it["steps"] for it in measured), max(it["run"] for it in measured))
 
 
-def predicted(case: Measured) -> int:
-    """Return the bytes that the plan says; the memory of the machine is added, which on a CPU is the same."""
+def predicted(case: Measured, device: Literal["cpu", "cuda"] = "cpu") -> int:
+    """Return the bytes that the plan says; on a CPU the memory of the machine is added, which there is the same."""
     from app.planning.memory import Case, peak
 
     loaded = recipe_file.load(case.recipe, case.words)
@@ -150,27 +149,28 @@ def predicted(case: Measured) -> int:
             micro_batch=plan.micro_batch,
             precision=case.precision,
             checkpoint_activations=loaded.recipe.train.checkpoint_activations,
-            device="cpu",
+            device=device,
         )
     )
-    return memory.total + memory.host
+    return memory.total + (memory.host if device == "cpu" else 0)
 
 
-def _trained(case: Measured) -> Iterator[dict[str, int]]:
-    """Yield what each process wrote."""
+def trained(case: Measured, device: Literal["cpu", "cuda"] = "cpu") -> list[dict[str, int]]:
+    """Train a case; return what each process wrote. Raises RecipeError if it fails."""
+    environment, alone = (_ENV, "cpu") if device == "cpu" else ((), "single_gpu")
     with tempfile.TemporaryDirectory(prefix="samerun-planning-") as folder:
         words = [folder, "--recipe", case.recipe, "--run-dir", f"{folder}/run", *case.words]
         topology = Topology(processes_per_node=case.processes, origins={"processes_per_node": "--processes"})
-        chosen = preset.load(_PRESETS[case.strategy])
-        module = "benchmarks.planning_case"
+        chosen = preset.load(alone if case.strategy == "single" else _PRESETS[case.strategy])
+        module = "benchmarks.planning_case" if device == "cpu" else "benchmarks.gpu.memory_case"
         command = accelerate_argv(topology, chosen, words, module=module, mixed_precision=case.precision)
-        done = subprocess.run([*_ENV, *command], check=False, capture_output=True, text=True)
+        done = subprocess.run([*environment, *command], check=False, capture_output=True, text=True)
         if done.returncode:
             raise RecipeError(f"{case.name} has failed: {(done.stdout + done.stderr)[-4000:]}")
-        for rank in range(case.processes):
-            found = json.loads((Path(folder) / f"{rank}.json").read_text())
-            assert found["count"] == 3, f"{case.name} took {found['count']} steps"
-            yield found
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(case.processes)]
+    for each in found:
+        assert each["count"] == 3, f"{case.name} took {each['count']} steps"
+    return found
 
 
 def _row(figure: Figure) -> str:

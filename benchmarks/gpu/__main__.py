@@ -25,10 +25,13 @@ from app.errors import SamerunError
 from app.place.cores import machine
 from benchmarks import saving
 from benchmarks.figures import versions
-from benchmarks.gpu import resnet, settings, shipped, small
+from benchmarks.gpu import memory, resnet, settings, shipped, small, text
 from benchmarks.gpu.part import PARTS, run
 
 _MEASURED: dict[str, Callable[[argparse.Namespace, Path], int]] = {
+    "text": text.measure,
+    "text_large": text.large,
+    "memory": memory.measure,
     "eager": resnet.eager,
     "compiled": resnet.compiled,
     "recipe": shipped.measure,

@@ -16,6 +16,7 @@ from typing import Any
 
 from app.errors import TrainingError
 from benchmarks import contestants
+from benchmarks.figures import Spread
 
 HAND, OURS = "hand-written on a device", "samerun"
 """Names of the programs as `benchmarks.bench_case` knows them."""
@@ -23,13 +24,15 @@ HAND, OURS = "hand-written on a device", "samerun"
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure is wanted to be."""
+    """What a figure is wanted to be; nothing, if neither is given."""
 
     least: float | None = None
     most: float | None = None
 
     def verdict(self, value: float) -> str:
         """Say it, and whether the figure is that: `>= 0.98: met`."""
+        if self == Goal():
+            return ""
         if self.least is not None:
             return f">= {self.least:g}: {'met' if value >= self.least else 'NOT MET'}"
         assert self.most is not None
@@ -41,7 +44,7 @@ class Entry:
     """A program that takes part."""
 
     task: Mapping[str, Any]
-    """An `benchmarks.work.Task`."""
+    """What the module of the contest takes: of `benchmarks.bench_case` a `benchmarks.work.Task`."""
     variables: Mapping[str, str]
     """Of its environment, as a preset sets them."""
     beside: Mapping[str, Goal] = field(default_factory=dict)
@@ -60,17 +63,27 @@ class Found:
         return list(zip(self.wall_us.get(name, ()), self.wall_us.get(beside, ()), strict=False))
 
 
-def compete(entries: Mapping[str, Entry], *, steps: int, rounds: int, threads: int, folder: Path, end_s: float) -> Found:
+def compete(  # noqa: PLR0913  (keyword-only after the entries)
+    entries: Mapping[str, Entry],
+    *,
+    steps: int,
+    rounds: int,
+    threads: int,
+    folder: Path,
+    end_s: float,
+    case: str = "benchmarks.bench_case",
+) -> Found:
     """Let them take turns for so many rounds of so many steps, or until `end_s` of the monotonic clock, but one round at least.
 
-    Each writes its words to `folder`; each round goes to stderr as well, in case the rest is never reached.
+    Each is a process of the module `case` and writes its words to `folder`; each round goes to stderr as well, in case the rest
+    is never reached.
     """
     found = Found()
     with ExitStack() as stack:
         running: dict[str, contestants.Contestant] = {}
         for number, (name, entry) in enumerate(entries.items()):
             log = folder / f"{number}.log"
-            started = contestants.start(name, dict(entry.task), threads=threads, log=log, variables=entry.variables)
+            started = contestants.start(name, dict(entry.task), threads=threads, log=log, variables=entry.variables, case=case)
             running[name] = stack.enter_context(started)
 
         def each(what: Callable[[contestants.Contestant], float], names: Iterable[str]) -> dict[str, float]:
@@ -93,6 +106,17 @@ def compete(entries: Mapping[str, Entry], *, steps: int, rounds: int, threads: i
                 found.wall_us.setdefault(name, []).append(wall_us)
             sys.stderr.write(f"round {number + 1}, us a step: {measured}\n")
     return found
+
+
+def compared(name: str, entry: Entry, found: Found) -> tuple[str, str]:
+    """Return its speed beside each of those that it is compared with, and what that says of the goals."""
+    shares, verdicts = [], []
+    for beside, goal in entry.beside.items():
+        if pairs := found.pairs(name, beside):
+            share = Spread.of([other / own for own, other in pairs])
+            shares.append(f"{share.text('.3f')} of {beside}")
+            verdicts.append(goal.verdict(share.median))
+    return "; ".join(shares), "; ".join(filter(None, verdicts))
 
 
 def say(text: str) -> None:

@@ -51,8 +51,11 @@ PARTS = {
         tests=("-m", "gpu and multiproc", "tests/runs/test_gpu.py"),
         together=14,  # pytest-xdist deals them one by one as long as they are fewer than twice that
     ),
+    "text": Part("GPT-2 124M in bf16 beside a hand-written loop and transformers' Trainer", 130),
     "eager": Part("ResNet-50 in bf16 beside a hand-written loop, AdamW and SGD", 80),
-    "compiled": Part("the same, compiled", 120),
+    "text_large": Part("350M, 1.3B, and as much of 8B as fits, each alone", 180),
+    "memory": Part("the memory of a step beside what samerun plan says", 90),
+    "compiled": Part("ResNet-50 beside a hand-written loop, both compiled", 120),
     "recipe": Part("the recipe imagenet_resnet50 as it is shipped, on made-up images", 60),
     "sharded": Part("ResNet-50 under the presets that shard, with one process", 80),
     "small": Part("what the loop costs a step of small models", 60),

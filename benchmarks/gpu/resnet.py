@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import contestants
 from benchmarks.figures import Spread
 from benchmarks.gpu import photographs, shipped
-from benchmarks.gpu.contest import HAND, OURS, Entry, Found, Goal, compete, failed_line, say
+from benchmarks.gpu.contest import HAND, OURS, Entry, Goal, compared, compete, failed_line, say
 from benchmarks.gpu.presets import variables_of
 
 _HAND, _OURS = "hand-written", "samerun"
@@ -130,20 +130,9 @@ def _contest(entries: Mapping[str, Entry], options: argparse.Namespace, folder: 
         if wall_us := found.wall_us.get(name):
             rate = Spread.of([1e6 * options.batch / each for each in wall_us])
             mfu = "unknown" if peak is None else f"{rate.median * flop_per_image / peak:.1%}"
-            say(f"| {name} | {rate.text(',.0f')} | {mfu} | {' | '.join(_compared(name, entry, found))} |")
+            say(f"| {name} | {rate.text(',.0f')} | {mfu} | {' | '.join(compared(name, entry, found))} |")
     say("")
     return int(bool(found.failures))
-
-
-def _compared(name: str, entry: Entry, found: Found) -> tuple[str, str]:
-    """Return its speed beside each of those that it is compared with, and what that says of the goals."""
-    shares, verdicts = [], []
-    for beside, goal in entry.beside.items():
-        if pairs := found.pairs(name, beside):
-            share = Spread.of([other / own for own, other in pairs])
-            shares.append(f"{share.text('.3f')} of {beside}")
-            verdicts.append(goal.verdict(share.median))
-    return "; ".join(shares), "; ".join(verdicts)
 
 
 def _arithmetic(options: argparse.Namespace) -> tuple[float, float | None]:

@@ -31,17 +31,39 @@ def dry_run(folder: Path, *arguments: str) -> Finished:
 )
 def test_the_dry_run_gives_the_tables(parts: tuple[str, ...], programs: set[str], tmp_path: Path) -> None:
     finished = dry_run(tmp_path, "--parts", *parts).check()
-    text = (tmp_path / "report.md").read_text()
-    assert finished.output == text
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    report = (tmp_path / "report.md").read_text()
+    assert finished.output == report
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if line.startswith("| ")]
     assert programs <= {row[0] for row in rows}
     rates = [row for row in rows if row[0].startswith(("hand-written, ", "samerun, "))]
     assert all(float(row[1].split()[0].replace(",", "")) > 0 and row[2] == "unknown" for row in rates)
     assert all("MET" in row[4].upper() for row in rates if row[0].startswith("samerun"))
-    assert ("waits for data" in text) == ("recipe" in parts)
-    assert "--dry-run" in text
-    assert "torch 2." in text
-    assert "All parts are done." in text
+    assert ("waits for data" in report) == ("recipe" in parts)
+    assert "--dry-run" in report
+    assert "torch 2." in report
+    assert "All parts are done." in report
+
+
+@pytest.mark.multiproc
+@pytest.mark.long
+def test_the_dry_run_has_text(tmp_path: Path) -> None:
+    dry_run(tmp_path, "--parts", "text", "text_large", "memory").check()
+    report = (tmp_path / "report.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if line.startswith("| ")]
+    rates = [row for row in rows if len(row) == 5 and row[2] == "unknown"]
+    programs = ("hand-written", "samerun, whole logits", "samerun", "transformers' Trainer")
+    assert [row[0] for row in rates[:8]] == [*programs, *programs]
+    assert len(rates) == 8 + 2 * 6
+    assert all(float(row[1].split()[0].replace(",", "")) > 0 for row in rates)
+    assert sum("of hand-written" in row[3] for row in rates) == 2 * 2 + 6
+    assert "KempnerForge" in report
+    taken = [row for row in rows if len(row) == 6 and "%" in row[3]]
+    assert len(taken) == 10
+    assert "All parts are done." in report
+
+
+def test_a_goal_that_is_none_says_nothing() -> None:
+    assert Goal().verdict(0.5) == ""
 
 
 @pytest.mark.multiproc
