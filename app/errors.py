@@ -13,6 +13,7 @@
     +-- CheckpointError 11  a checkpoint cannot be written, is damaged, or is not of this run
     +-- HangError       12  the training stands still
     +-- DeviceError     13  a device computes wrongly
+    +-- LackOfMemoryError 14  a device or machine has too little memory for the run
 
 A run that was stopped before its end, with a checkpoint to go on from, is no error and has an exit code of its own: 75.
 
@@ -114,6 +115,12 @@ class DeviceError(SamerunError):
     """A device computes something wrongly."""
 
     exit_code = 13
+
+
+class LackOfMemoryError(SamerunError):
+    """A device or machine has too little memory for the run."""
+
+    exit_code = 14
 
 
 def leave_with(error: SamerunError, rank: int) -> NoReturn:

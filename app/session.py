@@ -37,6 +37,7 @@ from app.optim.spikes import SpikeGuard
 from app.optim.steps import Steps
 from app.optim.unused import FirstGradients
 from app.place import cores
+from app.planning import here
 from app.profiling.profile import NoProfile, Profile, check_window
 from app.ranks import handshake, random_layers, recomputing, sample_dropout
 from app.ranks.runtime import Runtime
@@ -75,6 +76,8 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         )
         check_window(recipe.profile, total_steps=length.total_steps)
         model, units = building.build_model(runtime, recipe, task, data.train.facts)
+        if units is not None:  # it has no memory yet: nothing is lost
+            here.check(runtime, recipe, model)
         notes = filling.notes(model, units)
         rule = from_recipe.Rule.of(recipe.optim, model)  # what does not fit is refused before a run folder is there
         dropout = sample_dropout.give_to_samples(model, recipe.seed)

@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from app.errors import STOPPED, PresetError, SamerunError, leave_with, let_the_first_be_seen
 from app.guard.lifeline import Lifeline, end_workers
@@ -21,6 +23,9 @@ from app.place.launched import Launched, read, read_job
 from app.recipe import optimizers, recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
+
+if TYPE_CHECKING:
+    from app.ranks.runtime import Runtime
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -61,12 +66,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         raise PresetError(refusal)
     trackers = tracker_names.chosen(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
-    from app import building, ending, opening, session
-    from app.checkpoints import initial_weights
-    from app.device import arithmetic, known_answers
-    from app.guard.watchdog import Watchdog
-    from app.loop import Stopped, train
-    from app.ranks import handshake, numerics
+    from app.planning import here
     from app.ranks.runtime import Runtime
 
     runtime = Runtime(
@@ -78,7 +78,23 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         hang_timeout_s=arguments.hang_timeout,
         workers=arguments.workers,
     )
-    handshake.check_group(runtime.accelerator, launched, plan)
+    with here.lack_of_memory_named(runtime, recipe, os.environ):
+        return _run(runtime, loaded, arguments, trackers, lifeline)
+
+
+def _run(
+    runtime: Runtime, loaded: LoadedRecipe, arguments: argparse.Namespace, trackers: Sequence[str], lifeline: Lifeline
+) -> bool:
+    """Train with these processes; returns as `_train`."""
+    from app import building, ending, opening, session
+    from app.checkpoints import initial_weights
+    from app.device import arithmetic, known_answers
+    from app.guard.watchdog import Watchdog
+    from app.loop import Stopped, train
+    from app.ranks import handshake, numerics
+
+    recipe, launched = loaded.recipe, runtime.launched
+    handshake.check_group(runtime.accelerator, launched, runtime.plan)
     arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.train.dtype), known_answers.GENERAL)
     task, data = building.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, task, data)

@@ -91,7 +91,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "fsdp_activation_checkpointing": (False,), "fsdp_activation_checkpointing_offload": (False,),
 }  # fmt: skip
 _COUNTS = ("num_processes", "num_machines")
-_OFFLOAD = ("none", "cpu", "nvme")
+_OFFLOAD = ("none", "cpu")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3), "offload_optimizer_device": _OFFLOAD, "offload_param_device": _OFFLOAD
 }  # fmt: skip

@@ -34,6 +34,11 @@ def can_divide(accelerator: Accelerator) -> bool:
     )
 
 
+def offloads(accelerator: Accelerator) -> bool:
+    """Whether the shards lie in the host's memory."""
+    return isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+
+
 @contextmanager
 def _by_layer(plugin: Any, blocks: Collection[str]) -> Iterator[None]:
     """Where the preset divides by size, have each module of these classes be gathered as one: a model knows its layers best.
@@ -74,8 +79,7 @@ def fill(
     plugin = accelerator.state.fsdp_plugin
     with _by_layer(plugin, units.blocks):
         fsdp2_prepare_model(accelerator if mesh is None else _Over(accelerator, mesh), model)
-    offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    model.to_empty(device="cpu" if offloads else accelerator.device)
+    model.to_empty(device="cpu" if offloads(accelerator) else accelerator.device)
     for standing in where.values():
         first, key = standing[0]
         for module, other in standing[1:]:

@@ -21,10 +21,10 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What there is for all processes of this job on this machine."""
+    """The most that all processes of this job on this machine can have, whatever else is there now."""
 
     limit: int
-    """Bytes, with what may be swapped out."""
+    """Bytes, with all that may be swapped out."""
     origin: str
     """Where that comes from."""
 
@@ -37,8 +37,8 @@ def find(
         told = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", meminfo.read_text(), re.MULTILINE)}
     except OSError:  # no Linux
         return None
-    swap = told.get("SwapFree", 0)
-    found = [HostMemory(told["MemAvailable"] + swap, "what this machine has left")] if "MemAvailable" in told else []
+    swap = told.get("SwapTotal", 0)
+    found = [HostMemory(told["MemTotal"] + swap, "all that this machine has")] if "MemTotal" in told else []
     for folder in groups.folders("memory", memberships, root):
         for name in _LIMITS:
             with suppress(OSError, ValueError):

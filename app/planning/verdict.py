@@ -34,8 +34,19 @@ def too_large(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: 
     )
 
 
-def ended(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int | None = None) -> str:
-    """Return what is said after a run has ended for lack of memory: what the plan said, and what to change."""
+def never_fits(strategy: str, *, needed: int, memory: int, where: str, on_cpu: bool = False) -> str:
+    """Return that no batch makes a run fit, and what to change: it takes `needed` bytes of the `memory` that is `where`."""
+    return (
+        f"weights, gradients and optimizer state alone take {_gib(needed)} GiB of the {_gib(memory)} GiB that are {where}: no "
+        f"batch is small enough. Take {_more(strategy, on_cpu=on_cpu)}, or a smaller model"
+    )
+
+
+def ended(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int | None = None, on_cpu: bool = False) -> str:
+    """Return what is said after a run has ended for lack of memory: what the plan said, and what to change.
+
+    `on_cpu`: what it computes on is the host, where nothing is gained by offloading to it.
+    """
     planned = kept.find(wanted) if kept else None
     said = "nothing was planned of it (samerun plan)"
     if planned:
@@ -43,13 +54,15 @@ def ended(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int 
         said = f"the plan said {_gib(planned.total(micro_batch))} GiB{of_device} for micro-batch {micro_batch}"
     # It did not fit, whatever the plan says: what is advised has to take less than that.
     least = min([size for size in (memory, planned and planned.total(micro_batch)) if size], default=None)
-    return f"{said}. {what_to_change(kept, wanted, micro_batch, memory=None if least is None else round(0.9 * least))}"
+    allowed = None if least is None else round(0.9 * least)
+    return f"{said}. {what_to_change(kept, wanted, micro_batch, memory=allowed, on_cpu=on_cpu)}"
 
 
-def what_to_change(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int | None) -> str:
+def what_to_change(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int | None, on_cpu: bool = False) -> str:
     """Return the change that costs the least, by what was planned; `memory` is what there is of a device, where it is known."""
     if kept and memory:
-        fitting = [found for way in kept.ways if (found := _fitting(way, wanted, micro_batch, memory))]
+        ways = [way for way in kept.ways if not (on_cpu and way.strategy == "zero3_offload")]
+        fitting = [found for way in ways if (found := _fitting(way, wanted, micro_batch, memory))]
         if fitting:
             _, change = min(fitting)
             return f"By the plan this fits: {change}"
@@ -58,8 +71,14 @@ def what_to_change(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, mem
         changes.append(f"train.max_micro_batch={micro_batch // 2}")
     if wanted.checkpoint_activations == "none":
         changes.append("train.checkpoint_activations=blocks")
-    changes.append(_MORE.get(wanted.strategy, "more devices"))
+    changes.append(_more(wanted.strategy, on_cpu=on_cpu))
     return f"Change {', or '.join(changes)}"
+
+
+def _more(strategy: str, *, on_cpu: bool) -> str:
+    """What divides more."""
+    more = _MORE.get(strategy, "more devices")
+    return more.replace("devices", "machines").partition(", or")[0] if on_cpu else more
 
 
 def _fitting(way: Kept, wanted: Kept, micro_batch: int, memory: int) -> tuple[tuple[bool, bool, int], str] | None:

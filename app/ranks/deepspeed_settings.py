@@ -58,6 +58,13 @@ def _refuse_what_the_recipe_decides(config: Mapping[str, Any]) -> None:
             "steps whose gradient is not finite have to be left out",
         ),
     }
+    reasons |= {
+        f"zero_optimization.offload_{what}.device: nvme": (
+            (zero.get(f"offload_{what}") or {}).get("device") == "nvme",
+            "checkpoints and averages of weights cannot reach what lies on NVMe; offload to the CPU (device: cpu)",
+        )
+        for what in ("optimizer", "param")
+    }
     problems = [f"{key}: {why}" for key, (is_there, why) in reasons.items() if is_there]
     if problems:
         raise PresetError(f"the preset's DeepSpeed config must leave out {'; and '.join(problems)}.")

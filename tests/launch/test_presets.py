@@ -246,6 +246,7 @@ REFUSED = {
         "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_multinode_launcher: standard, zero_stag: 3}",
         ["zero_stag", "did you mean zero_stage"],
     ),
+    "NVMe": ("distributed_type: DEEPSPEED\ndeepspeed_config: {offload_param_device: nvme}", ["'nvme'", "one of none, cpu"]),
     "megatron": ("distributed_type: MULTI_GPU\nmegatron_lm_config: {megatron_lm_pp_degree: 2}", ["pipelines", "not supported"]),
     "sizes without a prefix": (f"{FSDP2}{{tp_size: 2}}", ["tp_size is 2", "ignores it", "write parallelism_config_tp_size: 2"]),
     "no size": (f"{FSDP2}{{parallelism_config_tp_size: 0}}", ["parallelism_config_tp_size is 0", "-1"]),
