@@ -98,6 +98,8 @@ CASES = (
     Measured("gpt2 ddp blocks", _GPT2[0], (*_GPT2[1], _BLOCKS), "ddp", 2),
     Measured("resnet18 fsdp2", _RESNET[0], _RESNET[1], "fsdp2", 2),
     Measured("llama fsdp2", *_LLAMA, "fsdp2", 2),
+    Measured("llama fsdp2 bf16", *_LLAMA, "fsdp2", 2, "bf16"),
+    Measured("llama fsdp2 blocks", _LLAMA[0], (*_LLAMA[1], _BLOCKS), "fsdp2", 2),
     Measured("llama fsdp2 bf16 blocks", _LLAMA[0], (*_LLAMA[1], _BLOCKS), "fsdp2", 2, "bf16"),
     Measured("gpt2 fsdp2", *_GPT2, "fsdp2", 2),
     Measured("text.py fsdp2", str(_REPOSITORY / "examples/text.yaml"), ("model.width=256",), "fsdp2", 2),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,35 @@ def main(argv: list[str]) -> None:
 
 
 def _peaks(profile: torch.profiler.profile) -> dict[str, int]:
+    """What was held at most.
+
+    The profiler sees what this thread allocates and gives back. gloo gives back its copy of what a reduce-scatter adds up in a
+    thread of its own, whenever that comes to it: that is seen when the address is given out again, at the latest.
+    """
     assert profile.profiler is not None
-    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    steps = [(it.start_ns(), it.start_ns() + it.duration_ns()) for it in events if it.name() == _STEP]
-    held = in_steps = in_run = 0
-    for event in sorted((it for it in events if it.name() == "[memory]"), key=lambda it: it.start_ns()):
-        held += event.nbytes()
-        in_run = max(in_run, held)
-        if any(begin <= event.start_ns() <= end for begin, end in steps):
-            in_steps = max(in_steps, held)
+    results: Any = profile.profiler.kineto_results
+    steps = [(it.start_ns(), it.start_ns() + it.duration_ns()) for it in results.events() if it.name() == _STEP]
+    held: dict[int, int] = {}
+    total = in_steps = in_run = 0
+    for moment, address, size in sorted(_allocations(results.experimental_event_tree()), key=lambda it: it[0]):
+        total -= held.pop(address, 0)
+        if size > 0:
+            held[address] = size
+            total += size
+        in_run = max(in_run, total)
+        if any(begin <= moment <= end for begin, end in steps):
+            in_steps = max(in_steps, total)
     return {"steps": in_steps, "run": in_run, "count": len(steps)}
+
+
+def _allocations(events: list[Any]) -> Iterator[tuple[int, int, int]]:
+    """Yield when each was, its address, and its bytes; negative: they were given back."""
+    left = list(events)
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.name == "[memory]":
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 
 from app.planning import model as models
 from app.planning import passes, states, tensor_parallel, zero
 from app.planning.case import STRATEGIES, Case, Memory
-from app.planning.ledger import KINDS
+from app.planning.ledger import KINDS, Bytes
 from app.planning.model import Blueprint, Sizes, of_model
 from app.recipe.schema import Recipe
 
@@ -25,6 +26,9 @@ __all__ = ["LEFT_OUT", "STRATEGIES", "Case", "Memory", "Sizes", "largest_micro_b
 _ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 _SIZES = (2, 4)
 """Samples of the passes that are traced. One alone is another matter for batch normalisation."""
+_SHARDS = (2, 8, 64)
+"""Numbers of shards that are traced: others lie between two of them, or beyond the last. One alone gathers nothing, and is
+traced where it is asked for."""
 _FSDP2 = ("fsdp2", "hsdp", "tensor_parallel")
 
 LEFT_OUT = (
@@ -109,7 +113,7 @@ def _rows(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
     return (math.ceil(shape[0] / shards), *shape[1:]) if shape else shape
 
 
-def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, tuple[int, ...]]:
+def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, Bytes]:
     recipe, strategy = case.plain_recipe, case.strategy
     preferred = recipe.train.takes_channels_last(
         tensor_cores=case.device == "cuda" and case.precision != "no", preferred=blueprint.task.channels_last
@@ -119,27 +123,32 @@ def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, tuple[int, ...]]:
         precision=case.precision,
         half_weights=strategy in _ZERO and case.precision != "no",
         checkpoints=case.checkpoint_activations == "blocks",
-        passes=min(case.accumulation, 2) if strategy in ("single", *_FSDP2) else 1,
+        passes=2 if strategy in ("single", *_FSDP2) else 1,
         keeps_gradients=strategy not in ("ddp", *_ZERO),
         shards=case.shards if strategy in _FSDP2 else 0,
         channels_last=preferred,
     )
-    return _of_size(recipe, case.tensor_parallel, how)
+    held = _of_any_size(recipe, case.tensor_parallel, how)
+    return {phase: of_phase for phase, of_phase in held.items() if case.accumulation > 1 or not phase.endswith(passes.LATER)}
 
 
-def _of_size(recipe: Recipe, ranks: int, how: passes.How) -> Mapping[str, tuple[int, ...]]:
-    """What a pass of any size holds: in each phase it grows by the same with every further sample."""
-    few, more = (_traced(recipe, ranks, how._replace(micro_batch=size)) for size in _SIZES)
-    further, step = how.micro_batch - _SIZES[0], _SIZES[1] - _SIZES[0]
-    return {
-        phase: tuple(a + (b - a) * further // step for a, b in zip(held, more[phase], strict=True))
-        for phase, held in few.items()
-        if phase in more
-    }
+def _of_any_size(recipe: Recipe, ranks: int, how: passes.How) -> Mapping[str, Bytes]:
+    """What a pass of any size on any number of shards holds: two of each are traced.
+
+    In each phase it grows by the same with every further sample. Of what FSDP2 holds, a part is of whole units, and the rest is
+    divided by the number of shards.
+    """
+    if how.shards <= 1 or how.shards in _SHARDS:
+        few, more = (_traced(recipe, ranks, how._replace(micro_batch=size)) for size in _SIZES)
+        return passes.on_line(few, more, Fraction(how.micro_batch - _SIZES[0], _SIZES[1] - _SIZES[0]))
+    ends = _SHARDS[:2] if how.shards < _SHARDS[1] else _SHARDS[1:]
+    low, high = (_of_any_size(recipe, ranks, how._replace(shards=shards)) for shards in ends)
+    one, other, asked = (Fraction(1, shards) for shards in (*ends, how.shards))
+    return passes.on_line(low, high, (one - asked) / (one - other))
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(recipe: Recipe, ranks: int, how: passes.How) -> Mapping[str, tuple[int, ...]]:
+def _traced(recipe: Recipe, ranks: int, how: passes.How) -> Mapping[str, Bytes]:
     """The trace that several strategies share."""
     return passes.peaks(_of_one_rank(recipe, ranks), how)
 

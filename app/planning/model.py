@@ -53,7 +53,7 @@ class Blueprint:
     classes: frozenset[str]
     """Classes of the model's blocks, by which FSDP2 divides."""
 
-    @property
+    @functools.cached_property
     def sizes(self) -> Sizes:
         """How large the model is."""
         parameters = list(self.model.parameters())
@@ -72,9 +72,10 @@ class Blueprint:
 
     def cut_to(self, depth: int) -> Blueprint:
         """Return one with so many of its blocks."""
-        model = copy.deepcopy(self.model)
-        parent, _, _ = self.blocks[0].rpartition(".")
-        del model.get_submodule(parent)[depth:]  # type: ignore[operator]
+        blocks = self.model.get_submodule(self.blocks[0].rpartition(".")[0])
+        left_out = {id(block): nn.Identity() for block in list(blocks.children())[depth:]}  # not copied: a deep model has many
+        model = copy.deepcopy(self.model, left_out)
+        del model.get_submodule(self.blocks[0].rpartition(".")[0])[depth:]  # type: ignore[operator]
         return replace(self, model=model, blocks=self.blocks[:depth])
 
 

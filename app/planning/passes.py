@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from contextlib import nullcontext
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,8 +28,13 @@ from app.planning.model import Blueprint
 from app.ranks import recomputing, sample_dropout
 from app.task import Form
 
-_SHALLOW = (4, 5)
-"""Two depths with a first, second, last but one and last block each: FSDP2 gathers those at the ends otherwise."""
+_SHALLOW = (2, 3)
+"""Two depths with a first and a last block each."""
+_SHALLOW_SHARDED = (3, 4)
+"""Two depths with a first, second, last but one and last block each, of which two may be the same: FSDP2 gathers those at the
+ends otherwise."""
+LATER = ", of a later pass"
+"""How the names of phases end that are not of a step's first pass."""
 
 
 class How(NamedTuple):
@@ -53,14 +60,17 @@ def peaks(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
 
     Raises RecipeError for a loss that looks at numbers.
     """
-    depth = len(blueprint.blocks)
-    if depth <= _SHALLOW[1]:
+    depth, depths = len(blueprint.blocks), _SHALLOW_SHARDED if how.shards else _SHALLOW
+    if depth <= depths[1]:
         return _traced(blueprint, how)
-    few, more = (_traced(blueprint.cut_to(shallow), how) for shallow in _SHALLOW)
-    further = depth - _SHALLOW[0]
-    step = _SHALLOW[1] - _SHALLOW[0]
+    few, more = (_traced(blueprint.cut_to(shallow), how) for shallow in depths)
+    return on_line(few, more, Fraction(depth - depths[0], depths[1] - depths[0]))
+
+
+def on_line(few: Mapping[str, Bytes], more: Mapping[str, Bytes], along: Fraction) -> dict[str, Bytes]:
+    """Return what lies so far along from `few` (0) to `more` (1), or beyond them, of the phases that both have."""
     return {
-        phase: tuple(a + (b - a) * further // step for a, b in zip(held, more[phase], strict=True))
+        phase: tuple(a + (b - a) * along.numerator // along.denominator for a, b in zip(held, more[phase], strict=True))
         for phase, held in few.items()
         if phase in more
     }
@@ -101,8 +111,8 @@ def _of_step(
         for tensor in pytree.tree_leaves(batch):
             if isinstance(tensor, Tensor):
                 book.call_it(tensor, "activations")
-        for _ in range(min(how.passes, 2)):
-            watch.forward()
+        for number in range(min(how.passes, 2)):
+            watch.forward(LATER if number else "")
             dropout.begin(batch["samples"])
             try:
                 loss = blueprint.task.loss(call, batch).mean
@@ -114,7 +124,7 @@ def _of_step(
             watch.backward()
             loss.backward()
             del loss
-    return book.peaks
+    return watch.told(book.peaks)
 
 
 def _arrived(book: Ledger, parameter: Tensor, *, keeps: bool) -> None:
@@ -128,11 +138,11 @@ class _Watch:
     """Tells the ledger in which phase a pass is."""
 
     def __init__(self, book: Ledger, blueprint: Blueprint, model: nn.Module) -> None:
-        self._book, self._is_backward = book, False
+        self._book, self._is_backward, self._end = book, False, ""
         self._divided = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-        last = len(blueprint.blocks) - 1
+        self._last = len(blueprint.blocks) - 1
         for number, name in enumerate(blueprint.blocks):
-            place = str(number) if number < 2 else f"-{last - number}" if last - number < 2 else "between"
+            place = self._place(number)
             block = model.get_submodule(name)
             block.register_forward_pre_hook(functools.partial(self._enters, f"forward {place}"))
             block.register_forward_hook(functools.partial(self._leaves, f"backward {place}"))
@@ -142,9 +152,23 @@ class _Watch:
         if head is not None and head is not model:
             head.register_forward_pre_hook(self._enters_head)
 
-    def forward(self) -> None:
-        """A pass begins."""
-        self._is_backward, self._book.kind = False, "activations"
+    def _place(self, number: int) -> str:
+        return str(number) if number < 2 else f"-{self._last - number}" if self._last - number < 2 else "between"
+
+    def told(self, peaks: dict[str, Bytes]) -> dict[str, Bytes]:
+        """Return the peaks, those of a block that is both near the first and near the last by both names."""
+        both = {
+            f"{part} -{self._last - number}{end}": peaks[name]
+            for number in range(max(self._last - 1, 0), min(self._last + 1, 2))
+            for part in ("forward", "backward")
+            for end in ("", LATER)
+            if (name := f"{part} {number}{end}") in peaks
+        }
+        return {**peaks, **both}
+
+    def forward(self, end: str = "") -> None:
+        """A pass begins; `end`: of the names of its phases."""
+        self._is_backward, self._book.kind, self._end = False, "activations", end
         self._begin("forward")
 
     def backward(self) -> None:
@@ -156,7 +180,7 @@ class _Watch:
         for parameter in self._divided:
             if parameter.grad is not None:
                 self._book.call_it(parameter.grad, "gradients")
-        self._book.begin(phase)
+        self._book.begin(phase + self._end)
 
     def _enters(self, phase: str, *_: Any) -> None:
         if not self._is_backward:

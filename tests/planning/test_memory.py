@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from app.planning import ledger, passes, states
+from app.planning import ledger, memory, passes, states
 from app.planning import model as models
 from app.planning.memory import LEFT_OUT, Case, largest_micro_batch, of_model, peak
 from app.recipe import recipe_file
@@ -27,6 +27,17 @@ def deep() -> models.Blueprint:
 def test_shallow_models_tell_of_a_deep_one_to_the_byte(deep: models.Blueprint, how: passes.How) -> None:
     whole, told = passes._traced(deep, how), passes.peaks(deep, how)
     assert max(map(sum, told.values())) == max(map(sum, whole.values()))
+
+
+@pytest.mark.parametrize("how", [passes.How(6, shards=4), passes.How(6, "bf16", checkpoints=True, passes=2, shards=32)])
+def test_two_numbers_of_shards_and_two_sizes_tell_of_others(deep: models.Blueprint, how: passes.How) -> None:
+    whole = passes._traced(deep, how)
+    told = memory._of_any_size(recipe_file.load("lm_tiny", ["model.layers=9"]).recipe, 1, how)
+    assert max(map(sum, told.values())) == pytest.approx(max(map(sum, whole.values())), rel=0.005)
+    first = [{name: held for name, held in of.items() if not name.endswith(passes.LATER)} for of in (told, whole)]
+    one_pass = passes._traced(deep, how._replace(passes=1))
+    assert first[1] == one_pass
+    assert max(map(sum, first[0].values())) == pytest.approx(max(map(sum, one_pass.values())), rel=0.005)
 
 
 def test_the_peak_is_that_of_torchs_own_tracker(deep: models.Blueprint) -> None:
