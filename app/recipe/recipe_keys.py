@@ -77,9 +77,11 @@ class Kind:
             if not is_plain(node):
                 raise ValueError("not a plain scalar")
             return _PARSERS[self.scalar](node.value)
+        if self.choices and isinstance(node, yaml.ScalarNode) and node.value in self.choices:
+            return node.value  # `none` may be one of them
         if not isinstance(node, yaml.ScalarNode) or is_null(node):
             raise ValueError("not text")
-        if self.choices and node.value not in self.choices:
+        if self.choices:
             raise ValueError("not one of the choices")
         return node.value
 

@@ -294,3 +294,8 @@ def test_recipes_that_are_not_there(tmp_path):
     assert problem.endswith("the package has " + ", ".join(recipe_file.names()))
     assert "there is no such file" in problems(str(tmp_path / "none.yaml"))[0]
     assert "that is a folder" in problems(str(tmp_path))[0]
+
+
+@pytest.mark.parametrize("said", ["none", "blocks"])
+def test_a_word_that_may_mean_nothing_is_a_choice_where_it_is_one(said: str) -> None:
+    assert load("lm_tiny", [f"train.checkpoint_activations={said}"]).recipe.train.checkpoint_activations == said
