@@ -9,6 +9,7 @@
 #                 GPU_PYTHON=python3: in a Python that has its own torch, torchvision, accelerate and transformers, without a
 #                 network; what else it lacks is installed beside it, from the wheels in gpu-wheels/ (GPU_WHEELS=FOLDER)
 # make gpu-wheels brings these wheels, a few MiB, on a machine with a network, for GPU_PYTHON_VERSION (3.12)
+# make docs       docs/ as a site, in docs/_build
 # make lint       linter, formatter and type checker
 # PYTHON=python3.12 chooses the interpreter that .venv is made from.
 
@@ -23,7 +24,7 @@ GPU_WHEELS ?= gpu-wheels
 GPU_OUT ?= gpu-results
 GPU_ARGS ?=
 
-.PHONY: demo test test-slow test-long same-as gpu gpu-wheels lab-packages lint format
+.PHONY: demo test test-slow test-long same-as gpu gpu-wheels lab-packages docs lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
@@ -64,6 +65,10 @@ lint: $(VENV)/.installed-dev
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+
+docs: $(VENV)/.installed-dev
+	$(RUN)/python docs/generate.py
+	$(RUN)/python -m sphinx -q -W -b html docs docs/_build
 
 format: $(VENV)/.installed-dev
 	$(RUN)/ruff check --fix .

@@ -125,7 +125,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     control = _control(runtime, recipe, parts, claim)
 
     frozen_file = frozen.settle(runtime, claim, parts.model, resumed.folder if resumed else None)
-    model, optimizer = filling.prepare(runtime, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
+    model, optimizer = filling.prepare(runtime, task, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpt3_table`: the GPT-3 table of docs/big-models.md, from `samerun plan`; `--write` puts it there.
+"""`python -m benchmarks.gpt3_table`: the table of docs/look-up/gpt3-table.md, from `samerun plan`; `--write` puts it there.
 
 What each of the eight sizes of Brown et al. 2020 (arXiv:2005.14165, table 2.1) takes on NVIDIA H100 devices, per preset.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 RECIPES = tuple(f"gpt3_{size}" for size in ("125m", "350m", "760m", "1_3b", "2_7b", "6_7b", "13b", "175b"))
 PRESETS = ("multi_gpu", "deepspeed_zero1", "deepspeed_zero2", "fsdp2", "deepspeed_zero3", "deepspeed_zero3_offload")
-DEVICES = (8, 64, 1024)
-_PAGE = Path(__file__).parents[1] / "docs" / "big-models.md"
+DEVICES = (8, 64, 512)
+_PAGE = Path(__file__).parents[1] / "docs" / "look-up" / "gpt3-table.md"
 _BEGIN, _END = "<!-- benchmarks.gpt3_table -->\n", "<!-- end -->\n"
 _DAY_S = 86400.0
 
@@ -26,7 +26,7 @@ def main() -> None:
     """Print the table, and with `--write` put it into the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpt3_table", description=__doc__)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="RECIPE", help="default: all")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/big-models.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/look-up/gpt3-table.md")
     options = parser.parse_args()
     table = "".join(f"{line}\n" for line in [*_head(), *(line for recipe in options.recipes for line in lines(recipe))])
     sys.stdout.write(table)
@@ -40,7 +40,8 @@ def lines(recipe: str, devices: Sequence[int] = DEVICES) -> list[str]:
     """Return the lines of one size, one for each number of devices."""
     words = ["--devices", ",".join(map(str, devices)), "--device", "h100", "--presets", ",".join(PRESETS), "--json"]
     command = [sys.executable, "-m", "launch.cli", "plan", "--recipe", recipe, "model.vocab_size=50257", *words]
-    told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    finished = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # 1: on some number of devices nothing fits
+    told = json.loads(finished.stdout)
     return [_line(recipe, told["parameters"], of_number) for of_number in told["devices"]]
 
 
@@ -52,13 +53,14 @@ def _head() -> list[str]:
 def _line(recipe: str, parameters: int, told: dict[str, Any]) -> str:
     cells = [_cell([row for row in told["rows"] if row["preset"] == preset]) for preset in PRESETS]
     best = told["cheapest"]
-    chosen, days = "none", ""
+    chosen, told_days = "none", ""
     if best is not None:
         row = next(row for row in told["rows"] if all(row[key] == best[key] for key in ("preset", "checkpoint_activations")))
         chosen = best["preset"].replace("deepspeed_", "") + (", blocks" * (best["checkpoint_activations"] == "blocks"))
-        days = f"{row['training_s'] / _DAY_S:,.0f}"
+        days = row["training_s"] / _DAY_S
+        told_days = f"{days:,.2g}" if days < 10 else f"{days:,.0f}"
     size = recipe.removeprefix("gpt3_").replace("_", ".").upper()
-    return f"| {' | '.join([f'{size} ({parameters / 1e9:,.2f} B)', str(told['devices']), *cells, chosen, days])} |"
+    return f"| {' | '.join([f'{size} ({parameters / 1e9:,.2f} B)', str(told['devices']), *cells, chosen, told_days])} |"
 
 
 def _cell(rows: Sequence[dict[str, Any]]) -> str:

@@ -21,13 +21,12 @@ from app.place.cores import machine
 from app.place.topology import Topology
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
-from benchmarks.contestants import ON_CPU
 from benchmarks.figures import versions
 from launch import preset
 from launch.node_command import accelerate_argv
 
 _MIB = 2**20
-_ENV = ("env", *(f"{name}={value}" for name, value in {**ON_CPU, "OMP_NUM_THREADS": "1"}.items()))
+_ENV = ("env", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1")  # with ACCELERATE_USE_CPU Accelerate would drop DeepSpeed
 _STEPS = ("train.steps=1000", "train.epochs=null", "train.evaluate_every_steps=1000", "train.max_validation_samples=32")
 _REPOSITORY = Path(__file__).parent.parent
 _LLAMA = ("lm_tiny", ("model.hidden_size=512", "model.heads=8", "model.layers=6", "data.sequence_length=256"))

@@ -43,15 +43,15 @@ def await_step(running: Started | Running, run_dir: Path, step: int) -> None:
     await_that(running, lambda: last_step(run_dir) >= step)
 
 
-def await_moment(chance: random.Random, running: Started | Running, run_dir: Path, *, start_s: float) -> str:
-    """Wait until the run starts (up to `start_s`), a little after one of its next steps, or for a save; return which."""
+def await_moment(chance: random.Random, running: Started | Running, run_dir: Path, *, start_s: float, steps: int = 4) -> str:
+    """Wait until the run starts (up to `start_s`), a little after one of its next `steps`, or for a save; return which."""
     before = saves(run_dir)
     moment = chance.choice(("start", "step", "save"))
     if moment == "start":
         time.sleep(chance.uniform(0.0, start_s))
         return moment
     if moment == "step":
-        await_step(running, run_dir, last_step(run_dir) + chance.randint(1, 4))
+        await_step(running, run_dir, last_step(run_dir) + chance.randint(1, steps))
     else:
         await_that(running, lambda: bool(saves(run_dir) - before))
     time.sleep(chance.uniform(0.0, 0.03))

@@ -89,6 +89,11 @@ def imports(file: Path, *, for_types: bool = True) -> set[str]:
     return {name for name in found if name.split(".")[0] in OURS and name not in OURS}
 
 
+def test_contributing_shows_the_floors() -> None:
+    floors = [f"{number:2}  {'  '.join(FLOORS[number])}" for number in reversed(range(len(FLOORS)))]
+    assert "\n".join(floors) in (REPOSITORY / "CONTRIBUTING.md").read_text()
+
+
 def test_there_is_something_to_look_at() -> None:
     assert len(modules()) >= 25
     assert "app.errors" in imports(REPOSITORY / "app" / "recipe" / "schema.py")

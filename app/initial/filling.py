@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from app.errors import PresetError
 from app.initial import fsdp2, tensor_parallel, whole, zero3
 from app.initial.held import as_text, digest_of, is_divided
-from app.initial.units import Units, check_left
+from app.initial.units import Units, block_classes, check_left
 from app.ranks.runtime import Runtime
 from app.task import Task
 
@@ -73,11 +73,15 @@ class _Total:
         self.of_all += digest_of(name, tensor)
 
 
-def prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def prepare(runtime: Runtime, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Return both as `Runtime.prepare` does, where the model may be divided already."""
-    parameters = [list(group["params"]) for group in optimizer.param_groups] if is_divided(model) else []
-    model, prepared = runtime.prepare(model, optimizer)
-    if runtime.launched.strategy == "fsdp2":
+    if runtime.launched.strategy != "fsdp2":
+        return runtime.prepare(model, optimizer)
+    divided = is_divided(model)
+    parameters = [list(group["params"]) for group in optimizer.param_groups] if divided else []
+    with fsdp2.by_layer(runtime.accelerator.state.fsdp_plugin, () if divided else block_classes(task, model)):
+        model, prepared = runtime.prepare(model, optimizer)
+    if divided:
         # Accelerate tells parameters by the place of their memory, and of some a rank has no rows, and so no memory.
         for group, of_group in zip(prepared.param_groups, parameters, strict=False):
             group["params"] = of_group

@@ -40,7 +40,7 @@ def offloads(accelerator: Accelerator) -> bool:
 
 
 @contextmanager
-def _by_layer(plugin: Any, blocks: Collection[str]) -> Iterator[None]:
+def by_layer(plugin: Any, blocks: Collection[str]) -> Iterator[None]:
     """Where the preset divides by size, have each module of these classes be gathered as one: a model knows its layers best.
 
     By size, a list of large layers is one too many: torch divides none.
@@ -77,7 +77,7 @@ def fill(
     """
     where = places(model)
     plugin = accelerator.state.fsdp_plugin
-    with _by_layer(plugin, units.blocks):
+    with by_layer(plugin, units.blocks):
         fsdp2_prepare_model(accelerator if mesh is None else _Over(accelerator, mesh), model)
     model.to_empty(device="cpu" if offloads(accelerator) else accelerator.device)
     for standing in where.values():

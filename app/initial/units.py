@@ -19,6 +19,8 @@ from app.errors import RecipeError
 from app.ranks import malloc
 
 _MOST_NAMED = 8
+_EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
+"""How a model of transformers is asked for them."""
 
 
 class Units:
@@ -96,9 +98,16 @@ class Units:
 
 
 def block_classes(task: Any, model: nn.Module) -> set[str]:
-    """Return the names of the classes whose modules are blocks: those that the task says, or else the model."""
-    blocks = getattr(task, "blocks", None)
-    return set(getattr(model, "_no_split_modules", None) or () if blocks is None else blocks)
+    """Return the names of the classes whose modules are blocks: those that the task says, or else the model.
+
+    Without those that hold the model's embeddings, as BERT's do: Accelerate's FSDP2 gathers embeddings by themselves, and torch
+    refuses to divide a parameter twice (accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`).
+    """
+    said = getattr(task, "blocks", None)
+    blocks = set(getattr(model, "_no_split_modules", None) or () if said is None else said)
+    apart = {id(found()) for name in _EMBEDDINGS if callable(found := getattr(model, name, None))}
+    within = {type(it).__name__ for it in model.modules() if any(id(part) in apart for part in it.modules() if part is not it)}
+    return blocks - within
 
 
 def places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from app.errors import UsageError
-from app.planning.devices import GIB, Device
+from app.planning.devices import GIB
 from app.planning.plan import BLOCKS, Row
 from app.planning.table import KINDS, NOT_CALIBRATED, Advice, Told, amount
 
@@ -32,7 +32,7 @@ def draw(path: Path, told: Told) -> None:
     figure = Figure(figsize=(9.0, sum(heights) + 1.0), layout="constrained")
     panels = figure.subplots(max(len(chosen), 1), 1, squeeze=False, sharex=True, height_ratios=heights or None)[:, 0]
     for axes, (advice, rows) in zip(panels, chosen, strict=False):
-        _panel(axes, told.device, advice, rows)
+        _panel(axes, told, advice, rows)
     panels[-1].set_xlabel("GiB on each device, at the peak of a step")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
@@ -62,8 +62,8 @@ def _less(row: Row, before: Row) -> bool:
     return row.fits or row.memory.total < before.memory.total
 
 
-def _panel(axes: Axes, device: Device, advice: Advice, rows: Sequence[Row]) -> None:
-    most = _MOST_SHOWN * device.memory / GIB
+def _panel(axes: Axes, told: Told, advice: Advice, rows: Sequence[Row]) -> None:
+    most = _MOST_SHOWN * told.device.memory / GIB
     for place, row in enumerate(rows):
         assert row.memory is not None
         left = 0.0
@@ -82,10 +82,11 @@ def _panel(axes: Axes, device: Device, advice: Advice, rows: Sequence[Row]) -> N
             fontsize=8, fontweight="bold" if row is advice.best else "normal",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )  # fmt: skip
-    axes.axvline(device.memory / GIB, color="black", linewidth=1.4, linestyle=(0, (4, 2)))
+    axes.axvline(told.device.memory / GIB, color="black", linewidth=1.4, linestyle=(0, (4, 2)))
+    axes.axvline(told.usable / GIB, color="black", linewidth=1.0, linestyle=(0, (1, 2)))
     axes.set_xlim(0, most)
     axes.set_yticks(range(len(rows)), [row.way.preset for row in rows], fontsize=8)
     axes.invert_yaxis()
     nodes = rows[0].way.nodes
     where = f"{advice.devices} device{'s' if advice.devices > 1 else ''}" + (f" on {nodes} nodes" if nodes > 1 else "")
-    axes.set_title(f"{where}; dashed: what {device.name} has", fontsize=9, loc="left")
+    axes.set_title(f"{where}; dashed: what {told.device.name} has; dotted: what may be planned", fontsize=9, loc="left")

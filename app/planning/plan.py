@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from app.errors import RecipeError
 from app.planning import traffic
 from app.planning.case import Case, Memory
-from app.planning.devices import Device
 from app.planning.kept import Kept
 from app.planning.traffic import Traffic
 from app.recipe.batching import BatchPlan
@@ -77,7 +76,8 @@ class Given:
     """What is planned for, and with what."""
 
     recipe: Recipe
-    device: Device
+    usable: int
+    """Bytes of each device that may be planned."""
     precision: str
     parameters: int
     """Those that are trained."""
@@ -119,7 +119,7 @@ def _row(given: Given, way: Way, activations: str) -> Row:
 
     def fits(size: int) -> bool:
         seen[size] = given.peak(case(given, way, activations, size))
-        return seen[size].total <= given.device.memory
+        return seen[size].total <= given.usable
 
     try:
         sizes = micro_batches(given.recipe, way.data_ranks)
@@ -127,13 +127,13 @@ def _row(given: Given, way: Way, activations: str) -> Row:
     except RecipeError as error:  # no such division, or the model cannot be divided in this way
         return Row(way=way, checkpoint_activations=activations, fits=False, problem=str(error))
     size = sizes[0]
-    if seen[size].total <= given.device.memory and len(sizes) > 1:
-        size = max(_largest(sizes, fits, seen, given.device.memory), sizes[0])
+    if seen[size].total <= given.usable and len(sizes) > 1:
+        size = max(_largest(sizes, fits, seen, given.usable), sizes[0])
     accumulation = given.recipe.train.global_batch_size // (way.data_ranks * size)
     return Row(
         way=way,
         checkpoint_activations=activations,
-        fits=seen[size].total <= given.device.memory,
+        fits=seen[size].total <= given.usable,
         micro_batch=size,
         accumulation=accumulation,
         memory=seen[size],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,10 @@ class Told:
 
     recipe: str
     parameters: int
+    trained: int
     device: Device
+    usable: int
+    """Bytes of the device that may be planned."""
     precision: str
     duration: Duration | None
     """None: nothing is known of what the device computes."""
@@ -45,7 +49,7 @@ def lines(told: Told) -> Iterator[str]:
     """Yield the lines of the whole plan."""
     yield (
         f"{told.recipe}: {amount(told.parameters)} parameters, mixed_precision {told.precision}, on {told.device.name} "
-        f"({_gib(told.device.memory)} GiB each); {NOT_CALIBRATED}"
+        f"({_gib(told.device.memory)} GiB each, {_gib(told.usable)} planned); {NOT_CALIBRATED}"
     )
     for advice in told.advice:
         yield ""
@@ -57,6 +61,10 @@ def lines(told: Told) -> Iterator[str]:
         f"a checkpoint: {told.checkpoint_bytes / 1e9:,.1f} GB, {time_of(seconds)} at {told.disk_bytes_per_s / 1e9:g} GB/s to "
         "the disk (--disk-gb-s, assumed)"
     )
+    yield (
+        f"assumed: {told.usable / told.device.memory:.0%} of a device's memory may be planned (--memory-utilization); the CUDA "
+        "context, NCCL and the allocator's fragments take the rest"
+    )
     yield from _assumed(told)
     yield from (f"note: {note}" for note in told.notes)
 
@@ -64,8 +72,9 @@ def lines(told: Told) -> Iterator[str]:
 def _table(told: Told, advice: Advice) -> Iterator[str]:
     nodes = advice.rows[0].way.nodes if advice.rows else 1
     where = f"{advice.devices} device{'s' if advice.devices > 1 else ''}" + (f" on {nodes} nodes" if nodes > 1 else "")
-    head = [where, "blocks again", *KINDS, "total", "", "micro-batch", "sent a step"]
-    body = [_cells(told, row) for row in advice.rows if row.memory is not None]
+    kinds = [kind for kind in KINDS if any(_gib(getattr(row.memory, kind, 0)) != _gib(0) for row in advice.rows)]
+    head = [where, "blocks again", *kinds, "total", "", "micro-batch", "sent a step"]
+    body = [_cells(told, row, kinds) for row in advice.rows if row.memory is not None]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     for cells in (head, *body):
         words = [cells[0].ljust(widths[0]), cells[1].ljust(widths[1])]
@@ -75,14 +84,14 @@ def _table(told: Told, advice: Advice) -> Iterator[str]:
         yield f"  {problem}"
 
 
-def _cells(told: Told, row: Row) -> list[str]:
+def _cells(told: Told, row: Row, kinds: Sequence[str]) -> list[str]:
     assert row.memory is not None
-    kinds = [_gib(getattr(row.memory, kind)) for kind in KINDS]
-    fits = "fits" if row.fits else f"> {_gib(told.device.memory)}"
+    sizes = [_gib(getattr(row.memory, kind)) for kind in kinds]
+    fits = "fits" if row.fits else f"> {_gib(told.usable)}"
     sent = f"{row.traffic.total / 1e9:,.1f} GB" if row.traffic.total else "-"
     again = "yes" if row.checkpoint_activations == BLOCKS else "no"
     batch = f"{row.micro_batch} x {row.accumulation}"
-    return [row.way.preset, again, *kinds, _gib(row.memory.total), fits, batch, sent]
+    return [row.way.preset, again, *sizes, _gib(row.memory.total), fits, batch, sent]
 
 
 def _concluded(told: Told, advice: Advice) -> Iterator[str]:
@@ -91,7 +100,8 @@ def _concluded(told: Told, advice: Advice) -> Iterator[str]:
         yield f"  nothing fits: {remedy(advice)}"
         return
     yield f"  cheapest: {best.way.preset}{_again(best)}, micro-batch {best.micro_batch}: {why(told, advice)}"
-    yield f"  sends {best.traffic.formula}" + (f"; {_apart(best)}" if best.traffic.between or best.traffic.host else "")
+    if best.traffic.total:
+        yield f"  {_sent(told, best)}"
     if told.duration is not None:
         step, total = told.duration.step_s(best), told.duration.total_s(best)
         whole = "" if total is None else f", {time_of(total)} for all {told.duration.steps:,} steps"
@@ -111,7 +121,7 @@ def why(told: Told, advice: Advice) -> str:
     if not least:
         return "of those that fit, it divides the model least" if best.traffic.total else "one process sends nothing"
     needs = ", ".join(f"{preset} needs {_gib(total)}" for preset, total in least.items())
-    return f"{needs} GiB of {_gib(told.device.memory)}"
+    return f"{needs} GiB, of {_gib(told.usable)}"
 
 
 def remedy(advice: Advice) -> str:
@@ -133,6 +143,27 @@ def _assumed(told: Told) -> Iterator[str]:
         f"assumed: {told.duration.utilization:.0%} of {told.duration.peak / 1e12:,.0f} TFLOP/s a device (--mfu), and blocks "
         "that are computed again add a third; what is sent is taken to overlap with that"
     )
+
+
+def _sent(told: Told, row: Row) -> str:
+    """What a process sends in a step, and how that is counted."""
+    way, formula = row.way, row.traffic.formula
+    meant = {
+        "A": f"{row.accumulation} pass{'es' if row.accumulation > 1 else ''} a step",
+        "N": f"{way.data_ranks} data-parallel processes",
+        "D": f"{way.data_ranks // way.replicas} processes that divide a copy of the model",
+        "C": f"{way.replicas} copies",
+        "t": f"{way.tensor_parallel} tensor-parallel processes",
+        "e": f"{4 if told.precision == 'no' else 2} bytes",
+        "P": f"{amount(told.trained)} trained parameters",
+        "n": "tokens of a pass",
+        "H": "the model's width",
+        "L": "its blocks",
+    }
+    letters = set(re.sub("[a-z]{2,}", "", formula))  # those of the formula, not those of its words
+    where = ", ".join(f"{letter} = {meaning}" for letter, meaning in meant.items() if letter in letters)
+    parts = f", {_apart(row)}" if row.traffic.between or row.traffic.host else ""
+    return f"each process sends {row.traffic.total / 1e9:,.1f} GB a step{parts}: {formula}, with {where}"
 
 
 def _apart(row: Row) -> str:

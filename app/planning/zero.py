@@ -1,7 +1,7 @@
 """What DeepSpeed takes for ZeRO, worked out from its settings, as the shipped presets leave them: at its defaults.
 
 It is not traced: DeepSpeed's engine does not run on tensors without data. What stands here was read in deepspeed 0.19.8
-(runtime/zero/stage_1_and_2.py, stage3.py, config.py) and is measured beside in docs/big-models.md.
+(runtime/zero/stage_1_and_2.py, stage3.py, config.py) and is measured beside in docs/big-models-measured.md.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes-of", type=positive, default=8, metavar="N", help="devices of a node (default: 8)")
     add("--device", default="h100", help=f"its kind, of {', '.join(devices.names())}, or its memory, as 24GiB (default: h100)")
     add("--mixed-precision", choices=presets.PRECISIONS, help="default: bf16 where the device is known to have it, else no")
+    add("--memory-utilization", type=share, default=0.9, metavar="SHARE", help="share of a device's memory that is planned: "
+        "the CUDA context, NCCL and the allocator's fragments take the rest (default: 0.9)")  # fmt: skip
     add("--mfu", type=share, default=0.4, metavar="SHARE", help="share of the device's FLOP/s that is assumed (default: 0.4)")
     add("--disk-gb-s", type=above_zero, default=2.0, metavar="GB", help="GB/s at which a checkpoint is written, which is "
         "assumed (default: 2)")  # fmt: skip

@@ -35,7 +35,7 @@ def main(options: argparse.Namespace) -> int:
     made = blueprint(loaded.recipe)
     given = Given(
         recipe=loaded.recipe,
-        device=device,
+        usable=round(options.memory_utilization * device.memory),
         precision=precision,
         parameters=made.sizes.trainable,
         block_outputs=_block_outputs(made),
@@ -46,7 +46,9 @@ def main(options: argparse.Namespace) -> int:
     told = Told(
         recipe=loaded.name,
         parameters=made.sizes.parameters,
+        trained=made.sizes.trainable,
         device=device,
+        usable=given.usable,
         precision=precision,
         duration=_duration(loaded.recipe, made, device, precision, options.mfu),
         checkpoint_bytes=_checkpoint_bytes(given, made),
@@ -153,7 +155,7 @@ def as_json(told: Told) -> dict[str, Any]:
     return {
         "recipe": told.recipe,
         "parameters": told.parameters,
-        "device": {"name": told.device.name, "memory": told.device.memory},
+        "device": {"name": told.device.name, "memory": told.device.memory, "usable": told.usable},
         "precision": told.precision,
         "calibrated": False,
         "checkpoint": {"bytes": told.checkpoint_bytes, "seconds": told.checkpoint_bytes / told.disk_bytes_per_s},

@@ -66,7 +66,7 @@ def _examine(launched: Launched, loaded: LoadedRecipe, out: Path) -> None:
     if plan.passes == 1:
         seen.broken += own_rules.broken(recipe, task, data.train, parts.model, form=form, device=runtime.device)
         seen.write()  # what follows may fail of it
-    model, optimizer = filling.prepare(runtime, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
+    model, optimizer = filling.prepare(runtime, task, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
     first = FirstGradients(unwrapped(model), runtime.together)
     steps = Steps(runtime.accelerator, model, optimizer, clip_norm=recipe.optim.clip_norm, before_first=first.check)
 

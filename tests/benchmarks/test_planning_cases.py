@@ -1,6 +1,6 @@
 """What a plan predicts, beside what real runs of the application took from torch's allocator.
 
-Of presets under which a process holds the whole model: docs/big-models.md has what is known of the others.
+Of presets under which a process holds the whole model: docs/big-models-measured.md has what is known of the others.
 """
 
 from __future__ import annotations

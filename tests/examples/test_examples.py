@@ -101,6 +101,14 @@ def test_two_processes_train_as_one_does(runs: Runs, name: str, preset: str) -> 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
+def test_a_larger_model_of_transformers_is_divided_by_its_layers(runs: Runs) -> None:
+    """By size, a list of layers would be one part, which torch refuses; and BERT's embeddings would be divided twice."""
+    larger = ("model.width=512", "model.layers=2", "train.steps=4", HALVES)
+    assert_same(runs.go("text", "fsdp2", 2, *larger), runs.go("text", "cpu", 1, *larger))
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["segmentation", "distillation", pytest.param("foreign_dataset", marks=pytest.mark.long)])
 def test_a_run_goes_from_preset_to_preset(runs: Runs, name: str) -> None:
     """Pixels that are counted over the ranks; a part that is frozen; samples that workers make, changed at random."""

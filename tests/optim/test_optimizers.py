@@ -234,7 +234,7 @@ def test_groups_of_nothing_are_refused() -> None:
 
 
 def test_the_documentation_has_the_table() -> None:
-    page = (REPOSITORY / "docs" / "same-run.md").read_text()
+    page = (REPOSITORY / "docs" / "optimizers.md").read_text()
     for name, optimizer in TABLE.items():
         taken = ", ".join([*(f"`optim.{key}`" for key in optimizer.keys), *(f"`{key}`" for key in optimizer.settings)])
         where = "whole parameters only" if optimizer.whole_because else "every preset"

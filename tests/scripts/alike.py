@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "initial"))
 
@@ -30,11 +31,12 @@ def main(out: str) -> None:
     launched, recipe = read(os.environ), OptimRecipe(lr=0.01)
     ranks = {"data_ranks": launched.data_ranks, "tensor_parallel": launched.tensor_parallel}
     runtime = Runtime(launched, BatchPlan(global_batch_size=2, accumulation=1, **ranks), clip_norm=0.1)
-    model, units = filling.made(Drawn(twelve), {}, seed=0)  # type: ignore[arg-type]
+    task: Any = Drawn(twelve)
+    model, units = filling.made(task, {}, seed=0)
     assert units
     rule = from_recipe.Rule.of(recipe, model)
     filling.fill(runtime, model, units)
-    model, optimizer = filling.prepare(runtime, model, from_recipe.build(recipe, model, rule))
+    model, optimizer = filling.prepare(runtime, task, model, from_recipe.build(recipe, model, rule))
     steps = Steps(runtime.accelerator, model, optimizer, clip_norm=0.1)
     found = []
     for step in range(STEPS):

@@ -40,9 +40,10 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
     from app.recipe.schema import OptimRecipe
 
     kinds = {"llama": llama, "gpt2": gpt2, "twelve": twelve, "twelve_tied": functools.partial(twelve, tie_word_embeddings=True)}
-    recipe, task = OptimRecipe(), Plain() if kind == "plain" else Drawn(kinds[kind])
+    recipe = OptimRecipe()
+    task: Any = Plain() if kind == "plain" else Drawn(kinds[kind])
     runtime.seed(0)
-    model, units = filling.made(task, {}, seed=0)  # type: ignore[arg-type]
+    model, units = filling.made(task, {}, seed=0)
     rule = from_recipe.Rule.of(recipe, model)
     drawn = filling.fill(runtime, model, units) if units else None
     shares = runtime.gather(sum(it.values.numel() for it in {*held.held(model).values()} if it.is_parameter))
@@ -54,7 +55,7 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
         "whole": sum(rule.sizes.values()),
         "buffers": runtime.gather(buffers),
     }
-    prepared = filling.prepare(runtime, model, from_recipe.build(recipe, model, rule))
+    prepared = filling.prepare(runtime, task, model, from_recipe.build(recipe, model, rule))
     shards = Shards(runtime.accelerator, *prepared)
     ranks = runtime.gather(sum(held.digest_of(it.name, it.values, it.region) for it in shards.owned_pieces()))
     found["prepared"] = held.as_text(sum(ranks))

@@ -280,10 +280,10 @@ def test_check_labels_finds_the_first_illegal_one(labels: list[int]) -> None:
 
 
 def test_the_guide_names_every_kind_and_only_keys_and_commands_that_exist() -> None:
-    guide = (REPOSITORY / "docs/data.md").read_text()
+    guide = "\n".join((REPOSITORY / f"docs/{page}.md").read_text() for page in ("data", "containers", "data-tools"))
     for kind in OPEN:
         assert f"`{kind}`" in guide
-    keys = re.findall(r"\b(data|augment)\.(\w+)", guide.replace("app/data/", "").replace("docs/data.md", ""))
+    keys = re.findall(r"\b(data|augment)\.(\w+)", re.sub(r"\(?(?:docs/)?data\.md|app/data/", "", guide))
     sections = {"data": DataRecipe(), "augment": AugmentRecipe()}
     assert len(keys) > 30
     for section, key in keys:
