@@ -5,7 +5,7 @@
 # make test-long  by hand: what takes many minutes, such as sixty random kills
 # make same-as BASE=main  by hand: whether a change that shall change no result changes none (tests/same_as.py)
 # make gpu        on a machine with a GPU: what it has to show in 10 minutes, the most important first, written to gpu-results/ as
-#                 it is found (GPU_OUT=FOLDER; GPU_ARGS="--parts presets eager", or --dry-run without a GPU; docs/performance.md)
+#                 it is found (GPU_OUT=FOLDER; GPU_ARGS="--parts presets eager", or --dry-run without a GPU; docs/performance-gpu.md)
 #                 GPU_PYTHON=python3: in a Python that has its own torch, torchvision, accelerate and transformers, without a
 #                 network; what else it lacks is installed beside it, from the wheels in gpu-wheels/ (GPU_WHEELS=FOLDER)
 # make gpu-wheels brings these wheels, a few MiB, on a machine with a network, for GPU_PYTHON_VERSION (3.12)

@@ -40,7 +40,7 @@ _CROPPED = AugmentRecipe(resized_crop_min_area=0.5)
 
 
 def main() -> int:
-    """Print what was measured, as docs/performance.md has it."""
+    """Print what was measured, as docs/performance-data.md has it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["SAMERUN_CACHE"] = str(folder / "cache")  # of this program, which ends with its folder

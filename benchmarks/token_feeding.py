@@ -27,7 +27,7 @@ _TOKENIZER = {"kind": "made up", "vocab_size": 50257, "digest": "none"}
 
 
 def main() -> int:
-    """Print what was measured, as docs/performance.md has it."""
+    """Print what was measured, as docs/language-model-checks.md has it."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         plain = _written(folder / "plain", packed=False, answers=False)

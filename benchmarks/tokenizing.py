@@ -27,7 +27,7 @@ _BATCH = 1000  # rows that `map` gives to the tokenizer at once: its own default
 
 
 def main(argv: list[str]) -> int:
-    """Print what was measured, as docs/language-models.md has it; with arguments, measure one of them."""
+    """Print what was measured, as docs/language-model-checks.md has it; with arguments, measure one of them."""
     if argv:
         sys.stdout.write(json.dumps(_CASES[argv[0]](Path(argv[1]))) + "\n")
         return 0

@@ -41,6 +41,18 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert target.startswith("https://") or (document.parent / target).exists(), target
 
 
+def test_pages_that_code_and_scripts_name_are_there() -> None:
+    folders = ("app", "launch", "benchmarks", "examples", "accelerate_configs", "tests")
+    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*") if path.suffix in {".py", ".sh", ".yaml"}]
+    named = {
+        (page, file.relative_to(REPOSITORY))
+        for file in [*files, REPOSITORY / "Makefile", REPOSITORY / "pyproject.toml"]
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())
+    }
+    assert len(named) > 20
+    assert [(page, file) for page, file in named if not (REPOSITORY / page).exists()] == []
+
+
 def test_the_first_screen_has_what_it_is_and_the_commands() -> None:
     screen = "\n".join(README.splitlines()[:30])
     assert "make demo" in screen

@@ -30,7 +30,7 @@ from app.record import run_folder
 from app.record.claim import Claim
 
 _MOST_BYTES = 100e6
-"""Of traces that are put together while the ranks wait: about a minute (docs/reports.md)."""
+"""Of traces that are put together while the ranks wait: about a minute (docs/profiling.md)."""
 
 
 def check_window(recipe: ProfileRecipe, *, total_steps: int) -> None:

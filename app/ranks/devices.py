@@ -98,7 +98,7 @@ def check(devices: Sequence[Device]) -> None:
 
 def confined(devices: Sequence[Device]) -> str | None:
     """Return a note if processes of one node are shown one GPU each, and not by CUDA_VISIBLE_DEVICES but by their cgroup or
-    container: then each calls another GPU cuda:0 under the same list. What that costs: docs/clusters.md.
+    container: then each calls another GPU cuda:0 under the same list. What that costs: docs/slurm.md.
     """
     by_host = defaultdict(list)
     for device in devices:
@@ -109,7 +109,7 @@ def confined(devices: Sequence[Device]) -> str | None:
             return (
                 f"each process of {host} can reach its own GPU only, so NCCL may have to do without NVLink and peer-to-peer. "
                 f"Under Slurm let each task see all GPUs of its node: --gpus-per-node={len(there)} in the place of "
-                "--gpus-per-task (docs/clusters.md)"
+                "--gpus-per-task (docs/slurm.md)"
             )
     return None
 

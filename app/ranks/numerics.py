@@ -48,7 +48,7 @@ def set_up(device: torch.device, *, tf32: bool, deterministic: bool) -> Numerics
     found = Numerics(tf32=tf32 and device.type == "cuda", deterministic=deterministic)
     _set_float32(tf32=found.tf32)
     # Never timed and chosen: what is fastest in that moment may be another kernel on another rank, and in the next start, and
-    # rounds otherwise; and each new shape, such as an evaluation's last batch, would be timed anew (docs/performance.md).
+    # rounds otherwise; and each new shape, such as an evaluation's last batch, would be timed anew (docs/performance-gpu.md).
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic
     if deterministic and device.type == "cuda":

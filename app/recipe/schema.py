@@ -198,7 +198,7 @@ class CheckpointRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRecipe:
-    """A trace of some steps, of all processes on one time axis (docs/reports.md)."""
+    """A trace of some steps, of all processes on one time axis (docs/profiling.md)."""
 
     not_learnt: ClassVar = ALL_KEYS
 

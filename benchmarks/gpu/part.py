@@ -1,7 +1,7 @@
 """The parts of `make gpu`, and how one is run: in a process of its own, for so many seconds at most.
 
 All budgets together are more than the whole may take: what one part leaves over, a later one may need. The minutes that they
-were made from are estimates for one H200 with 16 cores (docs/performance.md).
+were made from are estimates for one H200 with 16 cores (docs/performance-gpu.md).
 """
 
 from __future__ import annotations

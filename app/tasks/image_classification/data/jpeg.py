@@ -1,7 +1,7 @@
 """JPEG files to pixels by torchcodec where it is installed (`pip install "samerun[jpeg]"`): Pillow's pixels, sooner.
 
 Both are libjpeg-turbo with its default settings. The copy from Pillow's image to an array costs as much as the decoding for
-large photographs (docs/performance.md). What torchcodec does not decode is left to Pillow, and so is the
+large photographs (docs/performance-data.md). What torchcodec does not decode is left to Pillow, and so is the
 last word on a file that is damaged.
 """
 

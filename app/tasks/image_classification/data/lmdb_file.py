@@ -86,7 +86,7 @@ def _records(opened: Database) -> LmdbRecords:
     if length != b"%d" % entries or len(stored) != LABEL_TYPE.itemsize * entries:
         raise DataError(
             f"{opened.path} holds {entries} pictures, but its __labels__ are {len(stored)} bytes and its __len__ is "
-            f"{length[:20]!r}; write it as docs/data.md says"
+            f"{length[:20]!r}; write it as docs/containers.md says"
         )
     names = None if classes is None else class_names(classes, f"__classes__ of {opened.path}")
     return LmdbRecords(opened, names, np.frombuffer(stored, LABEL_TYPE).astype(np.int64))
@@ -148,5 +148,5 @@ def _value(opened: Database, key: bytes) -> bytes:
     with _reading(opened) as transaction:
         value: bytes | None = transaction.get(key)
     if value is None:
-        raise DataError(f"{opened.path} has no record {key.decode()}; write it as docs/data.md says")
+        raise DataError(f"{opened.path} has no record {key.decode()}; write it as docs/containers.md says")
     return value
