@@ -215,7 +215,7 @@ def test_databases_that_cannot_be_read(tmp_path: Path) -> None:
     write_database(path, samples)
     with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:
         transaction.delete(lmdb_file.LABELS)
-    refused("lmdb", tmp_path, rf"^{path} has no record __labels__; write it as docs/data\.md says", test_split="train")
+    refused("lmdb", tmp_path, rf"^{path} has no record __labels__; write it as docs/containers\.md says", test_split="train")
 
 
 @pytest.mark.parametrize(
