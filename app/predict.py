@@ -16,13 +16,15 @@ from app.options.values import positive
 
 def main(argv: list[str] | None = None) -> None:
     """Print what the model makes of each file; ends the process with the error's exit code if that fails."""
-    parser = argparse.ArgumentParser(prog="samerun predict", description="Ask the model of a finished run.")
+    parser = argparse.ArgumentParser(prog="samerun predict", description="Predict new inputs with the model of a finished run.")
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what the task takes: to classify images, a "
-                        "picture in any format that Pillow reads")  # fmt: skip
-    parser.add_argument("--task", metavar="FILE", help="where the run's own task file lies now (default: where it lay)")
-    parser.add_argument("--top", type=positive, default=3, help="how many answers to show, the likeliest first (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="input of the task; for image classification a "
+        "picture in any format that Pillow reads")  # fmt: skip
+    parser.add_argument(
+        "--task", metavar="FILE", help="where the run's task file is now, if it was moved (default: its old place)"
+    )
+    parser.add_argument("--top", type=positive, default=3, help="how many answers to show, most likely first (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table: one object per line")
     arguments = parser.parse_args(argv)
     import torch  # here: the help need not wait for it
 

@@ -38,47 +38,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 # Of each: its module, its function there, and what it is for.
 _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "start": {
-        "new": ("launch.new", "new", "write a folder to start from: a task of your own, its recipe, a job script and a test"),
-        "recipes": ("launch.shipped", "recipes", "list the recipes that come with it, or print one"),
-        "presets": ("launch.shipped", "presets", "list the presets, or print one"),
-        "script": ("launch.shipped", "script", "list the job scripts, or print one"),
-        "doctor": ("launch.start.examination", "doctor", "examine this machine, or all nodes of an allocation, before a run"),
+        "new": ("launch.new", "new", "create a project folder: your own task, its recipe, a job script and a test"),
+        "recipes": ("launch.shipped", "recipes", "list the shipped recipes, or print one"),
+        "presets": ("launch.shipped", "presets", "list the shipped presets, or print one"),
+        "script": ("launch.shipped", "script", "list the shipped job scripts, or print one"),
+        "doctor": ("launch.start.examination", "doctor", "check this machine, or all nodes of an allocation, before a run"),
         "data": ("app.tools.data_command", "main",
-                 "look at data, tokenise texts, pack pictures smaller or in another form, measure how fast they are fed"),
+                 "inspect data, tokenise text, convert or shrink pictures, measure the loading speed"),
     },
     "train": {
         "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
-        "submit": ("launch.submit.submit", "submit", "check a job, write its script and hand it to Slurm or PBS"),
-        "train": ("app.train", "main", "train in this one process, or in those that accelerate launch has started"),
-        "watch": ("app.reports.watch", "main", "follow a run in the terminal, from any machine that sees its folder"),
+        "submit": ("launch.submit.submit", "submit", "check a job, write its script and submit it to Slurm or PBS"),
+        "train": ("app.train", "main", "train in this process, or in the processes that accelerate launch started"),
+        "watch": ("app.reports.watch", "main", "follow a run in the terminal, from any machine that can read its folder"),
     },
     "look at runs": {
-        "runs": ("app.reports.runs", "main", "list runs: states, scores and how their recipes differ"),
-        "report": ("app.reports.report_command", "main", "write all that a run folder tells as one HTML page"),
-        "curves": ("app.reports.curves", "main", "draw the loss and the score of runs, in training and in validation"),
-        "compare": ("app.reports.compare", "main", "say what differs between two runs, and whether they were the same one"),
+        "runs": ("app.reports.runs", "main", "list runs with their states, scores and recipe differences"),
+        "report": ("app.reports.report_command", "main", "write a report of a run as one HTML page"),
+        "curves": ("app.reports.curves", "main", "plot training and validation curves of runs: loss and score"),
+        "compare": ("app.reports.compare", "main", "show what differs between two runs, and whether they are the same run"),
         "timeline": ("app.reports.timeline", "main",
-                     "put the traces of a run's ranks on one time axis: what overlaps, and which rank is late"),
+                     "put the profiler traces of all ranks on one time axis: what overlaps, and which rank is late"),
         "verify": ("app.tools.verify", "main",
-                   "show that a run applied every global batch exactly once, and where its time went"),
+                   "check that a run applied every global batch exactly once, and show where its time went"),
     },
     "use the model": {
-        "evaluate": ("app.evaluate", "main", "score a finished run, or an exported model, again"),
-        "predict": ("app.predict", "main", "ask the model of a finished run about new inputs"),
-        "generate": ("app.tasks.causal_lm.generate", "main", "go on with a text by a language model, as it comes"),
-        "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors"),
+        "evaluate": ("app.evaluate", "main", "evaluate a finished run or an exported model"),
+        "predict": ("app.predict", "main", "predict new inputs with the model of a finished run"),
+        "generate": ("app.tasks.causal_lm.generate", "main", "generate text with a language model, printed as it comes"),
+        "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors file"),
     },
     "before something large": {
         "plan": ("app.tools.plan_command", "main",
-                 "say whether a recipe fits on devices, under which preset, and what that costs"),
-        "parity": ("app.tools.parity", "main", "show that presets and numbers of processes give the same run"),
+                 "estimate whether a recipe fits into memory, under which preset, and at what cost"),
+        "parity": ("app.tools.parity", "main", "test that presets and numbers of processes give the same run"),
         "scale": ("app.scaling.scale_command", "main",
-                  "measure how a recipe scales over devices and nodes, and how many are worth their while"),
+                  "measure how a recipe scales over devices and nodes, and how many are worth using"),
     },
 }  # fmt: skip
 _COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
 _START_PROCESSES = ("launch", "submit", "doctor", "scale")
-"""Those that are told the environment, and by what to speak."""
+"""Commands that take the environment and a function to print messages with."""
 
 
 def _run(command: str, arguments: list[str]) -> int:
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(
         prog="samerun",
-        description="One Accelerate training loop, the same run on any machine.",
+        description="One Accelerate training loop: the same run on any machine.",
         epilog=f"{commands}\n`samerun COMMAND --help` tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -35,9 +35,9 @@ def new(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun new",
-        description="Write a folder to start from: task.py (a network of your own on data of your own), recipe.yaml, a job "
-        "script, a test and a README. It works at once.",
+        description="Create a project folder: task.py (your own network on your own data), recipe.yaml, a job script, a test "
+        "and a README. It runs as it is.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="DIR", help="folder to write, new or empty")
+    parser.add_argument("folder", metavar="DIR", help="folder to create; it must be new or empty")
     return parser

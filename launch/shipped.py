@@ -30,8 +30,8 @@ def script(argv: list[str]) -> int:
 
 def _show(argv: list[str], what: str, folder: Path, *patterns: str) -> int:
     command = f"samerun {what}" if what == "script" else f"samerun {what}s"
-    parser = argparse.ArgumentParser(prog=command, description=f"List the {what}s that come with the package, or print one.")
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"the {what} to print, to copy and change for instance")
+    parser = argparse.ArgumentParser(prog=command, description=f"List the shipped {what}s, or print one.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"the {what} to print, for example to copy and change it")
     name = parser.parse_args(argv).name
     files = sorted(path for pattern in patterns for path in folder.glob(pattern))
     names = [path.name if what == "script" else path.stem for path in files]

@@ -1,4 +1,4 @@
-"""Examine the machines and processes of a run before it: `samerun doctor`, or with any preset
+"""Check the machines and processes of a run before it starts: `samerun doctor`, or with any preset
 
     accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.doctor.doctor [--run-dir DIR] [--json]
 

@@ -23,31 +23,31 @@ def parser(prog: str = "python -m app.train", *, keys_of: str | None = None) -> 
     """Return the parser for the command line of a training; its help lists the keys of recipes for the task `keys_of`."""
     parser = Parser(
         prog=prog,
-        description="Train what a recipe says, on the processes that a preset starts: `samerun launch --preset PRESET ...`, or "
+        description="Train a recipe in the processes that a preset starts: `samerun launch --preset PRESET ...`, or "
         "`accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.train ...`.",
-        epilog=f"recipe keys, of the task {keys_of}:\n\n" + recipe_file.reference(keys_of) if keys_of else None,
+        epilog=f"recipe keys of the task {keys_of}:\n\n" + recipe_file.reference(keys_of) if keys_of else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
-    parser.add_argument("--run-dir", help="folder for all that the run writes (default: runs/<recipe>-<time>)")
+    parser.add_argument("--run-dir", help="folder that the run writes to (default: runs/<recipe>-<time>)")
     parser.add_argument(
         "--trackers",
         default="tensorboard",
-        help="comma-separated Accelerate trackers, such as tensorboard,wandb; or none (default: tensorboard)",
+        help="Accelerate trackers, comma-separated, such as tensorboard,wandb; or none (default: tensorboard)",
     )
-    parser.add_argument("--resume", default="never", metavar="auto|never|PATH", help="go on from a checkpoint: auto takes the "
-                        "newest of --run-dir, if it has one; PATH is a run folder or a checkpoint (default: never)"
+    parser.add_argument("--resume", default="never", metavar="auto|never|PATH", help="resume from a checkpoint. auto: from "
+        "the newest in --run-dir, if there is one; PATH: a run folder or a checkpoint (default: never)"
                         )  # fmt: skip
-    parser.add_argument("--changed-task", action="store_true", help="go on although the recipe's own task file was changed "
-                        "since: for changes that have no part in what is learnt")  # fmt: skip
-    parser.add_argument("--hang-timeout", type=not_negative, default=_HANG_TIMEOUT_S, metavar="SECONDS", help="end the run, "
-                        "with the stacks of all processes in RUN/stacks, when it stood still for so long; it has to be longer "
-                        "than any step, forward pass of an evaluation and save takes; 0: never "
+    parser.add_argument("--changed-task", action="store_true", help="resume although your task file has changed since the "
+        "checkpoint; only for changes that do not affect training")  # fmt: skip
+    parser.add_argument("--hang-timeout", type=not_negative, default=_HANG_TIMEOUT_S, metavar="SECONDS", help="end a run that "
+        "has hung for so long, after writing every rank's stack to RUN/stacks; must be longer than any step, evaluation "
+        "forward pass or checkpoint save; 0: never "
                         f"(default: {_HANG_TIMEOUT_S})")  # fmt: skip
     add_workers(parser)
     parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the file's")
     return parser
 
 
@@ -60,6 +60,6 @@ def show_help(words: Sequence[str]) -> NoReturn:
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add `--workers`: what is made by how many is the same, so it is no recipe key."""
-    parser.add_argument("--workers", type=not_negative, metavar="N", help="processes that make the samples of each training "
-                        "process, where samples are made one by one; 0: it makes them itself, beside a GPU one does. They are "
-                        "the same samples with any number (default: as its cores allow, at most 16)")  # fmt: skip
+    parser.add_argument("--workers", type=not_negative, metavar="N", help="data-loading processes per training process, for "
+        "tasks that load samples one by one; 0: none, but beside a GPU one is used. The samples are the same with any number "
+        "(default: from the CPU cores, at most 16)")  # fmt: skip

@@ -46,60 +46,65 @@ class TrainRecipe:
     places: ClassVar = ("init_from",)
 
     global_batch_size: int = 128
-    """Samples in one optimizer step, over all processes."""
+    """Samples per optimizer step, summed over all processes."""
     max_micro_batch: int | None = None
-    """Most samples in one forward pass on one process; bounds memory, changes no result. None: no bound."""
+    """Upper limit on the samples of one forward pass on one process. Bounds memory; gradient accumulation keeps the result the
+    same. None: no limit."""
     checkpoint_activations: Literal["none", "blocks"] = "none"
-    """What the backward pass computes again instead of keeping it: blocks, the layers that a model (as those of transformers)
-    or a task names, of each of which only the input is kept then. Takes about a third more time; changes no result."""
+    """Activation checkpointing. blocks: keep only the input of each layer (as named by a transformers model or by the task)
+    and recompute the rest in the backward pass. Saves memory, takes about a third more time, changes no result."""
     epochs: int | None = None
-    """Length in epochs. Give this or steps; with neither, 10 epochs."""
+    """Length of the run in epochs. Give this or train.steps; with neither, 10 epochs."""
     steps: int | None = None
-    """Length in optimizer steps. Give this or epochs."""
+    """Length of the run in optimizer steps. Give this or train.epochs."""
     validation_fraction: float | None = None
-    """Share of the training samples that is held out for validation, chosen by the seed alone: for data without a validation
-    split of its own. None: nothing is held out."""
+    """Share of the training samples held out for validation, for data without a validation split. The seed alone chooses them.
+    None: nothing is held out."""
     evaluate_every_epochs: int | None = None
-    """Epochs between two evaluations on the validation split; 0: only at the end. Give this or evaluate_every_steps; with
+    """Evaluate on the validation split every so many epochs; 0: only at the end. Give this or evaluate_every_steps; with
     neither, after every epoch."""
     evaluate_every_steps: int | None = None
-    """Steps between two evaluations on the validation split. Give this or evaluate_every_epochs."""
+    """Evaluate on the validation split every so many steps. Give this or evaluate_every_epochs."""
     max_validation_samples: int | None = None
-    """Most samples of the validation split that are looked at: always the same, chosen by the seed. None: all."""
+    """Evaluate on at most so many samples of the validation split. The seed chooses them, so they are always the same. None:
+    all."""
     stop_after_evaluations_without_gain: int | None = None
-    """End the run when so many evaluations in a row have not bettered the validation score by which the task is judged (for
-    pictures the accuracy). None: it takes all its steps."""
+    """Early stopping: end the run when the task's validation score (for pictures the accuracy) has not improved for so many
+    evaluations in a row. None: off."""
     max_skipped_steps: int = 10
-    """Most steps in a row that may be skipped, for a gradient that is not finite or a spike; one more ends the run."""
+    """A step whose gradient is not finite, or is a spike, is skipped. More than so many skipped steps in a row end the run."""
     max_gradient_spike: float | None = 1000.0
-    """Most times the median gradient norm of the last 128 steps, or of the first 64 if that is greater, that a norm may be; a
-    step on a larger one is skipped, from the 65th on. None: no bound."""
+    """A step is skipped as a spike if its gradient norm is more than so many times the median norm. The median is that of the
+    last 128 steps, or of the first 64 if that is greater. Checked from step 65 on. None: off."""
     ema_decay: float | None = None
-    """Decay per step of the moving average of the weights that is then evaluated and exported. None: off."""
+    """Decay per step of an exponential moving average (EMA) of the weights. The average is what is evaluated and exported.
+    None: off."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Type of the weights. float64 is for checking that runs are the same, at a precision that leaves no doubt."""
+    """Type of the weights. float64 is for checking that two runs are the same: rounding errors are then negligible."""
     sync_batchnorm: bool = False
-    """Compute batch statistics over all processes instead of each one's micro-batch (GPUs only)."""
+    """Compute BatchNorm statistics over all processes, not over each process's micro-batch (GPUs only)."""
     channels_last: bool | None = None
-    """Keep images in channels-last memory order, which convolutions and what follows them then follow: on CPU max-pooling
-    takes a fifth of its time so, and the tensor cores of GPUs work in it. Weights follow where they are in half precision.
-    None: for the convnet, and for every model that tensor cores compute: on GPUs in half precision or TF32."""
+    """Keep images and activations in channels-last memory order. Tensor cores are faster in it, and max-pooling on a CPU takes
+    a fifth of the time. Weights in half precision are converted too. None: on for the convnet, and for every model on tensor
+    cores (GPUs in half precision or TF32)."""
     tf32: bool = False
-    """Round the factors of float32 convolutions and matrix products to TF32, 10 bits of 23: several times as fast on NVIDIA
-    GPUs, and another computation (docs/same-run.md). CPUs do not. false: IEEE's float32 everywhere."""
+    """Let NVIDIA GPUs round the inputs of float32 convolutions and matrix products to TF32 (10 of 23 mantissa bits). Several
+    times as fast, but the results differ (docs/same-run.md). CPUs ignore it. false: IEEE float32 everywhere."""
     deterministic: bool = False
-    """Use only kernels that give the same bits each time on the same devices: slower; operations that have none are refused."""
+    """Use only deterministic kernels: the same devices give the same bits each time. Slower; an operation without such a
+    kernel is an error."""
     init_from: str | None = None
-    """Begin with these weights, as for fine-tuning (docs/checkpoints.md): a safetensors or .pth file, a run folder, a
-    checkpoint, a folder of transformers, or torchvision:NAME for published ones, such as
-    torchvision:ResNet50_Weights.IMAGENET1K_V2; `~` and variables are filled in. None: those of the seed."""
+    """Start from these weights, for fine-tuning (docs/checkpoints.md): a safetensors or .pth file, a run folder, a checkpoint,
+    a transformers folder, or torchvision:NAME for published weights, such as torchvision:ResNet50_Weights.IMAGENET1K_V2. `~`
+    and variables are expanded. None: random weights from the seed."""
     init_allow: tuple[str, ...] | None = None
-    """Patterns of names, such as decoder.*, of what train.init_from need not fit: it stays new where it is not there, or of
-    another shape, and is left out where the model has none. The last layer need not fit either way."""
+    """Name patterns, such as decoder.*, of parameters that may differ from train.init_from. Those that are missing there, or
+    have another shape, keep their new random weights; those that the model lacks are ignored. The last layer may always
+    differ."""
     download: bool = False
-    """Whether published weights of train.init_from may be downloaded, by one process per node."""
+    """Whether one process per node may download the published weights of train.init_from."""
     freeze: tuple[str, ...] | None = None
-    """Patterns of parameters' names, such as features.*, that are not trained. None: all are."""
+    """Name patterns, such as features.*, of parameters that are frozen (not trained). None: all are trained."""
 
     def takes_channels_last(self, *, tensor_cores: bool, preferred: bool) -> bool:
         """Return whether images are kept in channels-last order.
@@ -114,44 +119,46 @@ class OptimRecipe:
     """The optimizer and the learning rate of each step."""
 
     name: str = "adamw"
-    """Optimizer: sgd, adamw, adam, nadam, radam, adamax, rmsprop, adadelta, adagrad or adafactor, or its class, as in
-    torch.optim.AdamW. The last two need whole parameters: not under ZeRO and FSDP2."""
+    """Optimizer: sgd, adamw, adam, nadam, radam, adamax, rmsprop, adadelta, adagrad or adafactor; or its class name, such as
+    torch.optim.AdamW. adagrad and adafactor need unsharded parameters, so they do not run under ZeRO and FSDP2."""
     lr: float = 1e-3
-    """Peak learning rate, for a global batch of lr_reference_batch samples if that is given, for any otherwise."""
+    """Peak learning rate; with lr_reference_batch=B it is multiplied by global_batch_size/B."""
     lr_reference_batch: int | None = None
-    """Linear scaling rule: the peak is lr * global_batch_size / lr_reference_batch. None: no scaling."""
+    """Batch size that lr was chosen for (linear scaling rule): the peak rate is lr * global_batch_size / lr_reference_batch.
+    None: no scaling."""
     momentum: float = 0.9
     """Momentum of SGD."""
     nesterov: bool = False
     """Nesterov's form of momentum (SGD)."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the two moments, per step (adamw, adam, nadam, radam, adamax)."""
+    """Decay rates of the two moments, per step (adamw, adam, nadam, radam, adamax)."""
     eps: float = 1e-8
-    """Term added to the denominator (those, and rmsprop)."""
+    """Term added to the denominator (adamw, adam, nadam, radam, adamax, rmsprop)."""
     settings: tuple[str, ...] | None = None
-    """What else the optimizer takes, each NAME=VALUE by torch's names, as in alpha=0.9,centered=true for rmsprop."""
+    """Further arguments of the optimizer, each NAME=VALUE with torch's names, such as alpha=0.9,centered=true for rmsprop."""
     weight_decay: float = 0.0
-    """Weight decay of matrices and kernels; norms and biases get none."""
+    """Weight decay of matrices and convolution kernels. Norms and biases get none."""
     groups: tuple[str, ...] | None = None
-    """Parameters with a rate or decay of their own, each PATTERN lr_factor=F weight_decay=W, as in "backbone.* lr_factor=0.1":
-    F multiplies the learning rate of each step, W is the decay of all of them; what is left out is as for the others. The
-    pattern is of names of parameters, with the shell's * and ?, and the first that matches counts."""
+    """Parameter groups with their own learning rate or weight decay, each PATTERN lr_factor=F weight_decay=W, such as
+    "backbone.* lr_factor=0.1". F multiplies the learning rate of each step; W is the weight decay of every parameter in the
+    group. An omitted value is as for the other parameters. The pattern matches parameter names, with the shell's * and ?; the
+    first match counts."""
     clip_norm: float | None = None
-    """Largest norm of the whole gradient; a larger one is scaled down to it. None: no clipping."""
+    """Gradient clipping: a gradient with a larger global norm is scaled down to this norm. None: no clipping."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_epochs: float | None = None
-    """Length in epochs of the linear rise from 0 to the peak. Give this or warmup_steps; with neither, no warm-up."""
+    """Linear warm-up from 0 to the peak, in epochs. Give this or warmup_steps; with neither, no warm-up."""
     warmup_steps: int | None = None
-    """Length in steps of the linear rise from 0 to the peak. Give this or warmup_epochs."""
+    """Linear warm-up from 0 to the peak, in steps. Give this or warmup_epochs."""
     final_lr_ratio: float = 0.0
     """Learning rate at the end of the cosine, as a share of the peak."""
     cosine_steps: int | None = None
-    """Step at which the cosine ends; those after it keep its final rate. None: the last step."""
+    """Step at which the cosine ends; later steps keep the final rate. None: the last step."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     """Epochs at which the step schedule multiplies the rate by decay_factor."""
     decay_factor: float = 0.1
-    """Factor of the step schedule."""
+    """What the step schedule multiplies the rate by at each of decay_epochs."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", optimizers.short(self.name))
@@ -164,31 +171,32 @@ class LogRecipe:
     not_learnt: ClassVar = ALL_KEYS
 
     every_steps: int = 50
-    """Steps between two lines of metrics.jsonl; a line costs about what one or two steps of a tiny model do."""
+    """Write a line of metrics.jsonl every so many steps. A line costs about as much as one or two steps of a tiny model."""
     train_scores: bool = True
-    """Report what the task adds to its loss, such as the training accuracy."""
+    """Also report the training scores that the task computes with its loss, such as the training accuracy."""
     samples: bool = False
-    """Also write samples.jsonl: the indices of the samples of each step, in order. For checking runs; costs a gather a step."""
+    """Also write samples.jsonl: the sample indices of each step, in order. For checking runs; costs one gather per step."""
     examples: int = 16
-    """Samples of a batch, as the model gets them, that TensorBoard and wandb show in the first steps of epochs 0, 1, 2, 4, ...;
-    and of which, at most 4, a task that writes shows texts after an evaluation. 0: none."""
+    """How many samples TensorBoard and wandb show, as the model gets them, in the first steps of epochs 0, 1, 2, 4, ... A task
+    that generates text shows its texts for at most 4 of them after each evaluation. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecipe:
-    """When the state of the run is written down, to be resumed from (`--resume`)."""
+    """When checkpoints are saved, from which a run resumes (`--resume`)."""
 
     not_learnt: ClassVar = ALL_KEYS
 
     every_steps: int | None = None
-    """Steps between two checkpoints. None: steps do not count."""
+    """Save a checkpoint every so many steps. None: not by steps."""
     every_minutes: float | None = 15.0
-    """Minutes between two checkpoints, about. None: time does not count. With neither, there are none but on request."""
+    """Save a checkpoint about every so many minutes. None: not by time. With neither, checkpoints are saved only on
+    request."""
     keep_last: int = 2
-    """Newest checkpoints that are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_best: bool = False
-    """Save whenever an evaluation is the best so far, by the validation score that the task names (for pictures the accuracy),
-    and keep the latest of these as well."""
+    """Also keep the best checkpoint: one is saved whenever the task's validation score (for pictures the accuracy) is the best
+    so far."""
 
     @property
     def are_wanted(self) -> bool:
@@ -198,12 +206,12 @@ class CheckpointRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRecipe:
-    """A trace of some steps, of all processes on one time axis (docs/profiling.md)."""
+    """A profiler trace of some steps, with all processes on one time axis (docs/profiling.md)."""
 
     not_learnt: ClassVar = ALL_KEYS
 
     steps: str | None = None
-    """First and last step to record, as in 10:20: both are, and 1 is the first of the run. None: no trace."""
+    """First and last step to trace, such as 10:20, both included; the run's first step is 1. None: no trace."""
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -243,10 +251,10 @@ class Recipe:
     """All that decides what is learnt. The same recipe gives the same run on any topology."""
 
     seed: int = 0
-    """Seed of the initial weights, the order of the samples and their augmentation."""
+    """Seed of the initial weights, the sample order and the augmentation."""
     task: str = tasks.DEFAULT
-    """What is learnt: the name of a task that comes with the package, or a Python file of your own, relative to the recipe
-    (docs/your-own-task.md). A task has sections of its own."""
+    """The task: the name of one that comes with the package, or a Python file of your own, relative to the recipe
+    (docs/your-own-task.md). Each task adds its own sections to the recipe."""
     sections: Any = field(default_factory=_default_sections)
     """The task's own sections: its `Sections`. Beside them it says how many `neighbours` of the order of samples are computed
     with together, so that every micro-batch holds whole groups of them, and in a sentence `why_neighbours`; and by key the

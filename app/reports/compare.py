@@ -92,12 +92,12 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun compare",
-        description="Say what differs between two runs, and whether they were the same one (exit code 0) or not (1).",
+        description="Show what differs between two runs, and whether they are the same run (exit code 0) or not (1).",
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables and a sentence")
-    parser.add_argument("--tolerance", type=tolerance, default=TOLERANCE, help="largest relative difference of a loss in "
-                        f"the first {DECIDING_STEPS} steps that is still the same (default: {TOLERANCE:g})"
+    parser.add_argument("--tolerance", type=tolerance, default=TOLERANCE, help="largest relative difference between losses in "
+                        f"the first {DECIDING_STEPS} steps of the same run (default: {TOLERANCE:g})"
                         )  # fmt: skip
     return parser

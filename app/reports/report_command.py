@@ -17,9 +17,9 @@ FILE = "report.html"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and say where it is; return the exit code."""
-    parser = argparse.ArgumentParser(prog="samerun report", description="Write all that a run folder tells as one HTML page.")
-    parser.add_argument("run", type=Path, help="run folder, of a run that is finished, going on or broken")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page (default: RUN/{FILE})")
+    parser = argparse.ArgumentParser(prog="samerun report", description="Write a report of a run as one HTML page.")
+    parser.add_argument("run", type=Path, help="run folder; the run may be finished, running or crashed")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"file to write (default: RUN/{FILE})")
     arguments = parser.parse_args(argv)
     from app.reports.page import render  # matplotlib takes half a second, which the help does not need
 

@@ -124,13 +124,15 @@ def _text(value: Any) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun runs",
-        description="List runs: their states, scores, and the recipe keys in which they differ.",
+        description="List runs: their states, their scores, and the recipe keys in which they differ.",
         allow_abbrev=False,
     )
     parser.add_argument("folders", type=Path, nargs="*", default=[_FOLDERS], metavar="RUN",
-                        help="run folder, or folder of run folders (default: runs)")  # fmt: skip
-    parser.add_argument("--sort", metavar="COLUMN", help="sort by this column, as --format csv names it; the smallest first")
-    parser.add_argument("--reverse", action="store_true", help="with --sort: the largest first")
-    parser.add_argument("--format", choices=_FORMATS, default="table", help="how to print (default: table)")
-    parser.add_argument("--json", dest="format", action="store_const", const="json", help="as --format json")
+                        help="run folder, or a folder of run folders (default: runs)")  # fmt: skip
+    parser.add_argument(
+        "--sort", metavar="COLUMN", help="sort by this column, smallest first; --format csv shows the column names"
+    )
+    parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
+    parser.add_argument("--format", choices=_FORMATS, default="table", help="output format (default: table)")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="same as --format json")
     return parser

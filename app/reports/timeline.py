@@ -22,9 +22,14 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="samerun timeline",
-        description="Put the traces of a run's ranks on one time axis, and say what overlaps and which rank is late.",
+        description="Put the profiler traces of all ranks on one time axis, and show what overlaps and which rank is late.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that was trained with profile.steps=10:20")
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run with profiler traces, trained with for example profile.steps=10:20",
+    )
     arguments = parser.parse_args(argv)
     folder = arguments.run / run_folder.PROFILE
     if not folder.is_dir():

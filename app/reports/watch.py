@@ -34,12 +34,12 @@ _READING_SHARE = 0.1
 def main(argv: Sequence[str] | None = None) -> int:
     """Follow a run until it ends; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="samerun watch", description="Follow a run in the terminal, by the files of its folder."
+        prog="samerun watch", description="Follow a run in the terminal, from the files in its folder."
     )
-    parser.add_argument("run", type=Path, help="run folder, which may not be there yet")
-    parser.add_argument("--once", action="store_true", help="show how it stands now, and end")
+    parser.add_argument("run", type=Path, help="run folder; it need not exist yet")
+    parser.add_argument("--once", action="store_true", help="show the present state once and end")
     parser.add_argument(
-        "--every", type=float, default=_EVERY_S, metavar="SECONDS", help=f"how often to look (default: {_EVERY_S:g})"
+        "--every", type=float, default=_EVERY_S, metavar="SECONDS", help=f"seconds between two updates (default: {_EVERY_S:g})"
     )
     arguments = parser.parse_args(argv)
     if arguments.every <= 0:

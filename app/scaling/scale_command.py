@@ -221,32 +221,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun scale",
         usage="%(prog)s [options] [key=value ...]",
-        description="Measure how a recipe scales: run it for some steps on every number of devices, several times, and report "
-        "speed, efficiency and cost, the law that they follow, and how many devices are worth their while. Run again, the same "
-        "command goes on with what is missing.",
+        description="Measure how a recipe scales. Run it for some steps on every number of devices, several times; report "
+        "throughput, efficiency, cost, a fitted scaling law, and how many devices are worth using. The same command "
+        "resumes an interrupted sweep.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
-    add("--presets", type=names, default=["multi_gpu"], help="comma-separated presets (default: multi_gpu)")
-    add("--processes", type=numbers, default=[1, 2], help="comma-separated numbers of devices on each node (default: 1,2)")
-    add("--nodes", type=numbers, default=[1], help="comma-separated numbers of nodes, of an allocation or with --submit "
-        "(default: 1)")  # fmt: skip
+    add("--presets", type=names, default=["multi_gpu"], help="presets, comma-separated (default: multi_gpu)")
+    add("--processes", type=numbers, default=[1, 2], help="numbers of devices per node, comma-separated (default: 1,2)")
+    add("--nodes", type=numbers, default=[1], help="numbers of nodes, comma-separated; more than 1 needs an allocation or "
+        "--submit (default: 1)")  # fmt: skip
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--strong", dest="scaling", action="store_const", const="strong", default="strong", help="the global "
-                      "batch is the recipe's on all sizes (default)")  # fmt: skip
-    kind.add_argument("--weak", dest="scaling", action="store_const", const="weak", help="the global batch is the recipe's for "
-                      "each process")  # fmt: skip
+    kind.add_argument("--strong", dest="scaling", action="store_const", const="strong", default="strong",
+                      help="strong scaling: the recipe's global batch on every number of devices (default)")  # fmt: skip
+    kind.add_argument("--weak", dest="scaling", action="store_const", const="weak", help="weak scaling: the recipe's global "
+        "batch on each process")  # fmt: skip
     add("--steps", type=positive, default=50, help="optimizer steps to measure (default: 50)")
-    add("--warm-up-steps", type=positive, default=20, metavar="N", help="steps before them, which do not count (default: 20)")
-    add("--repeats", type=positive, default=3, metavar="N", help="runs of each size, in turns (default: 3)")
-    add("--efficiency", type=share, default=0.8, metavar="E", help="the least that the recommended number of devices has to "
-        "have (default: 0.8)")  # fmt: skip
-    add("--submit", metavar="OPTIONS", help="run each case as a job of its own, with these options of `samerun submit` in one "
-        "word, as --submit='--time 00:20:00 --gpus-per-node {processes}'; {processes} becomes the case's")  # fmt: skip
-    add("--retry-failed", action="store_true", help="run the cases that failed once more")
-    add("--out", metavar="DIR", help="folder of the sweep and its report (default: scale-<recipe>)")
-    add("--from", dest="source", metavar="PATH", help="run nothing: report the folder of a sweep, or the times of a CSV file "
-        "with the columns devices and seconds, and perhaps method")  # fmt: skip
-    add("overrides", nargs="*", metavar="key=value", help="recipe values, for all cases")
+    add("--warm-up-steps", type=positive, default=20, metavar="N", help="steps before them, not measured (default: 20)")
+    add("--repeats", type=positive, default=3, metavar="N", help="runs of each case, interleaved (default: 3)")
+    add("--efficiency", type=share, default=0.8, metavar="E", help="lowest efficiency of the recommended number of devices "
+        "(default: 0.8)")  # fmt: skip
+    add("--submit", metavar="OPTIONS", help="submit each case as its own job, with these options of `samerun submit` in one "
+        "argument, such as --submit='--time 00:20:00 --gpus-per-node {processes}'; {processes} is replaced by the case's "
+        "number")  # fmt: skip
+    add("--retry-failed", action="store_true", help="run failed cases again")
+    add("--out", metavar="DIR", help="folder for the sweep and its report (default: scale-<recipe>)")
+    add("--from", dest="source", metavar="PATH", help="run nothing; report an existing sweep folder, or a CSV file with "
+        "columns devices and seconds, and optionally method")  # fmt: skip
+    add("overrides", nargs="*", metavar="key=value", help="recipe values for all cases")
     return parser

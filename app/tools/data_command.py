@@ -1,4 +1,4 @@
-"""`samerun data COMMAND ...`: what is done with data outside a run, by the tools of the task whose data it is."""
+"""`samerun data COMMAND ...`: inspect and prepare data before a run, with the tools of its task."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from app.recipe import recipe_file
 _PICTURES, _TEXTS = "image_classification", "causal_lm"
 # Of each: the task whose tools have it, and what it is for. None: that of the data.
 _COMMANDS = {
-    "inspect": (None, "say what data there is: of pictures, or of texts that were tokenised"),
-    "tokenize": (_TEXTS, "make a token folder of texts, or of prompts and answers"),
-    "pack": (_PICTURES, "write pictures once more: smaller, or in another format"),
-    "bench": (_PICTURES, "measure how many pictures a second can be fed"),
+    "inspect": (None, "show what a data set of pictures, or a token folder, contains"),
+    "tokenize": (_TEXTS, "tokenise text, or prompts and answers, into a token folder"),
+    "pack": (_PICTURES, "shrink pictures or convert them to another format"),
+    "bench": (_PICTURES, "measure how many pictures per second can be loaded"),
 }
 
 

@@ -294,24 +294,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun parity",
         usage="%(prog)s [options] [key=value ...]",
-        description="Run a recipe for a few steps under several presets and numbers of processes, one after the other, and "
-        "compare losses, learning rates and samples, step by step, with one process on the CPU.",
+        description="Run a recipe for a few steps under several presets and numbers of processes, one after the other. "
+        "Compare losses, learning rates and samples with one process on the CPU, step by step.",
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="in under a minute: say which rule of a task is broken, by 3 small steps of 1 process, 1 with accumulation and 2; "
-        "of the other options it takes --recipe alone",
+        help="check a task's rules in under a minute, and name a broken one: 3 small steps with 1 process, 1 process with "
+        "gradient accumulation, and 2 processes; of the other options only --recipe applies",
     )
-    parser.add_argument("--presets", type=names, default=["multi_gpu"], help="comma-separated presets (default: multi_gpu)")
-    parser.add_argument("--processes", type=numbers, default=[1, 2], help="comma-separated numbers (default: 1,2)")
-    parser.add_argument("--accumulation", type=numbers, default=[1], help="forward passes in a step, such as 1,2 (default: 1)")
+    parser.add_argument("--presets", type=names, default=["multi_gpu"], help="presets, comma-separated (default: multi_gpu)")
+    parser.add_argument(
+        "--processes", type=numbers, default=[1, 2], help="numbers of processes, comma-separated (default: 1,2)"
+    )
+    parser.add_argument(
+        "--accumulation",
+        type=numbers,
+        default=[1],
+        help="gradient accumulation: forward passes per step, such as 1,2 (default: 1)",
+    )
     parser.add_argument("--steps", type=positive, default=20, help="optimizer steps to compare (default: 20)")
     parser.add_argument(
-        "--tolerance", type=tolerance, default=1e-5, help="largest relative difference of losses (default: 1e-5)"
+        "--tolerance", type=tolerance, default=1e-5, help="largest relative difference between losses (default: 1e-5)"
     )
-    parser.add_argument("--keep", metavar="DIR", help="keep the run folders and the output of the cases there")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values, for all cases")
+    parser.add_argument("--keep", metavar="DIR", help="keep the run folders and the output of all cases in DIR")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values for all cases")
     return parser

@@ -91,10 +91,10 @@ def main(argv: list[str]) -> int:
     """Print the verdict and where the time went; return 0 if every batch was fed once, and 1 if not."""
     parser = argparse.ArgumentParser(
         prog="samerun verify",
-        description="Show from a run's ledger that every global batch was applied exactly once, and where the time went.",
+        description="Check in a run's ledger that every global batch was applied exactly once, and show where the time went.",
     )
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of sentences and a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args(argv)
     verdict, spent = verify(arguments.run)
     if arguments.json:

@@ -95,19 +95,17 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
 def _parser() -> Parser:
     parser = Parser(
         prog="samerun doctor",
-        description="Examine this machine, or all nodes of the scheduler's job that this is part of: devices, sums, clocks, "
+        description="Check this machine, or all nodes of the current Slurm or PBS job: devices, all-reduce, clocks, network "
         "links, versions and the run folder. The exit code is 0 only if nothing is wrong.",
         allow_abbrev=False,
     )
     parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
-    parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation (default: "
-                        "one per GPU; without GPUs, the tasks per node that the job asked for)")  # fmt: skip
-    parser.add_argument(
-        "--port", type=int, help="TCP port on node 0, where the processes meet (default: made from the job's id)"
-    )
-    parser.add_argument("--run-dir", default="runs", help="folder that a run would write to (default: runs)")
+    parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation "
+        "(default: one per GPU; without GPUs, the job's tasks per node)")  # fmt: skip
+    parser.add_argument("--port", type=int, help="TCP port of the rendezvous on node 0 (default: derived from the job id)")
+    parser.add_argument("--run-dir", default="runs", help="run folder to test (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="longest time of one measurement; "
-                        "then a rank is stuck (default: 60)")  # fmt: skip
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one measurement; "
+        "a rank that takes longer is reported as stuck (default: 60)")  # fmt: skip
     parser.take_accelerates_words()
     return parser

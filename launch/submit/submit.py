@@ -275,41 +275,51 @@ def _parser() -> Parser:
     parser = Parser(
         prog="samerun submit",
         usage="%(prog)s --nodes N --time HH:MM:SS [options] [key=value ...] [-- options of samerun launch or app.train]",
-        description="Check a job, write its script to runs/submitted/ and submit it to Slurm or PBS. The job has whole nodes.",
-        epilog="The script of an array calls `samerun submit --task-of SWEEP RUN_FOLDERS ...`, which is `samerun launch ...` "
-        "with the combination of its task.",
+        description="Check a job, write its script to runs/submitted/ and submit it to Slurm or PBS. The job gets whole nodes.",
+        epilog="The script of an array calls `samerun submit --task-of SWEEP RUN_FOLDERS ...`, which runs `samerun launch "
+        "...` with the array task's combination of values.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", metavar="N", help="machines")
+    parser.add_argument("--nodes", metavar="N", help="number of nodes")
     processes = parser.add_mutually_exclusive_group()
-    processes.add_argument("--gpus-per-node", metavar="G", help="GPUs of each, and as many processes; for Slurm also a100:4")
     processes.add_argument(
-        "--processes-per-node", metavar="P", help="processes on each, where the job has no GPUs (default: 1)"
+        "--gpus-per-node",
+        metavar="G",
+        help="GPUs on each node, one process per GPU; for Slurm also with a type, such as a100:4",
+    )
+    processes.add_argument(
+        "--processes-per-node", metavar="P", help="processes on each node of a job without GPUs (default: 1)"
     )
     parser.add_argument(
-        "--cpus-per-node", metavar="C", help="CPUs of each (default: Slurm all of them, PBS what the site gives)"
+        "--cpus-per-node", metavar="C", help="CPUs on each node (default: Slurm all of them, PBS the site's default)"
     )
-    parser.add_argument("--time", metavar="HH:MM:SS", help="limit of the job; of each task of an array")
-    parser.add_argument("--account", metavar="A", help="who pays")
+    parser.add_argument("--time", metavar="HH:MM:SS", help="time limit of the job, or of each task of an array")
+    parser.add_argument("--account", metavar="A", help="account to charge")
     parser.add_argument("--partition", metavar="Q", help="partition or queue")
-    parser.add_argument("--job-name", metavar="J", help="name of the job (default: the recipe's)")
+    parser.add_argument("--job-name", metavar="J", help="job name (default: the recipe's name)")
     parser.add_argument("--scheduler", choices=SUBMITTERS, help="default: the one whose sbatch or qsub is on the PATH")
-    parser.add_argument("--preset", metavar="P", help="name of a shipped preset, or path (default: as samerun launch chooses)")
+    parser.add_argument(
+        "--preset", metavar="P", help="name of a shipped preset, or path (default: chosen as by samerun launch)"
+    )
     launch.add_sizes(parser)
     parser.add_argument("--recipe", metavar="R", default="digits", help="name of a shipped recipe, or path (default: digits)")
-    parser.add_argument("--run-dir", metavar="D", help="run folder, of a sweep the folder of its run folders (default: "
-                        "runs/<name>-<time>)")  # fmt: skip
-    parser.add_argument("--max-requeues", metavar="N", help="how often the job may be run again when its time is over or it is "
-                        "preempted (default: 20)")  # fmt: skip
-    parser.add_argument("--max-restarts", metavar="N", help="how often the run may start again within the job after a crash "
-                        "(default: 0)")  # fmt: skip
-    parser.add_argument("--array", metavar="SWEEP", help="a task for each combination, as 'optim.lr=0.1,0.2;seed=0,1'")
-    parser.add_argument("--data-on-nodes", action="store_true", help="do not look for data.path here: only the nodes have it")
-    parser.add_argument("--sbatch-option", metavar="OPTION", action="append", default=[], help="one more line for Slurm, as "
-                        "--sbatch-option=--constraint=a100; may be given several times")  # fmt: skip
-    parser.add_argument("--qsub-option", metavar="OPTION", action="append", default=[], help="one more line for PBS, as "
-                        "--qsub-option='-l filesystems=home'")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check all, print the script, and stop")
+    parser.add_argument("--run-dir", metavar="D", help="run folder; for a sweep, the folder of its run folders (default: "
+        "runs/<name>-<time>)")  # fmt: skip
+    parser.add_argument("--max-requeues", metavar="N", help="how often the job may be requeued after its time limit or a "
+        "preemption (default: 20)")  # fmt: skip
+    parser.add_argument("--max-restarts", metavar="N", help="how often the run may be restarted within the job after a crash "
+        "(default: 0)")  # fmt: skip
+    parser.add_argument(
+        "--array", metavar="SWEEP", help="run a sweep: one array task per combination, such as 'optim.lr=0.1,0.2;seed=0,1'"
+    )
+    parser.add_argument(
+        "--data-on-nodes", action="store_true", help="do not check data.path here: only the compute nodes have it"
+    )
+    parser.add_argument("--sbatch-option", metavar="OPTION", action="append", default=[], help="one more #SBATCH line, such "
+        "as --sbatch-option=--constraint=a100; may be repeated")  # fmt: skip
+    parser.add_argument("--qsub-option", metavar="OPTION", action="append", default=[], help="one more #PBS line, such as "
+        "--qsub-option='-l filesystems=home'; may be repeated")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the script and stop")
     parser.take_accelerates_words()
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the file's")
     return parser

@@ -24,13 +24,13 @@ class DataRecipe:
     places: ClassVar = ("path",)
 
     path: str | None = None
-    """Folder of tokens that `samerun data tokenize` wrote, or one with nanoGPT's train.bin and val.bin; `~` and variables are
-    filled in. None: the book that comes with the package, a byte a token."""
+    """Token folder written by `samerun data tokenize`, or a folder with nanoGPT's train.bin and val.bin. `~` and variables are
+    expanded. None: the book that comes with the package, one token per byte."""
     sequence_length: int | None = None
-    """Tokens of a row, each the target of those before it. None: that of a folder whose rows are packed, or else as many as the
-    model has positions."""
+    """Sequence length: target tokens per row. None: the length of the packed rows, or else the number of positions of the
+    model."""
     document_masks: bool = False
-    """Begin attention and positions anew with each document of a row, so that no document sees another."""
+    """Restart attention and positions at each document of a row, so that no document attends to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,50 +42,50 @@ class ModelRecipe:
     not_left: ClassVar = ("lora_rank", "lora_alpha", "lora_targets")
 
     architecture: str | None = None
-    """Kind of network, by transformers' model_type: gpt2, llama, qwen3, mistral, gemma, ... None: gpt2."""
+    """Architecture, as transformers' model_type: gpt2, llama, qwen3, mistral, gemma, ... None: gpt2."""
     hidden_size: int | None = None
-    """Width: numbers for each token between the layers. For this and what follows, None is the default of transformers."""
+    """Width of the hidden states. For this and the keys below, None is transformers' default."""
     layers: int | None = None
-    """Depth: layers of attention and feed-forward network."""
+    """Depth: number of transformer layers."""
     heads: int | None = None
-    """Attention heads of each layer."""
+    """Attention heads per layer."""
     key_value_heads: int | None = None
-    """Heads of keys and values, which divide the attention heads; fewer take less memory. None: as many as heads, or the
-    architecture's own."""
+    """Key and value heads (grouped-query attention), a divisor of the attention heads; fewer take less memory. None: as many
+    as heads, or the architecture's default."""
     intermediate_size: int | None = None
-    """Width of the feed-forward network within a layer."""
+    """Width of the feed-forward network in each layer."""
     vocab_size: int | None = None
-    """Tokens that the model knows, at least as many as the tokenizer has. None: as many as that."""
+    """Vocabulary size, at least that of the tokenizer. None: that of the tokenizer."""
     positions: int | None = None
-    """Most tokens of a row that the model takes. None: data.sequence_length, or else the default of transformers."""
+    """Longest sequence that the model takes, in tokens. None: data.sequence_length, or else transformers' default."""
     tie_embeddings: bool | None = None
-    """Whether the first and the last layer share their weights."""
+    """Whether the input embedding and the output layer share their weights."""
     dropout: float = 0.0
-    """Share of the embeddings and of what each layer adds that is dropped at random in training, where the architecture has
-    such dropout (gpt2 has, llama has not). Attention drops nothing, unless model.settings says so."""
+    """Dropout rate of the embeddings and of each layer's output, where the architecture has such dropout (gpt2 has it, llama
+    does not). Attention has no dropout unless model.settings sets it."""
     settings: tuple[str, ...] | None = None
-    """What else the architecture takes, each NAME=VALUE by the names of transformers' configuration, as in
-    sliding_window=1024,rms_norm_eps=1e-5; a value with commas stands in a list of YAML."""
+    """Further settings of the architecture, each NAME=VALUE with the names of transformers' configuration, such as
+    sliding_window=1024,rms_norm_eps=1e-5. A value with commas must be an item of a YAML list."""
     path: str | None = None
-    """Folder with a config.json of transformers, or a name of the hub, that says what the network is: instead of the keys
-    above. Its weights are taken by train.init_from alone."""
+    """Folder with transformers' config.json, or a hub name, that describes the network; it replaces the keys above. It gives
+    no weights: train.init_from does."""
     revision: str | None = None
-    """Commit of a name of the hub in model.path, all 40 digits of it."""
+    """Commit of the hub name in model.path, all 40 digits."""
     download: bool = False
-    """Whether the config.json of a name of the hub may be downloaded, by one process per node."""
+    """Whether one process per node may download the config.json of a hub name."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """How attention is computed, by transformers' names: sdpa is torch's own, flash_attention_2 a package for GPUs."""
+    """Attention implementation, by transformers' names: sdpa is torch's own, flash_attention_2 a separate package for GPUs."""
     head: Literal["auto", "whole", "chunked"] = "auto"
-    """How the last layer's loss is computed: from all logits at once, or a chunk of tokens at a time, in a fraction of the
-    memory. auto: chunked for a vocabulary of 4096 tokens or more."""
+    """How the output layer's loss is computed: whole, from all logits at once; or chunked, some tokens at a time, which takes
+    a fraction of the memory. auto: chunked for a vocabulary of 4096 tokens or more."""
 
     lora_rank: int | None = None
-    """Train adapters of this rank alone, by LoRA of peft (pip install "samerun[lora]"): each chosen layer gets two matrices,
-    whose product is added to its own. That is frozen, as all else is. None: no adapters, everything is trained."""
+    """Train only LoRA adapters of this rank, by peft (pip install "samerun[lora]"): the product of two small matrices is added
+    to the weight of each chosen layer. All other weights are frozen. None: no adapters, everything is trained."""
     lora_alpha: float | None = None
-    """What the product is multiplied by, times lora_rank. None: twice lora_rank, which doubles it."""
+    """LoRA's alpha: the product is multiplied by lora_alpha / lora_rank. None: twice lora_rank, a factor of 2."""
     lora_targets: tuple[str, ...] | None = None
-    """Layers that get adapters, by the ends of their names, as in q_proj,v_proj. None: all linear ones but the last."""
+    """Layers that get adapters, by the ends of their names, such as q_proj,v_proj. None: all linear layers but the last."""
 
     @property
     def chosen(self) -> dict[str, Any]:

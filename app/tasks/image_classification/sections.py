@@ -28,20 +28,22 @@ class DataRecipe:
         "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface",
         "webdataset", "hdf5", "lmdb", "tfrecord", "arrays",
     ] = "digits"  # fmt: skip
-    """Kind of data. `digits` comes with the package; `huggingface` is whatever the `datasets` library opens; `arrays` is what
-    `samerun data pack --to arrays` writes."""
+    """Kind of data. `digits` comes with the package; `huggingface` is anything that the `datasets` library opens; `arrays` is
+    the format of `samerun data pack --to arrays`."""
     path: str | None = None
-    """File, folder or hub name; `~` and variables are filled in. None looks in the usual places (`docs/data.md` lists them)."""
+    """File, folder or hub name. `~` and variables are expanded. None: look in the usual places (`docs/data.md` lists them)."""
     hub_config: str | None = None
-    """Configuration of the data set (huggingface): of the hub, or that the README.md of a folder names. None: the only one."""
+    """Configuration of the data set (huggingface), as the hub or the README.md of a folder names it. None: the only one."""
     hub_revision: str | None = None
-    """Commit of the data set of the hub (huggingface), all 40 digits of it, which pins what is read. None: the newest."""
+    """Commit of the hub's data set (huggingface), all 40 digits. It pins the data. None: the newest."""
     stage_to: str | None = None
-    """Folder on a disk of the node, such as $SLURM_TMPDIR, that data.path is copied to before training, once. None: no copy."""
+    """Folder on a local disk of the node, such as $SLURM_TMPDIR. data.path is copied there once, before training. None: no
+    copy."""
     download: bool = False
-    """Whether missing data may be downloaded, by one process per node."""
+    """Whether one process per node may download missing data."""
     train_split: str = "train"
-    """Name of the training split: a sub-folder for imagefolder, a split for huggingface, file names begin with it elsewhere."""
+    """Name of the training split: a sub-folder for imagefolder, a split for huggingface, the beginning of file names
+    elsewhere."""
     validation_split: str | None = None
     """Name of the validation split, as for train_split. None: `val`, `valid` or `validation`, where there is one."""
     test_split: str | None = None
@@ -51,18 +53,19 @@ class DataRecipe:
     label_column: str = "label"
     """Column, dataset or feature that holds the labels (huggingface, hdf5, tfrecord)."""
     color: Literal["auto", "rgb", "gray"] = "auto"
-    """What picture files are decoded to. auto: RGB, but gray for huggingface if all pictures that are sampled are gray."""
+    """Color mode that picture files are decoded to. auto: RGB; for huggingface gray, if all of a sample of pictures are
+    gray."""
     jpeg_decoder: Literal["libjpeg", "reduced"] = "libjpeg"
-    """Whose pixels JPEG files have. reduced: libjpeg's at 1/2 to 1/8 of the size, where the image asked for is no larger, so
-    that large photographs take less time; needs data.image_size."""
+    """How JPEG files are decoded. reduced: libjpeg decodes directly at 1/2 to 1/8 of the size where data.image_size is no
+    larger, which is faster for large photographs; needs data.image_size. The pixels differ slightly between the two."""
     image_size: int | None = None
-    """Side in pixels of the square image the model sees. None: as stored, for data whose images all have one size."""
+    """Side of the square image that the model gets, in pixels. None: as stored, for data whose images all have one size."""
     resize_size: int | None = None
-    """For evaluation: length in pixels the shorter side gets before the centre crop to image_size. None: image_size."""
+    """In evaluation: the shorter side is resized to so many pixels before the centre crop to image_size. None: image_size."""
     mean: tuple[float, ...] = (0.5,)
-    """Mean to subtract, per channel (or one for all), of pixel values scaled to 0..1."""
+    """Mean that is subtracted from pixel values scaled to 0..1: one per channel, or one for all."""
     std: tuple[float, ...] = (0.25,)
-    """Standard deviation to divide by, per channel (or one for all), of pixel values scaled to 0..1."""
+    """Standard deviation that pixel values are divided by after the mean is subtracted: one per channel, or one for all."""
     fake_train_samples: int = 1280
     """Size of the training set in samples (fakedata)."""
     fake_test_samples: int = 256
@@ -80,19 +83,20 @@ class AugmentRecipe:
     crop_padding: int = 0
     """Pixels of zero padding on each side before a random crop back to the image's size."""
     resized_crop_min_area: float | None = None
-    """Smallest share of the picture's area that a random resized crop keeps (0.08 is usual on ImageNet). None: no such crop."""
+    """Random resized crop: the smallest share of the area that it keeps (0.08 is usual on ImageNet). None: no such crop."""
     flip: float = 0.0
-    """Probability of a left-right flip."""
+    """Probability of a horizontal flip."""
     randaugment_ops: int = 0
-    """Number of RandAugment operations in a row for each image."""
+    """Number of RandAugment operations applied to each image."""
     randaugment_magnitude: float = 9.0
-    """Strength of RandAugment operations, 0..10, as in the paper; torchvision's default of 9 in 31 steps is 3 here."""
+    """RandAugment magnitude, 0..10 as in the paper. torchvision's default, 9 of 31 steps, is 3 here."""
     erase: float = 0.0
     """Probability of erasing a random rectangle."""
     mixup: float = 0.0
-    """Alpha of the Beta distribution of mixup's weights. 0: off."""
+    """Alpha of the Beta distribution from which mixup draws its weights. 0: off."""
     cutmix: float = 0.0
-    """Alpha of the Beta distribution of cutmix's areas. 0: off. With mixup as well, each pair gets one of the two."""
+    """Alpha of the Beta distribution from which cutmix draws its areas. 0: off. With mixup also on, each pair gets one of the
+    two."""
     label_smoothing: float = 0.0
     """Share of the target probability spread evenly over all classes, 0..1."""
 
@@ -107,11 +111,13 @@ class ModelRecipe:
     """The network."""
 
     name: str = "convnet"
-    """`convnet`, or any classification model of torchvision by its name (resnet18, vit_b_16, ...)."""
+    """`convnet`, or the name of any torchvision classification model (resnet18, vit_b_16, ...)."""
     norm: Literal["group", "batch", "identity"] = "group"
-    """Normalisation of the convnet; identity: none. Batch statistics depend on the micro-batch, group statistics do not."""
+    """Normalisation of the convnet; identity: none. Batch statistics depend on the micro-batch size, group statistics do
+    not."""
     activation: Literal["relu", "gelu"] = "relu"
-    """Activation of the convnet. With gelu and average pooling it has no kinks, at which rounding decides a gradient."""
+    """Activation of the convnet. gelu with average pooling is smooth: it has no kinks where rounding could change a
+    gradient."""
     pooling: Literal["max", "average"] = "max"
     """How the convnet halves the image."""
     channels: tuple[int, int] = (32, 64)

@@ -15,11 +15,11 @@ from app.options.values import not_negative, positive, share
 from app.place import cores
 
 _SOURCES = (
-    "Sources are files, folders, patterns with *, or names of data sets of the hub. Text files (.txt) hold a document each, or "
-    "several with --document-separator between them; JSON lines (.jsonl, .ndjson, .json) an object a line; both may end in "
-    ".gz, .bz2, .xz or .zst too. Parquet, CSV and Arrow files, what save_to_disk wrote, and anything else that the datasets "
-    "library opens have rows. Documents keep the order of the sources. A command that was killed goes on from the parts that "
-    "were done."
+    "Sources are files, folders, patterns with *, or names of hub data sets. A text file (.txt) is one document, or several "
+    "with --document-separator between them. A JSON-lines file (.jsonl, .ndjson, .json) has one object per line. Both may be "
+    "compressed (.gz, .bz2, .xz, .zst). Parquet, CSV and Arrow files, folders from save_to_disk, and anything else that the "
+    "datasets library opens have one document per row. Documents keep the order of the sources. A command that was killed "
+    "resumes from its finished parts."
 )
 _ROW_TOKENS = 1024
 
@@ -121,42 +121,62 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
 
 def _tokenize_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="samerun data tokenize", description="Make a token folder of texts, or of prompts and answers.", epilog=_SOURCES
+        prog="samerun data tokenize", description="Tokenise text, or prompts and answers, into a token folder.", epilog=_SOURCES
     )
     add = parser.add_argument
-    add("sources", nargs="+", metavar="SOURCE", help="where the texts are, see below")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="folder to make; nothing is replaced")
+    add("sources", nargs="+", metavar="SOURCE", help="where the text is; see below")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder to create; existing files are never replaced")
     add("--tokenizer", default="bytes", metavar="bytes|FOLDER|NAME",
-        help="bytes, a folder or tokenizer.json, or a name of the hub (default: bytes)")  # fmt: skip
-    add("--tokenizer-revision", metavar="COMMIT", help="commit, branch or tag of a tokenizer of the hub")
-    add("--column", metavar="NAME", help="column with the text (default: text); with --prompts that with the messages, or "
-        "PROMPT,COMPLETION (default: those of the usual names that are there)")  # fmt: skip
-    add("--format", choices=("text", "jsonl", "parquet"), help="of all files, whatever their endings")
-    add("--document-separator", metavar="TEXT", help=r"between documents of a text file, such as '<|endoftext|>' or '\n\n'")
-    add("--config", metavar="NAME", help="configuration of a data set of the hub")
-    add("--revision", metavar="COMMIT", help="commit, branch or tag of a data set of the hub")
+        help="bytes, a folder or tokenizer.json, or a hub name (default: bytes)")  # fmt: skip
+    add("--tokenizer-revision", metavar="COMMIT", help="commit, branch or tag of a hub tokenizer")
+    add("--column", metavar="NAME", help="column with the text (default: text); with --prompts the column with the messages, "
+        "or PROMPT,COMPLETION (default: whichever usual names are there)")  # fmt: skip
+    add("--format", choices=("text", "jsonl", "parquet"), help="format of all files, whatever their endings")
+    add(
+        "--document-separator",
+        metavar="TEXT",
+        help=r"separates the documents of a text file, such as '<|endoftext|>' or "
+        r"'\n\n'",
+    )
+    add("--config", metavar="NAME", help="configuration of a hub data set")
+    add("--revision", metavar="COMMIT", help="commit, branch or tag of a hub data set")
     add("--split", default="train", metavar="NAME", help="split of a data set to train on (default: train)")
     for split in ("validation", "test"):
         add(f"--{split}", type=share, metavar="SHARE",
-            help=f"share of the training documents that is the {split} split, such as 0.01")  # fmt: skip
-        add(f"--{split}-source", nargs="+", action="extend", metavar="SOURCE", help=f"where the texts for {split} are instead")
-        add(f"--{split}-split", metavar="NAME", help=f"split of a data set for {split}")
+            help=f"share of the training documents to use as the {split} split, such as 0.01")  # fmt: skip
+        add(f"--{split}-source", nargs="+", action="extend", metavar="SOURCE", help=f"sources of the {split} split instead")
+        add(f"--{split}-split", metavar="NAME", help=f"split of a data set to use for {split}")
     add(
-        "--pack", action="store_true", help="pack whole documents into rows; otherwise rows are cut from the text as it runs on"
+        "--pack",
+        action="store_true",
+        help="pack whole documents into rows; without it, rows are cut from one continuous stream of tokens",
     )
-    add("--sequence-length", type=positive, metavar="TOKENS", help=f"targets of a packed row (default: {_ROW_TOKENS})")
-    add("--prompts", action="store_true", help="rows are prompts with answers, or conversations: only answers count")
-    add("--too-long", choices=("cut", "leave-out"), default="cut", help="examples that no row has room for (default: cut)")
-    add("--skip-unreadable", action="store_true", help="leave out, and count, what cannot be read; otherwise the first ends it")
+    add("--sequence-length", type=positive, metavar="TOKENS", help=f"target tokens per packed row (default: {_ROW_TOKENS})")
+    add(
+        "--prompts",
+        action="store_true",
+        help="rows are prompts with answers, or conversations; only the answers count in the loss",
+    )
+    add(
+        "--too-long",
+        choices=("cut", "leave-out"),
+        default="cut",
+        help="what to do with examples that are longer than a row (default: cut)",
+    )
+    add(
+        "--skip-unreadable",
+        action="store_true",
+        help="skip and count unreadable documents; without it, the first one ends the command",
+    )
     count = cores.of_this_process(1)
-    add("--workers", type=positive, default=count, metavar="N", help=f"processes (default: {count}, the cores here); the "
+    add("--workers", type=positive, default=count, metavar="N", help=f"processes (default: {count}, the CPU cores here); the "
         "result is the same with any number")  # fmt: skip
     return parser
 
 
 def _inspect(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="samerun data inspect", description="Show what is in a token folder: its splits, lengths, and rows as text."
+        prog="samerun data inspect", description="Show what a token folder contains: its splits, lengths and rows as text."
     )
     add = parser.add_argument
     add(
@@ -165,11 +185,22 @@ def _inspect(argv: Sequence[str]) -> int:
         metavar="FOLDER|--recipe RECIPE [key=value ...]",
         help="a token folder, or a recipe that trains on one",
     )
-    add("--split", default="train", choices=("train", "validation", "test"), help="split of the rows (default: train)")
-    add("--rows", type=not_negative, default=3, metavar="N", help="how many rows are shown, evenly over the split (default: 3)")
+    add("--split", default="train", choices=("train", "validation", "test"), help="split to show rows of (default: train)")
+    add(
+        "--rows",
+        type=not_negative,
+        default=3,
+        metavar="N",
+        help="how many rows to show, evenly spaced over the split (default: 3)",
+    )
     add("--row", type=not_negative, metavar="NUMBER", help="show this row instead")
-    add("--sequence-length", type=positive, metavar="TOKENS", help="of rows that are not packed, unless a recipe says it (256)")
-    add("--all", action="store_true", help="read every file of a token folder, and say whether it is what was written")
+    add(
+        "--sequence-length",
+        type=positive,
+        metavar="TOKENS",
+        help="tokens per row, where rows are not packed and no recipe sets it (default: 256)",
+    )
+    add("--all", action="store_true", help="read every file of a token folder and verify its checksum")
     options = parser.parse_intermixed_args(argv)
     from app.tasks.causal_lm.data_tools.looking import Wanted, look
 

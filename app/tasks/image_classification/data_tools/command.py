@@ -73,9 +73,11 @@ def _kind(path: Path) -> str:
 
 
 def _inspect(argv: Sequence[str]) -> int:
-    parser = _parser("inspect", "Say what data there is: samples, classes, sizes, pixels, and what cannot be read.")
-    parser.add_argument("--all", action="store_true", help="look at every picture, not at a sample, and name the unreadable")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each instead of a table")
+    parser = _parser("inspect", "Show what a data set contains: samples, classes, sizes, pixels, and unreadable files.")
+    parser.add_argument(
+        "--all", action="store_true", help="read every picture, not a sample of them, and list the unreadable ones"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table: one object per data set")
     options = parser.parse_intermixed_args(argv)
     paths, overrides = _told(options.words)
     recipes = [recipe_of(what, overrides) for what in paths]
@@ -90,15 +92,18 @@ def _inspect(argv: Sequence[str]) -> int:
 
 
 def _pack(argv: Sequence[str]) -> int:
-    kept = "Samples keep their numbers, labels and classes; an image folder numbers its samples by class and file name."
-    parser = _parser("pack", f"Write data once more: smaller pictures, or another format. {kept}")
+    kept = "Samples keep their numbers, labels and classes. An image folder numbers its samples by class and file name."
+    parser = _parser("pack", f"Shrink pictures or convert them to another format. {kept}")
     parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
-    parser.add_argument("--out", type=Path, required=True, help="folder to make; nothing is replaced")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create; existing files are never replaced")
     parser.add_argument(
-        "--max-side", type=positive, metavar="PIXELS", help="shrink pictures whose shorter side is longer than this"
+        "--max-side",
+        type=positive,
+        metavar="PIXELS",
+        help="shrink pictures whose shorter side is longer than this, to this length",
     )
-    parser.add_argument("--longer", action="store_true", help="with --max-side: the longer side is meant")
-    parser.add_argument("--quality", type=int, default=90, help="of shrunk JPEG and WebP files, 1..100 (default: 90)")
+    parser.add_argument("--longer", action="store_true", help="apply --max-side to the longer side")
+    parser.add_argument("--quality", type=int, default=90, help="quality of shrunk JPEG and WebP files, 1..100 (default: 90)")
     options = parser.parse_intermixed_args(argv)
     recipe = _one_recipe(options.words)
     problems = [
@@ -119,11 +124,14 @@ def _pack(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    parser = _parser("bench", "Measure how many pictures a second can be fed, and what the time goes to.")
+    parser = _parser("bench", "Measure how many pictures per second can be loaded, and where the time goes.")
     parser.add_argument(
-        "--images-per-s", type=above_zero, metavar="N", help="pictures a second that a device takes: how many cores feed it"
+        "--images-per-s",
+        type=above_zero,
+        metavar="N",
+        help="pictures per second that a device trains on; tells how many CPU cores feed it",
     )
-    parser.add_argument("--seconds", type=above_zero, default=2.0, help="about how long each part is measured (default: 2)")
+    parser.add_argument("--seconds", type=above_zero, default=2.0, help="how long to measure each part, about (default: 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_intermixed_args(argv)
     recipe = _one_recipe(options.words)
@@ -145,7 +153,10 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     if command != "bench":
         count = cores.of_this_process(1)
         parser.add_argument(
-            "--processes", type=positive, default=count, help=f"that read and decode (default: {count}, the cores here)"
+            "--processes",
+            type=positive,
+            default=count,
+            help=f"processes that read and decode (default: {count}, the CPU cores here)",
         )
     return parser
 
