@@ -1,24 +1,24 @@
 """The errors a user can meet, and the exit code of each.
 
     SamerunError
-    +-- UsageError       2  the command line has an option that there is not, or one without its value
-    +-- RecipeError      3  the recipe or a key=value override cannot be right
-    +-- PresetError      4  the preset, or what Accelerate made of it, cannot be right
-    +-- TopologyError    5  the processes that run are not the processes that were asked for
+    +-- UsageError       2  an option of the command line is unknown, or lacks its value
+    +-- RecipeError      3  the recipe or a key=value override is wrong
+    +-- PresetError      4  the preset is wrong, or Accelerate did not do what it says
+    +-- TopologyError    5  the running processes are not the ones that were asked for
     +-- DataError        6  the data is missing, unreadable or not what the recipe says
     +-- RunFolderError   7  the run folder cannot be used
-    +-- TrainingError    8  the training itself went wrong (a loss that is not finite)
-    +-- TrackerError     9  a tracker that was asked for cannot be had
-    +-- SubmitError     10  a job cannot be submitted as it was asked for
-    +-- CheckpointError 11  a checkpoint cannot be written, is damaged, or is not of this run
-    +-- HangError       12  the training stands still
-    +-- DeviceError     13  a device computes wrongly
-    +-- LackOfMemoryError 14  a device or machine has too little memory for the run
+    +-- TrainingError    8  the training failed, for example with a loss that is not finite
+    +-- TrackerError     9  a tracker is unknown or not installed
+    +-- SubmitError     10  the job cannot be submitted
+    +-- CheckpointError 11  a checkpoint cannot be written, is damaged, or belongs to another run
+    +-- HangError       12  the training hangs
+    +-- DeviceError     13  a device computes wrong results
+    +-- LackOfMemoryError 14  the run needs more memory than a device or machine has
 
-A run that was stopped before its end, with a checkpoint to go on from, is no error and has an exit code of its own: 75.
+A run that was stopped early and saved a checkpoint is no error. Its exit code is 75.
 
-The text of an error says what is wrong, the value, where it came from and what to change: it is all that most users ever
-see, because `leave_with` prints it without a traceback.
+The text of an error says what is wrong, the value, where it came from and what to change. Most users see nothing else:
+`leave_with` prints it without a traceback.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from contextlib import suppress
 from typing import NoReturn
 
 STOPPED = 75
-"""Exit code of a run that was stopped before its last step, and that nothing starts again by itself: sysexits.h calls it
-EX_TEMPFAIL, the same command will do. Nobody may take it for a finished run (`&&`, Slurm's `afterok`)."""
+"""Exit code of a run that was stopped before its last step and is not restarted automatically. In sysexits.h it is EX_TEMPFAIL:
+try the same command again. It is not 0, so `&&` and Slurm's `afterok` do not take the run for finished."""
 
 
 class SamerunError(Exception):
-    """Something the user can mend; its text says how."""
+    """An error that the user can fix; its text says how."""
 
     exit_code = 1
 
 
 class UsageError(SamerunError):
-    """The command line is wrong. The exit code is that of argparse."""
+    """The command line is wrong (the exit code that argparse uses)."""
 
     exit_code = 2
 
 
 class RecipeError(SamerunError):
-    """The recipe or an override is wrong. Holds every problem found, one a line."""
+    """The recipe or a key=value override is wrong. The text lists every problem, one per line."""
 
     exit_code = 3
 
@@ -58,13 +58,13 @@ class RecipeError(SamerunError):
 
 
 class PresetError(SamerunError):
-    """The preset asks for something that cannot be, or that Accelerate did not do."""
+    """The preset asks for something impossible, or for something that Accelerate did not do."""
 
     exit_code = 4
 
 
 class TopologyError(SamerunError):
-    """The processes that run are not the ones that were asked for."""
+    """The running processes are not the ones that were asked for."""
 
     exit_code = 5
 
@@ -82,13 +82,13 @@ class RunFolderError(SamerunError):
 
 
 class TrainingError(SamerunError):
-    """The training went wrong in a way that going on would hide."""
+    """The training failed, for example with a loss that is not finite; continuing would hide the failure."""
 
     exit_code = 8
 
 
 class TrackerError(SamerunError):
-    """A tracker that was asked for is unknown or not installed."""
+    """A requested tracker is unknown or not installed."""
 
     exit_code = 9
 
@@ -106,19 +106,19 @@ class CheckpointError(SamerunError):
 
 
 class HangError(SamerunError):
-    """The training stands still: a process, or what it waits for, gives no sign of life."""
+    """The training hangs: a process, or something it waits for, makes no progress."""
 
     exit_code = 12
 
 
 class DeviceError(SamerunError):
-    """A device computes something wrongly."""
+    """A device computes wrong results."""
 
     exit_code = 13
 
 
 class LackOfMemoryError(SamerunError):
-    """A device or machine has too little memory for the run."""
+    """The run needs more memory than a device or machine has."""
 
     exit_code = 14
 

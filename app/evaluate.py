@@ -34,17 +34,17 @@ _OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
 
 def main(argv: list[str] | None = None) -> None:
     """Print the scores of a finished run; ends the process with the error's exit code if that fails."""
-    parser = argparse.ArgumentParser(prog="samerun evaluate", description="Score a finished run again.")
-    parser.add_argument("run", type=Path, help="run folder, or that of an exported model or of transformers")
-    parser.add_argument("--recipe", help="for a folder of transformers: a recipe, by name or path, that says on which text")
+    parser = argparse.ArgumentParser(prog="samerun evaluate", description="Evaluate a finished run or an exported model.")
+    parser.add_argument("run", type=Path, help="run folder, exported model or transformers folder")
+    parser.add_argument("--recipe", help="for a transformers folder: a recipe, by name or path, with the text to score")
     parser.add_argument(
         "--split",
         choices=("train", "validation", "test"),
-        help="which split to score (default: test, and validation where there is no test split)",
+        help="split to score (default: test, or validation if there is no test split)",
     )
     train_options.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that replace those of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the run's")
     arguments = parser.parse_intermixed_args(argv)
     launched = Launched()
     try:

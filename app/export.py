@@ -254,21 +254,21 @@ def _default_out(folder: Path, ending: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun export",
-        description="Write the weights of a checkpoint as a plain model.safetensors, with what rebuilds the model around them. "
-        "Needs no device and little memory, whatever the size of the model.",
+        description="Write the weights of a checkpoint as a plain model.safetensors file, with the files that rebuild the "
+        "model. Needs no GPU and little memory, whatever the size of the model.",
         allow_abbrev=False,
     )
-    parser.add_argument("place", type=Path, metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run folder: the newest in it "
-                        "that is whole")  # fmt: skip
-    parser.add_argument("--best", action="store_true", help="of a run folder the checkpoint with the best validation score "
-                        "(checkpoint.keep_best=true), not the newest")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE_OR_FOLDER", help="a folder for model.safetensors, model.json and "
-                        "recipe.yaml, or a file *.safetensors for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
-    parser.add_argument("--weights", choices=_KEYS, help="the moving average of the weights, or the weights as they were "
-                        "(default: the average if the run has one, as a finished run leaves it)")  # fmt: skip
-    parser.add_argument("--part-gb", type=float, default=_PART_GB, metavar="GB", help="the most that a file of weights has, "
-                        "in gigabytes: a larger model is divided, with an index (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--adapter", action="store_true", help="write what was trained beside frozen weights (model.lora_rank) "
-                        "alone, as a folder that peft loads (default: weights to which it is added)")  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("place", type=Path, metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run folder (its newest "
+        "complete checkpoint)")  # fmt: skip
+    parser.add_argument("--best", action="store_true", help="with a run folder: its best checkpoint by validation score "
+        "(needs checkpoint.keep_best=true), not the newest")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE_OR_FOLDER", help="folder for model.safetensors, model.json and "
+        "recipe.yaml; or a *.safetensors file, for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
+    parser.add_argument("--weights", choices=_KEYS, help="average: the moving average of the weights; raw: the weights "
+        "themselves (default: average if the run has one, else raw)")  # fmt: skip
+    parser.add_argument("--part-gb", type=float, default=_PART_GB, metavar="GB", help="largest weights file in gigabytes; a "
+        "larger model is split into parts with an index (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter (model.lora_rank), as a folder "
+        "that peft loads (default: the weights with the adapter merged into them)")  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace existing files")
     return parser

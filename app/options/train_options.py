@@ -46,7 +46,7 @@ def parser(prog: str = "python -m app.train", *, keys_of: str | None = None) -> 
         "forward pass or checkpoint save; 0: never "
                         f"(default: {_HANG_TIMEOUT_S})")  # fmt: skip
     add_workers(parser)
-    parser.add_argument("--print-recipe", action="store_true", help="print every value and where it came from, and stop")
+    parser.add_argument("--print-recipe", action="store_true", help="print every recipe value with its origin and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the file's")
     return parser
 

@@ -262,11 +262,11 @@ def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset
 
 def add_sizes(parser: Parser) -> None:
     """Add the options that say by how much a model is divided."""
-    parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="N neighbouring processes compute the same "
-                        "samples together, each with a part of every large matrix (default: the preset's, in tensor_parallel "
-                        "all of a node)")  # fmt: skip
-    parser.add_argument("--replicas", type=positive, metavar="N", help="N copies of the model, each sharded over equally many "
-                        "processes (default: the preset's, in hsdp one on each node)")  # fmt: skip
+    parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="tensor parallelism: N neighbouring processes "
+        "share each sample and split every large matrix (default: the preset's; in tensor_parallel all processes of a node)"
+                        )  # fmt: skip
+    parser.add_argument("--replicas", type=positive, metavar="N", help="hybrid sharding: N copies of the model, each sharded "
+        "over equally many processes (default: the preset's; in hsdp one per node)")  # fmt: skip
     for name, why in UNSUPPORTED.items():
         parser.add_argument(f"--{KEY}{name}", type=functools.partial(_refused, why), help=argparse.SUPPRESS)
 
@@ -280,36 +280,40 @@ def _parser() -> Parser:
     parser = Parser(
         prog="samerun launch",
         usage="%(prog)s [options] [app.train options] [key=value ...]",
-        description="Train a recipe, on this machine or across the allocation of the scheduler's job that this is part of: "
-        "check it, print the command that runs it, and run it.",
-        epilog="Other options and key=value go to app.train; `python -m app.train --help` lists them and all recipe keys. "
-        "Accelerate's --config_file, --num_processes (of all nodes), --num_machines, --main_process_port, --mixed_precision, "
-        "--parallelism_config_tp_size and --parallelism_config_dp_replicate_size are understood.",
+        description="Train a recipe, on this machine or across all nodes of the current Slurm or PBS job: check it, print the "
+        "command that runs it, and run it.",
+        epilog="Other options and key=value are passed to app.train; `samerun train --help` lists them and all recipe keys. "
+        "Accelerate's spellings work too: --config_file, --num_processes (over all nodes), --num_machines, "
+        "--main_process_port, --mixed_precision, --parallelism_config_tp_size, --parallelism_config_dp_replicate_size.",
         allow_abbrev=False,
     )
     parser.add_argument("--preset", help="name of a shipped preset, or path of an Accelerate config file (default: multi_node "
                         "for several nodes, multi_gpu for several processes on one, else single_gpu, or cpu where there is "
                         "no accelerator)")  # fmt: skip
     parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
-    parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation (default: "
-                        "one per GPU; without GPUs, the tasks per node that the job asked for)")  # fmt: skip
-    parser.add_argument("--nodes", type=int, metavar="N", help="the first N nodes of the allocation (default: all)")
-    parser.add_argument("--port", type=int, help="TCP port on node 0, where the processes meet (default: made from the job's "
-                        "id; on one node any that is free)")  # fmt: skip
+    parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation "
+        "(default: one per GPU; without GPUs, the job's tasks per node)")  # fmt: skip
+    parser.add_argument("--nodes", type=int, metavar="N", help="use only the first N nodes of the allocation (default: all)")
+    parser.add_argument("--port", type=int, help="TCP port of the rendezvous on node 0 (default: derived from the job id; on "
+        "one node any free port)")  # fmt: skip
     parser.add_argument("--recipe", help="name of a shipped recipe, or path of a YAML file (default: digits)")
-    parser.add_argument("--run-dir", help="folder for all that the run writes (default: runs/<recipe>-<job>, outside of jobs "
-                        "runs/<recipe>-<time>)")  # fmt: skip
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="go on from a checkpoint: auto takes the newest of the run "
-                        "folder, if it has one; PATH is a run folder or a checkpoint (default: auto, where the run folder is "
-                        "not a new one each time)")  # fmt: skip
-    parser.add_argument("--max-restarts", type=not_negative, default=0, metavar="N", help="start the run again in this job, or "
-                        "on this machine, after a crash: a process that was killed, a hang, a lost connection (default: 0)"
+    parser.add_argument("--run-dir", help="folder that the run writes to (default: in a job runs/<recipe>-<job>, else "
+        "runs/<recipe>-<time>)")  # fmt: skip
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="resume from a checkpoint. auto: from the newest in the "
+        "run folder, if there is one; PATH: a run folder or a checkpoint (default: auto, except where each start has a new "
+        "run folder)")  # fmt: skip
+    parser.add_argument("--max-restarts", type=not_negative, default=0, metavar="N", help="restart the run up to N times "
+        "after a crash, within the same job: a killed process, a hang, a lost connection (default: 0)"
                         )  # fmt: skip
-    parser.add_argument("--max-requeues", type=not_negative, default=20, metavar="N", help="have the scheduler run the job "
-                        "again when its time is over or it is preempted (default: 20)")  # fmt: skip
+    parser.add_argument("--max-requeues", type=not_negative, default=20, metavar="N", help="requeue the job up to N times "
+        "after its time limit or a preemption (default: 20)")  # fmt: skip
     add_sizes(parser)
-    parser.add_argument("--mixed-precision", choices=PRECISIONS, help="instead of the preset's, which is fp32 in those shipped")
-    parser.add_argument("--dry-run", action="store_true", help="check all, print the command of every node, and stop")
-    parser.add_argument("--explain", action="store_true", help="print every value and where it came from, and stop")
+    parser.add_argument(
+        "--mixed-precision",
+        choices=PRECISIONS,
+        help="overrides the preset's precision (no: fp32, the default of all shipped presets)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the command of every node and stop")
+    parser.add_argument("--explain", action="store_true", help="print every value with its origin and stop")
     parser.take_accelerates_words()
     return parser

@@ -212,22 +212,23 @@ def _first_line(error: BaseException) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun generate",
-        description="Go on with a text by a language model: of a finished run, of `samerun export`, or any of transformers.",
+        description="Generate text with a language model: of a finished run, from `samerun export`, or any transformers "
+        "folder.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a finished run, or a folder of transformers")
-    parser.add_argument("text", nargs="?", help="what to go on from (default: what stdin has)")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="finished run, or transformers folder")
+    parser.add_argument("text", nargs="?", help="prompt (default: read from stdin)")
     parser.add_argument(
-        "--max-tokens", type=positive, default=200, metavar="N", help="most tokens to add (default: %(default)s)"
+        "--max-tokens", type=positive, default=200, metavar="N", help="most tokens to generate (default: %(default)s)"
     )
-    parser.add_argument("--temperature", type=tolerance, default=1.0, metavar="T", help="0: the likeliest token each time; 1: "
-                        "as the model has learnt (default: 1)")  # fmt: skip
-    parser.add_argument("--top-p", type=share, default=1.0, metavar="P", help="only from the likeliest tokens that have this "
-                        "probability together (default: 1, all)")  # fmt: skip
-    parser.add_argument("--top-k", type=not_negative, default=0, metavar="K", help="only from the K likeliest tokens "
-                        "(default: 0, all)")  # fmt: skip
-    parser.add_argument("--seed", type=not_negative, default=0, metavar="S", help="of the draws: the same text each time "
-                        "on one kind of device (default: 0)")  # fmt: skip
+    parser.add_argument("--temperature", type=tolerance, default=1.0, metavar="T", help="sampling temperature; 0: always the "
+        "most likely token; 1: the model's own probabilities (default: 1)")  # fmt: skip
+    parser.add_argument("--top-p", type=share, default=1.0, metavar="P", help="sample only from the most likely tokens that "
+        "together have this probability (default: 1, all)")  # fmt: skip
+    parser.add_argument("--top-k", type=not_negative, default=0, metavar="K", help="sample only from the K most likely tokens "
+        "(default: 0, all)")  # fmt: skip
+    parser.add_argument("--seed", type=not_negative, default=0, metavar="S", help="seed of the sampling: it gives the same "
+        "text each time on one kind of device (default: 0)")  # fmt: skip
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: an accelerator if there is one)")
     parser.add_argument("--json", action="store_true", help="print one JSON object: text, continuation, tokens, ended, seed")
     return parser
