@@ -1,4 +1,4 @@
-"""Write the pages of docs/look-up/ from the code that they describe: `python docs/generate.py`."""
+"""Write the pages of docs/look-up/ from the code that they describe, and docs/floors.svg: `python docs/generate.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import floors
 
 from app import errors
 from app.recipe import recipe_file, recipe_keys
@@ -119,6 +121,7 @@ def main() -> None:
     """Write the pages."""
     for name, text in pages().items():
         (DOCS / "look-up" / name).write_text(text)
+    (DOCS / "floors.svg").write_text(floors.picture())
 
 
 if __name__ == "__main__":

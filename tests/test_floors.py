@@ -6,92 +6,22 @@ import ast
 import graphlib
 import subprocess
 import sys
-from pathlib import Path
 
+import floors
 import pytest
-
-REPOSITORY = Path(__file__).parent.parent
-OURS = ("app", "launch", "benchmarks")
-
-# From the ground up. Each entry is a room: a folder, or a module alone.
-FLOORS: list[list[str]] = [
-    ["app.errors"],
-    ["app.files", "app.tasks", "app.tasks.image_classification.model_names"],
-    ["app.place"],
-    ["app.recipe"],
-    ["app.tasks.causal_lm.sections", "app.tasks.image_classification.sections", "app.planning.devices", "app.planning.kept"],
-    ["app.options", "app.planning.verdict"],
-    ["app.own_layers"],
-    ["app.optim", "app.data"],
-    ["app.ranks"],
-    ["app.task"],
-    ["app.record", "app.device", "app.evaluation", "app.console", "app.initial"],
-    ["app.tasks.causal_lm", "app.tasks.image_classification", "app.tasks.own"],
-    ["app.building", "app.guard", "app.trackers"],
-    ["app.metrics", "app.doctor"],
-    ["app.checkpoints", "app.profiling"],
-    ["app.feed", "app.planning"],
-    ["app.loop", "app.opening"],
-    ["app.session", "app.ending"],
-    ["app.train"],
-    ["app.evaluate", "app.predict", "app.export", "app.reports"],
-    ["app.tools"],
-    ["app.scaling"],
-    ["benchmarks"],
-]
-LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
-STARTERS_FLOOR = 19  # those from this one on start processes with it
-# The rooms of launch/, each of which sees those before it.
-LAUNCH_ROOMS: list[tuple[str, ...]] = [
-    (
-        "launch.new",
-        "launch.shipped",
-        "launch.parallelism",
-        "launch.preset",
-        "launch.cooperation",
-        "launch.run_module",
-        "launch.node_command",
-    ),
-    ("launch.schedulers",),
-    ("launch.start",),
-    ("launch.submit",),
-    ("launch.cli",),
-]
+from floors import FLOORS, LAUNCH_ROOMS, LAUNCHER_FLOOR, REPOSITORY, STARTERS_FLOOR, imports, modules, place
 
 
-def modules() -> dict[str, Path]:
-    files = [file for folder in OURS for file in (REPOSITORY / folder).rglob("*.py")]
-    names = {".".join(file.relative_to(REPOSITORY).with_suffix("").parts): file for file in files}
-    return {name: file for name, file in names.items() if not name.endswith("__init__")}
+def test_the_picture_is_drawn_from_the_imports() -> None:
+    assert (REPOSITORY / "docs" / "floors.svg").read_text() == floors.picture(), "run python docs/generate.py"
+    assert "(docs/floors.svg)" in (REPOSITORY / "CONTRIBUTING.md").read_text()
 
 
-def place(module: str) -> tuple[int, str] | None:
-    """The floor and the room of a module; a room within another has its own floor."""
-    found = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms if f"{module}.".startswith(f"{room}.")]
-    return max(found, key=lambda it: len(it[1]), default=None)
-
-
-def imports(file: Path, *, for_types: bool = True) -> set[str]:
-    """Every module of ours that a file imports, anywhere in it; those that only a type checker sees, if they are wanted."""
-    known = modules()
-    found = set()
-    tree = ast.parse(file.read_text())
-    checked = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    left_out = set() if for_types else {id(inner) for node in checked for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) in left_out:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            below = {f"{node.module}.{name.name}" for name in node.names}
-            found |= {name if name in known else node.module for name in below}
-    return {name for name in found if name.split(".")[0] in OURS and name not in OURS}
-
-
-def test_contributing_shows_the_floors() -> None:
-    floors = [f"{number:2}  {'  '.join(FLOORS[number])}" for number in reversed(range(len(FLOORS)))]
-    assert "\n".join(floors) in (REPOSITORY / "CONTRIBUTING.md").read_text()
+def test_the_picture_has_every_room_and_what_follows_from_its_lines_is_every_import() -> None:
+    graph = floors.rooms_imported()
+    assert graph.keys() == {room for rooms in FLOORS for room in rooms} | {"launch"}
+    assert graph["app.train"] >= {"app.session"}
+    assert "app.recipe" not in graph["app.train"]  # by way of app.session
 
 
 def test_there_is_something_to_look_at() -> None:

@@ -1,0 +1,212 @@
+"""Which room stands on which floor, who imports whom, and the picture of it: docs/floors.svg.
+
+tests/test_floors.py holds the code to it. The floors are said here; the lines of the picture are the imports themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+OURS = ("app", "launch", "benchmarks")
+
+# From the ground up. Each entry is a room: a folder, or a module alone.
+FLOORS: list[list[str]] = [
+    ["app.errors"],
+    ["app.files", "app.tasks", "app.tasks.image_classification.model_names"],
+    ["app.place"],
+    ["app.recipe"],
+    ["app.tasks.causal_lm.sections", "app.tasks.image_classification.sections", "app.planning.devices", "app.planning.kept"],
+    ["app.options", "app.planning.verdict"],
+    ["app.own_layers"],
+    ["app.optim", "app.data"],
+    ["app.ranks"],
+    ["app.task"],
+    ["app.record", "app.device", "app.evaluation", "app.console", "app.initial"],
+    ["app.tasks.causal_lm", "app.tasks.image_classification", "app.tasks.own"],
+    ["app.building", "app.guard", "app.trackers"],
+    ["app.metrics", "app.doctor"],
+    ["app.checkpoints", "app.profiling"],
+    ["app.feed", "app.planning"],
+    ["app.loop", "app.opening"],
+    ["app.session", "app.ending"],
+    ["app.train"],
+    ["app.evaluate", "app.predict", "app.export", "app.reports"],
+    ["app.tools"],
+    ["app.scaling"],
+    ["benchmarks"],
+]
+LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
+STARTERS_FLOOR = 19  # those from this one on start processes with it
+# The rooms of launch/, each of which sees those before it.
+LAUNCH_ROOMS: list[tuple[str, ...]] = [
+    (
+        "launch.new",
+        "launch.shipped",
+        "launch.parallelism",
+        "launch.preset",
+        "launch.cooperation",
+        "launch.run_module",
+        "launch.node_command",
+    ),
+    ("launch.schedulers",),
+    ("launch.start",),
+    ("launch.submit",),
+    ("launch.cli",),
+]
+
+Graph = dict[str, set[str]]
+"""For each room the rooms that it imports."""
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of ours and its file, without those of packages."""
+    return {name: file for name, file in _all_modules().items() if file.stem != "__init__"}
+
+
+@functools.cache
+def _all_modules() -> dict[str, Path]:
+    files = [file for folder in OURS for file in sorted((REPOSITORY / folder).rglob("*.py"))]
+    return {".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def place(module: str) -> tuple[int, str] | None:
+    """Return the floor and the room of a module; a room within another has its own floor."""
+    found = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms if f"{module}.".startswith(f"{room}.")]
+    return max(found, key=lambda it: len(it[1]), default=None)
+
+
+def imports(file: Path, *, for_types: bool = True) -> set[str]:
+    """Return the modules of ours that a file imports, anywhere in it; those that only a type checker sees, if wanted."""
+    known = _all_modules()
+    found = set()
+    tree = ast.parse(file.read_text())
+    checked = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    left_out = set() if for_types else {id(inner) for node in checked for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            below = {f"{node.module}.{name.name}" for name in node.names}
+            found |= {name if name in known else node.module for name in below}
+    return {name for name in found if name.split(".")[0] in OURS and name not in OURS}
+
+
+def rooms_imported() -> Graph:
+    """Return which rooms each room imports, without what follows from others: A -> C, where A -> B -> C. launch/ is one."""
+    graph: Graph = {room: set() for rooms in FLOORS for room in rooms} | {"launch": set()}
+    for module, file in modules().items():
+        here = _room(module)
+        graph[here] |= {_room(imported) for imported in imports(file)} - {here}
+    reached = {room: _reached(graph, room) for room in graph}
+    return {room: {to for to in below if not any(to in reached[other] for other in below)} for room, below in graph.items()}
+
+
+def _room(module: str) -> str:
+    found = place(module)
+    return found[1] if found else module.split(".")[0]
+
+
+def _reached(graph: Graph, room: str) -> set[str]:
+    """Every room that one imports, itself or by way of others."""
+    found: set[str] = set()
+    ahead = [room]
+    while ahead:
+        new = graph[ahead.pop()] - found
+        found |= new
+        ahead += new
+    return found
+
+
+# The picture: a row for each floor, its rooms in boxes, and a line from each room down to what it imports. launch/ stands
+# aside, above the floors that it sees and below those that start processes with it.
+_WIDTH, _ROW, _BOX = 900, 46, 24
+_LEFT, _RIGHT, _ASIDE = 40, 890, 760
+_LAUNCH_FLOOR = 12
+_STYLE = """text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#111}
+rect{fill:#fff;stroke:#333}
+path{fill:none;stroke:#888}
+.band{fill:#f2f2f2;stroke:none}
+.side{fill:#555}
+.edge{stroke:#333;stroke-dasharray:5 4}"""
+
+
+def picture() -> str:
+    """Return docs/floors.svg."""
+    graph = rooms_imported()
+    centres = _centres(graph)
+    height = _ROW * len(FLOORS) + 8
+    imported = [(room, to) for room in sorted(graph) for to in sorted(graph[room])]
+    drawn = [*_bands(), *(_line(centres, room, to) for room, to in imported), *(_box(*it) for it in sorted(centres.items()))]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">\n'
+        f"<title>The floors: a room imports only rooms below it</title>\n<style>{_STYLE}</style>\n"
+        f'<rect width="{_WIDTH}" height="{height}" style="stroke:none"/>\n{chr(10).join(drawn)}\n</svg>\n'
+    )
+
+
+def _bands() -> Iterator[str]:
+    for floor in range(len(FLOORS)):
+        if floor % 2 == 0:
+            yield f'<rect class="band" x="0" y="{_y(floor) - _ROW / 2:g}" width="{_WIDTH}" height="{_ROW}"/>'
+        yield f'<text class="side" x="10" y="{_y(floor) + 4:g}">{floor}</text>'
+    edges = ((STARTERS_FLOOR - 1, 15, "those above may start launch"), (LAUNCHER_FLOOR, -6, "launch sees those below"))
+    for below, shift, words in edges:
+        y = _y(below) - _ROW / 2
+        yield f'<path class="edge" d="M{_LEFT} {y:g}H{_WIDTH}"/>'
+        yield f'<text class="side" x="{_RIGHT}" y="{y + shift:g}" text-anchor="end">{words}</text>'
+
+
+def _y(floor: int) -> float:
+    """The middle of a floor."""
+    return 4 + _ROW * (len(FLOORS) - floor - 0.5)
+
+
+def _name(room: str) -> str:
+    return room.removeprefix("app.")
+
+
+def _width(room: str) -> float:
+    return round(len(_name(room)) * 7.3 + 18)
+
+
+def _centres(graph: Graph) -> dict[str, tuple[float, float]]:
+    """The middle of each box. On a floor they stand in the order of the boxes they are joined with: few lines cross."""
+    joined = {room: sorted(graph[room] | {other for other in graph if room in graph[other]}) for room in graph}
+    order = [list(rooms) for rooms in FLOORS]
+    x = {"launch": float(_ASIDE)}
+    for _ in range(8):
+        for floor, rooms in enumerate(order):
+            x |= _spread(rooms, _ASIDE - 80 if LAUNCHER_FLOOR < floor < STARTERS_FLOOR else _RIGHT)
+        for rooms in order:
+            rooms.sort(key=lambda room: (sum(x[other] for other in joined[room]) / len(joined[room]), room))
+    floors = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms} | {"launch": _LAUNCH_FLOOR}
+    return {room: (x[room], _y(floor)) for room, floor in floors.items()}
+
+
+def _spread(rooms: list[str], right: float) -> dict[str, float]:
+    """The middles of the boxes of a floor, evenly apart."""
+    gap = (right - _LEFT - sum(map(_width, rooms))) / (len(rooms) + 1)
+    begins = [_LEFT + gap * (index + 1) + sum(map(_width, rooms[:index])) for index in range(len(rooms))]
+    return {room: round(begin + _width(room) / 2, 1) for room, begin in zip(rooms, begins, strict=True)}
+
+
+def _box(room: str, centre: tuple[float, float]) -> str:
+    (x, y), width = centre, _width(room)
+    return (
+        f'<rect x="{x - width / 2:g}" y="{y - _BOX / 2:g}" width="{width:g}" height="{_BOX}" rx="4"/>'
+        f'<text x="{x:g}" y="{y + 4:g}" text-anchor="middle">{_name(room)}</text>'
+    )
+
+
+def _line(centres: dict[str, tuple[float, float]], room: str, to: str) -> str:
+    (x, y), (to_x, to_y) = centres[room], centres[to]
+    y, to_y = y + _BOX / 2, to_y - _BOX / 2
+    bend = min(0.5 * (to_y - y), 60)
+    curve = f"M{x:g} {y:g}C{x:g} {y + bend:g} {to_x:g} {to_y - bend:g} {to_x:g} {to_y:g}"
+    return f'<path d="{curve}"><title>{room} imports {to}</title></path>'
