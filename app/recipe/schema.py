@@ -5,10 +5,11 @@ A recipe knows nothing of machines: no device, no number of processes, no addres
 them from here; a task has sections of its own (`app/tasks`). `recipe_file.load` builds a `Recipe` from a YAML file and
 `key=value` overrides.
 
-A section may say of its keys, in two class variables:
+A section may say of its keys, in class variables:
 `not_learnt`: these decide nothing of what is learnt, but what is written down, how often is evaluated, how data gets here, what
 bounds memory, in which order a kernel adds up;
-`places`: these say where something lies of which a fingerprint is compared, so that a resumed run may find it elsewhere.
+`places`: these say where something lies of which a fingerprint is compared, so that a resumed run may find it elsewhere;
+`contents`: these name a file, of which the content decides what is learnt and not the name.
 
 Standard library only: it is read on login nodes, before torch is there.
 """
