@@ -21,9 +21,9 @@ from app.tasks.image_classification import model_names
 class DataRecipe:
     """The samples: where they are and what they look like."""
 
-    not_learnt: ClassVar = ("stage_to", "download")
-    places: ClassVar = ("path", "leave_out")
-    contents: ClassVar = ("leave_out",)
+    not_learnt: ClassVar[tuple[str, ...]] = ("stage_to", "download")
+    places: ClassVar[tuple[str, ...]] = ("path", "leave_out")
+    contents: ClassVar[tuple[str, ...]] = ("leave_out",)
 
     source: Literal[
         "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface",
@@ -134,7 +134,7 @@ class ModelRecipe:
 class Sections:
     """All that a recipe says of this task alone. Raises RecipeError for what cannot be."""
 
-    why_neighbours: ClassVar = "augment.mixup and augment.cutmix mix pairs of neighbouring samples"
+    why_neighbours: ClassVar[str] = "augment.mixup and augment.cutmix mix pairs of neighbouring samples"
     data: DataRecipe = field(default_factory=DataRecipe)
     augment: AugmentRecipe = field(default_factory=AugmentRecipe)
     model: ModelRecipe = field(default_factory=ModelRecipe)
