@@ -91,8 +91,8 @@ def notes(
     `find` tells the device, where that is known; `host` is the memory of each node.
     """
     plan, wanted = kept.read(launch.recipe, environment), launch.way
-    planned = plan and plan.find(wanted)
-    if planned is None:
+    planned = plan.find(wanted) if plan else None
+    if plan is None or planned is None:
         if (size := _parameters(launch.recipe)) > _LARGE:
             which = f"--recipe {launch.name} --presets {launch.preset.name} --devices {launch.topology.world_size}"
             yield f"nothing was planned of this run, {size / 1e9:.1f} B parameters: `samerun plan {which}` tells if it fits"
