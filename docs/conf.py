@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 project = "Samerun"
-author = "The Samerun authors"
+author = "the Samerun contributors"
 copyright = author  # noqa: A001 - Sphinx's name
 extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
+smartquotes = False  # it makes one dash of the two of an option
 html_theme = "furo"
 html_title = "Samerun"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 myst_heading_anchors = 4  # as GitHub makes them, so that a link into a page works there and here
 
 _DOCS = Path(__file__).parent

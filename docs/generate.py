@@ -54,12 +54,12 @@ def _recipe_keys() -> Iterator[str]:
 
 def _keys(title: str, task: str, is_wanted: Callable[[str], bool]) -> Iterator[str]:
     """The keys of a task, as `samerun train --help` shows them."""
-    yield f"## {title}\n\n| key | default | value | meaning |\n|---|---|---|---|"
+    yield f"## {title}\n\n| key | default | meaning |\n|---|---|---|"
     shown = re.findall(r"^  (\S+?)=(.*?)  \((.*)\)\n +(.*)$", recipe_file.reference(task), re.MULTILINE)
     assert [key for key, *_ in shown] == list(recipe_keys.kinds(task))
     for key, default, value, meaning in shown:
         if is_wanted(key):
-            yield f"| `{key}` | `{default}` | {_cell(value)} | {_cell(meaning)} |"
+            yield f"| `{key}` | `{default}` | *{_cell(value)}.* {_cell(meaning)} |"
     yield ""
 
 

@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text()
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 DOCUMENTS = [REPOSITORY / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
-DOCUMENTS += sorted((REPOSITORY / "docs").rglob("*.md"))
+DOCUMENTS += [*sorted((REPOSITORY / "docs").rglob("*.md")), *sorted((REPOSITORY / "examples").rglob("*.md"))]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -37,8 +37,19 @@ def blocks(text: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-        assert target.startswith("https://") or (document.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        page = document.parent / path if path else document
+        assert page.exists(), target
+        assert not anchor or anchor in anchors(page.read_text()), target
+
+
+def anchors(page: str) -> set[str]:
+    """The headings of a page, as GitHub and the site name them in links."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def test_pages_that_code_and_scripts_name_are_there() -> None:
@@ -162,14 +173,24 @@ ASKED = [
     ("my model has two inputs", ["docs/faq.md"], "as many fields as you like"),
     ("my job was killed", ["docs/faq.md"], "same command again with the same `--run-dir`"),
     ("which preset for 7B on 4 x 40 GB", ["docs/faq.md"], "--devices 4 --device a100-40"),
+    ("my loss is not the same on two GPUs", ["docs/faq.md"], "## My loss is not the same on two GPUs"),
+    ("what cannot be the same", ["docs/same-run.md"], "## What cannot be the same"),
+    ("resume on fewer GPUs", ["docs/checkpoints.md"], "| preset, number of processes and machines, micro-batch | yes |"),
+    ("how do I log to wandb", ["docs/watching.md"], "--trackers tensorboard,wandb"),
+    ("my pictures are in class folders", ["docs/learn/slurm.md"], "A data set is a folder with a folder for each split"),
+    ("how do I read my pictures", ["docs/data.md"], "`data.path`/split/class/"),
+    ("fine-tune with prompts and answers", ["docs/language-models.md", "tokens.md"], "--prompts --tokenizer"),
+    ("how much faster with 8 GPUs", ["docs/scaling.md"], "samerun scale --recipe"),
+    ("I come from Lightning", ["docs/coming-from.md"], "## PyTorch Lightning"),
     ("what becomes of my DistributedSampler", ["docs/coming-from.md"], "`DistributedSampler`"),
     ("how do I run on PBS", ["docs/clusters.md", "pbs.md"], "qsub"),
-    ("how do I read my pictures", ["docs/data.md"], "imagefolder"),
     ("what does exit code 11 mean", ["docs/look-up/exit-codes.md"], "`CheckpointError`"),
     ("how do I load the weights elsewhere", ["docs/look-up/run-folder.md"], "load_state_dict"),
-    ("how do I fine-tune a language model", ["docs/language-models.md"], "finetune_lm"),
     ("why is there no pipeline preset", ["docs/faq.md", "big-models.md"], "Why there is no pipeline preset"),
     ("can I change the number of GPUs", ["docs/faq.md"], "Do I have to change the learning rate?"),
+    ("how do I try many values", ["docs/index.md", "clusters.md"], "--array"),
+    ("how do I share a run", ["docs/reports.md"], "## One page about a run"),
+    ("where does the time go", ["docs/index.md", "profiling.md"], "# Profiling"),
 ]
 
 

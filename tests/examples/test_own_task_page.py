@@ -17,23 +17,17 @@ PAGE = (REPOSITORY / "docs" / "your-own-task.md").read_text()
 @pytest.mark.slow
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    assert [language for language, _ in blocks] == ["python", "python", "yaml", "bash", "bash", "python", "bash"]
-    output = []
+    assert [language for language, _ in blocks] == ["python", "yaml", "bash"]
+    output = ""
     for language, code in blocks:
         if language != "bash":
             name = re.match(r"# (\w+\.\w+)\n", code)
             assert name is not None, code
             (tmp_path / name[1]).write_text(code)
-            if name[1] == "plain.py":
-                output.append(run(tmp_path, "python plain.py"))
         else:
-            output.append(run(tmp_path, code))
-    plain, compared, _, predicted = output
-    assert float(plain.split()[-1]) > 0.95
-    assert "The same run" in compared
-    for name in ("one", "two", "longer"):
-        assert read(tmp_path / "runs" / name / "result.json")["test_accuracy"] > 0.95
-    (share,) = re.findall(r"point.txt  alike: (\d\.\d\d)$", predicted, re.MULTILINE)
+            output += run(tmp_path, code)
+    assert read(tmp_path / "runs" / "longer" / "result.json")["test_accuracy"] > 0.95
+    (share,) = re.findall(r"point.txt  alike: (\d\.\d\d)$", output, re.MULTILINE)
     assert float(share) > 0.9
 
 
