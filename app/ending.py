@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from app import building
+from app import building, tasks
 from app.checkpoints import merged, model_file, step_folders
 from app.checkpoints.shards import unwrapped
 from app.data.samples import Splits
@@ -14,7 +14,8 @@ from app.guard.control import NOTHING
 from app.loop import Finished, Stopped, Training
 from app.opening import Opened
 from app.recipe import recipe_file
-from app.record import ledger, run_folder
+from app.record import card, ledger, run_folder
+from app.record.claim import Claim
 
 
 def finish(training: Training, data: Splits, opened: Opened, ended: Finished | Stopped) -> None:
@@ -53,7 +54,7 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
                 opened.claim,
                 model_file.described(training.recipe, data.train.facts),
                 merged.merged(weights, merged.adapters_of(training.task, unwrapped(training.model))),
-                _beside(training, data, ended),
+                _beside(training, data, opened.claim, ended),
             )
     steps = ended.step - training.first_step  # none where a finished run was taken up again
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
@@ -92,10 +93,12 @@ def _named(evaluations: Iterable[Evaluation]) -> dict[str, Any]:
     return named
 
 
-def _beside(training: Training, data: Splits, ended: Finished) -> Mapping[str, bytes]:
+def _beside(training: Training, data: Splits, claim: Claim, ended: Finished) -> Mapping[str, bytes]:
     """Return what the task's library wants beside the weights."""
     if not hasattr(training.task, "beside"):
         return {}
     scores = {name: score for found in ended.scores.values() for name, score in found.as_metrics().items()}
-    told = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": scores}
-    return training.task.beside(data.train.facts, told)
+    told: dict[str, Any] = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": scores}
+    told["run"] = run_folder.read_json(claim.path / run_folder.RUN)
+    about = tasks.card(training.recipe.task, data.train.facts, told["recipe"])
+    return {**training.task.beside(data.train.facts, told), card.FILE: card.written(about, told)}

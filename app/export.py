@@ -3,6 +3,7 @@
     model.safetensors   the parameters, in the precision that they were trained in, and the buffers, by their plain names
     model.json          what rebuilds the model around them
     recipe.yaml         what it learns: with it the folder is one for `app.evaluate` and `app.predict`
+    README.md           the model card, in the hub's format
     config.json, ...    of a language model: what makes the folder one that transformers loads
 
 Weights of more than `--part-gb` are parts, model-00001-of-00004.safetensors and so on, with model.safetensors.index.json,
@@ -19,6 +20,7 @@ import argparse
 import functools
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +36,9 @@ from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RunFolderError
 from app.files.lines import Lines
 from app.recipe import recipe_file, recipe_keys
-from app.record import run_folder
+from app.record import card, run_folder
 from app.record.claim import sync
+from app.record.run_folder import PROGRAMS
 
 if TYPE_CHECKING:
     from app.task import Adapters
@@ -53,6 +56,9 @@ def main(argv: Sequence[str]) -> int:
     key = _chosen(reader, options.weights)
     out = options.out or _default_out(folder, "-adapter" if options.adapter else "")
     write = export_adapter if options.adapter else functools.partial(export, part_bytes=int(options.part_gb * 10**9))
+    if options.to is not None:
+        _check_program(options, reader, out)
+        write = functools.partial(_with_program, write=write, to=options.to)
     written = write(reader, out, key=key, force=options.force)
     size_bytes = sum(path.stat().st_size for path in written)
     where = written[0] if len(written) == 1 else f"{written[-1]} and {len(written) - 1} parts"
@@ -60,15 +66,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def export(reader: Reader, out: Path, *, key: str, force: bool = False, part_bytes: int = _PART_GB * 10**9) -> list[Path]:
+def export(
+    reader: Reader, out: Path, *, key: str, force: bool = False, part_bytes: int = _PART_GB * 10**9, program: str = ""
+) -> list[Path]:
     """Write the tensors `key` and the buffers of a checkpoint and return the paths of the weights, that of an index last.
 
     They go into the folder `out`, with what rebuilds the model, or alone into the file `out` if it ends in .safetensors.
+    `program` is what the model card tells of a program beside them.
+
     Raises RunFolderError if something is there already and is not to be replaced, CheckpointError if a disk refuses, DataError
     if something that belongs beside them is not there any more.
     """
     alone = out.suffix == ".safetensors"
-    folder, beside = (out.parent, dict[str, bytes]()) if alone else (out, _beside(reader))
+    folder, beside = (out.parent, dict[str, bytes]()) if alone else (out, _beside(reader, program))
     contents = _plain(reader, key)
     parts = {out.name: contents} if alone else _parts(contents, part_bytes)
     index = {run_folder.MODEL_INDEX: _index(parts)} if len(parts) > 1 else {}
@@ -89,6 +99,39 @@ def export(reader: Reader, out: Path, *, key: str, force: bool = False, part_byt
     for path in older - set(weights):  # or they would be taken for the model
         with telling(path, "removed"):
             path.unlink()
+    return weights
+
+
+def _check_program(options: argparse.Namespace, reader: Reader, out: Path) -> None:
+    """Raise RunFolderError if there cannot be a program, or another is there that is not to be replaced."""
+    if options.adapter or out.suffix == ".safetensors":
+        with_it = "--adapter" if options.adapter else f"--out {out}"
+        raise RunFolderError(f"--to {options.to} writes the whole model into a folder: leave {with_it} out.")
+    if reader.state["recipe"].get("task") in tasks.WITH_FOLDERS:
+        raise RunFolderError(
+            f"--to {options.to} is not for language models: export the folder without it, and give that to `optimum-cli "
+            "export` (pip install optimum), which knows caches of keys and values."
+        )
+    path = out / PROGRAMS[options.to]
+    if path.exists() and not options.force:
+        raise RunFolderError(f"{path} exists already: choose another --out, or replace it by --force.")
+
+
+def _with_program(reader: Reader, out: Path, *, write: Callable[..., list[Path]], to: str, key: str, force: bool) -> list[Path]:
+    """Write the weights, and beside them a program that computes what the model does; neither unless it does."""
+    from app.checkpoints import model_file, programs  # with torch, which nothing else here wants
+
+    with telling(out, "written"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as aside:
+        made = Path(aside, PROGRAMS[to])
+        export(reader, Path(aside, "weights"), key=key)
+        done = programs.write(*model_file.load(Path(aside, "weights")), made, to=to)
+        weights = write(reader, out, key=key, force=force, program=done.use)
+        with telling(out / made.name, "written"):
+            made.replace(out / made.name)
+            sync(out)
+    sys.stdout.write(f"{out / made.name}: {done}\n")
     return weights
 
 
@@ -143,18 +186,23 @@ def _as_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-def _beside(reader: Reader) -> dict[str, bytes]:
+def _beside(reader: Reader, program: str) -> dict[str, bytes]:
     """What rebuilds the model, and what the task's library wants, by the names of the files."""
     state = reader.state
     files_of = {
         run_folder.MODEL_CONFIG: (json.dumps(state["model"], indent=2) + "\n").encode(),
         run_folder.RECIPE: recipe_file.flat_to_yaml(state["recipe"]).encode(),
     }
-    if state["recipe"].get("task") not in tasks.WITH_FOLDERS:
+    run = reader.folder.absolute().parents[1] / run_folder.RUN
+    told: dict[str, Any] = {"recipe": state["recipe"], "steps": state["step"], "scores": _scores(reader)}
+    told |= {"program": program} if program else {}
+    told["run"] = run_folder.read_json(run) if run.exists() else {}
+    task, facts = state["recipe"].get("task", tasks.DEFAULT), state["model"]["facts"]
+    files_of[card.FILE] = card.written(tasks.card(task, facts, state["recipe"]), told)
+    if task not in tasks.WITH_FOLDERS:
         return files_of
     values = _as_recipe(state["model"]["recipe"])
-    told = {"recipe": state["recipe"], "steps": state["step"], "scores": _scores(reader)}
-    return files_of | dict(tasks.of(recipe_keys.build(values)).beside(state["model"]["facts"], told))
+    return files_of | dict(tasks.of(recipe_keys.build(values)).beside(facts, told))
 
 
 def _scores(reader: Reader) -> dict[str, float]:
@@ -164,7 +212,11 @@ def _scores(reader: Reader) -> dict[str, float]:
     if path.exists():
         for _, _, values in Lines(path):
             if values.get("step") == reader.state["step"]:
-                scores |= {name: it for name, it in values.items() if name.startswith(("validation_", "test_"))}
+                scores |= {
+                    name: it
+                    for name, it in values.items()
+                    if name.startswith(("validation_", "test_")) and isinstance(it, float)
+                }
     return scores
 
 
@@ -268,6 +320,9 @@ def _parser() -> argparse.ArgumentParser:
         "themselves (default: average if the run has one, else raw)")  # fmt: skip
     parser.add_argument("--part-gb", type=float, default=_PART_GB, metavar="GB", help="largest weights file in gigabytes; a "
         "larger model is split into parts with an index (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--to", choices=PROGRAMS, help="also write a program that needs no code of ours: torch, model.pt2 by "
+                        "torch.export; onnx, model.onnx (pip install \"samerun[onnx]\"). Its outputs are compared with the "
+                        "model's")  # fmt: skip
     parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter (model.lora_rank), as a folder "
         "that peft loads (default: the weights with the adapter merged into them)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace existing files")

@@ -47,6 +47,8 @@ METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "s
 TEXTS = "texts.jsonl"
 PREDICTIONS_TOLD = "predictions.json"
 MODEL, MODEL_CONFIG, MODEL_INDEX = "model.safetensors", "model.json", "model.safetensors.index.json"
+PROGRAMS = {"torch": "model.pt2", "onnx": "model.onnx"}
+"""Beside exported weights: the model as a program, by its kind."""
 OUTCOME, STARTS, STACKS, STOP, SAVE = "outcome.json", "starts", "stacks", "STOP", "SAVE"
 TRACKERS, TENSORBOARD, PROFILE = "trackers.json", "tensorboard", "profile"
 

@@ -27,6 +27,11 @@ def of(recipe: Any) -> Any:
     return importlib.import_module("app.tasks.own.loading").task_of(recipe)
 
 
+def card(task: str, facts: Any, recipe: Any) -> Any:
+    """Return what a model card tells of a task's model, an `app.record.card.Told`. Needs no torch and runs no user's file."""
+    return importlib.import_module(f"{SHIPPED.get(task, 'app.tasks.own')}.card").told(facts, recipe)
+
+
 def sources(task: str) -> dict[str, str]:
     """Return the texts of a user's task file and of what it imported from its folder, by name; none of a shipped task."""
     return {} if task in SHIPPED else importlib.import_module("app.tasks.own.loading").sources(task)

@@ -25,7 +25,7 @@ from app.recipe.schema import Recipe
 from app.record.claim import claim
 
 MIB = 2**20
-MODEL = {"model": {"name": "convnet"}, "classes": ["no", "yes"]}
+MODEL = {"recipe": {"task": "image_classification"}, "facts": {"classes": ["no", "yes"], "channels": 1, "image_size": [8, 8]}}
 BUFFERS = {"norm.mean": torch.tensor([0.5, 1.5]), "norm.count": torch.tensor(7)}
 
 

@@ -1,4 +1,4 @@
-"""What makes a folder with `model.safetensors` one that transformers loads: configuration, tokenizer, and a model card."""
+"""What makes a folder with `model.safetensors` one that transformers loads: configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from app.errors import DataError
 from app.files import paths
-from app.recipe import recipe_file, recipe_keys
 from app.tasks.causal_lm import configuration
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.tokenizers import Bytes
@@ -20,12 +19,10 @@ _GENERATION = "generation_config.json"
 def beside(sections: Sections, facts: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files beside the weights, by their names; as `app.task.Task.beside`."""
     config = _config(sections, facts, dtype=told["recipe"]["train.dtype"])
-    card = _card(config.model_type, facts, told)
     return {
         **tokenizer_files(sections.data.path, facts["tokenizer"]),
         _GENERATION: _generation(config, [sections.model.path, told["recipe"]["train.init_from"]]),
         "config.json": config.to_json_string().encode(),
-        "README.md": card.encode(),
     }
 
 
@@ -67,50 +64,3 @@ def _generation(config: Any, folders: list[str | None]) -> bytes:
         if folder and (file := Path(folder).expanduser() / _GENERATION).is_file():
             return file.read_bytes()
     return bytes(GenerationConfig.from_model_config(config).to_json_string().encode())
-
-
-def _card(model_type: str, facts: Mapping[str, Any], told: Mapping[str, Any]) -> str:
-    recipe, tokenizer = told["recipe"], facts["tokenizer"]
-    rows = told["steps"] * recipe["train.global_batch_size"]
-    text = f"`{recipe['data.path']}`" if recipe["data.path"] else "Moby Dick, the text that comes with Samerun"
-    begun = f", from the weights of `{recipe['train.init_from']}`" if recipe["train.init_from"] else ""
-    scores = "".join(f"| {name.replace('_', ' ')} | {value:.4f} |\n" for name, value in told["scores"].items())
-    usual = recipe_keys.flat(recipe_keys.build({"task": recipe["task"]}))
-    differing = {key: value for key, value in recipe.items() if key == "task" or _plain(value) != _plain(usual.get(key))}
-    return f"""\
----
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- samerun
----
-
-# A language model ({model_type})
-
-Trained with Samerun on {text}{begun}: {told["steps"]:,} steps of {recipe["train.global_batch_size"]} rows of
-{facts["sequence_length"]:,} tokens, {rows * facts["sequence_length"]:,} tokens at most. Tokenizer:
-{tokenizer.get("name") or tokenizer["kind"]}, {facts["vocab_size"]:,} tokens.
-
-{f"| score | |{chr(10)}|---|---|{chr(10)}{scores}" if scores else "It was not scored."}
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
-```
-
-`samerun generate THIS_FOLDER "text"` goes on with a text, and `samerun evaluate THIS_FOLDER` scores the model.
-
-## Recipe
-
-What differs from the defaults; `recipe.yaml` has every key.
-
-```yaml
-{recipe_file.flat_to_yaml(differing)}```
-"""
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

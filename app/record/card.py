@@ -1,0 +1,145 @@
+"""The model card beside exported weights: README.md in the hub's format (https://huggingface.co/docs/hub/model-cards)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.recipe import recipe_file, recipe_keys, task_file
+
+FILE = "README.md"
+LOADED_BY_US = """\
+from pathlib import Path
+from app.checkpoints import model_file  # pip install samerun
+
+task, model, facts = model_file.load(Path("THIS_FOLDER"))
+"""
+"""Three lines that load any exported model, in evaluation mode on the CPU."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What only a task can tell of its model: its module `card` does, without torch."""
+
+    title: str
+    data: str
+    """What it was trained on, in words, no path."""
+    data_id: str
+    """The same as one word."""
+    library: str = "samerun"
+    pipeline: str | None = None
+    """The hub's name for what the model does."""
+    dataset: str | None = None
+    """The data's name on the hub, if it is from there."""
+    sample: str = "samples"
+    """What a sample is, in the plural."""
+    more: str = ""
+    """Sentences on the training beside that."""
+    use: str = LOADED_BY_US
+    also: str = ""
+    """What else a user has to know, as Markdown."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """The hub's names of scores that it has another name for."""
+
+
+def written(told: Told, weights: Mapping[str, Any]) -> bytes:
+    """Return the card. `weights` has `recipe` (its keys and values), `steps`, `scores` by name, and `run` (run.json, or {}).
+
+    It may have `program`: how a program beside the weights is loaded, as Markdown.
+    """
+    recipe, steps = weights["recipe"], weights["steps"]
+    batch = recipe["train.global_batch_size"]
+    begun = f", from the weights of `{_name(recipe['train.init_from'])}`" if recipe["train.init_from"] else ""
+    rows = "".join(f"| {name.replace('_', ' ')} | {value:.4f} |\n" for name, value in weights["scores"].items())
+    front = yaml.safe_dump(_front(told, weights), sort_keys=False, allow_unicode=True)
+    return f"""\
+---
+{front}---
+
+# {told.title}
+
+Trained with Samerun on {told.data}{begun}: {steps:,} steps of {batch:,} {told.sample}.{f" {told.more}" if told.more else ""}
+
+{f"| score | |{chr(10)}|---|---|{chr(10)}{rows}" if rows else "It was not scored."}
+## Use
+
+```python
+{told.use}```
+
+{weights.get("program", "")}
+{told.also}
+## Training
+
+{_training(weights)}
+What differs from the recipe's defaults; `recipe.yaml` has every key, and the paths of the machine that trained.
+
+```yaml
+{_differing(recipe)}```
+
+## Share
+
+```bash
+hf upload USER/NAME THIS_FOLDER
+```
+""".encode()
+
+
+def _front(told: Told, weights: Mapping[str, Any]) -> dict[str, Any]:
+    front: dict[str, Any] = {"library_name": told.library}
+    front |= {"pipeline_tag": told.pipeline} if told.pipeline else {}
+    front |= {"tags": ["samerun"]} | ({"datasets": [told.dataset]} if told.dataset else {})
+    results = []
+    for split in ("validation", "test"):
+        scores = {name: value for name, value in weights["scores"].items() if name.startswith(f"{split}_")}
+        metrics = [
+            {"type": told.metrics.get(plain, plain), "value": value, "name": f"{split} {plain.replace('_', ' ')}"}
+            for plain, value in ((name.removeprefix(f"{split}_"), value) for name, value in scores.items())
+        ]
+        if metrics:
+            about = {"type": told.dataset or told.data_id, "name": told.data_id, "split": split}
+            results.append({"task": {"type": told.pipeline or "other"}, "dataset": about, "metrics": metrics})
+    return front | ({"model-index": [{"name": told.title, "results": results}]} if results else {})
+
+
+def _training(weights: Mapping[str, Any]) -> str:
+    """A table of how it was trained, of what is known."""
+    recipe, run = weights["recipe"], weights["run"]
+    rows = {
+        "recipe": run.get("recipe"),
+        "global batch": recipe["train.global_batch_size"],
+        "steps": weights["steps"],
+        "seed": recipe["seed"],
+        "preset": run.get("preset"),
+        "processes": run.get("world_size"),
+        "precision": run.get("mixed_precision"),
+        "commit": run.get("commit"),
+        "versions": ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items()) or None,
+    }
+    told = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value is not None)
+    return f"| | |\n|---|---|\n{told}"
+
+
+def _differing(recipe: Mapping[str, Any]) -> str:
+    """The keys that are not at their defaults, as YAML; of paths the last part alone."""
+    task = recipe["task"]
+    usual = recipe_keys.flat(recipe_keys.build({"task": task}))
+    hidden, places = recipe_keys.not_learnt(task), recipe_keys.places(task)
+    told = {
+        key: _name(value) if key in places and isinstance(value, str) else value
+        for key, value in recipe.items()
+        if key == "task" or (key not in hidden and _plain(value) != _plain(usual.get(key)))
+    }
+    return recipe_file.flat_to_yaml(told | {"task": task_file.name_of(task)})
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _name(path: str) -> str:
+    """The last part of a path; what is none, as a name of the hub or one from where the run was started, as it is."""
+    return Path(path).name if path.startswith(("/", "~", "$", "..")) else path

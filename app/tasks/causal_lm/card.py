@@ -1,0 +1,33 @@
+"""What a model card tells of a language model. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.record.card import Told
+
+_USE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
+"""
+
+
+def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
+    """Return it, by the facts of the samples and the keys and values of the recipe."""
+    tokenizer, length, path = facts["tokenizer"], facts["sequence_length"], recipe["data.path"]
+    kind = recipe["model.architecture"] or Path(recipe["model.path"] or "").name
+    return Told(
+        title=f"A language model ({kind})",
+        data=f"`{Path(path).name}`" if path else "Moby Dick, the text that comes with Samerun",
+        data_id=Path(path).name if path else "moby_dick",
+        library="transformers",
+        pipeline="text-generation",
+        sample=f"rows of {length:,} tokens",
+        more=f"Tokenizer: {tokenizer.get('name') or tokenizer['kind']}, {facts['vocab_size']:,} tokens.",
+        use=_USE,
+        also='`samerun generate THIS_FOLDER "text"` continues a text, and `samerun evaluate THIS_FOLDER` scores the model.\n',
+    )

@@ -1,0 +1,21 @@
+"""What a model card tells of the model of a user's task, of which only the name of its file is known without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from app.recipe import task_file
+from app.record.card import Told
+
+
+def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
+    """Return it, as those of the tasks that come with the package do."""
+    name = task_file.name_of(recipe["task"])
+    return Told(
+        title=f"A model of {name}",
+        data=f"the data of the task `{name}`",
+        data_id=name.removesuffix(".py"),
+        also=f"The task's file, `{name}`, has to be where `recipe.yaml` says, or give its place: "
+        f'`model_file.load(Path(...), "PLACE/{name}")`. Facts of its samples: `{dict(facts)}`.\n',
+    )

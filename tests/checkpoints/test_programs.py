@@ -1,0 +1,136 @@
+"""`samerun export --to torch|onnx`: a file that computes what the model does without our code, and the model card beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from processes import train
+from torch import nn
+
+from app import export
+from app.checkpoints import model_file, programs
+from app.errors import RunFolderError
+from app.task import Loss
+
+SHORT = ("train.steps=3", "checkpoint.every_steps=3")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("digits") / "run"
+    train("cpu", run_dir, "--recipe", "digits", *SHORT, "data.mean=0.25", "data.std=0.5", processes=1).check()
+    return run_dir
+
+
+def executed(text: str, number: int, **given: Any) -> dict[str, Any]:
+    """The names that a code block of a model card leaves."""
+    found = dict(given)
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number], found)
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("to", ["torch", "onnx"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:onnxscript")
+def test_a_program_computes_what_the_model_does(run: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the card says: its code is run as it stands there, on another number of samples than were tried."""
+    if to == "onnx":
+        pytest.importorskip("onnxruntime", reason="runs what is exported")
+    out = tmp_path / "out"
+    assert export.main([str(run), "--out", str(out), "--to", to]) == 0
+    file = {"torch": "model.pt2", "onnx": "model.onnx"}[to]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["README.md", "model.json", file, "model.safetensors", "recipe.yaml"]
+    )
+    assert "it takes inputs. For 1 and 5 samples its outputs are the model's" in capsys.readouterr().out
+    text = (out / "README.md").read_text().replace("THIS_FOLDER", str(out))
+    model = executed(text, 0)["model"]
+    inputs = torch.randn(7, 1, 8, 8)
+    with torch.no_grad():
+        expected = model(inputs)
+        outputs = executed(text, 1, inputs=inputs if to == "torch" else inputs.numpy())["outputs"]
+    found = outputs if to == "torch" else torch.from_numpy(outputs[0])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 if to == "onnx" else 1e-6)
+    with pytest.raises(RunFolderError, match=rf"{file} exists already: choose another --out, or replace it by --force"):
+        export.main([str(run), "--out", str(out), "--to", to])
+
+
+@pytest.mark.multiproc
+def test_the_card_is_one_of_the_hub_and_names_no_place(run: Path, tmp_path: Path) -> None:
+    assert export.main([str(run), "--out", str(tmp_path)]) == 0
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("samerun", "image-classification")
+    scores = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    told = json.loads((run / "result.json").read_text())
+    assert scores["test accuracy"] == pytest.approx(told["test_accuracy"])
+    assert f"| test accuracy | {told['test_accuracy']:.4f} |" in card.text
+    for words in ("mean 0.25; standard deviation 0.5", "takes float32 [N, 1, 8, 8]: gray pictures", "Classes: 0: 0, 1: 1,",
+                  "| seed | 0 |", "| steps | 3 |", "| versions | python ", "hf upload USER/NAME THIS_FOLDER"):  # fmt: skip
+        assert words in card.text, words
+    assert str(run.parent) not in card.content
+    usage = subprocess.run(
+        [Path(sys.executable).with_name("hf"), "upload", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "hf upload [OPTIONS] REPO_ID [LOCAL_PATH]" in usage.stdout
+
+
+@pytest.mark.multiproc
+def test_a_users_task_is_exported_by_its_example_or_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    train("cpu", run_dir, "--recipe", "examples/regression.yaml", *SHORT, processes=1).check()
+    assert export.main([str(run_dir), "--out", str(out), "--to", "torch"]) == 0
+    assert "it takes places." in capsys.readouterr().out
+    places = torch.rand(4, 2)
+    _, model, _ = model_file.load(out)
+    with torch.no_grad():
+        assert torch.equal(torch.export.load(out / "model.pt2").module()(places), model(places))
+    text = (out / "README.md").read_text()
+    assert "# A model of regression.py" in text
+    assert "task: regression.py\n" in text
+    assert executed(text.replace("THIS_FOLDER", str(out)), 0)["facts"] == model_file.load(out)[2]
+
+
+class Branches(nn.Module):
+    """Cannot be exported: what it computes depends on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else x
+
+
+class Random(Branches):
+    """Computes something else each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Branches(), r"^the model cannot be exported to torch: \w+: "),
+        (Random(), r"^exported to torch, the model computes something else: for 1 samples its outputs differ by"),
+    ],
+    ids=["control flow", "random"],
+)
+def test_what_is_not_the_model_leaves_no_file(model: nn.Module, why: str, tmp_path: Path) -> None:
+    task = SimpleNamespace(
+        example=lambda facts, form: {"x": torch.empty(2, 2, device="meta"), "samples": torch.arange(2, device="meta")},
+        loss=lambda called, batch: Loss(called(batch["x"]).sum(), 2),
+    )
+    with pytest.raises(RunFolderError, match=why):
+        programs.write(task, model.eval(), {}, tmp_path / "model.pt2", to="torch")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
