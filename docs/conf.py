@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 project = "Samerun"
-author = "the Samerun contributors"
+author = "The Samerun authors"
 copyright = author  # noqa: A001 - Sphinx's name
 extensions = ["myst_parser"]
 exclude_patterns = ["_build"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.draws import HostDraws
-from app.data.samples import Batch, Layout, LooksUp, Samples
+from app.data.samples import CHECK, Batch, Layout, LooksUp, Samples
 from app.errors import DataError
 from app.place import cores
 
@@ -54,7 +54,7 @@ class Fetching(Dataset):
         try:
             fields = self.source.fetch(indices, None if self._seed is None else HostDraws(self._seed, samples))
         except DataError as error:
-            return Failure(str(error))
+            return Failure(f"{error}. {CHECK}")
         return {**fields, "samples": torch.from_numpy(samples), "numbers": samples}
 
 

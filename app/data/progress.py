@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-Unit = Literal["bytes", "folders", "pictures"]
+Unit = Literal["bytes", "folders", "pictures", "samples"]
 _PATIENCE_S = 2.0
 
 

@@ -70,14 +70,18 @@ def named(text: str) -> Device:
     for device in _DEVICES:
         if device.name == name:
             return device
-    if found := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", text.strip(), re.IGNORECASE):
-        unit = next(size for key, size in _UNITS.items() if key.lower() == found[2].lower())
-        if (memory := int(float(found[1]) * unit)) > 0:
-            return Device(text.strip(), memory)
+    if memory := size_of(text):
+        return Device(text.strip(), memory)
     of_kind = [each for each in names() if each.startswith(f"{name}-")]
     near = of_kind or difflib.get_close_matches(name, names(), 1, 0.5)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise UsageError(f"--device is {text!r}: {meant}Known are {', '.join(names())}, or give its memory, as 24GiB")
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of a size, as 24GiB; 0: it is none."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", text.strip(), re.IGNORECASE)
+    return int(float(found[1]) * next(size for key, size in _UNITS.items() if key.lower() == found[2].lower())) if found else 0
 
 
 def of_scheduler(kind: str) -> Device | None:

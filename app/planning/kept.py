@@ -20,7 +20,7 @@ from app.recipe.schema import Recipe
 
 ORDER = ("single", "ddp", "zero1", "zero2", "hsdp", "fsdp2", "zero3", "tensor_parallel", "zero3_offload")
 """From the least that is divided, and sent, to the most; what waits for the host's memory is last."""
-_FORMAT = 1
+_FORMAT = 2
 _OF_TRAINING = ("train.global_batch_size", "train.dtype", "train.ema_decay", "train.freeze", "train.sync_batchnorm")
 _OF_OPTIMIZER = ("optim.name", "optim.settings")
 
@@ -41,6 +41,8 @@ class Kept:
     """Bytes of weights, gradients and optimizer state: without them there is no training, whatever the batch."""
     totals: tuple[tuple[int, int], ...]
     """By rising micro-batch: its samples, and the bytes at the peak of a step."""
+    host: int = 0
+    """Bytes of the host's memory that each process takes for what is offloaded, whatever the batch."""
 
     def total(self, micro_batch: int) -> int:
         """Return the bytes at the peak, between and beyond those that were planned by straight lines."""

@@ -56,7 +56,9 @@ def peak(case: Case) -> Memory:
         for phase, bytes_of_kinds in held.items()
     ]
     named = [replace(moment, moment=phase) for moment, phase in zip(moments, held, strict=True)]
-    return max([*named, _step(case, blueprint, kept)], key=lambda it: it.total)
+    moments = [*named, _step(case, blueprint, kept)]
+    worst = max(moments, key=lambda it: it.total)
+    return replace(worst, host=max(moment.host for moment in moments))
 
 
 def largest_micro_batch(case: Case, limit: int, *, most: int | None = None) -> int:

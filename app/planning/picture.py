@@ -75,7 +75,9 @@ def _panel(axes: Axes, told: Told, advice: Advice, rows: Sequence[Row]) -> None:
                 label=kind if place == 0 else None,
             )  # fmt: skip
             left += size
-        says = f"{left:,.0f}, micro-batch {row.micro_batch}" + (", again" if row.checkpoint_activations == BLOCKS else "")
+        says = f"{left:,.0f}, micro-batch {row.micro_batch}"
+        says += ", blocks again" if row.checkpoint_activations == BLOCKS else ""
+        says += f"; host {row.host / GIB:,.0f} a node" if row.host else ""
         is_cut = left > 0.97 * most
         axes.text(
             most * 0.99 if is_cut else left + most * 0.01, place, says, va="center", ha="right" if is_cut else "left",

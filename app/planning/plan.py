@@ -31,6 +31,11 @@ class Way:
     tensor_parallel: int = 1
 
     @property
+    def devices_of_node(self) -> int:
+        """Devices of each node, and so processes there."""
+        return self.devices // self.nodes
+
+    @property
     def data_ranks(self) -> int:
         """Processes that divide the global batch."""
         return self.devices // self.tensor_parallel
@@ -43,6 +48,8 @@ class Row:
     way: Way
     checkpoint_activations: str
     fits: bool
+    lacks_host: bool = False
+    """Whether the host's memory is what does not suffice."""
     micro_batch: int = 0
     """The largest that fits, or else the smallest that there is; 0: the global batch cannot be divided so."""
     accumulation: int = 0
@@ -52,6 +59,11 @@ class Row:
     """Why it cannot be at all; empty: it can, if it fits."""
     totals: tuple[tuple[int, int], ...] = ()
     """The micro-batches that were looked at, and their bytes."""
+
+    @property
+    def host(self) -> int:
+        """Bytes of a node's host memory that its processes take for what is offloaded."""
+        return self.memory.host * self.way.devices_of_node if self.memory else 0
 
     def kept(self, precision: str) -> Kept | None:
         """Return what the launcher is to know of it."""
@@ -68,6 +80,7 @@ class Row:
             preset=self.way.preset,
             always=held.weights + held.gradients + held.optimizer,
             totals=self.totals,
+            host=held.host,
         )
 
 
@@ -86,6 +99,8 @@ class Given:
     has_blocks: bool
     """Whether the model names blocks, which can be computed again."""
     peak: Callable[[Case], Memory]
+    host: int | None = None
+    """Bytes of a node's host memory that may be planned; None: not known, and so not judged."""
 
 
 def rows(given: Given, ways: Sequence[Way]) -> Iterator[Row]:
@@ -130,10 +145,12 @@ def _row(given: Given, way: Way, activations: str) -> Row:
     if seen[size].total <= given.usable and len(sizes) > 1:
         size = max(_largest(sizes, fits, seen, given.usable), sizes[0])
     accumulation = given.recipe.train.global_batch_size // (way.data_ranks * size)
+    lacks_host = given.host is not None and seen[size].host * way.devices_of_node > given.host
     return Row(
         way=way,
         checkpoint_activations=activations,
-        fits=seen[size].total <= given.usable,
+        fits=seen[size].total <= given.usable and not lacks_host,
+        lacks_host=lacks_host,
         micro_batch=size,
         accumulation=accumulation,
         memory=seen[size],

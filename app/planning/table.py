@@ -25,6 +25,11 @@ class Advice:
     command: str
     """What starts the best; empty: nothing fits."""
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether any preset can be planned on so many devices."""
+        return any(row.memory is not None for row in self.rows)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
@@ -36,6 +41,10 @@ class Told:
     device: Device
     usable: int
     """Bytes of the device that may be planned."""
+    host_memory: int | None
+    """Bytes of a node's host; None: not known."""
+    usable_host: int | None
+    """Those of them that may be planned."""
     precision: str
     duration: Duration | None
     """None: nothing is known of what the device computes."""
@@ -66,36 +75,47 @@ def lines(told: Told) -> Iterator[str]:
         "context, NCCL and the allocator's fragments take the rest"
     )
     yield from _assumed(told)
+    if any(row.host for advice in told.advice for row in advice.rows):
+        yield _of_host(told)
     yield from (f"note: {note}" for note in told.notes)
 
 
 def _table(told: Told, advice: Advice) -> Iterator[str]:
     nodes = advice.rows[0].way.nodes if advice.rows else 1
     where = f"{advice.devices} device{'s' if advice.devices > 1 else ''}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    problems = list(dict.fromkeys(row.problem for row in advice.rows if row.problem))
+    if not advice.is_planned:
+        yield f"{where}  cannot be: {'; '.join(problems) or 'no preset is for so many'}"
+        return
     kinds = [kind for kind in KINDS if any(_gib(getattr(row.memory, kind, 0)) != _gib(0) for row in advice.rows)]
-    head = [where, "blocks again", *kinds, "total", "", "micro-batch", "sent a step"]
-    body = [_cells(told, row, kinds) for row in advice.rows if row.memory is not None]
+    host = ["host of a node"] if any(row.host for row in advice.rows) else []
+    head = [where, "blocks again", *kinds, "total", *host, "", "micro-batch", "sent a step"]
+    body = [_cells(told, row, kinds, with_host=bool(host)) for row in advice.rows if row.memory is not None]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     for cells in (head, *body):
         words = [cells[0].ljust(widths[0]), cells[1].ljust(widths[1])]
         words += [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
         yield "  ".join(words).rstrip()
-    for problem in dict.fromkeys(row.problem for row in advice.rows if row.problem):
-        yield f"  {problem}"
+    yield from (f"  {problem}" for problem in problems)
 
 
-def _cells(told: Told, row: Row, kinds: Sequence[str]) -> list[str]:
+def _cells(told: Told, row: Row, kinds: Sequence[str], *, with_host: bool) -> list[str]:
     assert row.memory is not None
     sizes = [_gib(getattr(row.memory, kind)) for kind in kinds]
+    host = [_gib(row.host) if row.host else "-"] if with_host else []
     fits = "fits" if row.fits else f"> {_gib(told.usable)}"
+    if row.memory.total <= told.usable and row.lacks_host:
+        fits = f"host > {_gib(told.usable_host or 0)}"
     sent = f"{row.traffic.total / 1e9:,.1f} GB" if row.traffic.total else "-"
     again = "yes" if row.checkpoint_activations == BLOCKS else "no"
     batch = f"{row.micro_batch} x {row.accumulation}"
-    return [row.way.preset, again, *sizes, _gib(row.memory.total), fits, batch, sent]
+    return [row.way.preset, again, *sizes, _gib(row.memory.total), *host, fits, batch, sent]
 
 
 def _concluded(told: Told, advice: Advice) -> Iterator[str]:
     best = advice.best
+    if not advice.is_planned:
+        return
     if best is None:
         yield f"  nothing fits: {remedy(advice)}"
         return
@@ -113,10 +133,10 @@ def why(told: Told, advice: Advice) -> str:
     """Return why the cheapest is it: what sends less, or computes less, does not fit."""
     best = advice.best
     assert best is not None
-    before = [row for row in advice.rows if row is not best and row.memory is not None and not row.fits]
     least: dict[str, int] = {}
-    for row in before:
-        if row.memory is not None and row.checkpoint_activations == best.checkpoint_activations:
+    for row in advice.rows:
+        is_too_large = row.memory is not None and row.memory.total > told.usable
+        if row.memory is not None and is_too_large and row.checkpoint_activations == best.checkpoint_activations:
             least[row.way.preset] = row.memory.total
     if not least:
         return "of those that fit, it divides the model least" if best.traffic.total else "one process sends nothing"
@@ -130,9 +150,21 @@ def remedy(advice: Advice) -> str:
         (row for row in advice.rows if row.memory), key=lambda row: row.memory.total if row.memory else 0, default=None
     )
     if smallest is None or smallest.memory is None:
-        return "the global batch cannot be divided so"
+        return "; ".join(dict.fromkeys(row.problem for row in advice.rows if row.problem))
     least = f"the least is {smallest.way.preset}{_again(smallest)}, {_gib(smallest.memory.total)} GiB"
+    if smallest.lacks_host:
+        least += f", and {_gib(smallest.host)} GiB of a node's host memory"
+        return f"{least}; take more nodes, nodes with more host memory, larger devices, or a smaller model"
     return f"{least}; take more devices, larger ones, or a smaller model"
+
+
+def _of_host(told: Told) -> str:
+    """What the column of the host's memory is held against, and what it leaves out."""
+    left_out = "without what Python, the libraries and the data take, and what pinned memory is rounded up by"
+    if told.host_memory is None or told.usable_host is None:
+        return f"host of a node: what is offloaded, {left_out}; not judged: say what a node has, as --host-memory 512GiB"
+    share = f"{_gib(told.usable_host)} of {_gib(told.host_memory)} GiB may be planned (--host-memory, --memory-utilization)"
+    return f"host of a node: what is offloaded, {left_out}; {share}"
 
 
 def _assumed(told: Told) -> Iterator[str]:

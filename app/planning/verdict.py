@@ -34,6 +34,16 @@ def too_large(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: 
     )
 
 
+def too_large_for_host(planned: Kept, processes: int, *, memory: int, where: str) -> str | None:
+    """Return that what so many processes of a node offload will not fit into its host's memory, and what to change."""
+    if (total := planned.host * processes) <= memory:
+        return None
+    return (
+        f"it will not fit, by the plan: {processes} process{'es' * (processes > 1)} of a node offload {_gib(total)} GiB, and "
+        f"its host has {_gib(memory)} GiB ({where}). Take more nodes, or nodes with more memory"
+    )
+
+
 def never_fits(strategy: str, *, needed: int, memory: int, where: str, on_cpu: bool = False) -> str:
     """Return that no batch makes a run fit, and what to change: it takes `needed` bytes of the `memory` that is `where`."""
     return (

@@ -55,7 +55,8 @@ def in_pass(case: Case, blueprint: Blueprint, phase: str) -> dict[str, int]:
 def step(case: Case, blueprint: Blueprint, kept: Memory) -> Memory:
     """Return what is held while the optimizer steps."""
     share, width = _share(case, blueprint), _width(case)
-    extra = states.of_step(case.plain_recipe.optim, [share * _WHOLE], on_gpu=case.device == "cuda")
+    is_offloaded = case.strategy == "zero3_offload"  # then the optimizer steps on the host
+    extra = states.of_step(case.plain_recipe.optim, [share * _WHOLE], on_gpu=case.device == "cuda" and not is_offloaded)
     if case.strategy in ("zero1", "zero2"):
         return kept.plus(gradients=share * (width + _WHOLE), optimizer=extra)
     if case.strategy == "zero3":

@@ -22,7 +22,7 @@ import yaml
 
 from app import tasks
 from app.errors import RecipeError
-from app.files import yaml_text
+from app.files import paths, yaml_text
 from app.recipe import recipe_keys as keys
 from app.recipe import task_file
 from app.recipe.recipe_keys import flat
@@ -105,7 +105,16 @@ def digest(recipe: Recipe) -> str:
     """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
     not_learnt = keys.not_learnt(recipe.task)
     learnt = {key: value for key, value in flat(recipe).items() if key not in not_learnt}
+    learnt |= {key: _content(key, learnt[key]) for key in keys.contents(recipe.task)}
     return _digest(learnt | {"task": task_file.name_of(recipe.task)})
+
+
+def _content(key: str, file: str | None) -> str | None:
+    """Return the hash of a file, or its name where it cannot be read, which whoever needs it says."""
+    try:
+        return file and hashlib.sha256(Path(paths.filled_in(key, file)).read_bytes()).hexdigest()
+    except (OSError, ValueError, RecipeError):
+        return file
 
 
 def digest_of_all(recipe: Recipe) -> str:

@@ -180,6 +180,12 @@ def places(task: str) -> frozenset[str]:
     return _said(task, "places")
 
 
+@functools.cache
+def contents(task: str) -> frozenset[str]:
+    """The keys that name a file of which the content decides what is learnt, as the sections say it."""
+    return _said(task, "contents")
+
+
 def _said(task: str, name: str) -> frozenset[str]:
     found: set[str] = set()
     for section, cls in sections(task).items():

@@ -5,10 +5,11 @@ A recipe knows nothing of machines: no device, no number of processes, no addres
 them from here; a task has sections of its own (`app/tasks`). `recipe_file.load` builds a `Recipe` from a YAML file and
 `key=value` overrides.
 
-A section may say of its keys, in two class variables:
+A section may say of its keys, in class variables:
 `not_learnt`: these decide nothing of what is learnt, but what is written down, how often is evaluated, how data gets here, what
 bounds memory, in which order a kernel adds up;
-`places`: these say where something lies of which a fingerprint is compared, so that a resumed run may find it elsewhere.
+`places`: these say where something lies of which a fingerprint is compared, so that a resumed run may find it elsewhere;
+`contents`: these name a file, of which the content decides what is learnt and not the name.
 
 Standard library only: it is read on login nodes, before torch is there.
 """
@@ -33,7 +34,7 @@ PUBLISHED = "torchvision:"
 class TrainRecipe:
     """How long, in which batches, and in which arithmetic."""
 
-    not_learnt: ClassVar = (
+    not_learnt: ClassVar[tuple[str, ...]] = (
         "evaluate_every_epochs",
         "evaluate_every_steps",
         "max_validation_samples",
@@ -43,7 +44,7 @@ class TrainRecipe:
         "deterministic",
         "download",
     )
-    places: ClassVar = ("init_from",)
+    places: ClassVar[tuple[str, ...]] = ("init_from",)
 
     global_batch_size: int = 128
     """Samples per optimizer step, summed over all processes."""
@@ -168,7 +169,7 @@ class OptimRecipe:
 class LogRecipe:
     """What is written down while training."""
 
-    not_learnt: ClassVar = ALL_KEYS
+    not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
     every_steps: int = 50
     """Write a line of metrics.jsonl every so many steps. A line costs about as much as one or two steps of a tiny model."""
@@ -185,7 +186,7 @@ class LogRecipe:
 class CheckpointRecipe:
     """When checkpoints are saved, from which a run resumes (`--resume`)."""
 
-    not_learnt: ClassVar = ALL_KEYS
+    not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
     every_steps: int | None = None
     """Save a checkpoint every so many steps. None: not by steps."""
@@ -208,7 +209,7 @@ class CheckpointRecipe:
 class ProfileRecipe:
     """A profiler trace of some steps, with all processes on one time axis (docs/profiling.md)."""
 
-    not_learnt: ClassVar = ALL_KEYS
+    not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
     steps: str | None = None
     """First and last step to trace, such as 10:20, both included; the run's first step is 1. None: no trace."""

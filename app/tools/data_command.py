@@ -11,10 +11,11 @@ from app import tasks
 from app.recipe import recipe_file
 
 _PICTURES, _TEXTS = "image_classification", "causal_lm"
-# Of each: the task whose tools have it, and what it is for. None: that of the data.
+# Of each: the task whose tools have it, and what it is for. None: that of the data; empty: it is for all.
 _COMMANDS = {
     "inspect": (None, "show what a data set of pictures, or a token folder, contains"),
     "tokenize": (_TEXTS, "tokenise text, or prompts and answers, into a token folder"),
+    "check": ("", "read every sample once and list the unreadable ones"),
     "pack": (_PICTURES, "shrink pictures or convert them to another format"),
     "bench": (_PICTURES, "measure how many pictures per second can be loaded"),
 }
@@ -26,6 +27,10 @@ def main(argv: Sequence[str]) -> int:
         _parser().parse_args(argv or ["--help"])  # ends the program
     if argv[0] != "tokenize":  # every other command takes a recipe by this option, and these as a plain word too
         argv = [word.removeprefix("--recipe=") for word in argv if word != "--recipe"]
+    if argv[0] == "check":
+        from app.tools import data_check
+
+        return data_check.main(argv[1:])
     task = _COMMANDS[argv[0]][0] or _task_of(argv[1:])
     code: int = importlib.import_module(f"app.tasks.{task}.data_tools.command").main(argv)
     return code

@@ -15,7 +15,7 @@ from launch import preset as presets
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `samerun plan` with these arguments; 0 if something fits on each number of devices. Raises SamerunError."""
+    """Run `samerun plan` with these arguments; 0 if something fits. Raises SamerunError."""
     options = _parser().parse_intermixed_args(argv)
     from app.tools import planning  # only now torch
 
@@ -46,8 +46,10 @@ def _parser() -> argparse.ArgumentParser:
         choices=presets.PRECISIONS,
         help="precision (default: bf16 if the device is known to support it, else no)",
     )
-    add("--memory-utilization", type=share, default=0.9, metavar="SHARE", help="share of a device's memory to plan with; the "
-        "rest is for the CUDA context, NCCL and fragmentation (default: 0.9)")  # fmt: skip
+    add("--host-memory", type=_size, metavar="SIZE", help="host memory of a node, such as 512GiB, which what is offloaded has "
+        "to fit into (default: unknown, only what is needed is shown)")  # fmt: skip
+    add("--memory-utilization", type=share, default=0.9, metavar="SHARE", help="share of a device's memory, and of a node's "
+        "host memory, to plan with; the rest is for the CUDA context, NCCL and fragmentation (default: 0.9)")  # fmt: skip
     add(
         "--mfu",
         type=share,
@@ -61,3 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", metavar="FILE", help="plot the memory by kind against the device's memory, as .png or .pdf")
     add("overrides", nargs="*", metavar="key=value", help="recipe values that override the file's")
     return parser
+
+
+def _size(text: str) -> int:
+    if not (size := devices.size_of(text)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size, such as 512GiB")
+    return size

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from app.errors import UsageError
+from app.errors import LackOfMemoryError, RecipeError, UsageError
 from app.metrics import flops
 from app.place.inherited import own_environment
 from app.planning import devices, kept, memory, picture, plan, table
@@ -28,7 +28,10 @@ _UNKNOWN = ""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Plan, print and keep it; return 0 if something fits on each number of devices. Raises SamerunError."""
+    """Plan, print and keep it; return 0 if something fits.
+
+    Raises RecipeError if nothing can be planned, LackOfMemoryError, after it is printed, if nothing fits, and others.
+    """
     loaded = recipe_file.load(options.recipe, options.overrides)
     device = devices.named(options.device)
     precision = options.mixed_precision or ("bf16" if _peak(device, "bf16") else "no")
@@ -41,14 +44,19 @@ def main(options: argparse.Namespace) -> int:
         block_outputs=_block_outputs(made),
         has_blocks=made.sizes.blocks > 0,
         peak=memory.peak,
+        host=None if options.host_memory is None else round(options.memory_utilization * options.host_memory),
     )
     advice = [_advice(options, loaded, given, number) for number in options.devices]
+    if not any(each.is_planned for each in advice):
+        raise RecipeError(*dict.fromkeys(row.problem for each in advice for row in each.rows))
     told = Told(
         recipe=loaded.name,
         parameters=made.sizes.parameters,
         trained=made.sizes.trainable,
         device=device,
         usable=given.usable,
+        host_memory=options.host_memory,
+        usable_host=given.host,
         precision=precision,
         duration=_duration(loaded.recipe, made, device, precision, options.mfu),
         checkpoint_bytes=_checkpoint_bytes(given, made),
@@ -63,7 +71,11 @@ def main(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(as_json(told), indent=1) + "\n")
     else:
         sys.stdout.writelines(f"{line}\n" for line in table.lines(told))
-    return 0 if all(each.best for each in advice) else 1
+    if not any(each.best for each in advice):
+        planned = [each for each in advice if each.is_planned]
+        told_of = "; ".join(f"{each.devices} device{'s' * (each.devices > 1)}: {table.remedy(each)}" for each in planned)
+        raise LackOfMemoryError(f"nothing fits, by the plan. {told_of}")
+    return 0
 
 
 def _advice(options: argparse.Namespace, loaded: LoadedRecipe, given: Given, number: int) -> Advice:
@@ -156,6 +168,7 @@ def as_json(told: Told) -> dict[str, Any]:
         "recipe": told.recipe,
         "parameters": told.parameters,
         "device": {"name": told.device.name, "memory": told.device.memory, "usable": told.usable},
+        "host_memory": {"of_a_node": told.host_memory, "usable": told.usable_host},
         "precision": told.precision,
         "calibrated": False,
         "checkpoint": {"bytes": told.checkpoint_bytes, "seconds": told.checkpoint_bytes / told.disk_bytes_per_s},
@@ -193,6 +206,7 @@ def _row_as_json(told: Told, row: Row) -> dict[str, Any]:
         "micro_batch": row.micro_batch,
         "accumulation": row.accumulation,
         "memory": held,
+        "host_of_a_node": row.host,
         "traffic": asdict(row.traffic),
         "step_s": told.duration.step_s(row) if told.duration and row.fits else None,
         "training_s": told.duration.total_s(row) if told.duration and row.fits else None,

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from app.place import host_memory
 from app.place.degrees import Degrees
+from app.place.host_memory import HostMemory
 from app.place.topology import Topology
 from app.planning import devices, kept, verdict
 from app.planning.devices import Device
@@ -57,7 +59,7 @@ class Launch:
 
 def introduce(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Say what is to be said of a launch before it starts."""
-    for note in notes(_launch(resolved), environment, of_this_machine):
+    for note in notes(_launch(resolved), environment, of_this_machine, host_memory.find()):
         say(note)
 
 
@@ -78,21 +80,29 @@ def _launch(resolved: Resolved) -> Launch:
     )
 
 
-def notes(launch: Launch, environment: Mapping[str, str], find: Callable[[Mapping[str, str]], Device | None]) -> Iterator[str]:
+def notes(
+    launch: Launch,
+    environment: Mapping[str, str],
+    find: Callable[[Mapping[str, str]], Device | None],
+    host: HostMemory | None = None,
+) -> Iterator[str]:
     """Yield a sentence on a run that will not fit, or on a large one of which nothing was planned.
 
-    `find` tells the device, where that is known.
+    `find` tells the device, where that is known; `host` is the memory of each node.
     """
     plan, wanted = kept.read(launch.recipe, environment), launch.way
-    if plan is None or plan.find(wanted) is None:
+    planned = plan.find(wanted) if plan else None
+    if plan is None or planned is None:
         if (size := _parameters(launch.recipe)) > _LARGE:
             which = f"--recipe {launch.name} --presets {launch.preset.name} --devices {launch.topology.world_size}"
             yield f"nothing was planned of this run, {size / 1e9:.1f} B parameters: `samerun plan {which}` tells if it fits"
     elif device := find(environment):
         batch = BatchPlan.of(launch.recipe, wanted.data_ranks)
         sentence = verdict.too_large(plan, wanted, batch.micro_batch, memory=device.memory, device=device.name)
-        if sentence:
-            yield sentence
+        on_host = host and verdict.too_large_for_host(
+            planned, launch.topology.processes_per_node, memory=host.limit, where=host.origin
+        )
+        yield from filter(None, (sentence, on_host))
 
 
 def of_this_machine(environment: Mapping[str, str]) -> Device | None:

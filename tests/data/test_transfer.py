@@ -225,7 +225,7 @@ def test_samples_that_are_not_looked_up_are_fetched_where_they_are_used() -> Non
         ranks = [loader.InProcess(Sums(), numbers, seed=seed, data_rank=rank, data_ranks=2) for rank in range(2)]
         (first, lost), (second, rest) = plain = [list(fed) for fed in ranks]
         assert list(first) == ["terms", "total", "samples", "numbers"]
-        assert lost == Failure("sample 13 is missing")
+        assert lost == Failure("sample 13 is missing. `samerun data check` lists all samples that cannot be read")
         assert rest["samples"].tolist() == [6, 8]
         drawn = np.zeros(4) if seed is None else HostDraws(seed, numbers[0]).integers("term", 100)
         terms = torch.cat([first["terms"], second["terms"]])

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import UsageError
+from app.errors import LackOfMemoryError, RecipeError, UsageError
 from app.planning import devices, kept, traffic, verdict
 from app.planning.kept import Kept
 from app.recipe import recipe_file
+from app.tools import plan_command
 
 GIB = 2**30
 WAY = Kept(
@@ -60,6 +61,52 @@ def test_what_will_not_fit_is_said_with_the_least_that_has_to_change() -> None:
     assert said is not None
     assert said.endswith("this fits: --preset fsdp2 train.max_micro_batch=1")
     assert "train.checkpoint_activations=blocks" in verdict.ended(None, WAY, 4)
+
+
+def test_what_is_offloaded_is_held_against_the_memory_of_a_nodes_host() -> None:
+    offloaded = replace(WAY, strategy="zero3_offload", host=10 * GIB)
+    assert verdict.too_large_for_host(offloaded, 8, memory=80 * GIB, where="all that this machine has") is None
+    said = verdict.too_large_for_host(offloaded, 8, memory=64 * GIB, where="all that this machine has")
+    assert said is not None
+    assert "8 processes of a node offload 80.0 GiB, and its host has 64.0 GiB (all that this machine has)" in said
+
+
+def _planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert plan_command.main(["--recipe", "digits", "--device", "24GiB", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_a_host_has_no_memory_for_is_marked_and_never_the_cheapest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAMERUN_CACHE", str(tmp_path))
+    words = ["--devices", "2,8", "--nodes-of", "4", "--presets", "multi_gpu,deepspeed_zero3_offload"]
+    said = _planned(capsys, *words)
+    assert "host of a node" in said
+    assert "not judged: say what a node has, as --host-memory 512GiB" in said
+    told = json.loads(_planned(capsys, *words, "--host-memory", "1MiB", "--json"))
+    few, many = (next(row for row in of_number["rows"] if row["preset"].endswith("offload")) for of_number in told["devices"])
+    assert few["host_of_a_node"] == pytest.approx(many["host_of_a_node"] * 2, rel=1e-3), "half of the model on each node"
+    assert few["host_of_a_node"] > told["host_memory"]["usable"] > many["host_of_a_node"] > 0
+    assert (few["fits"], many["fits"]) == (False, True)
+    with pytest.raises(LackOfMemoryError, match="GiB of a node's host memory; take more nodes"):
+        plan_command.main(
+            ["--device", "24GiB", "--devices", "2", "--host-memory", "1MiB", "--presets", "deepspeed_zero3_offload"]
+        )
+    assert "host > 0.0" in capsys.readouterr().out, "the plan is printed all the same"
+
+
+def test_devices_that_cannot_divide_the_batch_are_a_line_and_the_others_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAMERUN_CACHE", str(tmp_path))
+    said = _planned(capsys, "--devices", "3,2", "--presets", "multi_gpu")
+    assert "3 devices  cannot be: train.global_batch_size is 64, which 3 processes cannot divide" in said
+    assert "use 1, 2, 4, 8, 16, 32 processes" in said
+    assert "nothing fits" not in said
+    assert "samerun launch --processes 2 --preset multi_gpu" in said
+    with pytest.raises(RecipeError, match="which 3 processes cannot divide"):
+        plan_command.main(["--recipe", "digits", "--devices", "3", "--presets", "multi_gpu"])
 
 
 def test_devices_have_names_or_sizes() -> None:

@@ -23,7 +23,7 @@ raise SystemExit("this file was run")
 class Table:
     """Where the table is."""
 
-    places: ClassVar = ("path",)
+    places: ClassVar[tuple[str, ...]] = ("path",)
     not_learnt = ("cache",)
     path: str | None = None
     """CSV file,

@@ -21,7 +21,7 @@ from app.recipe.ranges import POSITIVE, Range, out_of_range
 class DataRecipe:
     """The text, as rows of tokens."""
 
-    places: ClassVar = ("path",)
+    places: ClassVar[tuple[str, ...]] = ("path",)
 
     path: str | None = None
     """Token folder written by `samerun data tokenize`, or a folder with nanoGPT's train.bin and val.bin. `~` and variables are
@@ -37,9 +37,9 @@ class DataRecipe:
 class ModelRecipe:
     """The network, one of transformers."""
 
-    not_learnt: ClassVar = ("attention", "head", "download")
-    places: ClassVar = ("path",)
-    not_left: ClassVar = ("lora_rank", "lora_alpha", "lora_targets")
+    not_learnt: ClassVar[tuple[str, ...]] = ("attention", "head", "download")
+    places: ClassVar[tuple[str, ...]] = ("path",)
+    not_left: ClassVar[tuple[str, ...]] = ("lora_rank", "lora_alpha", "lora_targets")
 
     architecture: str | None = None
     """Architecture, as transformers' model_type: gpt2, llama, qwen3, mistral, gemma, ... None: gpt2."""
@@ -109,8 +109,8 @@ class ModelRecipe:
 class Sections:
     """All that a recipe says of this task alone. Raises RecipeError for what cannot be."""
 
-    why_neighbours: ClassVar = "each row is a sample of its own"
-    neighbours: ClassVar = 1
+    why_neighbours: ClassVar[str] = "each row is a sample of its own"
+    neighbours: ClassVar[int] = 1
     data: DataRecipe = field(default_factory=DataRecipe)
     model: ModelRecipe = field(default_factory=ModelRecipe)
 

@@ -21,8 +21,9 @@ from app.tasks.image_classification import model_names
 class DataRecipe:
     """The samples: where they are and what they look like."""
 
-    not_learnt: ClassVar = ("stage_to", "download")
-    places: ClassVar = ("path",)
+    not_learnt: ClassVar[tuple[str, ...]] = ("stage_to", "download")
+    places: ClassVar[tuple[str, ...]] = ("path", "leave_out")
+    contents: ClassVar[tuple[str, ...]] = ("leave_out",)
 
     source: Literal[
         "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "fakedata", "huggingface",
@@ -32,6 +33,9 @@ class DataRecipe:
     the format of `samerun data pack --to arrays`."""
     path: str | None = None
     """File, folder or hub name. `~` and variables are expanded. None: look in the usual places (`docs/data.md` lists them)."""
+    leave_out: str | None = None
+    """File with the names of samples to leave out, in the format of `samerun data check --write FILE` (imagefolder, huggingface
+    and containers). Its content is part of what is learnt; its path is not. None: no sample."""
     hub_config: str | None = None
     """Configuration of the data set (huggingface), as the hub or the README.md of a folder names it. None: the only one."""
     hub_revision: str | None = None
@@ -130,7 +134,7 @@ class ModelRecipe:
 class Sections:
     """All that a recipe says of this task alone. Raises RecipeError for what cannot be."""
 
-    why_neighbours: ClassVar = "augment.mixup and augment.cutmix mix pairs of neighbouring samples"
+    why_neighbours: ClassVar[str] = "augment.mixup and augment.cutmix mix pairs of neighbouring samples"
     data: DataRecipe = field(default_factory=DataRecipe)
     augment: AugmentRecipe = field(default_factory=AugmentRecipe)
     model: ModelRecipe = field(default_factory=ModelRecipe)
@@ -153,7 +157,8 @@ class Sections:
         path = self.data.path
         # A name of the hub looks like a relative path.
         is_name = self.data.source == "huggingface" and not Path(path or "").expanduser().is_absolute()
-        return {} if path is None or is_name or self.data.download else {"data.path": path}
+        found = {} if path is None or is_name or self.data.download else {"data.path": path}
+        return found if self.data.leave_out is None else {**found, "data.leave_out": self.data.leave_out}
 
 
 _RANGES: Mapping[str, Range] = {
@@ -165,6 +170,9 @@ _RANGES: Mapping[str, Range] = {
     "augment.mixup": NOT_NEGATIVE, "augment.cutmix": NOT_NEGATIVE, "augment.label_smoothing": SHARE,
     "model.channels": POSITIVE, "model.hidden": POSITIVE,
 }  # fmt: skip
+
+
+_DECODED = ("imagefolder", "huggingface", "webdataset", "hdf5", "lmdb", "tfrecord")
 
 
 def _of_the_hub(data: DataRecipe) -> list[str]:
@@ -190,6 +198,8 @@ def _contradictions(sections: Sections) -> list[str]:
         problems.append(f"data.resize_size is {data.resize_size}: it must be at least data.image_size, {data.image_size}")
     if data.jpeg_decoder == "reduced" and data.image_size is None:
         problems.append("data.jpeg_decoder=reduced needs data.image_size: the size in pixels that pictures are brought to")
+    if data.leave_out is not None and data.source not in _DECODED:
+        problems.append(f"data.leave_out is for data.source={', '.join(_DECODED)}: {data.source} has no files to leave out")
     if len(data.mean) != len(data.std):
         problems.append(
             f"data.mean has {len(data.mean)} values and data.std {len(data.std)}: one per channel each, or one for all"

@@ -18,6 +18,7 @@ from app.data.samples import Batch, Splits
 from app.errors import DataError
 from app.task import SAMPLES, Form, Later, Loss, Scores, Split, Table, Totals
 from app.tasks.image_classification import classify, looks, model_names, models, predictions
+from app.tasks.image_classification.data import left_out
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.notes import notes_on
 from app.tasks.image_classification.data.open import Data, download_data, open_staged
@@ -84,6 +85,10 @@ class ImageClassification:
             )
         self._facts = facts
         return relabelled(samples, tuple(facts["classes"]))
+
+    def reads(self) -> dict[str, str]:
+        """Return a digest of which samples are left out."""
+        return left_out.digest(self._sections.data)
 
     # Model and loss ---------------------------------------------------------------------------------------------------
 

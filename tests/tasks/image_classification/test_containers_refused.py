@@ -82,7 +82,7 @@ def test_a_damaged_picture_is_named(copied: Callable[[str], Path], pictures: Pat
     ("source", "places", "sentence"),
     [
         ("hdf5", [96], r"^{} cannot be read \(Unable to .*\); replace train\.h5$"),
-        ("lmdb", range(8192, 1 << 15, 4096), r"^{} is damaged \(.*CORRUPTED.*\); replace it$"),
+        ("lmdb", range(8192, 1 << 15, 4096), r"^{} is damaged \(.*CORRUPTED.*\); replace it\. `samerun data check` lists"),
     ],
 )
 def test_damage_that_a_library_finds_is_told(

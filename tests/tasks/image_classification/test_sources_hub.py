@@ -281,18 +281,18 @@ FOUR = list(pixels(4))
         (table({"image": ["a"], "label": [0]}), r"^data\.image_column=image: .* holds string there, not images"),
         (
             table({"image": [*pixels(2), None], "label": [0, 1, 0]}),
-            r"^sample 2 of the train split of \S+ has no image; leave it out$",
+            r"^sample 2 of the train split of \S+ has no image; leave it out\. `samerun data check` lists",
         ),
         (
             table(
                 {"image": [*pixels(2, shape=(4, 4)), None], "label": [0, 1, 0]},
                 features=Features({"image": Array2D((4, 4), "uint8"), "label": Value("int64")}),
             ),
-            r"^sample 2 of the train split of \S+ has no image; leave it out$",
+            r"^sample 2 of the train split of \S+ has no image; leave it out\. `samerun data check` lists",
         ),
         (
             table({"image": [*pictures(2)["image"], None], "label": [0, 1, 0]}, features=PICTURES),
-            r"^sample 2 of the train split of \S+ has no image; leave it out$",
+            r"^sample 2 of the train split of \S+ has no image; leave it out\. `samerun data check` lists",
         ),
         (table({"image": [[[1, 2], [3]]], "label": [0]}), r"^sample 0 of .* is an array with rows of different lengths; store"),
         (table({"image": [[[0.5, 2], [3, 4]]], "label": [0]}), r"^sample 0 of .* is an array of float\d+; store whole numbers"),

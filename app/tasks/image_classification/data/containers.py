@@ -22,6 +22,7 @@ from torch import Tensor
 from app.errors import DataError, RecipeError
 from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.left_out import LeftOut, Rest, reading
 from app.tasks.image_classification.data.pictures import PictureSource, decode, format_of
 from app.tasks.image_classification.data.rows import numbers_up_to
 from app.tasks.image_classification.data.source import Data, Source, check_labels, fingerprint
@@ -61,20 +62,32 @@ class RecordReader:
 
     records: Records
     channels: int
+    split: str
+    rest: Rest
+    """Which of the records are samples."""
+    labels: np.ndarray
+    """Those of the samples, int64 [N]."""
 
     def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
         """Yield pictures and labels, as `Reader` says."""
         for index in indices:
-            yield self.records.picture(index, self.channels), int(self.records.labels[index])
+            yield self.picture(index), int(self.labels[index])
 
-    @property
-    def labels(self) -> np.ndarray:
-        """All labels, int64 [N]."""
-        return self.records.labels
+    def picture(self, index: int) -> Tensor:
+        """Return a picture, uint8 [C, H, W]. Raises DataError."""
+        return self.records.picture(self.rest.place(index), self.channels)
+
+    def content(self, index: int) -> bytes:
+        """Return what the fingerprint covers of a picture. Raises DataError."""
+        return self.records.content(self.rest.place(index))
+
+    def name(self, index: int) -> str:
+        """Return how `data.leave_out` names a sample."""
+        return f"{self.split}/{self.rest.place(index)}"
 
     def file(self, index: int) -> bytes | None:
         """Return the picture's file as it is stored; nothing of one that stores pixels. Raises DataError."""
-        content = self.records.content(index)
+        content = self.content(index)
         return content if format_of(content) else None
 
 
@@ -86,46 +99,51 @@ def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Record
     data = recipe.data
     if data.path is None:
         raise RecipeError(f"data.source={data.source} needs data.path: the folder that holds the files of all splits")
-    folder = Path(data.path)
-    splits = each_split(data, lambda split, key: open_split(folder, split, key))
-    there = [split for split in splits if split is not None]
+    folder, left_out = Path(data.path), LeftOut(data)
+
+    def opened(split: str, key: str) -> RecordReader:
+        records = open_split(folder, split, key)
+        rest = left_out.numbered(split, len(records.labels))
+        return RecordReader(records, 1 if data.color == "gray" else 3, split, rest, rest.of(records.labels))
+
+    readers = each_split(data, opened)
+    left_out.check_found()
+    there = [reader for reader in readers if reader is not None]
     classes = _classes(there)
-    for split in there:
-        check_labels(split.labels, len(classes), where=split.where)
-    channels = 1 if data.color == "gray" else 3
-    first = splits[0].picture(0, channels)
+    for reader in there:
+        check_labels(reader.labels, len(classes), where=reader.records.where, number=reader.rest.place)
+    first = reading(readers[0].picture, readers[0].name)(0)
 
-    def source(split: Records, training: bool) -> Source:
-        return _source(RecordReader(split, channels), classes, first, Framing.of(recipe, training=training))
+    def source(reader: RecordReader, training: bool) -> Source:
+        return _source(reader, classes, first, Framing.of(recipe, training=training))
 
-    return sources(splits, source)
+    return sources(readers, source)
 
 
 def _source(reader: RecordReader, classes: tuple[str, ...], first: Tensor, framing: Framing) -> Source:
     """Return the source of a split; `first` is the first training picture, uint8 [C, H, W]."""
-    records = reader.records
     return PictureSource(
         read=reader,
-        size=len(records.labels),
-        where=records.where,
+        size=len(reader.labels),
+        where=reader.records.where,
         classes=classes,
         channels=first.shape[0],
         image_size=framing.size_of((first.shape[1], first.shape[2])),
         framing=framing,
-        fingerprint=fingerprint(classes, len(records.labels), records.content, listing=[records.labels]),
+        fingerprint=fingerprint(classes, len(reader.labels), reading(reader.content, reader.name), listing=[reader.labels]),
     )
 
 
-def _classes(splits: Sequence[Records]) -> tuple[str, ...]:
+def _classes(readers: Sequence[RecordReader]) -> tuple[str, ...]:
     """Return the classes' names: those that the containers hold, else 0 up to the largest label of the first, for training."""
-    named = [(split.classes, split.where) for split in splits if split.classes]
+    named = [(records.classes, records.where) for records in (reader.records for reader in readers) if records.classes]
     for (names, where), (other, there) in pairwise(named):
         if names != other:
             raise DataError(
                 f"the classes of two splits differ: {len(names)} ({listed(names, 5)}) in {where}, {len(other)} "
                 f"({listed(other, 5)}) in {there}; write both with the same"
             )
-    return named[0][0] if named else tuple(numbers_up_to(int(splits[0].labels.max(initial=0)), splits[0].where))
+    return named[0][0] if named else tuple(numbers_up_to(int(readers[0].labels.max(initial=0)), readers[0].records.where))
 
 
 def class_names(content: bytes, where: str) -> tuple[str, ...]:

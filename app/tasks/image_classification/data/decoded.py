@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from app.data.progress import progress
+from app.data.samples import CHECK
+from app.errors import DataError
 from app.tasks.image_classification.data.arrays import ArrayReader, ArraySource
 from app.tasks.image_classification.data.kept import keep
 from app.tasks.image_classification.data.pictures import PictureSource, Reader
@@ -50,5 +52,8 @@ def _decoded(source: Source, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     with progress("decoding the pictures, once", shape[0], "pictures") as advance:
         for start in range(0, shape[0], step):
             indices = np.arange(start, min(start + step, shape[0]))
-            yield source.fetch(indices, None)["images"].numpy()
+            try:
+                yield source.fetch(indices, None)["images"].numpy()
+            except DataError as error:
+                raise DataError(f"{error}. {CHECK}") from error
             advance(len(indices))

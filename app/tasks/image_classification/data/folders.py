@@ -13,6 +13,7 @@ from torch import Tensor
 from app.errors import DataError, RecipeError
 from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.left_out import LeftOut, reading
 from app.tasks.image_classification.data.listing import Listing, counted, pictures_below
 from app.tasks.image_classification.data.pictures import PictureSource, decode
 from app.tasks.image_classification.data.source import Data, Source, fingerprint
@@ -30,6 +31,8 @@ class FileReader:
     folder: Path
     files: Listing
     channels: int
+    prefix: str = ""
+    """What precedes a path below `folder` where it is told from data.path on."""
 
     @property
     def labels(self) -> np.ndarray:
@@ -45,6 +48,10 @@ class FileReader:
     def path(self, index: int) -> Path:
         """Return the path of a picture."""
         return self.folder / self.files.path(index)
+
+    def name(self, index: int) -> str:
+        """Return the path of a picture, from data.path on."""
+        return self.prefix + self.files.path(index)
 
     def file(self, index: int) -> bytes:
         """Return a picture's file. Raises DataError if it cannot be read."""
@@ -76,9 +83,11 @@ def open_folder(recipe: Sections) -> Data:
             "data.image_size": (data.image_size, "the side in pixels that pictures are brought to (224 is usual)"),
         }
         raise RecipeError(*(f"data.source=imagefolder needs {key}: {why}" for key, (value, why) in needed.items() if not value))
-    root, side = Path(data.path), data.image_size
+    root, left_out = Path(data.path), LeftOut(data)
     if _is_flat(root, data):
-        return Data(_open_split(root, tuple(_classes(root, "data.path")), side, recipe=recipe, training=True), None, None)
+        train = _open_split(root, tuple(_classes(root, "data.path")), left_out, recipe=recipe, training=True)
+        left_out.check_found()
+        return Data(train, None, None)
     found = each_split(data, lambda name, key: (root / name, _classes(root / name, key)))
     (first, classes), *others = filter(None, found)
     for folder, other in others:
@@ -86,9 +95,11 @@ def open_folder(recipe: Sections) -> Data:
             raise DataError(_difference([first, folder], [classes, other]))
 
     def source(part: tuple[Path, list[str]], training: bool) -> Source:
-        return _open_split(part[0], tuple(classes), side, recipe=recipe, training=training)
+        return _open_split(part[0], tuple(classes), left_out, recipe=recipe, training=training)
 
-    return sources(found, source)
+    opened = sources(found, source)
+    left_out.check_found()
+    return opened
 
 
 def _is_flat(root: Path, data: DataRecipe) -> bool:
@@ -122,8 +133,13 @@ def _difference(folders: list[Path], classes: list[list[str]]) -> str:
     return f"the class folders of two splits differ: {'; '.join(parts)}. Give both the same class folders"
 
 
-def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Sections, training: bool) -> Source:
+def _open_split(folder: Path, classes: tuple[str, ...], left_out: LeftOut, *, recipe: Sections, training: bool) -> Source:
+    below, side = os.path.relpath(folder, recipe.data.path), recipe.data.image_size or 0
+    prefix = "" if below == "." else f"{below}/"
     files = pictures_below(folder, classes)
+    if left_out.names:
+        rest = left_out.named(prefix + files.path(index) for index in range(len(files)))
+        files = files.without(rest.gone) if len(rest.gone) else files
     empty = np.flatnonzero(np.bincount(files.labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(classes[index] for index in empty[:5])
@@ -131,7 +147,7 @@ def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Se
         raise DataError(
             f"{folder}: no picture in the class folder(s) {names}{others}; fill them or remove them from both splits"
         )
-    reader = FileReader(folder, files, channels=1 if recipe.data.color == "gray" else 3)
+    reader = FileReader(folder, files, channels=1 if recipe.data.color == "gray" else 3, prefix=prefix)
     return PictureSource(
         read=reader,
         size=len(files),
@@ -140,5 +156,7 @@ def _open_split(folder: Path, classes: tuple[str, ...], side: int, *, recipe: Se
         channels=reader.channels,
         image_size=(side, side),
         framing=Framing.of(recipe, training=training),
-        fingerprint=fingerprint(classes, len(files), reader.head, listing=[files.labels, files.names.data]),
+        fingerprint=fingerprint(
+            classes, len(files), reading(reader.head, reader.name), listing=[files.labels, files.names.data]
+        ),
     )

@@ -18,6 +18,7 @@ import numpy as np
 from app.errors import DataError, RecipeError
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.kept import stamps
+from app.tasks.image_classification.data.left_out import LeftOut, reading
 from app.tasks.image_classification.data.pictures import PictureSource
 from app.tasks.image_classification.data.rows import RowReader, read_labels
 from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES, Data, Source, fingerprint, first_line, spread
@@ -41,15 +42,15 @@ def open_hub(recipe: Sections) -> Data:
     for rows, name in zip(splits, where, strict=True):
         _check_columns(rows, recipe, name)
     classes, labels = read_labels(splits, data.label_column, where)
-    readers = [
-        RowReader.of(rows, data.image_column, targets, where=name)
-        for rows, targets, name in zip(splits, labels, where, strict=True)
-    ]
+    left_out, readers = LeftOut(data), []
+    for split, rows, targets, name in zip(names.values(), splits, labels, where, strict=True):
+        reader = RowReader.of(rows, data.image_column, targets, where=name)
+        readers.append(reader.without(split, left_out.numbered(split, len(targets))))
+    left_out.check_found()
     train_reader = readers[0]
+    is_gray = reading(train_reader.is_gray, train_reader.name)
     sampled = spread(len(train_reader.labels), FINGERPRINT_SAMPLES)
-    if train_reader.encoded and (
-        data.color == "gray" or (data.color == "auto" and all(train_reader.is_gray(index) for index in sampled))
-    ):
+    if train_reader.encoded and (data.color == "gray" or (data.color == "auto" and all(is_gray(index) for index in sampled))):
         readers = [replace(reader, channels=1) for reader in readers]
     opened = {
         split: _open_split(reader, classes, readers[0], Framing.of(recipe, training=split == "train"), _pins(recipe))
@@ -233,7 +234,7 @@ def _pins(recipe: Sections) -> list[np.ndarray]:
 def _open_split(
     reader: RowReader, classes: tuple[str, ...], train_reader: RowReader, framing: Framing, pins: list[np.ndarray]
 ) -> Source:
-    ((first, _),) = train_reader([0])
+    first = reading(lambda index: next(iter(train_reader([index])))[0], train_reader.name)(0)
     channels, height, width = first.shape
     size = len(reader.labels)
     return PictureSource(
@@ -244,6 +245,6 @@ def _open_split(
         channels=channels,
         image_size=framing.size_of((height, width)),
         framing=framing,
-        fingerprint=fingerprint(classes, size, reader.content, listing=[reader.labels, *pins]),
+        fingerprint=fingerprint(classes, size, reading(reader.content, reader.name), listing=[reader.labels, *pins]),
         made_of=("huggingface", *stamps(Path(file["filename"]) for file in reader.rows.cache_files)),
     )

@@ -16,6 +16,7 @@ from app.tasks.image_classification.data.folders import open_folder
 from app.tasks.image_classification.data.hdf5 import open_hdf5
 from app.tasks.image_classification.data.hub import download_hub, open_hub
 from app.tasks.image_classification.data.idx import download_idx, open_idx
+from app.tasks.image_classification.data.left_out import reading
 from app.tasks.image_classification.data.lmdb_file import open_lmdb
 from app.tasks.image_classification.data.pictures import PictureSource
 from app.tasks.image_classification.data.reduced import ReducedSource
@@ -59,15 +60,19 @@ def open_data(recipe: Sections) -> Data:
 
 def open_staged(recipe: Sections) -> Data:
     """Return the splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
+    opened = open_undecoded(recipe)
+    return opened if recipe.data.jpeg_decoder == "reduced" else opened.changed(decoded_once)
+
+
+def open_undecoded(recipe: Sections) -> Data:
+    """Return the same with no picture decoded yet that the opening itself does not need. Raises as `open_staged`."""
     opened = OPEN[recipe.data.source](recipe)
-    if recipe.data.jpeg_decoder == "reduced":
-        return opened.changed(lambda source: _reduced(source, recipe.data))
-    return opened.changed(decoded_once)
+    return opened.changed(lambda source: _reduced(source, recipe.data)) if recipe.data.jpeg_decoder == "reduced" else opened
 
 
 def _reduced(source: Source, data: DataRecipe) -> Source:
     """Return the source, decoding no more of a JPEG file than its image needs. Raises RecipeError if it holds pixels."""
-    if not isinstance(source, PictureSource) or source.read.file(0) is None:
+    if not isinstance(source, PictureSource) or reading(source.read.file, getattr(source.read, "name", str))(0) is None:
         raise RecipeError(
             f"data.jpeg_decoder is reduced, and data.source={data.source} holds pixels, not files: leave it out, "
             "since there is nothing to decode"

@@ -36,6 +36,8 @@ class Reader(Protocol):
     def file(self, index: int) -> bytes | None:
         """Return the picture's file as it is stored, or None where pixels are. Raises DataError if it cannot be read."""
 
+    # Of kinds that may hold what cannot be read, also name(index) -> str: how `data.leave_out` names a sample.
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PictureSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from app.errors import DataError
+from app.tasks.image_classification.data.left_out import ALL, Rest
 from app.tasks.image_classification.data.pictures import decode, is_gray
 from app.tasks.image_classification.data.source import check_labels
 
@@ -30,13 +31,16 @@ class RowReader:
     rows: Any
     """A `datasets.Dataset` of one column: image files as they are stored, or arrays in numpy's format."""
     labels: np.ndarray
-    """int64 [N]."""
+    """Those of the samples, int64 [N]."""
     where: str
     """The split and where it came from, as errors name it."""
     encoded: bool
     """Whether the rows hold image files; arrays of pixels otherwise."""
     channels: int = 3
     """That encoded pictures are decoded to; arrays have their own."""
+    split: str = ""
+    rest: Rest = ALL
+    """Which of the rows are samples."""
 
     @classmethod
     def of(cls, rows: Any, column: str, labels: np.ndarray, *, where: str) -> RowReader:
@@ -68,6 +72,10 @@ class RowReader:
                 picture = picture_of(alone, name=self._name(index))
             yield picture, int(self.labels[index])
 
+    def without(self, split: str, rest: Rest) -> RowReader:
+        """Return a reader of the rest of the rows, which are of the split of this name."""
+        return replace(self, split=split, rest=rest, labels=rest.of(self.labels))
+
     def content(self, index: int) -> bytes:
         """Return what the fingerprint covers of a picture: its file, or its pixels."""
         (value,) = self._values([index])
@@ -94,7 +102,7 @@ class RowReader:
             return False
 
     def _values(self, indices: Sequence[int]) -> list[Any]:
-        (values,) = self.rows[indices].values()
+        (values,) = self.rows[[self.rest.place(index) for index in indices]].values()
         return list(values)
 
     def _file(self, index: int, value: Any) -> tuple[Path | io.BytesIO, str]:
@@ -107,8 +115,12 @@ class RowReader:
             return io.BytesIO(content), name
         return Path(value["path"]), f"{value['path']} ({name})"
 
+    def name(self, index: int) -> str:
+        """Return how `data.leave_out` names a sample."""
+        return f"{self.split}/{self.rest.place(index)}"
+
     def _name(self, index: int) -> str:
-        return f"sample {index} of {self.where}"
+        return f"sample {self.rest.place(index)} of {self.where}"
 
 
 def picture_of(value: Any, *, name: str) -> Tensor:

@@ -74,8 +74,12 @@ def facts_of(source: Source) -> dict[str, Any]:
     return {"classes": list(source.classes), "channels": source.channels, "image_size": list(source.image_size)}
 
 
-def check_labels(labels: np.ndarray, num_classes: int, *, where: str) -> None:
+def check_labels(
+    labels: np.ndarray, num_classes: int, *, where: str, number: Callable[[int], int] = lambda index: index
+) -> None:
     """Check that there are samples and that all labels (int [N]) are in 0 .. num_classes - 1.
+
+    `number` gives what a sample is called, from its place among the labels.
 
     Raises:
         DataError: They are not; the text says `where` ("the train split of ...") and names the first offending sample.
@@ -88,7 +92,7 @@ def check_labels(labels: np.ndarray, num_classes: int, *, where: str) -> None:
     if wrong.size:
         index = int(wrong[0])
         raise DataError(
-            f"sample {index} of {where} has label {int(labels[index])}, but labels must be in 0..{num_classes - 1} "
+            f"sample {number(index)} of {where} has label {int(labels[index])}, but labels must be in 0..{num_classes - 1} "
             f"({wrong.size} of {labels.size} are not); mend the labels or leave those samples out"
         )
 

@@ -1,0 +1,131 @@
+"""`samerun data check`: reads every sample of a recipe's splits once, and lists those that cannot be read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from app import tasks
+from app.errors import DataError, RecipeError
+from app.options.values import positive
+from app.place import cores
+from app.recipe import recipe_file
+from app.recipe.schema import Recipe
+
+_WITH_LEAVE_OUT = "image_classification"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `samerun data check` with these arguments and return its exit code. Raises SamerunError."""
+    options = _parser().parse_intermixed_args(argv)
+    recipe = _recipe(options.words)
+    can_leave_out = recipe.task == _WITH_LEAVE_OUT
+    if options.write is not None and not can_leave_out:
+        raise RecipeError(
+            f"--write makes a file for data.leave_out, a key of {_WITH_LEAVE_OUT}, and this recipe's task is {recipe.task}: "
+            "leave --write out, and mend what is listed"
+        )
+    found: dict[str, str] = {}
+    splits = _pictures(recipe, found) if can_leave_out else _splits(recipe)
+    for split, samples in splits.items():
+        sys.stdout.write(f"{split}: {len(samples):,} samples\n")
+        sys.stdout.flush()
+        found |= _found(samples, split, recipe, options.processes)
+    for name, why in found.items():
+        sys.stdout.write(f"unreadable: {name}: {why}\n")
+    if options.write is not None and found:
+        count = _write(options.write, recipe, found)
+        sys.stdout.write(f"{options.write} names {count} samples: data.leave_out={options.write} leaves them out\n")
+        return 0
+    word = f"{len(found)} cannot be read" if found else "all can be read"
+    advice = ": mend them, or name them in a file for data.leave_out (--write FILE)" if found and can_leave_out else ""
+    sys.stdout.write(word + advice + "\n")
+    return DataError.exit_code if found else 0
+
+
+def _found(samples: Any, split: str, recipe: Recipe, processes: int) -> Iterator[tuple[str, str]]:
+    from app.data.unreadable import unreadable
+
+    name = getattr(getattr(samples, "read", None), "name", lambda number: f"{split}/{number}")
+    for number, why in unreadable(samples, split=split, seed=recipe.seed, processes=processes):
+        yield name(number), why
+
+
+def _pictures(recipe: Recipe, found: dict[str, str]) -> Mapping[str, Any]:
+    """Return the splits, opened without the pictures that opening them needs and cannot read, which go into `found`."""
+    from app.tasks.image_classification.data import left_out
+    from app.tasks.image_classification.data.open import download_data, open_undecoded
+    from app.tasks.image_classification.data.stage import located
+
+    download_data(recipe.sections)
+    sections = located(recipe.sections)
+    with tempfile.NamedTemporaryFile("w", errors="surrogateescape") as file:
+        while True:
+            try:
+                return open_undecoded(sections).there
+            except left_out.UnreadableError as error:
+                found[error.name] = str(error).removesuffix(f". {left_out.CHECK}")
+            names = [(name, "") for name in (*left_out.names_in(recipe.sections.data), *found)]
+            file.seek(0)
+            file.write(left_out.as_text(names))
+            file.flush()
+            sections = replace(sections, data=replace(sections.data, leave_out=file.name))
+
+
+def _splits(recipe: Recipe) -> Mapping[str, Any]:
+    from app.task import Split
+
+    task = tasks.of(recipe)
+    task = task.prepare() or task
+    opened = {split: task.samples(split) for split in get_args(Split)}
+    return {split: samples for split, samples in opened.items() if samples is not None}
+
+
+def _write(path: Path, recipe: Recipe, found: Mapping[str, str]) -> int:
+    """Write the names, and those that the recipe leaves out already; return how many they are. Raises DataError."""
+    from app.tasks.image_classification.data import left_out
+
+    before = [(name, "") for name in sorted(left_out.names_in(recipe.sections.data))]
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(left_out.as_text([*before, *found.items()]), encoding="utf-8", errors="surrogateescape")
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(f"--write {path} cannot be written ({error.strerror}): name another file") from error
+    return len(before) + len(found)
+
+
+def _recipe(words: Sequence[str]) -> Recipe:
+    """Return the recipe of a name or path, with overrides; of a folder or file of pictures one that reads it."""
+    from app.tasks.image_classification.data_tools.command import recipe_of
+
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    whats = [word for word in words if word not in overrides]
+    if len(whats) != 1:
+        raise RecipeError(
+            f"give one recipe, by name or path, or one folder of pictures: {' and '.join(whats) or 'none'} is given"
+        )
+    is_recipe = whats[0] in recipe_file.names() or Path(whats[0]).suffix in (".yaml", ".yml")
+    return recipe_file.load(whats[0], overrides).recipe if is_recipe else recipe_of(whats[0], overrides)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samerun data check",
+        description="Read every sample of all splits of a recipe once, as a training would, and list those that cannot be "
+        "read. The exit code is 6 if there are some that --write has not written.",
+    )
+    parser.add_argument("words", nargs="+", metavar="RECIPE [key=value ...]", help="--recipe NAME_OR_PATH, or a folder or file "
+                        "of pictures; and recipe values")  # fmt: skip
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write their names into a file for data.leave_out=FILE, "
+                        "with those that it leaves out already")  # fmt: skip
+    count = cores.of_this_process(1)
+    parser.add_argument(
+        "--processes", type=positive, default=count, help=f"that read and decode (default: {count}, the cores here)"
+    )
+    return parser
