@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,18 +26,18 @@ from app.optim import freezing, schedule
 from app.ranks import numerics, random_layers
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
-from app.task import Form, Split, Task
+from app.task import Form, Task
 
 Shown = Callable[[], list[tuple[str, str]]]
 _MOST_SHOWN = 4
 """Samples of which texts are shown: every evaluation waits for them."""
 
 
-def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
+def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tuple[Task, Splits]:
     """Return the task, and its splits opened, on every rank, after one process of each node has prepared them there.
 
     That one downloads what is missing and allowed, and copies it to the node's disk, if the recipe says so. Training samples
-    are held out for validation if the recipe says that.
+    are held out for validation if the recipe says that. If nothing is `to_train`, there need not be any where there are others.
     """
     host, is_first = socket.gethostname(), runtime.launched.local_rank == 0
     task = tasks.of(recipe)
@@ -46,9 +46,22 @@ def open_data(runtime: Runtime, recipe: Recipe) -> tuple[Task, Splits]:
     of_host = {there: found for there, found in runtime.gather((host, prepared)) if found is not None}
     task = prepared or of_host.get(host) or task
     with runtime.together():
-        train, validation, test = (task.samples(split) for split in get_args(Split))
-        data = Splits(train, validation, test, task.reads() if callable(getattr(task, "reads", None)) else {})
+        data = _splits(task, to_train=to_train)
         return task, held_out.held_out(data, recipe.train.validation_fraction, seed=recipe.seed)
+
+
+def _splits(task: Task, *, to_train: bool) -> Splits:
+    train, why = None, None
+    try:
+        train = task.samples("train")
+    except DataError as error:
+        if to_train:
+            raise
+        why = error
+    validation, test = task.samples("validation"), task.samples("test")
+    if why and validation is None and test is None:
+        raise why
+    return Splits(train, validation, test, task.reads() if callable(getattr(task, "reads", None)) else {})
 
 
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tuple[torch.nn.Module, Units | None]:

@@ -1,4 +1,4 @@
-"""Score a finished run again: `samerun evaluate RUN [--split validation] [--json] [key=value ...]`.
+"""Score a finished run again: `samerun evaluate RUN [--split validation] [--best] [--json] [key=value ...]`.
 
 RUN may be what `samerun export` wrote, or any folder of transformers with a language model: then `--recipe`, or `data.*`, says
 on which text.
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         choices=("train", "validation", "test"),
         help="split to score (default: test, or validation if there is no test split)",
     )
+    train_options.add_best(parser)
     train_options.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the run's")
@@ -61,14 +62,17 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     import torch
 
     from app import building
-    from app.checkpoints import model_file
+    from app.checkpoints import chosen, model_file
     from app.data import held_out
     from app.ranks.runtime import Runtime
 
-    is_ours = (arguments.run / run_folder.MODEL_CONFIG).exists() or not (arguments.run / "config.json").exists()
+    is_ours = (
+        arguments.best or (arguments.run / run_folder.MODEL_CONFIG).exists() or not (arguments.run / "config.json").exists()
+    )
     recipe = _recipe(arguments, is_ours=is_ours)
     at = recipe.task if task_file.is_own(recipe.task) else None
-    _, model, facts = model_file.load(arguments.run, at) if is_ours else (None, None, None)
+    place = chosen.best(arguments.run) if arguments.best else arguments.run
+    _, model, facts = model_file.load(place, at) if is_ours else (None, None, None)
     ranks = launched.data_ranks
     share = max(1, recipe.train.global_batch_size // ranks)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
@@ -76,7 +80,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     runtime = Runtime(
         launched, plan, tf32=recipe.train.tf32, deterministic=recipe.train.deterministic, workers=arguments.workers
     )
-    task, data = building.open_data(runtime, recipe)
+    task, data = building.open_data(runtime, recipe, to_train=False)
     split = arguments.split or next(reversed(data.scored), "train")
     with runtime.together():
         samples = _samples(recipe, data, split)
@@ -95,7 +99,8 @@ def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
     if is_ours:
         if arguments.recipe is not None:
             raise UsageError(f"--recipe is for a folder of transformers: {arguments.run} has a recipe of its own")
-        run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # what is no finished run is told as that
+        if not arguments.best:
+            run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # what is no finished run is told as that
         return recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
     kinds = recipe_keys.kinds(_OF_FOLDERS)
     said = {key: "null" for key, kind in kinds.items() if key.startswith("model.") and kind.optional}
@@ -109,10 +114,11 @@ def _samples(recipe: Recipe, data: Splits, split: str) -> Any:
     """Return those that the run scores of a split. Raises DataError if it has none."""
     from app import building
 
+    there = [*(["train"] if data.train is not None else []), *data.scored]
+    if split not in there:
+        raise DataError(f"the data has no {split} split: give --split {' or '.join(there)}")
     if split == "train":
         return data.train
-    if split not in data.scored:
-        raise DataError(f"the data has no {split} split: give --split {' or '.join(['train', *data.scored])}")
     return building.scored_samples(recipe, data, split)
 
 

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app import tasks
-from app.checkpoints import step_folders as files
-from app.checkpoints import tensor_file
+from app.checkpoints import chosen, step_folders, tensor_file
 from app.checkpoints.durable import Stamp, telling, write_bytes
 from app.checkpoints.piece import AVERAGE, WEIGHT
 from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RunFolderError
 from app.files.lines import Lines
+from app.options import train_options
 from app.recipe import recipe_file, recipe_keys
 from app.record import card, run_folder
 from app.record.claim import sync
@@ -51,7 +51,7 @@ _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}
 def main(argv: Sequence[str]) -> int:
     """Run `samerun export` with these arguments and return its exit code. Raises CheckpointError and RunFolderError."""
     options = _parser().parse_args(argv)
-    folder = _best(options.place) if options.best else _whole(options.place)
+    folder = (chosen.best if options.best else chosen.newest)(options.place)
     reader = Reader(folder)
     key = _chosen(reader, options.weights)
     out = options.out or _default_out(folder, "-adapter" if options.adapter else "")
@@ -257,35 +257,6 @@ def _put(path: Path, write: Callable[[Path], Stamp]) -> None:
         raise
 
 
-def _whole(place: Path) -> Path:
-    """Return the checkpoint that a path names: itself, or of a run folder the newest that is whole."""
-    if files.is_checkpoint(place):
-        files.verify(place)
-        return place
-    folder, damaged = files.newest(place)
-    if folder is None:
-        raise CheckpointError("\n".join([*damaged, f"{place} is no checkpoint and has none that is whole: give another path."]))
-    for sentence in damaged:
-        sys.stderr.write(f"passed over: {sentence}\n")
-    return folder
-
-
-def _best(place: Path) -> Path:
-    """Return the checkpoint of a run that had the best validation score, as its newest whole one knows."""
-    newest = _whole(place)
-    best = Reader(newest).state["best"]
-    if best is None:
-        raise CheckpointError(
-            f"{newest} knows of no best checkpoint: its run had no checkpoint.keep_best=true, or was not evaluated before it. "
-            "Leave --best out."
-        )
-    folder = files.path_of(newest.absolute().parents[1], best["step"])
-    if not files.is_checkpoint(folder):
-        raise CheckpointError(f"{folder}, the best checkpoint of {place}, is not there any more. Leave --best out.")
-    files.verify(folder)
-    return folder
-
-
 def _chosen(reader: Reader, wanted: str | None) -> str:
     """The key of the weights that are exported: what was asked for, or what a finished run leaves."""
     if wanted is None:
@@ -300,7 +271,11 @@ def _chosen(reader: Reader, wanted: str | None) -> str:
 def _default_out(folder: Path, ending: str) -> Path:
     """Where a checkpoint is exported to if nothing is said: a folder of its own in the run folder."""
     folder = folder.absolute()
-    return (folder.parents[1] if folder.parent.name == files.FOLDER else folder.parent) / "exported" / f"{folder.name}{ending}"
+    return (
+        (folder.parents[1] if folder.parent.name == step_folders.FOLDER else folder.parent)
+        / "exported"
+        / f"{folder.name}{ending}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -312,8 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("place", type=Path, metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run folder (its newest "
         "complete checkpoint)")  # fmt: skip
-    parser.add_argument("--best", action="store_true", help="with a run folder: its best checkpoint by validation score "
-        "(needs checkpoint.keep_best=true), not the newest")  # fmt: skip
+    train_options.add_best(parser)
     parser.add_argument("--out", type=Path, metavar="FILE_OR_FOLDER", help="folder for model.safetensors, model.json and "
         "recipe.yaml; or a *.safetensors file, for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
     parser.add_argument("--weights", choices=_KEYS, help="average: the moving average of the weights; raw: the weights "

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from app.errors import SamerunError, leave_with
+from app.options import train_options
 from app.options.values import positive
 
 
@@ -23,15 +24,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--task", metavar="FILE", help="where the run's task file is now, if it was moved (default: its old place)"
     )
+    train_options.add_best(parser)
     parser.add_argument("--top", type=positive, default=3, help="how many answers to show, most likely first (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table: one object per line")
     arguments = parser.parse_args(argv)
     import torch  # here: the help need not wait for it
 
-    from app.checkpoints import model_file
+    from app.checkpoints import chosen, model_file
 
     try:
-        task, model, _ = model_file.load(arguments.run, arguments.task)
+        run = chosen.best(arguments.run) if arguments.best else arguments.run
+        task, model, _ = model_file.load(run, arguments.task)
         with torch.no_grad():
             found = task.predict(model, arguments.files, top=arguments.top)
     except SamerunError as error:

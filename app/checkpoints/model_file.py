@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from app import tasks
-from app.checkpoints import stored_weights, tensor_file
+from app.checkpoints import step_folders, stored_weights, tensor_file
 from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RecipeError, RunFolderError
 from app.initial import filling
@@ -58,13 +58,17 @@ def save(
 def load(run_dir: Path, task_at: str | None = None) -> tuple[Task, torch.nn.Module, Mapping[str, Any]]:
     """Return a finished run's task, its trained model, in evaluation mode on the CPU, and the facts of its samples.
 
+    `run_dir` may be a checkpoint: the model is then that of its moment, with what was trained beside frozen weights.
     `task_at` is where the user's task file lies now; None: where it lay. Says on stderr if it was changed since.
 
     Raises RunFolderError if the run is not finished or a file of it is broken.
     """
-    about = run_dir / run_folder.MODEL_CONFIG
-    described = run_folder.read_json(about)
-    path = stored_weights.in_folder(run_dir)
+    about, path = run_dir / run_folder.MODEL_CONFIG, stored_weights.in_folder(run_dir)
+    if step_folders.is_checkpoint(run_dir):
+        about, path, state = run_dir / step_folders.STATE, run_dir, step_folders.Reader(run_dir).state
+        described = {**state["model"], "recipe": state["recipe"]}
+    else:
+        described = run_folder.read_json(about)
     if path is None:
         raise RunFolderError(f"{run_dir / run_folder.MODEL} is missing: {run_dir} is not the folder of a finished run.")
     try:

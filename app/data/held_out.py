@@ -69,11 +69,11 @@ class PartLookedUp(Part):
 
 
 def held_out(data: Splits, fraction: float | None, *, seed: int) -> Splits:
-    """Return the splits, with so large a share of the training samples as validation split; None: as they are.
+    """Return the splits, with so large a share of the training samples as validation split; None, or without any: as they are.
 
     Raises RecipeError if there is a validation split already, and DataError if the share or the rest is no sample.
     """
-    if fraction is None:
+    if fraction is None or data.train is None:
         return data
     if data.validation is not None:
         raise RecipeError(

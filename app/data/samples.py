@@ -107,6 +107,7 @@ class Splits(NamedTuple):
     """The splits of a task's data, opened: each `Samples`."""
 
     train: Any
+    """None: there is none, and nothing is trained."""
     validation: Any | None
     """What a run looks at before its end. None: nothing is looked at."""
     test: Any | None

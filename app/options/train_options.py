@@ -58,6 +58,12 @@ def show_help(words: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
+def add_best(parser: argparse.ArgumentParser) -> None:
+    """Add `--best`: which checkpoint of a run."""
+    parser.add_argument("--best", action="store_true", help="the run's best checkpoint by validation score (needs "
+        "checkpoint.keep_best=true), not its last weights")  # fmt: skip
+
+
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add `--workers`: what is made by how many is the same, so it is no recipe key."""
     parser.add_argument("--workers", type=not_negative, metavar="N", help="data-loading processes per training process, for "

@@ -315,8 +315,10 @@ def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
     assert step_folders.Reader(step_folders.path_of(tmp_path, 110)).state["best"]["step"] == best
     assert export.main([str(tmp_path), "--best"]) == 0
     left = tmp_path / "exported" / step_folders.path_of(tmp_path, best).name
-    again = run("cpu", 1, "app.evaluate", str(left), "--json", "--split", "validation").check()
-    assert json.loads(again.output.splitlines()[-1])["accuracy"] == pytest.approx(scores[best])
+    (tmp_path / "model.json").unlink()  # and of a run that is not finished
+    for evaluated in ((str(left),), (str(tmp_path), "--best")):
+        again = run("cpu", 1, "app.evaluate", *evaluated, "--json", "--split", "validation").check()
+        assert json.loads(again.output.splitlines()[-1])["accuracy"] == pytest.approx(scores[best]), evaluated
 
 
 @pytest.mark.parametrize(

@@ -97,15 +97,14 @@ def test_evaluating_the_run_again_gives_the_same_scores(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def some_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image folder of the test digits 3, 7 and 9: their labels there are 0, 1 and 2."""
+    """An image folder of the test digits 3, 7 and 9 alone: their labels there are 0, 1 and 2."""
     root = tmp_path_factory.mktemp("some") / "digits"
     source = open_data(Recipe().sections).test
     images, labels = source.fetch(np.arange(len(source)), None).values()
     for index, (image, label) in enumerate(zip(images.numpy(), labels.tolist(), strict=True)):
-        for split in ("train", "test"):
-            if label in (3, 7, 9):
-                (root / split / str(label)).mkdir(parents=True, exist_ok=True)
-                Image.fromarray(image[0]).save(root / split / str(label) / f"{index}.png")
+        if label in (3, 7, 9):
+            (root / "test" / str(label)).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0]).save(root / "test" / str(label) / f"{index}.png")
     return root
 
 
@@ -118,17 +117,17 @@ def test_classes_of_other_data_are_matched_by_name(run: Path, some_digits: Path,
 
     folder = ("data.source=imagefolder", "data.color=gray")
     there = (*folder, "data.image_size=8", f"data.path={some_digits}")
-    all_of_them, some = scores(), scores(*there)
+    all_of_them, some = scores(), scores(*there, "--split", "test")
     expected = {label: accuracy if label in "379" else None for label, accuracy in all_of_them["class_accuracy"].items()}
     assert some["class_accuracy"] == expected
     assert 0 < some["top5_accuracy"] <= 1
     (tmp_path / "test").mkdir()
     shutil.copytree(some_digits, tmp_path / "other")
-    for split in ("train", "test"):
-        (tmp_path / "other" / split / "9").rename(tmp_path / "other" / split / "nine")
+    (tmp_path / "other" / "test" / "9").rename(tmp_path / "other" / "test" / "nine")
     refused = evaluate(*there[:-1], f"data.path={tmp_path / 'other'}")
     assert refused.returncode == DataError.exit_code
     assert "the model does not know 1 of the data's 3 classes: 'nine'. Its own are '0', '1', " in refused.output
+    assert "the data has no train split: give --split test" in evaluate(*there, "--split", "train").output
     refused = evaluate(*folder[:1], "data.image_size=8", f"data.path={some_digits}", "data.color=rgb")
     assert "have 3 channels and 8x8 pixels, and the run was trained on 1 channels and 8x8 pixels" in refused.output
 

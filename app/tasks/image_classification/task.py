@@ -23,7 +23,7 @@ from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.notes import notes_on
 from app.tasks.image_classification.data.open import Data, download_data, open_staged
 from app.tasks.image_classification.data.relabelled import relabelled
-from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.source import NoTraining, Source
 from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import Sections
 
@@ -67,7 +67,10 @@ class ImageClassification:
     def samples(self, split: Split) -> Source | None:
         """Open a split; all are opened at once, and checked against each other."""
         self._data = self._data or open_staged(self._sections)
-        return getattr(self._data, split)  # type: ignore[no-any-return]
+        found: Source | NoTraining | None = getattr(self._data, split)
+        if isinstance(found, NoTraining):
+            raise found.why
+        return found
 
     def notes(self, data: Splits) -> list[str]:
         """Return a sentence for classes without a sample, and for files that are no pictures."""

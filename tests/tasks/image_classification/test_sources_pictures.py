@@ -23,6 +23,7 @@ from app.tasks.image_classification.data.framing import RATIOS, Framing, crop_bo
 from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.data.pictures import decode
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
+from app.tasks.image_classification.task import ImageClassification
 
 SIZES = [(40, 30), (31, 47), (64, 64), (25, 90)]  # width, height in pixels
 
@@ -245,6 +246,17 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "test").write_text("a file")
     with pytest.raises(DataError, match=rf"{tmp_path}/test cannot be read \(Not a directory\)"):
         open_data(recipe(tmp_path))
+
+
+def test_a_folder_with_a_test_split_alone_is_one_to_score_and_not_to_train_on(tmp_path: Path) -> None:
+    write_folder(tmp_path, splits=("test",))
+    opened = open_data(recipe(tmp_path))
+    assert (set(opened.there), len(opened.test)) == ({"test"}, 12)
+    task = ImageClassification(recipe(tmp_path))
+    assert len(task.samples("test")) == 12
+    for asked in (lambda: task.samples("train"), lambda: len(opened.train), lambda: opened.train.classes):
+        with pytest.raises(DataError, match=rf"^{tmp_path}/train cannot be read .* data\.train_split name it$"):
+            asked()
 
 
 def test_a_split_without_class_folders(tmp_path: Path) -> None:

@@ -149,13 +149,13 @@ def open_arrays(recipe: Sections) -> Data:
     root = Path(data.path)
 
     def opened(name: str, _key: str) -> tuple[Path, Split]:
-        if not (root / name).is_dir() and name != data.train_split:
+        if not (root / name).is_dir():
             raise NoSplitError(f"{root / name} is no whole split of arrays (it is not there): pack it again")
         return root / name, open_split(root / name)
 
     parts = each_split(data, opened)
-    first, split = parts[0]
-    for folder, other in filter(None, parts):
+    first, split = parts.there[0]
+    for folder, other in parts.there:
         if other.classes != split.classes:
             raise DataError(f"{first} and {folder} have different classes; pack all splits together")
 

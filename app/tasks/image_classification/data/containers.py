@@ -108,11 +108,10 @@ def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Record
 
     readers = each_split(data, opened)
     left_out.check_found()
-    there = [reader for reader in readers if reader is not None]
-    classes = _classes(there)
-    for reader in there:
+    classes = _classes(readers.there)
+    for reader in readers.there:
         check_labels(reader.labels, len(classes), where=reader.records.where, number=reader.rest.place)
-    first = reading(readers[0].picture, readers[0].name)(0)
+    first = reading(readers.there[0].picture, readers.there[0].name)(0)
 
     def source(reader: RecordReader, training: bool) -> Source:
         return _source(reader, classes, first, Framing.of(recipe, training=training))
@@ -121,7 +120,7 @@ def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Record
 
 
 def _source(reader: RecordReader, classes: tuple[str, ...], first: Tensor, framing: Framing) -> Source:
-    """Return the source of a split; `first` is the first training picture, uint8 [C, H, W]."""
+    """Return the source of a split; `first` is the first picture, uint8 [C, H, W]."""
     return PictureSource(
         read=reader,
         size=len(reader.labels),

@@ -89,7 +89,7 @@ def open_folder(recipe: Sections) -> Data:
         left_out.check_found()
         return Data(train, None, None)
     found = each_split(data, lambda name, key: (root / name, _classes(root / name, key)))
-    (first, classes), *others = filter(None, found)
+    (first, classes), *others = found.there
     for folder, other in others:
         if other != classes:
             raise DataError(_difference([first, folder], [classes, other]))

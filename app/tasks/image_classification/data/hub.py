@@ -97,7 +97,7 @@ def _names(recipe: Sections) -> dict[str, str]:
         raise NoSplitError(name)
 
     found = zip(("train", "validation", "test"), each_split(data, named), strict=True)
-    return {split: name for split, name in found if name is not None}
+    return {split: name for split, name in found if isinstance(name, str)}
 
 
 def _load(recipe: Sections, names: dict[str, str] | None) -> Any:

@@ -52,17 +52,31 @@ class Source(Samples, Protocol):
         """Return `images`, uint8 [B, C, H, W], and `labels`, int64 [B], as `Samples.fetch` says."""
 
 
+class NoTraining:
+    """In the place of training pictures that are not there: whoever needs them is told why, and others are not."""
+
+    def __init__(self, why: DataError) -> None:
+        self.why = why
+
+    def __len__(self) -> int:
+        raise self.why
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.why
+
+
 class Data(NamedTuple):
     """The splits of a recipe's data. None: there is no such split."""
 
     train: Source
+    """`NoTraining`: there is none."""
     validation: Source | None
     test: Source | None
 
     @property
     def there(self) -> dict[str, Source]:
         """The splits that there are, by name."""
-        return {name: source for name, source in self._asdict().items() if source is not None}
+        return {name: source for name, source in self._asdict().items() if not isinstance(source, NoTraining | None)}
 
     def changed(self, change: Callable[[Source], Source]) -> Data:
         """Return the splits with each of them changed."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from app.errors import DataError
-from app.tasks.image_classification.data.source import Data, Source
+from app.tasks.image_classification.data.source import Data, NoTraining, Source
 from app.tasks.image_classification.sections import DataRecipe
 
 T = TypeVar("T")
@@ -19,11 +19,24 @@ class NoSplitError(DataError):
     """There is no split of that name."""
 
 
-def each_split(data: DataRecipe, open_split: Callable[[str, str], T]) -> tuple[T, T | None, T | None]:
-    """Return the training, the validation and the test split; None: there is none, and the recipe names none.
+class Splits(NamedTuple, Generic[T]):
+    """What was opened of each split. None: there is none, and the recipe names none."""
 
-    `open_split` takes a name and the recipe's key that it is of. It raises NoSplitError for a name that is not there, which a
-    split that the recipe names must be.
+    train: T | NoTraining
+    validation: T | None
+    test: T | None
+
+    @property
+    def there(self) -> list[T]:
+        """Those that there are, one at least, that for training first."""
+        return [part for part in self if not isinstance(part, NoTraining | None)]
+
+
+def each_split(data: DataRecipe, open_split: Callable[[str, str], T]) -> Splits[T]:
+    """Return the training, the validation and the test split.
+
+    `open_split` takes a name and the recipe's key that it is of. It raises NoSplitError for a name that is not there, which
+    a validation or test split that the recipe names must be. That for training may be missing where there is another one.
     """
     used = {data.train_split, data.validation_split, data.test_split}
 
@@ -44,18 +57,26 @@ def each_split(data: DataRecipe, open_split: Callable[[str, str], T]) -> tuple[T
                     continue
         return None
 
-    return (
-        named(data.train_split, "data.train_split"),
+    train: T | NoTraining
+    try:
+        train = open_split(data.train_split, "data.train_split")
+    except NoSplitError as error:
+        train = NoTraining(DataError(str(error)))
+    splits = Splits(
+        train,
         found(data.validation_split, VALIDATION_NAMES, "data.validation_split"),
         found(data.test_split, TEST_NAMES, "data.test_split"),
     )
+    if isinstance(train, NoTraining) and not splits.there:
+        raise train.why
+    return splits
 
 
-def sources(parts: tuple[T, T | None, T | None], make: Callable[[T, bool], Source]) -> Data:
+def sources(parts: Splits[T], make: Callable[[T, bool], Source]) -> Data:
     """Return the splits that `make` makes of what was opened, told whether it is for training."""
     train, validation, test = parts
     return Data(
-        make(train, True),
+        train if isinstance(train, NoTraining) else make(train, True),
         None if validation is None else make(validation, False),
         None if test is None else make(test, False),
     )
