@@ -1,4 +1,7 @@
-"""`samerun compare RUN RUN`: shows what differs between two runs, and says whether they were the same one."""
+"""`samerun compare RUN RUN...`: shows what differs between two runs, and says whether they were the same one.
+
+Of more runs, or as Markdown or CSV, it is the table of `samerun runs`, and a column says which were the same as the first.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,27 +21,36 @@ from rich.table import Table
 
 from app.options.values import tolerance
 from app.reports import past_run
+from app.reports import runs as runs_table
 from app.reports.comparison import DECIDING_STEPS, TOLERANCE, Comparison, compare
 from app.reports.past_run import PastRun
 
+_SAME = "same run as the first"
 _WIDTH = 120  # of the tables where there is no terminal to fit into, in characters
 
 
 def main(argv: list[str]) -> int:
-    """Compare two runs from the command line; 0 only if they were the same run."""
-    options = _parser().parse_args(argv)
+    """Compare runs from the command line; 0 only if they were the same run."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if len(options.runs) < 2:
+        parser.error("give two runs, or more")
     from app.reports import plots  # matplotlib takes half a second, which the help does not need
 
     runs = [past_run.read(folder) for folder in options.runs]
     for run in runs:
         for complaint in run.complaints:
             _say(complaint)
-    found = compare(*runs, tolerance=options.tolerance)
-    if options.json:
-        sys.stdout.write(json.dumps(_as_json(runs, found)) + "\n")
+    found = [compare(runs[0], other, tolerance=options.tolerance) for other in runs[1:]]
+    if len(found) > 1 or options.format in ("csv", "markdown"):
+        same = ["", *({True: "yes", False: "no", None: "not known"}[it.is_same] for it in found)]
+        rows = runs_table.rows_of(runs, now=time.time())
+        runs_table.write([row | {_SAME: said} for row, said in zip(rows, same, strict=True)], options.format)
+    elif options.format == "json":
+        sys.stdout.write(json.dumps(_as_json(runs, found[0])) + "\n")
     else:
-        _print(plots.labels(runs), found)
-    return 0 if found.is_same else 1
+        _print(plots.labels(runs), found[0])
+    return 0 if all(it.is_same for it in found) else 1
 
 
 def _as_json(runs: Sequence[PastRun], found: Comparison) -> dict[str, Any]:
@@ -92,11 +105,14 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun compare",
-        description="Show what differs between two runs, and whether they are the same run (exit code 0) or not (1).",
+        description="Show what differs between two runs, and whether they are the same run (exit code 0) or not (1). More runs "
+        "become a table with a row each, which shows the runs that are the same as the first.",
         allow_abbrev=False,
     )
-    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables and a sentence")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("--format", choices=runs_table.FORMATS, default="table", help="output format; markdown and csv have a "
+                        "row for each run, also for two (default: table)")  # fmt: skip
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="same as --format json")
     parser.add_argument("--tolerance", type=tolerance, default=TOLERANCE, help="largest relative difference between losses in "
                         f"the first {DECIDING_STEPS} steps of the same run (default: {TOLERANCE:g})"
                         )  # fmt: skip

@@ -19,7 +19,7 @@ from app.reports.state import state_of
 
 Row = dict[str, Any]
 _FOLDERS = Path("runs")
-_FORMATS = ("table", "json", "csv", "markdown")
+FORMATS = ("table", "json", "csv", "markdown")
 
 
 def main(argv: list[str]) -> int:
@@ -33,10 +33,7 @@ def main(argv: list[str]) -> int:
     rows = rows_of(found, now=time.time())
     if options.sort:
         rows = _in_order(rows, options.sort, reverse=options.reverse)
-    if options.format == "json":
-        sys.stdout.write(json.dumps(rows) + "\n")
-    else:
-        _write(rows, options.format)
+    write(rows, options.format)
     return 0
 
 
@@ -85,7 +82,11 @@ def _in_order(rows: list[Row], key: str, *, reverse: bool) -> list[Row]:
     return there + [row for row in rows if row[key] is None]
 
 
-def _write(rows: Sequence[Row], form: str) -> None:
+def write(rows: Sequence[Row], form: str) -> None:
+    """Print rows, which all have the same columns, in one of FORMATS."""
+    if form == "json":
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return
     if form == "csv":
         writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -133,6 +134,6 @@ def _parser() -> argparse.ArgumentParser:
         "--sort", metavar="COLUMN", help="sort by this column, smallest first; --format csv shows the column names"
     )
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
-    parser.add_argument("--format", choices=_FORMATS, default="table", help="output format (default: table)")
+    parser.add_argument("--format", choices=FORMATS, default="table", help="output format (default: table)")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="same as --format json")
     return parser

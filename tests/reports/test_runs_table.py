@@ -58,6 +58,23 @@ def test_every_form_has_the_same_rows_and_sorting_puts_what_is_missing_last(fold
     assert "optim.lr" not in table
 
 
+def test_compare_writes_the_same_table_and_says_which_were_the_same_run(folder: Path, digits_run: Path, capsys) -> None:
+    def compared(*arguments: object) -> tuple[int, str]:
+        return cli.main(["compare", *map(str, arguments)]), capsys.readouterr().out
+
+    three = (digits_run, folder / "run-2", folder / "run-10")
+    code, text = compared(*three, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert ([row.pop("same run as the first") for row in rows], code) == (["", "yes", "no"], 1)
+    assert rows == list(csv.DictReader(io.StringIO(printed(capsys, *three, "--format", "csv"))))
+    code, text = compared(*three[:2], "--format", "markdown")
+    assert (len(text.splitlines()), code) == (4, 0)
+    assert text.splitlines()[3].endswith(" | yes |")
+    assert "same run as the first" in " ".join(compared(*three)[1].split())
+    with pytest.raises(SystemExit):
+        compared(digits_run)
+
+
 def test_a_column_that_is_not_there_and_a_folder_without_runs_are_named(folder: Path, tmp_path: Path, capsys) -> None:
     assert cli.main(["runs", str(folder), "--sort", "optim.rate"]) == 7
     assert "--sort optim.rate: the columns are run, state, step, of, optim.lr" in capsys.readouterr().err
