@@ -55,6 +55,7 @@ LAUNCH_ROOMS: list[tuple[str, ...]] = [
     ("launch.schedulers",),
     ("launch.start",),
     ("launch.submit",),
+    ("launch.sweep",),
     ("launch.cli",),
 ]
 

@@ -48,6 +48,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "train": {
         "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),
+        "sweep": ("launch.sweep", "sweep", "train every combination of some recipe values, one run after the other"),
         "submit": ("launch.submit.submit", "submit", "check a job, write its script and submit it to Slurm or PBS"),
         "train": ("app.train", "main", "train in this process, or in the processes that accelerate launch started"),
         "watch": ("app.reports.watch", "main", "follow a run in the terminal, from any machine that can read its folder"),
@@ -77,7 +78,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
 }  # fmt: skip
 _COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
-_START_PROCESSES = ("launch", "submit", "doctor", "scale")
+_START_PROCESSES = ("launch", "sweep", "submit", "doctor", "scale")
 """Commands that take the environment and a function to print messages with."""
 
 

@@ -40,15 +40,8 @@ from launch.start.resolved import Resolved
 
 def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun launch` with these arguments and return its exit code. Raises SamerunError."""
-    options, passed_on, training = read(argv)
-    resolved = _resolve(options, passed_on, argv, environment, overrides=training.overrides)
-    if not resolved.is_task:  # or each node would look again
-        if not resolved.job:  # or the time is that of the job
-            end_time_s(environment)
-        begins = resolved.loaded.recipe.inputs.get("train.init_from")
-        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume(), init_from=begins):
-            raise problem
-    resolved.accelerate_argv()  # what cannot be is refused here, not on every node
+    resolved = checked(argv, environment)
+    options = resolved.options
     if resolved.topology.node_rank == 0:  # or each node would say the same
         explain.introduce(resolved, say)
         planned.introduce(resolved, environment, say)
@@ -68,6 +61,20 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     finally:
         with suppress(OSError):
             run_dir.rmdir()  # if it is empty: what was wrong was found before anything was written
+
+
+def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
+    """Return what these arguments come to here. Raises SamerunError for what would end the run, as far as it can be known."""
+    options, passed_on, training = read(argv)
+    resolved = _resolve(options, passed_on, argv, environment, overrides=training.overrides)
+    if not resolved.is_task:  # or each node would look again
+        if not resolved.job:  # or the time is that of the job
+            end_time_s(environment)
+        begins = resolved.loaded.recipe.inputs.get("train.init_from")
+        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume(), init_from=begins):
+            raise problem
+    resolved.accelerate_argv()  # what cannot be is refused here, not on every node
+    return resolved
 
 
 def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> int:

@@ -1,4 +1,4 @@
-"""A sweep: every combination of a few recipe values, one for each task of a job array.
+"""A sweep: every combination of a few recipe values, one for each task of a job array, or one run after the other.
 
     optim.lr=0.1,0.2;seed=0,1     four combinations, of which the last key changes fastest
     model.channels=[8,16],[32,64] a comma within brackets belongs to the value
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from app.errors import SubmitError, TopologyError
@@ -18,36 +18,47 @@ from app.place.slurm_variables import JOB
 
 _INDICES = (JOB.array_task_id, "PBS_ARRAY_INDEX")
 _LONGEST_NAME = 120  # characters; file systems take 255
+_COMMA = re.compile(r",(?![^\[]*\])")
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What one task of the array trains."""
+    """What one run trains, a task of the array."""
 
     overrides: tuple[str, ...]
     """`key=value` for the recipe."""
     folder: str
     """Name of its run folder, different for each: `2-lr=0.2-seed=0`, its index first."""
+    name: str
+    """The same without the index, where it is different for each so."""
 
 
-def parse(text: str) -> list[Combination]:
-    """Return the combinations in the order of their indices. Raises SubmitError with all that is wrong, one problem a line."""
-    values, problems = _values(text)
+def parse(text: str, *, fixed: Sequence[str] = (), said_by: str = "--array") -> list[Combination]:
+    """Return the combinations in the order of their indices. Raises SubmitError with all that is wrong, one problem a line.
+
+    `fixed` are the recipe values, `key=value`, that all runs have. `said_by` is for errors.
+    """
+    values, problems = _values(text, said_by)
+    given = {word.partition("=")[0].strip() for word in fixed}
+    problems += [
+        f"{key} is given by {said_by} and by {key}=...: leave out one of them" for key in sorted(given & values.keys())
+    ]
     if not problems and len(list(itertools.product(*values.values()))) < 2:  # PBS refuses an array of one
-        problems.append(f"--array is {text!r}, which is one run: give its values as key=value, without --array")
+        problems.append(f"{said_by} is {text!r}, which is one run: give its values as key=value, without --array")
     if problems:
         raise SubmitError("\n".join(problems))
     combinations = list(itertools.product(*values.values()))
     width = len(str(len(combinations) - 1))
-    return [
-        Combination(tuple(f"{key}={value}" for key, value in chosen.items()), f"{index:0{width}}-{_name(chosen)}")
-        for index, chosen in enumerate(dict(zip(values, combination, strict=True)) for combination in combinations)
-    ]
+    each = [dict(zip(values, combination, strict=True)) for combination in combinations]
+    names = list(map(_name, each))
+    folders = [f"{index:0{width}}-{name}" for index, name in enumerate(names)]
+    words = [tuple(f"{key}={value}" for key, value in one.items()) for one in each]
+    return list(map(Combination, words, folders, names if len({name.casefold() for name in names}) == len(names) else folders))
 
 
-def keys(text: str) -> set[str]:
-    """Return the recipe keys that the sweep changes."""
-    return set(_values(text)[0])
+def has_several(word: str) -> bool:
+    """Return whether a `key=value` gives a key several values."""
+    return _COMMA.search(word.partition("=")[2]) is not None
 
 
 def chosen(text: str, environment: Mapping[str, str]) -> tuple[int, Combination]:
@@ -67,19 +78,19 @@ def chosen(text: str, environment: Mapping[str, str]) -> tuple[int, Combination]
     return int(index), combinations[int(index)]
 
 
-def _values(text: str) -> tuple[dict[str, list[str]], list[str]]:
+def _values(text: str, said_by: str) -> tuple[dict[str, list[str]], list[str]]:
     """The values of each key, and what is wrong with them."""
     values: dict[str, list[str]] = {}
     problems = []
     for part in text.split(";"):
         key, equals, listed = (word.strip() for word in part.partition("="))
-        choices = [value.strip() for value in re.split(r",(?![^\[]*\])", listed)]
+        choices = [value.strip() for value in _COMMA.split(listed)]
         if not equals or not key or not all(choices):
-            problems.append(f"--array has {part!r}: expected key=value,value, as in 'optim.lr=0.1,0.2;seed=0,1'")
+            problems.append(f"{said_by} has {part!r}: expected key=value,value, as in 'optim.lr=0.1,0.2;seed=0,1'")
         elif key in values:
-            problems.append(f"--array has {key} twice: give all its values in one list")
+            problems.append(f"{said_by} has {key} twice: give all its values in one list")
         elif len(set(choices)) < len(choices):
-            problems.append(f"--array has {part!r}: a value stands there twice, and both runs would be the same")
+            problems.append(f"{said_by} has {part!r}: a value stands there twice, and both runs would be the same")
         else:
             values[key] = choices
     return values, problems

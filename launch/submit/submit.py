@@ -201,10 +201,8 @@ def _sweep(options: argparse.Namespace, problems: list[str]) -> list[Combination
     """The combinations of --array; what is wrong with them is added to `problems`."""
     if options.array is None:
         return []
-    twice = array.keys(options.array) & {word.partition("=")[0] for word in options.overrides}
-    problems += [f"{key} is given by --array and by {key}=...: leave out one of them" for key in sorted(twice)]
     try:
-        return array.parse(options.array)
+        return array.parse(options.array, fixed=options.overrides)
     except SubmitError as error:
         problems += str(error).splitlines()
         return []

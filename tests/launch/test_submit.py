@@ -248,6 +248,7 @@ def test_a_sweep_is_every_combination_once_each_with_a_name_of_its_own(values):
     folders = [combination.folder for combination in combinations]
     assert folders == sorted(set(folders)), "in the order of the indices"
     assert all(re.fullmatch(r"[A-Za-z0-9.+=_-]{1,200}", folder) for folder in folders)
+    assert len({combination.name.casefold() for combination in combinations}) == len(combinations)
     for index, combination in enumerate(combinations):
         for name in ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX"):
             assert array.chosen(text, {name: str(index)}) == (index, combination)

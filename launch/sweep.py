@@ -1,0 +1,153 @@
+"""`samerun sweep optim.lr=1e-3,3e-3 seed=1,2 ...`: every combination of a few recipe values, one run after the other.
+
+A key with several values is swept, in the words of `samerun submit --array`; everything else is said to each run, which is an
+ordinary `samerun launch` with a run folder of its own. The same command again goes on: runs that are finished are left alone.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import STOPPED, SamerunError, SubmitError, TopologyError, UsageError
+from app.options.command_line import Parser
+from app.recipe import recipe_file, recipe_keys
+from app.recipe.schema import Recipe
+from launch.run_module import program
+from launch.start import launch, signals, supervise
+from launch.submit import array
+
+_RESULT, _RECIPE = "result.json", "recipe.yaml"
+_NOTHING_SWEPT = "no key has several values: give one some, as optim.lr=1e-3,3e-3; a single run is one of `samerun launch`"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One combination."""
+
+    values: str
+    """Its `key=value`, as they are said."""
+    folder: Path
+    argv: list[str]
+    """What `samerun launch` is told."""
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.folder / _RESULT).exists()
+
+
+def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
+    """Run `samerun sweep` with these arguments and return its exit code: that of the first run that failed, if one did.
+
+    Raises SamerunError with everything that is wrong, before the first run.
+    """
+    folder, runs, is_dry = _read(argv, environment)
+    if is_dry:
+        sys.stdout.writelines(f"{shlex.join(['samerun', 'launch', *run.argv])}\n" for run in runs)
+        return 0
+    say(f"{len(runs)} runs, one after the other, in {folder}")
+    failed: list[str] = []
+    first_code = 0
+    for number, run in enumerate(runs, 1):
+        which = f"run {number} of {len(runs)}, {run.values}"
+        if run.is_finished:
+            say(f"{which}: finished already, {run.folder}")
+            continue
+        say(f"{which}: {run.folder}")
+        command = [*program("launch.cli"), "launch", *run.argv]
+        ending = supervise.run(command, environment, pass_on=signals.to_itself, watched=False)
+        if ending.signals or (ending.exit_code in (0, STOPPED) and not run.is_finished):
+            done = sum(run.is_finished for run in runs)
+            say(f"stopped, with {done} of {len(runs)} runs finished. To go on: {shlex.join(['samerun', 'sweep', *argv])}")
+            return ending.exit_code or STOPPED
+        if ending.exit_code:
+            failed.append(f"{run.values} (exit code {ending.exit_code})")
+            first_code = first_code or ending.exit_code
+    _show(folder, [str(run.folder) for run in runs if run.folder.exists()])
+    if failed:
+        say(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. The same command tries these again")
+    return first_code
+
+
+def _show(folder: Path, run_dirs: Sequence[str]) -> None:
+    """Print the table of the runs, and the names of the files with their curves."""
+    samerun = program("launch.cli")
+    for command in (["runs", *run_dirs], ["curves", "--out", str(folder), *run_dirs]):
+        subprocess.run([*samerun, *command], check=False)  # which says itself what is wrong
+
+
+def _read(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Path, list[_Run], bool]:
+    """The folder of the runs, the runs, checked, and whether they are only to be shown."""
+    parser = _parser()
+    options, words = parser.parse_known_args(argv)
+    parser.refuse_empty(options)
+    launching, _, training = launch.read(words)
+    swept = [word for word in training.overrides if array.has_several(word)]
+    if not swept:
+        raise UsageError(_NOTHING_SWEPT)
+    if launching.explain:
+        raise UsageError("--explain is for one run: `samerun sweep --dry-run` prints the command of each")
+    said = [word for word in words if word not in swept]
+    fixed = [word for word in training.overrides if word not in swept]
+    try:
+        combinations = array.parse(";".join(swept), fixed=fixed, said_by="the sweep")
+    except SubmitError as error:
+        raise UsageError(str(error)) from error
+    folder = Path(options.run_dir or Path("runs", f"{Path(launching.recipe or 'digits').stem}-sweep"))
+    runs = [
+        _Run(" ".join(it.overrides), path := folder / it.name, ["--run-dir", str(path), *said, *it.overrides])
+        for it in combinations
+    ]
+    _check(runs, environment)
+    return folder, runs, options.dry_run
+
+
+def _check(runs: Sequence[_Run], environment: Mapping[str, str]) -> None:
+    """Raise UsageError with all that is wrong with the runs, each problem once."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        try:
+            resolved = launch.checked(run.argv, environment)
+            if resolved.is_task:
+                raise TopologyError("srun started this: leave it out, each run of the sweep starts its processes itself")
+            problems = _of_finished(run.folder, resolved.loaded.recipe) if run.is_finished else []
+        except SamerunError as error:
+            problems = str(error).splitlines()
+        for problem in problems:
+            found.setdefault(problem, []).append(run.values)
+    if found:
+        raise UsageError(
+            "\n".join(
+                problem if len(which) == len(runs) else f"{problem} ({'; '.join(which)})" for problem, which in found.items()
+            )
+        )
+
+
+def _of_finished(folder: Path, recipe: Recipe) -> list[str]:
+    """What of a finished run's recipe is otherwise than it would be now."""
+    before, now = (recipe_file.flat(it) for it in (recipe_file.load(str(folder / _RECIPE)).recipe, recipe))
+    may_differ = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task)
+    differing = [key for key in now if key not in may_differ and before.get(key) != now[key]]
+    which = ", ".join(f"{key} is {before.get(key)} there and {now[key]} here" for key in differing)
+    return [f"{folder} holds a finished run of another recipe, {which}: choose another --run-dir"] if differing else []
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="samerun sweep",
+        usage="%(prog)s [options] [options of samerun launch] key=value,value ... [key=value ...]",
+        description="Train every combination of some recipe values, one run after the other, each as `samerun launch` does; "
+        "then print a table of the runs and draw their curves. The same command again goes on where it stopped.",
+        epilog="A key with several values is swept: `samerun sweep optim.lr=1e-3,3e-3 seed=1,2 train.epochs=5` makes four "
+        "runs. A comma within brackets belongs to the value. `samerun submit --array` takes the same, as jobs: "
+        "'optim.lr=1e-3,3e-3;seed=1,2'. A run that fails does not end the others.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--run-dir", metavar="D", help="folder of the run folders, each named by what differs (default: "
+                        "runs/<recipe>-sweep)")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check all, print the command of each run, and stop")
+    return parser
