@@ -141,13 +141,13 @@ def _parser() -> Parser:
         prog="samerun sweep",
         usage="%(prog)s [options] [options of samerun launch] key=value,value ... [key=value ...]",
         description="Train every combination of some recipe values, one run after the other, each as `samerun launch` does; "
-        "then print a table of the runs and draw their curves. The same command again goes on where it stopped.",
-        epilog="A key with several values is swept: `samerun sweep optim.lr=1e-3,3e-3 seed=1,2 train.epochs=5` makes four "
-        "runs. A comma within brackets belongs to the value. `samerun submit --array` takes the same, as jobs: "
-        "'optim.lr=1e-3,3e-3;seed=1,2'. A run that fails does not end the others.",
+        "then print a table of the runs and plot their curves. The same command resumes a sweep that was stopped.",
+        epilog="Keys with several values are swept: `samerun sweep optim.lr=1e-3,3e-3 seed=1,2 train.epochs=5` starts four "
+        "runs. A comma within brackets belongs to the value. `samerun submit --array` takes the same for jobs: "
+        "'optim.lr=1e-3,3e-3;seed=1,2'. A failed run does not end the others.",
         allow_abbrev=False,
     )
     parser.add_argument("--run-dir", metavar="D", help="folder of the run folders, each named by what differs (default: "
                         "runs/<recipe>-sweep)")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check all, print the command of each run, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the command of each run and stop")
     return parser
