@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from app.data import offline
 from app.errors import DataError, RecipeError
 from app.files import paths
 from app.tasks.causal_lm.sections import ModelRecipe
@@ -111,10 +112,13 @@ def download(recipe: ModelRecipe) -> None:
         return
     from huggingface_hub import hf_hub_download
 
+    why = offline.why()
     try:
-        hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision)
+        hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision, local_files_only=why is not None)
     except Exception as error:  # whatever the network says
-        raise DataError(f"the config.json of {recipe.path} cannot be downloaded ({error}): is there a network?") from error
+        raise DataError(
+            f"the config.json of {recipe.path} cannot be downloaded ({why or error}): is there a network?"
+        ) from error
 
 
 def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int | None) -> Any:

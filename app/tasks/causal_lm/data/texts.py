@@ -8,10 +8,12 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from app.data import offline
 from app.errors import DataError
 
 Kind = Literal["text", "jsonl", "parquet", "datasets"]
@@ -212,11 +214,13 @@ def _dataset(name: str, asked: Asked) -> Any:
     from datasets.exceptions import DatasetsError
 
     path = Path(name).expanduser()
+    why = None if path.exists() else offline.why()
     try:
-        dataset = _loader(name, path, asked)()
+        with offline.datasets_offline() if why else nullcontext():
+            dataset = _loader(name, path, asked)()
     except (OSError, ValueError, DatasetsError) as error:
         what = "cannot be opened" if path.exists() else "is no file or folder here, and the datasets library cannot open it"
-        raise DataError(f"{name} {what} (--split {asked.split}): {_first_line(error)}") from error
+        raise DataError(f"{name} {what} (--split {asked.split}): {why or _first_line(error)}") from error
     commits = {Path(file["filename"]).parent.name for file in dataset.cache_files}
     if re.fullmatch(r"[0-9a-f]{40}", asked.revision or "") and not path.exists() and commits != {asked.revision}:
         # Off the network the library takes what was cached last, whatever revision is asked for.

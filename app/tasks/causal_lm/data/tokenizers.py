@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from app.data import offline
 from app.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -251,6 +252,8 @@ def _pretrained(transformers: Any, name: str, revision: str | None) -> Any:
     except OSError:
         if Path(name).is_dir():
             raise
+        if reason := offline.why():
+            raise OSError(reason) from None
         return transformers.AutoTokenizer.from_pretrained(name, revision=revision)
 
 

@@ -6,15 +6,14 @@ Opening never touches the network: what the hub has is downloaded beforehand by 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from app.data import offline
 from app.errors import DataError, RecipeError
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.kept import stamps
@@ -70,11 +69,13 @@ def download_hub(recipe: Sections) -> None:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
+    why = offline.why()
     try:
-        load_dataset(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
+        with offline.datasets_offline() if why else nullcontext():
+            load_dataset(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
-            f"data.path={path} is no file or folder here and cannot be downloaded from the hub: {first_line(error)}. "
+            f"data.path={path} is no file or folder here and cannot be downloaded from the hub: {why or first_line(error)}. "
             "Where there is no network, bring the files and point data.path at them"
         ) from error
 
@@ -106,7 +107,7 @@ def _load(recipe: Sections, names: dict[str, str] | None) -> Any:
 
     path = _path(recipe)
     try:
-        with _offline():
+        with offline.datasets_offline():
             return _load_saved(path, names) if names and _saved_splits(path) else _load_files(recipe, path, names)
     except ConnectionError as error:
         raise DataError(
@@ -196,26 +197,6 @@ def _load_pinned(recipe: Sections, names: dict[str, str] | None) -> Any:
     config, version, commit = found[0].parts[-3:]
     builder = Cache(repo_id=name, dataset_name=last, config_name=config, version=version, hash=commit)
     return builder.as_dataset() if names is None else [builder.as_dataset(split=split) for split in names.values()]
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Keep `datasets` off the network, and from logging what our errors say.
-
-    Its `DownloadConfig(local_files_only=True)` does not do it: version 5.2 still asks the hub, five times in 23 seconds. It
-    heeds the environment variable HF_DATASETS_OFFLINE, but only when it is imported, into the setting changed here.
-    """
-    import datasets
-
-    settings, messages = datasets.config, datasets.logging
-    offline, verbosity = settings.HF_HUB_OFFLINE, messages.get_verbosity()
-    settings.HF_HUB_OFFLINE = True
-    messages.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        settings.HF_HUB_OFFLINE = offline
-        messages.set_verbosity(verbosity)
 
 
 def _check_columns(rows: Any, recipe: Sections, where: str) -> None:
