@@ -10,6 +10,7 @@ import torch
 from processes import read_lines, train
 from transformers import AutoModelForCausalLM
 
+from app.checkpoints import model_file, step_folders
 from app.export import main as export
 
 pytestmark = [
@@ -61,6 +62,8 @@ def test_adapters_are_the_same_under_every_preset_and_what_peft_and_transformers
     assert losses(tmp_path / "on") == pytest.approx(alone[SAVED:], rel=1e-5)
 
     left = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "on"))
+    newest = step_folders.committed(tmp_path / "on")[0]
+    assert torch.allclose(logits(model_file.load(newest)[1]), left, atol=1e-5), "a checkpoint has the adapters beside its base"
     assert export([str(tmp_path / "on"), "--out", str(tmp_path / "plain")]) == 0
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), left)
     assert export([str(tmp_path / "on"), "--adapter", "--out", str(tmp_path / "adapter")]) == 0

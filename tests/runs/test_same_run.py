@@ -214,6 +214,13 @@ def test_samerun_parity_passes_what_is_the_same(tmp_path: Path) -> None:
 
 
 @SLOW
+def test_samerun_parity_passes_a_language_model(tmp_path: Path) -> None:
+    small = ("model.layers=2", "model.hidden_size=64", "model.heads=4", "data.sequence_length=64", "train.global_batch_size=8")
+    finished = parity(tmp_path, "--recipe", "lm_tiny", "--presets", "fsdp2", "--processes", "2", "--steps", "6", *small).check()
+    assert re.search(r"floor: one process differs from itself by \d\.\de-\d\d with two passes a batch", finished.output)
+
+
+@SLOW
 def test_samerun_parity_fails_what_is_not(tmp_path: Path) -> None:
     """Batch statistics are those of a micro-batch, so these runs cannot be the same."""
     arguments = ("--presets", "multi_gpu", "--processes", "2", "--steps", "6", "model.norm=batch")

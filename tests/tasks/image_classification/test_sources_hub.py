@@ -489,6 +489,7 @@ def test_what_has_no_configuration_or_revision(tmp_path: Path) -> None:
 
 def test_a_download_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
+    monkeypatch.setenv("https_proxy", "http://localhost:1")  # through which the hub may be reached
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **keys: asked.append((*args, keys["revision"])))
     commit = "a" * 40
     download_data(recipe("allenai/c4", hub_config="en", hub_revision=commit, download=True))
