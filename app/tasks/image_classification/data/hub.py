@@ -97,8 +97,8 @@ def _names(recipe: Sections) -> dict[str, str]:
             return name  # one that the recipe names and that is not there is refused by what loads it
         raise NoSplitError(name)
 
-    found = zip(("train", "validation", "test"), each_split(data, named), strict=True)
-    return {split: name for split, name in found if isinstance(name, str)}
+    found = vars(each_split(data, named))
+    return {split: name for split, name in found.items() if isinstance(name, str)}
 
 
 def _load(recipe: Sections, names: dict[str, str] | None) -> Any:

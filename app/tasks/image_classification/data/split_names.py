@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from app.errors import DataError
 from app.tasks.image_classification.data.source import Data, NoTraining, Source
@@ -19,7 +20,8 @@ class NoSplitError(DataError):
     """There is no split of that name."""
 
 
-class Splits(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Splits(Generic[T]):
     """What was opened of each split. None: there is none, and the recipe names none."""
 
     train: T | NoTraining
@@ -29,7 +31,7 @@ class Splits(NamedTuple, Generic[T]):
     @property
     def there(self) -> list[T]:
         """Those that there are, one at least, that for training first."""
-        return [part for part in self if not isinstance(part, NoTraining | None)]
+        return [part for part in (self.train, self.validation, self.test) if not isinstance(part, NoTraining | None)]
 
 
 def each_split(data: DataRecipe, open_split: Callable[[str, str], T]) -> Splits[T]:
@@ -74,7 +76,7 @@ def each_split(data: DataRecipe, open_split: Callable[[str, str], T]) -> Splits[
 
 def sources(parts: Splits[T], make: Callable[[T, bool], Source]) -> Data:
     """Return the splits that `make` makes of what was opened, told whether it is for training."""
-    train, validation, test = parts
+    train, validation, test = parts.train, parts.validation, parts.test
     return Data(
         train if isinstance(train, NoTraining) else make(train, True),
         None if validation is None else make(validation, False),
