@@ -138,7 +138,7 @@ def start(  # noqa: PLR0913  (keyword-only after the task)
     connections: list[Connection] = []
     try:
         with log.open("wb") as output:
-            for environment in _environments(threads, processes, variables):
+            for environment in environments(threads, processes, variables):
                 ours, theirs = Pipe()
                 connections.append(ours)
                 command = [*program(case), str(theirs.fileno()), str(threads), json.dumps(task)]
@@ -155,7 +155,8 @@ def start(  # noqa: PLR0913  (keyword-only after the task)
             connection.close()
 
 
-def _environments(threads: int, processes: int, variables: Mapping[str, str]) -> list[dict[str, str]]:
+def environments(threads: int, processes: int, variables: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return that of each process: this one's without what places it in a run, the threads, and these variables."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(_UNSET)}
     plain |= {"OMP_NUM_THREADS": str(threads), **variables}
     if processes == 1:

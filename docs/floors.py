@@ -51,6 +51,7 @@ LAUNCH_ROOMS: list[tuple[str, ...]] = [
         "launch.cooperation",
         "launch.run_module",
         "launch.node_command",
+        "launch.one_process",
     ),
     ("launch.schedulers",),
     ("launch.start",),

@@ -119,6 +119,8 @@ class Preset:
     """Nodes, likewise."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """What its `parallelism_config` sets, by the names without their prefix; -1 is derived from the topology."""
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """All that the file says."""
     for_one_node: str = ""
     """Why it cannot be used on several nodes; empty: it can."""
 
@@ -155,6 +157,7 @@ def load(name_or_path: str) -> Preset:
         num_processes=settings.get("num_processes"),
         num_machines=settings.get("num_machines"),
         sizes=parallelism.sizes_of(settings.get(parallelism.SECTION)),
+        settings=settings,
         for_one_node=_for_one_node(settings),
     )
 
@@ -222,8 +225,8 @@ def _for_one_node(settings: Mapping[str, Any]) -> str:
     )
 
 
-def _says_nothing(key: str, value: Any) -> bool:
-    """Whether a key that is not for presets has a value that changes nothing."""
+def says_nothing(key: str, value: Any) -> bool:
+    """Return whether a key that is not for presets has a value that changes nothing."""
     if key not in _REFUSED:
         return False
     return value is None or any(value == known and type(value) is type(known) for known in _NOTHING.get(key, ()))
@@ -278,7 +281,7 @@ def _precision_problems(precision: Any, *, on_cpu: bool) -> Iterator[str]:
 
 
 def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]:
-    if _says_nothing(key, value):
+    if says_nothing(key, value):
         return
     if key in _REFUSED:
         yield f"{key} is {value!r}: {_REFUSED[key]}"

@@ -136,6 +136,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.place.degrees",
             "app.place.launched",
             "launch.parallelism",
+            "launch.one_process",
             "launch.preset",
         },
     }

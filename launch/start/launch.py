@@ -1,8 +1,9 @@
 """`samerun launch`: find out where this is, check the run as far as it can be without torch, run it, and see it through.
 
-On one machine what is run is `accelerate launch`. In an allocation it is, by the scheduler's command, `samerun launch` once on
-every node, which runs the `accelerate launch` of that node when all have met (`meeting.py`). From where it was typed, the run
-is watched (`supervise.py`) and started again where that is wanted (`attempts.py`).
+On one machine what is run is `accelerate launch`, or the one process that it would start (`one_process.py`). In an allocation
+it is, by the scheduler's command, `samerun launch` once on every node, which runs the `accelerate launch` of that node when all
+have met (`meeting.py`). From where it was typed, the run is watched (`supervise.py`) and started again where that is wanted
+(`attempts.py`).
 """
 
 from __future__ import annotations
@@ -82,10 +83,12 @@ def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     command = resolved.accelerate_argv()
     say(shlex.join(command))
     told = meeting_key.without(resolved.times(environment).told(environment))
+    alone = resolved.alone(told)
     # Where `samerun launch` started this, it is the one that looks.
     folder = OutcomeFile(Path(resolved.run_dir)) if resolved.run_dir and ATTEMPT not in environment else None
     is_lost = _is_lost(environment)
-    ending = supervise.run(command, told, pass_on=signals.to_ranks, watched=False, is_lost=is_lost)
+    pass_on = signals.to_ranks if alone is None else signals.to_rank
+    ending = supervise.run(alone or command, told, pass_on=pass_on, watched=False, is_lost=is_lost)
     outcome = folder.outcome() if folder and ending.exit_code == 0 else None
     return STOPPED if outcome and outcome.outcome == "stopped" else ending.exit_code
 
@@ -132,14 +135,15 @@ def _attempts(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     times = resolved.times(environment)
     if resolved.job and times.ends_s is None:
         say(f"nothing tells when the job's time is over ({times.origin}), so the run cannot stop before it")
-    pass_on = signals.to_ranks
+    told = times.told(environment)
+    pass_on = signals.to_ranks if resolved.alone(told) is None else signals.to_rank
     if resolved.is_started_elsewhere:
         pass_on = signals.to_srun if resolved.start()[0] == "srun" else signals.to_itself
     assert resolved.run_dir is not None
     by_hand = [] if resolved.options.run_dir else ["--run-dir", resolved.run_dir]
     return attempts.Plan(
-        command=lambda again: resolved.command(again=again),
-        environment={**times.told(environment), **(meeting_key.new() if resolved.is_started_elsewhere else {})},
+        command=lambda again: resolved.alone(told, again=again) or resolved.command(again=again),
+        environment={**told, **(meeting_key.new() if resolved.is_started_elsewhere else {})},
         pass_on=pass_on,
         run_dir=Path(resolved.run_dir),
         job=resolved.job,

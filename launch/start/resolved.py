@@ -11,7 +11,7 @@ from app.place.degrees import Degrees
 from app.place.topology import Topology
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
-from launch import parallelism
+from launch import one_process, parallelism
 from launch.node_command import accelerate_argv
 from launch.preset import Preset
 from launch.run_module import program
@@ -54,22 +54,32 @@ class Resolved:
 
     def accelerate_argv(self, node_rank: int | None = None, *, again: bool = False) -> list[str]:
         """Return the `accelerate launch` of this node, or of another; `again`: to go on with the run."""
-        app_args = ["--recipe", self.recipe]
-        app_args += ["--run-dir", self.run_dir] if self.run_dir else []
-        resume = self.resume(again=again)
-        app_args += ["--resume", resume] if resume else []
-        precision = self.options.mixed_precision
         return accelerate_argv(
             self.topology,
             self.preset,
-            [*app_args, *self.passed_on],
-            mixed_precision=precision,
+            self._app_args(again=again),
+            mixed_precision=self.options.mixed_precision,
             node_rank=node_rank,
             sizes=parallelism.asked_by(self.options),
         )
 
+    def alone(self, environment: Mapping[str, str], *, again: bool = False) -> list[str] | None:
+        """Return what starts the one process of this run without its `accelerate launch`, if that is known."""
+        if self.is_started_elsewhere or parallelism.asked_by(self.options):
+            return None
+        precision = self.options.mixed_precision
+        app_args = self._app_args(again=again)
+        return one_process.argv(self.topology, self.preset, app_args, environment, mixed_precision=precision)
+
+    def _app_args(self, *, again: bool) -> list[str]:
+        app_args = ["--recipe", self.recipe]
+        app_args += ["--run-dir", self.run_dir] if self.run_dir else []
+        resume = self.resume(again=again)
+        app_args += ["--resume", resume] if resume else []
+        return [*app_args, *self.passed_on]
+
     def command(self, *, again: bool = False) -> list[str]:
-        """Return what this process starts; `again`: to go on with the run."""
+        """Return what this process starts, or what `alone` stands for; `again`: to go on with the run."""
         return self.start(again=again) if self.is_started_elsewhere else self.accelerate_argv(again=again)
 
     def start(self, *, again: bool = False) -> list[str]:

@@ -37,6 +37,11 @@ def to_srun(pid: int, number: int) -> None:
     os.kill(pid, signal.SIGUSR1 if number in (signal.SIGTERM, signal.SIGHUP) else number)
 
 
+def to_rank(pid: int, number: int) -> None:
+    """Send it to the one process that trains, which was started without an `accelerate launch`."""
+    os.kill(pid, number)
+
+
 def to_ranks(pid: int, number: int) -> None:
     """Send it to the processes that an `accelerate launch` has started, or to itself if there are none yet."""
     for process in list(_ranks(pid)) or [pid]:

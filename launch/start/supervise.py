@@ -31,6 +31,7 @@ from launch.start import signals
 from launch.start.last_words import Culprit, Watch
 
 _NAMES = {ACCELERATE: "`accelerate launch`", "launch.start.spread": "what starts it on the hosts"}
+_TRAINING = "the process that trains"
 _LOOK_EVERY_S = 0.2
 _STOP_AND_GO_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ECHO_S = 5.0
@@ -99,7 +100,7 @@ class _Command:
         is_echo = number in _STOP_AND_GO_ON and time.monotonic() - self._passed_on_s < _ECHO_S
         if self._started is None or self._started.poll() is not None or is_echo:
             return
-        if self.is_interrupted_twice and self._pass_on is signals.to_ranks:
+        if self.is_interrupted_twice and self._pass_on in (signals.to_ranks, signals.to_rank):
             self.end_all()
             return
         self._passed_on_s = time.monotonic()
@@ -160,9 +161,9 @@ def _of_signal(command: Sequence[str], code: int, got: Collection[int]) -> Culpr
     if number not in map(int, signal.Signals) or number in got:
         return None
     if code > 0 and ACCELERATE in command:
-        return Culprit("the process that trains", -number)
+        return Culprit(_TRAINING, -number)
     names = (name for module, name in _NAMES.items() if module in command)
-    return Culprit(next(names, Path(command[0]).name), -number)
+    return Culprit(next(names, _TRAINING if command[0] == "env" else Path(command[0]).name), -number)
 
 
 def _tell(sentence: str, *more: str) -> None:

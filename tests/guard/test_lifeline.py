@@ -16,6 +16,7 @@ import pytest
 from processes import ALONE, ONE_THREAD, REPOSITORY, Started, accelerate, clean_environment
 
 from app.place.topology import Topology
+from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.preset import load
 
@@ -130,14 +131,21 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
         ("multi_gpu", "rank", 137, "samerun: rank 1 on localhost was ended by SIGKILL, as by a lack of memory, and the run"),
         ("cpu", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
         ("cpu", "launcher", 137, "samerun: `accelerate launch` was ended by SIGKILL, as by a lack of memory, and the run"),
+        ("alone", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
+        ("alone", "rank", 137, "samerun: the process that trains was ended by SIGKILL, as by a lack of memory, and the run"),
     ],
 )
 def test_nothing_is_left_of_a_run_of_ours(
     start: Callable[[list[str]], Run], tmp_path: Path, preset: str, victim: str, code: int, said: str
 ) -> None:
     (tmp_path / "idle.py").write_text(IDLE)
-    processes = 1 if preset in ALONE else 2
-    command = accelerate_argv(Topology(processes_per_node=processes, threads_per_process=1), load(preset), [], module="idle")
+    processes = 2 if preset == "multi_gpu" else 1
+    topology = Topology(processes_per_node=processes, threads_per_process=1)
+    if preset == "alone":  # without an `accelerate launch`
+        command = one_process.argv(topology, load("cpu"), [], {}, module="idle")
+        assert command is not None
+    else:
+        command = accelerate_argv(topology, load(preset), [], module="idle")
     run = start([sys.executable, "-c", SAMERUN, *command])
     run.wait_until(lambda: run.output.count("up\n") == processes)
     run.kill(victim)

@@ -238,10 +238,15 @@ def test_an_outcome_of_an_earlier_start_is_none(tmp_path):
 # On this machine -----------------------------------------------------------------------------------------------------------
 
 
-def launch(run_dir: Path, happens: str, *options: str) -> subprocess.Popen:
+# One process has no `accelerate launch` above it, several have.
+ALONE, TOGETHER = ("--preset", "cpu"), ("--preset", "multi_gpu", "--processes", "2")
+both_ways = pytest.mark.parametrize("preset", [ALONE, TOGETHER], ids=["one", "several"])
+
+
+def launch(run_dir: Path, happens: str, *options: str, preset: tuple[str, ...] = ALONE) -> subprocess.Popen:
     """`samerun launch` with a stand-in for the training."""
     said = clean_environment() | {"PYTHONPATH": f"{IN_PLACE}:{REPOSITORY}", "IN_PLACE": happens}
-    command = [sys.executable, "-m", "launch.cli", "launch", "--preset", "cpu", "--run-dir", str(run_dir), *options]
+    command = [sys.executable, "-m", "launch.cli", "launch", *preset, "--run-dir", str(run_dir), *options]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=said, stdout=pipe, stderr=pipe, text=True)
 
@@ -251,11 +256,12 @@ def ended(process: subprocess.Popen) -> tuple[int, list[str], list[str]]:
     return process.returncode, out.splitlines(), err.splitlines()
 
 
-def test_a_crash_is_followed_by_a_restart_and_the_second_is_the_end(tmp_path):
-    code, out, err = ended(launch(tmp_path / "a", "killed 30", "--max-restarts", "2"))
+@both_ways
+def test_a_crash_is_followed_by_a_restart_and_the_second_is_the_end(tmp_path, preset):
+    code, out, err = ended(launch(tmp_path / "a", "killed 30", "--max-restarts", "2", preset=preset))
     assert (code, [line.partition(",")[0] for line in out]) == (0, ["from step 0", "from step 30"])
     assert "samerun: the run crashed, and goes on from its newest checkpoint: restart 1 of 2" in err
-    code, out, err = ended(launch(tmp_path / "b", "always 1", "--max-restarts", "1"))
+    code, out, err = ended(launch(tmp_path / "b", "always 1", "--max-restarts", "1", preset=preset))
     assert (code, len(out)) == (137, 2)
     assert err[-1] == "samerun: the process that trains was ended by SIGKILL, as by a lack of memory, and the run with it"
 
@@ -266,28 +272,30 @@ def test_a_restart_goes_on_with_the_run_whatever_the_first_start_was_told(tmp_pa
     assert (code, [line.rpartition(", ")[2] for line in out]) == (0, [f"--resume {tmp_path}/old", "--resume auto"])
 
 
-def test_a_mistake_is_not_repeated(tmp_path):
-    code, out, err = ended(launch(tmp_path, "mistake 1", "--max-restarts", "3"))
+@both_ways
+def test_a_mistake_is_not_repeated(tmp_path, preset):
+    code, out, err = ended(launch(tmp_path, "mistake 1", "--max-restarts", "3", preset=preset))
     assert (code, len(out)) == (6, 1)
     assert "DataError: not there" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_reaches_the_rank_which_ends_in_its_own_time(tmp_path, number):
-    """The launcher of one process would die of it and leave its process behind."""
-    process = launch(tmp_path, "slow 0")
+@both_ways
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_reaches_the_rank_which_ends_in_its_own_time(tmp_path, number, preset):
+    """The launcher would die of it and leave its process behind."""
+    process = launch(tmp_path, "slow 0", preset=preset)
     assert process.stdout.readline().startswith("from step 0")
     process.send_signal(number)
     code, _, err = ended(process)
     assert code == STOPPED
     assert json.loads((tmp_path / "outcome.json").read_text())["go_on"] == (number != signal.SIGINT)
     (last,) = [line for line in err if "the run stopped" in line]
-    assert last.endswith(f"To go on with it: samerun launch --preset cpu --run-dir {tmp_path}")
+    assert last.endswith(f"To go on with it: samerun launch {' '.join(preset)} --run-dir {tmp_path}")
 
 
 def test_what_is_left_of_a_crash_is_gone_before_the_restart(tmp_path):
     """Its launcher is killed, so its process lives on; the restart would share the run folder with it."""
-    process = launch(tmp_path, "orphan 10", "--max-restarts", "1")
+    process = launch(tmp_path, "orphan 10", "--max-restarts", "1", preset=TOGETHER)
     code, out, _ = ended(process)
     first, second = (int(line.split("process ")[1].split(",")[0]) for line in out)
     assert code == 0

@@ -14,6 +14,7 @@ import pytest
 from processes import REPOSITORY, clean_environment
 
 from app.place.topology import Topology
+from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.preset import load
 
@@ -150,10 +151,13 @@ def test_last_words_come_last_on_one_machine_too(tmp_path: Path, rank: int, how:
          "samerun: the process that trains was ended by SIGKILL, as by a lack of memory, and the run with it\n"),
     ],
 )  # fmt: skip
-def test_one_process_is_as_many_are(tmp_path: Path, how: str, code: int, said: str) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_process_is_as_many_are(tmp_path: Path, how: str, code: int, said: str, alone: bool) -> None:
     """By itself, Accelerate's launcher of one process ends with 1 whatever that did, and a traceback."""
     (tmp_path / "failing.py").write_text(f"import os; from app.errors import RecipeError, leave_with; {how}")
     command = accelerate_argv(Topology(threads_per_process=1), load("cpu"), [], module="failing")
+    if alone:
+        command = one_process.argv(Topology(threads_per_process=1), load("cpu"), [], {}, module="failing")
     found_code, _, err = ended("env", f"PYTHONPATH={tmp_path}:{REPOSITORY}", *command)
     assert (found_code, err) == (code, said)
 

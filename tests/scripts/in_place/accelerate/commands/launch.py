@@ -57,9 +57,9 @@ def end(run_dir: Path, outcome: str, *, go_on: bool, step: int) -> int:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    folder.mkdir(parents=True, exist_ok=True)
     if "IN_PLACE_RANK" in os.environ:
         what, step = os.environ.get("IN_PLACE", "nothing 1").split()
         sys.exit(train(folder, what, int(step)))
-    folder.mkdir(parents=True, exist_ok=True)
     rank = subprocess.run([sys.executable, *sys.argv], env=os.environ | {"IN_PLACE_RANK": "1"}, check=False)
     rank.check_returncode()  # as accelerate launch does

@@ -1,0 +1,134 @@
+"""The one process of a run, without a launcher before it: its environment is what Accelerate's own launcher gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from processes import SCRIPTS, Started, accelerate, clean_environment
+
+from app.place.topology import Topology
+from launch import one_process, preset
+from launch.node_command import accelerate_argv
+
+MULTI = {"distributed_type": "MULTI_GPU"}
+ONE = {"distributed_type": "NO"}
+CPU = {**ONE, "use_cpu": True}
+COMPILED = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune", "dynamo_use_dynamic": True}
+# As `accelerate config` writes it.
+WHOLE = {
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False,
+    "machine_rank": 0, "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 1,
+    "rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False,
+}  # fmt: skip
+SPELLINGS = {"dynamo_config": {"backend": "eager", "use_fullgraph": True}}
+PRESETS = {
+    **{name: name for name in ("cpu", "single_gpu", "multi_gpu", "multi_node")},
+    **{f"{kind}-{name}": {**base, **more}
+       for kind, base in (("one", ONE), ("cpu", CPU), ("multi", MULTI))
+       for name, more in {
+           "plain": {}, "bf16": {"mixed_precision": "bf16"}, "no_word": {"mixed_precision": None},
+           "backend": {"dynamo_backend": "EAGER"},
+           "not_compiled": {"dynamo_backend": "NO"}, "compiled": {"dynamo_config": COMPILED}, "spellings": SPELLINGS,
+           "both": {**SPELLINGS, "dynamo_backend": "INDUCTOR"}, "nothing": {"dynamo_config": {}},
+           "regional": {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}},
+           **({"whole": WHOLE} if kind != "cpu" else {}),
+       }.items()},
+}  # fmt: skip
+INHERITED = [
+    {}, {"OMP_NUM_THREADS": "3"}, {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {"MPI_LOCALNRANKS": "64"}, {"KMP_BLOCKTIME": "7"},
+    {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_USE_CPU": "true"},
+    {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
+]  # fmt: skip
+# Of torchrun: where the process finds the others, of whom there are none, and where it leaves an error; and
+# what torchrun keeps there for itself.
+OF_THE_MEETING = {
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+    "PET_SIGNALS_TO_HANDLE",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+}
+
+
+def loaded(named: str | dict[str, object], folder: Path) -> preset.Preset:
+    if isinstance(named, str):
+        return preset.load(named)
+    (folder / "mine.yaml").write_text(yaml.safe_dump(named))
+    return preset.load(str(folder / "mine.yaml"))
+
+
+def accelerates(used: preset.Preset, topology: Topology, precision: str | None) -> dict[str, str]:
+    """What `accelerate launch` sets in this process's environment, by its own code."""
+    command = accelerate_argv(topology, used, [], mixed_precision=precision)
+    told = dict(word.split("=") for word in command[1 : command.index(sys.executable)])
+    os.environ.update(told)
+    args = _validate_launch_command(
+        launch_command_parser().parse_args(command[command.index("accelerate.commands.launch") + 1 :])
+    )[0]
+    return prepare_multi_gpu_env(args) if args.multi_gpu else prepare_simple_launcher_cmd_env(args)[1]
+
+
+@pytest.mark.parametrize("inherited", INHERITED, ids=str)
+@pytest.mark.parametrize("named", PRESETS.values(), ids=PRESETS)
+def test_its_environment_is_what_accelerate_gives(
+    named: str | dict[str, object], inherited: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in os.environ.keys() - clean_environment().keys():
+        monkeypatch.delenv(name)
+    for name, value in inherited.items():
+        monkeypatch.setenv(name, value)
+    used, before = loaded(named, tmp_path), dict(os.environ)
+    for topology in (Topology(), Topology(threads_per_process=5)):
+        for precision in (None, "no", "bf16"):
+            with monkeypatch.context():
+                ours = one_process.variables(topology, used, before, mixed_precision=precision)
+                theirs = accelerates(used, topology, precision)
+                os.environ.clear()
+                os.environ.update(before)
+            assert ours is not None
+            of_torchrun = one_process._GROUP_OF_ONE.keys() | {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+            both = [{name: value for name, value in each.items() if name not in of_torchrun | OF_THE_MEETING}
+                    for each in ({**before, **ours}, theirs)]  # fmt: skip
+            assert both[0] == both[1]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", ["cpu", "multi_gpu"])
+def test_a_process_finds_what_it_would_under_a_real_launcher(name: str, tmp_path: Path) -> None:
+    script = (str(SCRIPTS / "environment.py"), str(tmp_path))
+    found = []
+    used = preset.load(name)
+    told = one_process.variables(Topology(), used, clean_environment())
+    assert told is not None
+    one_alone = ["env", *(f"{key}={value}" for key, value in told.items()), sys.executable, *script]
+    for command in (accelerate(name, target=script, processes=1), one_alone):
+        Started(command).wait().check()
+        found.append(json.loads((tmp_path / "0.json").read_text()))
+    both = [{key: value for key, value in each.items() if key not in OF_THE_MEETING} for each in found]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["deepspeed_zero2", "fsdp2", {**ONE, "debug": True}, {**ONE, "dynamo_backend": "TVM"},
+     {**ONE, "dynamo_config": {"dynamo_debug": True}}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_known_is_left_to_accelerate(named: str | dict[str, object], tmp_path: Path) -> None:
+    assert one_process.argv(Topology(), loaded(named, tmp_path), [], {}) is None
+
+
+def test_more_than_one_process_are_left_to_accelerate() -> None:
+    multi, alone = preset.load("multi_gpu"), preset.load("cpu")
+    assert one_process.argv(Topology(processes_per_node=2), multi, [], {}) is None
+    assert one_process.argv(Topology(hosts=("node1",)), multi, [], {}) is None
+    assert one_process.argv(Topology(), alone, [], {"MASTER_ADDR": "here", "MASTER_PORT": "1"}) is None
+    assert one_process.argv(Topology(), alone, [], {"MPI_LOCALNRANKS": "0"}) is None
