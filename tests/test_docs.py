@@ -188,7 +188,7 @@ ASKED = [
     ("how do I load the weights elsewhere", ["docs/look-up/run-folder.md"], "load_state_dict"),
     ("why is there no pipeline preset", ["docs/faq.md", "big-models.md"], "Why there is no pipeline preset"),
     ("can I change the number of GPUs", ["docs/faq.md"], "Do I have to change the learning rate?"),
-    ("how do I try many values", ["docs/index.md", "clusters.md"], "--array"),
+    ("how do I try many values", ["docs/index.md", "sweep.md"], "samerun sweep --recipe"),
     ("how do I share a run", ["docs/reports.md"], "## One page about a run"),
     ("where does the time go", ["docs/index.md", "profiling.md"], "# Profiling"),
 ]
