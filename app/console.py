@@ -116,7 +116,7 @@ class _Lines:
             return
         self._shown_s = now_s
         self.say(
-            f"step {line['step']}/{self._total_steps}  epoch {line['epoch']}  {_loss(line)}  "
+            f"step {line['step']}/{self._total_steps}  epoch {line['epoch'] + 1}  {_loss(line)}  "
             f"lr {line['learning_rate']:.2e}  {line[f'{self._unit}_per_s']:,.0f} {self._unit}/s  "
             f"waiting for data {line['data_wait_share']:.0%}{_utilization(line)}"
         )

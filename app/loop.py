@@ -159,5 +159,5 @@ def _score(run: Training, split: str, step: int) -> Evaluation | None:
         texts = run.texts[split]() if split in run.texts else []
     run.metrics.record_texts(step, texts)
     run.metrics.record_evaluation(step, epoch=epoch, scores=scores.as_metrics(), held_s=run.metrics.clock.pause_s)
-    run.display.say(f"epoch {epoch}: {scores.in_words(run.task.monitor[0], 'loss')}")
+    run.display.say(f"epoch {epoch + 1}: {scores.in_words(run.task.monitor[0], 'loss')}")
     return scores

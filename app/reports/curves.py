@@ -106,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
     parser.add_argument(
-        "--x", type=_xs, metavar="X", help="what to draw against, a column each (default: epoch,samples,time, or in place of "
-        "samples what the runs count, such as tokens)"
+        "--x", type=_xs, metavar="X", help="what to draw against, a column each (default: epoch,time; tokens in place of "
+        "epoch if the runs count these; both if their epochs differ in size)"
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
     parser.add_argument("--each", action="store_true", help="also loss_NAME.pdf and SCORE_NAME.pdf of each run, such as "

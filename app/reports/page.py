@@ -133,7 +133,8 @@ def _curves(run: PastRun) -> list[Plot]:
         figure = Figure(figsize=(_WIDE, _HIGH), layout="constrained")
         axes = figure.subplots()
         notes = " ".join(dict.fromkeys(plots.draw(axes, [run], quantity, x=plots.course_of(run))))
-        axes.legend(frameon=False, fontsize=9)
+        if len(axes.lines) > 1:  # of one, the axis says what it is
+            figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
         drawn.append(Plot(heading(words(quantity)), _svg_uri(figure), _told(run, quantity), notes))
     drawn += _by_step(run, "learning_rate", "Learning rate", "learning rate")
     drawn += _by_step(run, f"{run.unit}_per_s", "Speed", f"{run.unit}/s")
@@ -149,7 +150,9 @@ def _by_step(run: PastRun, key: str, title: str, label: str) -> list[Plot]:
     groups = [points[begin : begin + length] for begin in range(0, len(points), length)]
     figure = Figure(figsize=(_WIDE, _HIGH), layout="constrained")
     axes = figure.subplots()
-    axes.plot([group[-1][0] for group in groups], [fmean(value for _, value in group) for group in groups], color="black")
+    means = [fmean(value for _, value in group) for group in groups]
+    dot = "o" if len(groups) == 1 else ""  # a line of one point is not seen
+    axes.plot([group[-1][0] for group in groups], means, color="black", marker=dot, clip_on=False)
     axes.set(ylabel=label, ylim=(0, None))
     time_split.count_steps(axes, points[-1][0])
     axes.grid(color="0.88", linewidth=0.6)
@@ -180,7 +183,7 @@ def _split(run: PastRun) -> Split | None:
     sums: dict[str, float | None] = {name: sum(column) for name, column in zip(time_split.PARTS, columns, strict=True)}
     if all(line.get("communication_share") is None for line in run.metrics):  # as of one process
         sums["communication"] = None
-    shares = tables.parts_of(sums)
+    shares = tables.parts_of(sums, unknown="none" if run.about.get("world_size") == 1 else "unknown")
     told = ", ".join(f"{bar.name} {' '.join(bar.values)}" for bar in shares)
     figure = time_split.draw(stretches, size=(_WIDE, 1.25 * _HIGH))
     alt = f"The time of the whole run: {told}."

@@ -35,6 +35,7 @@ XS: tuple[X, ...] = ("epoch", run_folder.UNIT, "time")
 
 _TIME_UNITS = ((7200.0, 3600.0, "h"), (600.0, 60.0, "min"), (0.0, 1.0, "s"))  # from so many seconds on: seconds in it, name
 _LOG_FROM = 10.0  # largest over smallest, from which on what happens at the end would be a flat line otherwise
+_DECADES_FROM = 100.0  # from which on a logarithmic axis has a label for each decade, and none between
 
 # Four line styles, dark at first and then lighter; in colour, those of Okabe and Ito, which all eyes tell apart.
 _LINES = ("-", "--", "-.", ":")
@@ -83,7 +84,18 @@ def parts_of(runs: Sequence[PastRun], quantity: str) -> list[Part]:
 def columns_of(runs: Sequence[PastRun]) -> tuple[X, ...]:
     """Return what several runs are drawn against: epochs, what all of them count, and time."""
     units = {run.unit for run in runs}
-    return tuple(units.pop() if x == run_folder.UNIT and len(units) == 1 else x for x in XS)
+    columns = tuple(units.pop() if x == run_folder.UNIT and len(units) == 1 else x for x in XS)
+    if len({_units_of_an_epoch(run) for run in runs}) > 1 or _units_of_an_epoch(runs[0]) is None:
+        return columns
+    left_out = columns[1] if columns[1] == run_folder.UNIT else "epoch"  # the same picture with other numbers below it
+    return tuple(x for x in columns if x != left_out)
+
+
+def _units_of_an_epoch(run: PastRun) -> float | None:
+    """How many of what a run counts are in an epoch, to three digits, as its last line tells."""
+    last = run.metrics[-1] if run.metrics else {}
+    seen, samples, size = _number(last, f"{run.unit}_seen"), _number(last, "samples_seen"), run.samples_per_epoch
+    return float(f"{size * seen / samples:.3g}") if size and seen and samples else None
 
 
 def course_of(run: PastRun) -> X:
@@ -143,7 +155,11 @@ def labels(runs: Sequence[PastRun]) -> list[str]:
     for shared, rest in ((slice(2), slice(2, None)), (slice(-2, None), slice(-2))):
         while len(runs) > 1 and all(len(own) > 1 for own in words) and len({tuple(own[shared]) for own in words}) == 1:
             words = [own[rest] for own in words]
-    return ["".join(own) for own in words]
+    names = ["".join(own) for own in words]
+    return [
+        f"{name} ({1 + names[:place].count(name)})" if names.count(name) > 1 else name  # a folder that was given twice
+        for place, name in enumerate(names)
+    ]
 
 
 def draw(
@@ -170,7 +186,8 @@ def draw(
     axes.set_ylabel(f"{parts[0] + ' ' if len(parts) == 1 else ''}{words(quantity)}{' (%)' if in_percent else ''}")
     if not drawn:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center")
-    _set_scales(axes, x, is_log=_falls(runs, quantity) and bool(drawn) and 0 < _LOG_FROM * min(drawn) < max(drawn))
+    is_log = _falls(runs, quantity) and bool(drawn) and 0 < _LOG_FROM * min(drawn) < max(drawn)
+    _set_scales(axes, x, labels=() if not is_log else (1,) if max(drawn) > _DECADES_FROM * min(drawn) else (1, 2, 5))
     return [note for of_run in curves for found in of_run for note in found.notes]
 
 
@@ -214,7 +231,8 @@ def _style(number: int, part: Part, points: int, *, alone: bool) -> dict[str, An
         "linewidth": max(0.9, 2.0 - 0.3 * number),
     }
     if part == "training" and not alone:
-        return {**style, "linewidth": 0.6 * style["linewidth"]}
+        dot = {"marker": ".", "markersize": 8.0} if points == 1 else {}  # a line of one point is not seen
+        return {**style, **dot, "linewidth": 0.6 * style["linewidth"]}
     spacing = max(1, points // _MARKS)
     return {
         **style,
@@ -225,16 +243,17 @@ def _style(number: int, part: Part, points: int, *, alone: bool) -> dict[str, An
     }
 
 
-def _set_scales(axes: Axes, x: X, *, is_log: bool) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=x == "epoch", min_n_ticks=2, steps=[1, 2, 5, 10]))
+def _set_scales(axes: Axes, x: X, *, labels: Sequence[float]) -> None:
+    """`labels` are those of each decade of a logarithmic axis; none: it is not one."""
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=x == "epoch", min_n_ticks=2, steps=[1, 2, 5, 10]))
     if x not in ("epoch", "time"):
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if is_log:
+    if labels:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=labels))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlim(left=0.0)
+    axes.set_xlim(left=0.0, auto=True)  # wide enough for what is still drawn in panels that share the axis
     axes.grid(visible=True, color="0.88", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -45,13 +45,13 @@ class Bar(NamedTuple):
     begin: float = 0.0
 
 
-def parts_of(seconds: Mapping[str, float | None]) -> list[Bar]:
-    """Return a bar for each part of the sum of `seconds`; None is a part that nobody knows."""
+def parts_of(seconds: Mapping[str, float | None], *, unknown: str = "unknown") -> list[Bar]:
+    """Return a bar for each part of the sum of `seconds`; None is a part that nobody knows, or that there is not."""
     whole_s = sum(own or 0.0 for own in seconds.values())
     bars, begin = [], 0.0
     for name, own in seconds.items():
         share = (own or 0.0) / whole_s
-        told = ["unknown", ""] if own is None else [duration(own), f"{100 * share:.1f} %"]
+        told = [unknown, ""] if own is None else [duration(own), f"{100 * share:.1f} %"]
         bars.append(Bar(name, told, share, begin))
         begin += share
     return bars

@@ -72,7 +72,7 @@ def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableT
 
 def _progress(run: PastRun, state: State) -> RenderableType:
     line = run.metrics[-1] if run.metrics else {}
-    epoch = f", epoch {line['epoch']}" if is_number(line.get("epoch")) else ""
+    epoch = f", epoch {line['epoch'] + 1}" if is_number(line.get("epoch")) else ""
     if not state.total_steps:
         return f"{state.step:,}{epoch}"
     told = f"{state.step:,} of {state.total_steps:,} ({percent(state.step / state.total_steps)}){epoch}"

@@ -143,7 +143,7 @@ def metrics_line(line: Line, total_steps: int | None, unit: str) -> str:
 
 
 _METRICS: dict[str, Callable[[Any], str]] = {
-    "epoch": lambda value: f"epoch {value}",
+    "epoch": lambda value: f"epoch {value + 1}",
     "loss": lambda value: f"loss {value:.4f}",
     "learning_rate": lambda value: f"lr {value:.2e}",
 }

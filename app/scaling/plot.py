@@ -37,6 +37,8 @@ _STYLES = (
 _INCHES, _LEGEND_LINE_INCHES = (10.5, 4.6), 0.2
 _APART = 1.04
 """Factor between the markers of two methods on the same number of devices, or one would hide the other."""
+_MOST_TOLD = 3.0
+"""Times its lower end: how far the range of an efficiency goes at twice the largest size. A wider one would tell nothing."""
 _MOST_SHOWN = 1.6
 """Of an efficiency: its interval may go far beyond where two runs tell nothing."""
 
@@ -57,7 +59,8 @@ def draw(folder: Path, report: Report) -> None:
         _devices_axis(axes, devices)
     speed.set_yscale("log")
     speed.set_ylabel(f"{report.unit}/s" if with_rates else "speed-up over the smallest size")
-    speed.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = speed.get_ylim()
+    speed.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
     speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     speed.yaxis.set_minor_formatter(NullFormatter())
     share.set_ylabel("efficiency")
@@ -97,11 +100,14 @@ def _draw_speed(axes: Axes, advice: Advice, style: _Style, *, shift: float, with
     span = np.array([rows[0].devices, 2 * rows[-1].devices], dtype=np.float64)
     ideal = "ideal, from the smallest size" if style is _STYLES[0] else None
     axes.plot(span, rates[0] * span / span[0], color="0.6", linewidth=0.9, linestyle=(0, (5, 4)), label=ideal, zorder=1)
-    if advice.fit is not None:
-        here = _curve(advice)
+    here = _curve(advice)
+    if advice.fit is None:
+        _say_too_few(axes, method.name, "a fit")
+    else:
         rate = unit * method.base.seconds
         low_s, high_s = advice.fit.between(here)
-        _draw_fit(axes, here, (rate / advice.fit.seconds(here), rate / high_s, rate / low_s), style, method.name)
+        curves = (rate / advice.fit.seconds(here), rate / high_s, rate / low_s)
+        _draw_fit(axes, here, curves, style, method.name, is_told=_is_told(advice))
 
 
 def _draw_share(axes: Axes, advice: Advice, style: _Style, *, shift: float) -> None:
@@ -112,9 +118,12 @@ def _draw_share(axes: Axes, advice: Advice, style: _Style, *, shift: float) -> N
     above = [0.0 if share.high is None else share.high - share.value for share in shares]
     label = f"{method.name}, 95 % interval" if any(above) else method.name
     _draw_points(axes, rows, np.array([values, below, above]), style, shift=shift, label=label)
-    if advice.fit is not None:
-        here = _curve(advice)
-        _draw_fit(axes, here, advice.fit.efficiency(here, base=method.base.devices), style, method.name)
+    here = _curve(advice)
+    if advice.fit is None:
+        _say_too_few(axes, method.name, "a fit")
+    else:
+        curves = advice.fit.efficiency(here, base=method.base.devices)
+        _draw_fit(axes, here, curves, style, method.name, is_told=_is_told(advice))
 
 
 def _draw_points(axes: Axes, rows: Sequence[Row], points: Array, style: _Style, *, shift: float, label: str) -> None:
@@ -130,9 +139,26 @@ def _draw_points(axes: Axes, rows: Sequence[Row], points: Array, style: _Style, 
         bars.set_label(label + suffix)
 
 
-def _draw_fit(axes: Axes, devices: Array, curves: tuple[Array, Array, Array], style: _Style, name: str) -> None:
-    """`curves` [points] are the fit, and from what to what it may be."""
+def _is_told(advice: Advice) -> bool:
+    """Whether the sizes that were measured tell from what to what the efficiency of larger ones may be."""
+    assert advice.fit is not None
+    _, low, high = advice.fit.efficiency(_curve(advice)[-1:], base=advice.method.base.devices)
+    return float(high[0]) <= _MOST_TOLD * float(low[0])
+
+
+def _say_too_few(axes: Axes, name: str, what: str) -> None:
+    """Say so in the legend, where a band would be explained."""
+    axes.plot([], [], linestyle="none", label=f"{name}: too few sizes for {what}")
+
+
+def _draw_fit(
+    axes: Axes, devices: Array, curves: tuple[Array, Array, Array], style: _Style, name: str, *, is_told: bool
+) -> None:
+    """`curves` [points] are the fit, and from what to what it may be, which is drawn if it `is_told`."""
     middle, low, high = curves
     axes.plot(devices, middle, linestyle=style.line, color=style.grey, linewidth=1.3, label=f"{name}, fit")
+    if not is_told:
+        _say_too_few(axes, name, "a range of the fit")
+        return
     band = axes.fill_between(devices, low, high, facecolor="none", edgecolor="0.75", hatch=style.hatch, linewidth=0.5)
     band.set(label=f"{name}, range of the fit", zorder=0)

@@ -14,7 +14,7 @@ from app.trackers.trackers import Trackers
 
 
 class Examples:
-    """Shows samples of the first steps of epochs 0, 1, 2, 4, 8, ...: later ones look no different, and each takes space."""
+    """Shows samples of the first steps of epochs 1, 2, 3, 5, 9, ...: later ones look no different, and each takes space."""
 
     def __init__(
         self, trackers: Trackers, look: Callable[[Batch, int, str], tuple[str, Any]] | None, *, count: int, steps_per_epoch: int
@@ -32,6 +32,6 @@ class Examples:
         if epoch & (epoch - 1):
             return
         count = min(self._count, len(batch["samples"]))
-        title = f"{count} of the samples of step {step + 1}, the first of epoch {epoch}"
+        title = f"{count} of the samples of step {step + 1}, the first of epoch {epoch + 1}"
         name, picture = self._look(batch, count, title)
         self._trackers.show(name, picture, step=step + 1)

@@ -25,6 +25,17 @@ from app.trackers.tracked import Tracked
 
 _HPARAMS_SUFFIX = ".hparams"
 _FORMAT = "brain.Event:2"
+_SPLITS = ("validation", "test")
+_OF_TIME = ("_s", "_share", "_per_s_per_device", "memory_bytes", "mfu")
+"""How the names of what is not learnt, but measured of the machine, end."""
+
+
+def tag(name: str) -> str:
+    """Return under which tag a number of the run's files is shown, in a group: validation/loss for validation_loss."""
+    split, _, own = name.partition("_")
+    if split in _SPLITS and own:
+        return f"{split}/{own}"
+    return f"time/{name}" if name.endswith(_OF_TIME) else f"train/{name}"
 
 
 class TensorBoard:
@@ -41,7 +52,7 @@ class TensorBoard:
         for earlier in folder.glob(f"*{_HPARAMS_SUFFIX}"):
             run.claim.remove(f"{folder.name}/{earlier.name}")
         begun = f"{folder.name}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        experiment, session, _ = hparams(settings, dict.fromkeys(run.scores, 0.0))
+        experiment, session, _ = hparams(settings, dict.fromkeys(map(tag, run.scores), 0.0))
         _Events(run.claim, f"{begun}.0{_HPARAMS_SUFFIX}").add(
             Event(file_version=_FORMAT), *(Event(summary=summary) for summary in (experiment, session))
         )
@@ -52,7 +63,7 @@ class TensorBoard:
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Write numbers; they are in the file when this returns."""
-        self._events.add(*(Event(step=step, summary=scalar(name, value)) for name, value in values.items()))
+        self._events.add(*(Event(step=step, summary=scalar(tag(name), value)) for name, value in values.items()))
 
     def log_images(self, values: Mapping[str, Sequence[Any]], *, step: int) -> None:
         """Write the one picture, uint8 [H, W, 3], of each name."""

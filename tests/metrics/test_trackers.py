@@ -27,6 +27,7 @@ from tensorboard.plugins.hparams.list_session_groups import Handler
 
 from app.checkpoints import step_folders
 from app.record.claim import claim
+from app.trackers.tensorboard import tag
 from app.trackers.tracked import tracked
 from app.trackers.trackers import Trackers
 
@@ -98,7 +99,7 @@ def hyperparameters(run_dir: Path) -> Any:
     """What TensorBoard's own server answers for the page HPARAMS of one run."""
     files = EventMultiplexer().AddRunsFromDirectory(str(run_dir)).Reload()
     context = TBContext(data_provider=MultiplexerDataProvider(files, str(run_dir)))
-    scores = [ColParams(metric=MetricName(tag=tag)) for tag in SCORES]
+    scores = [ColParams(metric=MetricName(tag=tag(name))) for name in SCORES]
     request = ListSessionGroupsRequest(allowed_statuses=[Status.STATUS_UNKNOWN], col_params=scores, slice_size=10)
     (group,) = Handler(RequestContext(), Context(context), "", request).run().session_groups
     return group
@@ -113,13 +114,11 @@ def test_tensorboard_has_the_files_of_the_run_folder_and_each_step_once(run: Con
     assert [step for step, _ in evaluations["test_accuracy"]] == [30]
     curves = evaluations | metrics  # where a line was evaluated is said in evaluations.jsonl alone
     found = {name: [(event.step, event.value) for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
-    assert (
-        {name for name, curve in found.items() if curve}
-        == set(curves)
-        >= {"loss", "learning_rate", "validation_accuracy", "test_accuracy"}
-    )
+    assert {name for name, curve in found.items() if curve} == {tag(name) for name in curves}
+    groups = {"train/loss", "train/learning_rate", "validation/accuracy", "test/accuracy", "time/samples_per_s"}
+    assert groups | {"time/data_wait_share", "time/memory_bytes", "train/grad_norm"} <= set(found)
     for name, curve in curves.items():
-        assert found[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve], name
+        assert found[tag(name)] == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve], name
 
     pictures = board.Images("augmented_batch")
     assert [picture.step for picture in pictures] == [picture.step for picture in run.pictures] == [1, 21]
@@ -131,7 +130,7 @@ def test_tensorboard_has_the_files_of_the_run_folder_and_each_step_once(run: Con
     assert page.hparams["train.steps"].number_value == 30, "those of the last start"
     result = read(run_dir / "result.json")
     scores = {value.name.tag: (value.training_step, value.value) for value in page.metric_values}
-    assert scores == {name: (30, pytest.approx(result[name], rel=1e-6)) for name in SCORES}
+    assert scores == {tag(name): (30, pytest.approx(result[name], rel=1e-6)) for name in SCORES}
 
 
 def test_a_tracker_that_cannot_start_is_switched_off(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_ends_it_at_once(terminal: Callable[..., Terminal], tmp_
 def test_two_ranks_and_their_launcher_leave_no_tracebacks(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     command = ["launch", "--preset", "multi_gpu", "--processes", "2", "--run-dir", str(tmp_path), *ENDLESS]
     shell = terminal(*program("launch.cli"), *command)
-    shell.wait_for("epoch 0: validation accuracy")
+    shell.wait_for("epoch 1: validation accuracy")
     shell.press_ctrl_c()
     shell.wait_for("Ctrl-C once more")
     shell.press_ctrl_c()
@@ -151,7 +151,7 @@ def test_two_ranks_and_their_launcher_leave_no_tracebacks(terminal: Callable[...
 def test_one_process_without_a_launcher_leaves_no_traceback(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     long_steps = ("train.global_batch_size=1024", "train.max_micro_batch=1")  # so it is asked twice within one
     shell = terminal(*program("app.train"), "--run-dir", str(tmp_path), *ENDLESS, *long_steps)
-    shell.wait_for("epoch 0: validation accuracy")
+    shell.wait_for("epoch 1: validation accuracy")
     shell.press_ctrl_c()
     time.sleep(0.2)  # two that come at once are one
     shell.press_ctrl_c()
@@ -163,7 +163,7 @@ def test_one_process_without_a_launcher_leaves_no_traceback(terminal: Callable[.
 def test_a_lost_terminal_makes_a_run_save_and_stop(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     """And neither what it would have shown there, nor what `samerun` would have said, keeps it from that."""
     shell = terminal(*program("launch.cli"), "launch", "--preset", "cpu", "--run-dir", str(tmp_path), *ENDLESS)
-    shell.wait_for("epoch 0: validation accuracy")
+    shell.wait_for("epoch 1: validation accuracy")
     shell.hang_up()
     assert shell.ended() == STOPPED
     outcome = read(tmp_path / "outcome.json")

@@ -85,6 +85,41 @@ def test_many_lines_are_drawn_as_means(digits_run: Path) -> None:
     assert list(losses) == [64**-1 * place for place in places]
 
 
+def test_runs_are_not_drawn_twice_against_what_says_the_same(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+    assert plots.columns_of([run, run]) == ("epoch", "time")
+    smaller = PastRun(**{**vars(run), "about": {**run.about, "samples_per_epoch": 64}})
+    if smaller.samples_per_epoch != run.samples_per_epoch:
+        assert plots.columns_of([run, smaller]) == plots.XS, "epochs of other sizes"
+
+
+def test_a_single_point_is_seen_and_no_point_is_outside_its_panel(digits_run: Path) -> None:
+    run = past_run.read(digits_run)
+    short = PastRun(**{**vars(run), "metrics": run.metrics[:1]})
+    axes = Figure().subplots()
+    plots.draw(axes, [short], "loss")
+    assert axes.lines[0].get_marker() == "."
+    figure, _ = plots.page([run, short], xs=["epoch", "time"])
+    figure.draw_without_rendering()
+    for panel in figure.axes:
+        left, right = panel.get_xlim()
+        assert left == 0.0
+        assert all(right >= max(line.get_xdata(), default=0.0) for line in panel.lines)
+
+
+@pytest.mark.parametrize(("least", "labels"), [(0.05, 5), (0.0005, 4)])
+def test_a_logarithmic_axis_has_few_labels(digits_run: Path, least: float, labels: int) -> None:
+    run = past_run.read(digits_run)
+    lines = [{**run.metrics[0], "samples_seen": 64 * step, "loss": least ** (step / 10)} for step in range(11)]
+    figure = Figure()
+    axes = figure.subplots()
+    plots.draw(axes, [PastRun(**{**vars(run), "metrics": lines})], "loss", x="samples", parts=["training"])
+    figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    shown = [label.get_text() for label in axes.get_yticklabels() if low <= label.get_position()[1] <= high]
+    assert len(shown) == labels, shown
+
+
 def test_runs_are_told_apart_without_colour(digits_run: Path) -> None:
     run = past_run.read(digits_run)
     runs = [PastRun(**{**vars(run), "folder": Path(f"/runs/digits-{number}")}) for number in range(8)]
@@ -153,7 +188,7 @@ def test_a_score_is_a_number_and_an_accuracy_a_share(key: str, value: float, exp
         (["r/run", "r/run-2"], ["run", "run-2"]),
         (["one/digits", "two/digits"], ["one", "two"]),
         (["r/digits"], ["digits"]),
-        (["r/same", "r/same"], ["same", "same"]),
+        (["r/same", "r/same"], ["same (1)", "same (2)"]),
     ],
 )
 def test_names_are_shortened_to_what_differs(digits_run: Path, folders: list[str], expected: list[str]) -> None:

@@ -112,7 +112,7 @@ def test_once_shows_what_is_there_and_says_what_is_not(
     (tmp_path / "metrics.jsonl").write_text(lines[: lines.index("\n") + 40])
     assert samerun(["watch", "--once", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert re.search(r"steps +5, epoch 0", shown.out)
+    assert re.search(r"steps +5, epoch 1", shown.out)
     assert "a line is broken or cut" in shown.err
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from matplotlib.figure import Figure
 from processes import REPOSITORY, Started, read, read_lines
 
 from app.errors import DataError, RecipeError, RunFolderError, TopologyError
-from app.scaling import figures, fit, scale_command, sweep
+from app.scaling import figures, fit, plot, scale_command, sweep
 from app.scaling.advice import advise
 from app.scaling.figures import Measured, Method, Row
 
@@ -154,6 +155,23 @@ def test_times_of_a_file_make_the_same_report(tmp_path, capsys):
     path.write_text("devices,seconds\n1,10\n2,ten\n0,3\n")
     with pytest.raises(DataError, match=r"published.csv:3: .*ten[^$]*published.csv:4: "):
         figures.read_times(path)
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ({1: 100.0, 2: 53.0}, "m: too few sizes for a fit"),
+        ({1: 100.0, 2: 90.0, 4: 40.0}, "m: too few sizes for a range of the fit"),
+        ({1: 100.0, 2: 50.5, 4: 25.5, 8: 13.0}, "m, range of the fit"),
+    ],
+)
+def test_a_range_that_would_be_over_everything_is_not_drawn(times: dict[int, float], said: str) -> None:
+    found = advise(Method("m", [row(*pair) for pair in times.items()]), wanted=0.8, is_legal=lambda devices: True)
+    speed, share = Figure().subplots(1, 2)
+    plot._draw_speed(speed, found, plot._STYLES[0], shift=1.0, with_rates=False)
+    plot._draw_share(share, found, plot._STYLES[0], shift=1.0)
+    for axes in (speed, share):
+        assert [label for label in axes.get_legend_handles_labels()[1] if "range" in label or "few" in label] == [said]
 
 
 # Real runs -----------------------------------------------------------------------------------------------------------------
