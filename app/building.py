@@ -1,4 +1,4 @@
-"""What a run is built of: data that all ranks have opened, the model, the batches each rank is fed, the evaluation.
+"""Builds the parts of a run: the data, opened on all ranks; the model; the batches of each rank; the evaluation.
 
 Tools that look at a finished run build these parts in the same way.
 """

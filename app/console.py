@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar on a terminal, timed lines in a log file.
+"""What a person sees during a run: a progress bar on a terminal, timed lines in a log file.
 
 Only the main process shows anything.
 """
@@ -61,7 +61,7 @@ class _Starving:
         if self._lines != _LINES_IN_A_ROW:
             return None
         self._lines = math.inf
-        return f"note: {line['data_wait_share']:.0%} of the time goes by waiting for data: {self._remedy}"
+        return f"note: {line['data_wait_share']:.0%} of the time is spent waiting for data: {self._remedy}"
 
 
 class _Nothing:

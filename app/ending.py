@@ -1,4 +1,4 @@
-"""How a start of a run ends: the weights and the result, or the word how a run that was stopped goes on."""
+"""The end of a start of a run: writes weights and result, or says how to resume a stopped run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from app.record.claim import Claim
 
 
 def finish(training: Training, data: Splits, opened: Opened, ended: Finished | Stopped) -> None:
-    """Write the weights and the result, or say how a run that was stopped goes on, and close the process group."""
+    """Write the weights and the result, or say how to resume a stopped run; then close the process group."""
     claim, run_dir = opened.claim, opened.claim.path
     training.profile.close()
     if isinstance(ended, Stopped):
         saved = step_folders.path_of(run_dir, ended.step)
         words = (
             f"stopped after step {ended.step} of {training.length.total_steps}, because {ended.request.why}\n"
-            f"saved as {saved}; the same command with --resume auto and --run-dir {run_dir} goes on"
+            f"saved as {saved}; resume it with the same command, --resume auto and --run-dir {run_dir}"
         )
         outcome, request, why_early = "stopped", ended.request, ""
     else:

@@ -1,4 +1,4 @@
-"""Score a finished run again: `samerun evaluate RUN [--split validation] [--best] [--json] [key=value ...]`.
+"""Evaluates a finished run: `samerun evaluate RUN [--split validation] [--best] [--json] [key=value ...]`.
 
 RUN may be what `samerun export` wrote, or any folder of transformers with a language model: then `--recipe`, or `data.*`, says
 on which text.

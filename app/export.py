@@ -74,7 +74,7 @@ def export(
     They go into the folder `out`, with what rebuilds the model, or alone into the file `out` if it ends in .safetensors.
     `program` is what the model card tells of a program beside them.
 
-    Raises RunFolderError if something is there already and is not to be replaced, CheckpointError if a disk refuses, DataError
+    Raises RunFolderError if something already exists and is not to be replaced, CheckpointError if a disk refuses, DataError
     if something that belongs beside them is not there any more.
     """
     alone = out.suffix == ".safetensors"
@@ -87,7 +87,7 @@ def export(
     there = older | {path for path in (*weights, *(folder / name for name in beside)) if path.exists()}
     if there and not force:
         named = ", ".join(map(str, sorted(there)))
-        raise RunFolderError(f"{named} exists already: choose another --out, or replace it by --force.")
+        raise RunFolderError(f"{named} exists already: choose another --out, or replace it with --force.")
     with telling(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in beside.items():
@@ -114,7 +114,7 @@ def _check_program(options: argparse.Namespace, reader: Reader, out: Path) -> No
         )
     path = out / PROGRAMS[options.to]
     if path.exists() and not options.force:
-        raise RunFolderError(f"{path} exists already: choose another --out, or replace it by --force.")
+        raise RunFolderError(f"{path} exists already: choose another --out, or replace it with --force.")
 
 
 def _with_program(reader: Reader, out: Path, *, write: Callable[..., list[Path]], to: str, key: str, force: bool) -> list[Path]:
@@ -138,7 +138,7 @@ def _with_program(reader: Reader, out: Path, *, write: Callable[..., list[Path]]
 def export_adapter(reader: Reader, out: Path, *, key: str, force: bool = False) -> list[Path]:
     """Write the adapters of a checkpoint alone, into the folder `out`, as peft writes them; return the path of the weights.
 
-    Raises RunFolderError if it has none, or something is there already, CheckpointError if a disk refuses.
+    Raises RunFolderError if it has none, or something already exists, CheckpointError if a disk refuses.
     """
     adapters = _adapters(reader)
     if adapters is None:
@@ -146,7 +146,7 @@ def export_adapter(reader: Reader, out: Path, *, key: str, force: bool = False) 
     about, weights = out / "adapter_config.json", out / "adapter_model.safetensors"
     there = [str(path) for path in (about, weights) if path.exists()]
     if there and not force:
-        raise RunFolderError(f"{', '.join(there)} exists already: choose another --out, or replace it by --force.")
+        raise RunFolderError(f"{', '.join(there)} exists already: choose another --out, or replace it with --force.")
     base = {"base_model_name_or_path": reader.state["recipe"].get("train.init_from")}
     with telling(out, "written"):
         out.mkdir(parents=True, exist_ok=True)

@@ -39,9 +39,9 @@ class Training:
     length: Length
     learning_rate_at: Callable[[int], float]
     evaluations: Mapping[str, Callable[[], Evaluation]]
-    """By split: `validation` is looked at on the way, each of them at the end."""
+    """By split: `validation` runs during training, and each of them at the end."""
     texts: Mapping[str, Callable[[], list[tuple[str, str]]]]
-    """By the split after whose evaluation the task shows them: titles, and what the model writes."""
+    """By split, after whose evaluation the task shows them: titles, and the model's texts."""
     patience: Patience
     metrics: Metrics
     profile: Profile | NoProfile
@@ -49,12 +49,12 @@ class Training:
     checkpoints: Checkpoints
     control: Control
     first_step: int
-    """Steps that were taken before, in the run that this one resumes."""
+    """Steps that the resumed run has already taken."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The training has saved and left, because it was asked to."""
+    """The training was asked to stop, and has saved a checkpoint."""
 
     step: int
     """Steps that are done, and saved."""

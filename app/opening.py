@@ -1,4 +1,4 @@
-"""A start of a run, before its first step: what it goes on from, and what it writes into the run folder about itself.
+"""A start of a run, before its first step: resumes from a checkpoint, and writes into the run folder what this start is.
 
 All ranks call these functions together; the main process writes.
 """

@@ -1,4 +1,4 @@
-"""Layers of our own in the place of torch's: the same names, weights and results, in another memory order or precision."""
+"""Replacements for torch's layers: the same names, weights and results, in another memory order or precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a finished run makes of new inputs: `samerun predict RUN FILES... [--top 3] [--json]`.
+"""Predicts new inputs with a finished run: `samerun predict RUN FILES... [--top 3] [--json]`.
 
 The task knows what to do with a file. Pictures are brought to the size of the training images as in the evaluation.
 """

@@ -227,13 +227,12 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
     ]
     if data.validation is None:
         notes.append(
-            "there is no validation split to look at on the way: train.validation_fraction=0.1 holds a tenth of the training "
+            "there is no validation split to evaluate during training: train.validation_fraction=0.1 holds a tenth of the "
+            "training "
             "samples out for it"
         )
     if (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
-        notes.append(
-            "this processor has no instructions for bf16, and a step can take ten times as long as with mixed_precision 'no'"
-        )
+        notes.append("this processor has no bf16 instructions: a step can take ten times as long as with mixed_precision 'no'")
     for note in notes:
         display.say(f"note: {note}")
     return display
@@ -245,8 +244,8 @@ def _not_passed(loaded: LoadedRecipe) -> list[str]:
         return []
     file = loaded.origins["task"].rpartition(":")[0]  # empty if the command line says it
     recipe = file or f"{loaded.name} task={task}"
-    said = f"whether {task_file.name_of(task)} keeps the rules that make runs the same has not been shown since it was changed"
-    return [f"{said}: `samerun parity --quick --recipe {recipe}` does, in a minute"]
+    said = f"whether {task_file.name_of(task)} keeps the rules of the same run has not been checked since it was changed"
+    return [f"{said}: `samerun parity --quick --recipe {recipe}` checks it in a minute"]
 
 
 def _control(runtime: Runtime, recipe: Recipe, parts: Parts, claim: Claim) -> Control:

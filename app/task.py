@@ -3,7 +3,7 @@
 A task is one process's view. It knows no rank, no device and no strategy: the application deals the samples, brings batches to
 the device, distributes the model, and adds up over the ranks.
 
-A task of one's own is a class in a file that ends with `task = MyTask`. It needs three methods, and no base class:
+Your own task is a class in a file that ends with `task = MyTask`. It needs three methods, and no base class:
 
     class MyTask:
         def samples(self, split):
@@ -16,17 +16,17 @@ A task of one's own is a class in a file that ends with `task = MyTask`. It need
         def loss(self, model, batch):
             return Loss(F.mse_loss(model(batch["x"]), batch["y"]), len(batch["x"]))
 
-All else is optional for it (`Task` says what is done without). Before the first step the application looks whether it keeps the
-rules, and says in a sentence which one it breaks.
+Everything else is optional (`Task` says what happens without it). Before the first step the application checks the rules, and
+names a broken one in a sentence.
 
 What keeps a run the same on any topology:
 
-- Random choices come from `draw` alone; None: there are none, as in an evaluation.
+- Random choices come from `draw` alone. It is None where nothing is random, as in an evaluation.
 - `loss` calls the model exactly once and touches none of its submodules, or FSDP2 and ZeRO break.
-- A sample's loss does not depend on other samples of its pass, but for its `neighbours`.
+- A sample's loss does not depend on other samples of its pass, except for its `neighbours`.
 - The gradient of a step is that of the mean over its whole global batch: a pass weighs by its `Loss.count`.
 
-For tasks of one's own, real numbers get the model's precision where the model is called. Targets stay as they are.
+For your own task, floating-point inputs are cast to the model's precision where the model is called. Targets stay unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from app.data.samples import Batch, Samples, Splits
 
 
 class Later(NamedTuple):
-    """A sum that nobody wants before the next log: worked out for many passes at once, which costs what one does."""
+    """A sum that is not needed before the next log. It is computed for many passes at once, at the cost of one."""
 
     of: Callable[..., tuple[Tensor, Tensor | float]]
     """Takes each of the tensors stacked, [P, ...]; returns the sums of P passes [P], and the counts [P] or that of each."""
@@ -53,32 +53,32 @@ class Later(NamedTuple):
 
 @dataclass(slots=True)
 class Loss:
-    """What a pass over B samples costs."""
+    """The loss of a pass over B samples."""
 
     mean: Tensor
-    """Scalar, to be differentiated. Finite, and 0 in its gradient, where `count` is 0."""
+    """Scalar with a gradient. Where `count` is 0 it must be finite, with a gradient of 0."""
     count: int | Tensor
     """What it is the mean of: samples, tokens, ... A tensor is a scalar on the device."""
     sums: Mapping[str, Later] = field(default_factory=dict)
-    """More to report of the training, by name: the same names in every pass. A task of one's own may give the pair (sum, count)
-    of the pass instead, numbers or tensors."""
+    """Further values to report, by name: the same names in every pass. Your own task may give the pair (sum, count) of the
+    pass instead, as numbers or tensors."""
 
     @classmethod
     def of(cls, total: Tensor, count: int | Tensor, sums: Mapping[str, Later] | None = None) -> Loss:
-        """Return the loss of a sum over `count` things, which may be none."""
+        """Return the loss from a sum over `count` things; `count` may be 0."""
         at_least = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         return cls(total / at_least, count, sums or {})
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model scores on B samples; padding has no part in it."""
+    """The scores of a model on B samples, without padding."""
 
     sums: Mapping[str, tuple[Tensor, Tensor]]
-    """Sum and count by name, float64 and of one shape: they are added up over all batches and ranks. Those of a task of one's
-    own may be of any type, and a count a single number."""
+    """Sum and count by name, float64 and of one shape, added up over all batches and ranks. Those of your own task may have
+    any type, and a count may be a single number."""
     rows: Tensor | None = None
-    """float64 [B, R]: what is to be kept of each sample, gathered in the order of the samples."""
+    """float64 [B, R]: values to keep for each sample, gathered in the order of the samples."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Form:
 
 
 class LowRank(NamedTuple):
-    """What is added to a weight [outputs, inputs]: the product of two narrow matrices."""
+    """A low-rank addition to a weight [outputs, inputs]: the product of two narrow matrices."""
 
     down: str
     """Name of the first [rank, inputs]."""
@@ -103,16 +103,16 @@ class LowRank(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """How a model that trains small matrices beside frozen layers stands in files of weights, which have no such matrices."""
+    """How a model with adapters (small trained matrices beside frozen layers) is written into files of plain weights."""
 
     names: Mapping[str, str]
-    """The names there of parameters that have another one here."""
+    """Names in the file of parameters that have another name in the model."""
     sums: Mapping[str, LowRank]
-    """What is added to weights, by their names there."""
+    """Additions to weights, by the weights' names in the file."""
     alone: Mapping[str, str]
-    """The matrices, and their names in a file of adapters alone."""
+    """The adapter matrices, and their names in a file with adapters only."""
     about: Mapping[str, Any]
-    """What is written beside such a file, as JSON holds it."""
+    """JSON to write beside such a file."""
 
 
 class NeedsData(Exception):  # noqa: N818  (no error: less is known of the model)
@@ -125,43 +125,44 @@ Split = Literal["train", "validation", "test"]
 Totals = Mapping[str, tuple[Tensor, Tensor]]
 """`Scores.sums`, added up over all samples, on the CPU."""
 Table = dict[str, float | None]
-"""A score of each of several named things, such as classes; None: there was nothing to score."""
+"""A score for each of several named things, such as classes. None: there was nothing to score."""
 
 
 class Task(Protocol):
-    """What is learnt, and how, seen from one process. Built from the recipe's sections of its own.
+    """What is learnt, and how, seen from one process. It is built from its own sections of the recipe.
 
-    A task that comes with the package has all of this. One of a user's own has `samples`, `model` and `loss`, and what it likes
-    of the rest. Its `ready` is not given `form`, and its `finish` may return the scores alone.
+    A shipped task has all of these methods. Your own task needs `samples`, `model` and `loss`; the rest is optional. Its
+    `ready` does not get `form`, and its `finish` may return only the scores.
 
-    Samples may weigh differently, as texts do by their tokens. Then either the samples have `count(indices) -> int64 [B]`,
-    which says beforehand what each counts, or the task has `count(batch)`, which says it of a ready batch, as a scalar on its
-    device; all batches of a step are in memory then before its first pass. With neither, each sample counts 1.
+    Samples may weigh differently, as texts do by their number of tokens. Then either the samples have `count(indices) -> int64
+    [B]`, which gives the weights before the data is read, or the task has `count(batch)`, which returns the weight of a ready
+    batch as a scalar on its device. In the second case all batches of a step are in memory before its first pass. With
+    neither, each sample counts 1.
     """
 
     @property
     def monitor(self) -> tuple[str, Literal["max", "min"]]:
-        """The score by which the best checkpoint is chosen, and which end of it is good. Optional: ("loss", "min")."""
+        """The score that chooses the best checkpoint, and whether "max" or "min" is better. Optional: ("loss", "min")."""
 
     @property
     def unit(self) -> str:
-        """What a `Loss.count` is the number of, in the plural, as a key may be called: "tokens".
+        """What `Loss.count` counts, in the plural, usable in a key: "tokens".
 
-        The run then tells `tokens_seen` and `tokens_per_s`. Optional: "samples".
+        The run then logs `tokens_seen` and `tokens_per_s`. Optional: "samples".
         """
 
     @property
     def channels_last(self) -> bool:
-        """Whether the network is faster on any device with inputs in that memory order (`train.channels_last: null`).
+        """Whether the network is faster in channels-last memory order on every device (for `train.channels_last: null`).
 
         Optional: False.
         """
 
     def prepare(self) -> Task | None:
-        """Bring the data to this machine; return the task that all processes of it then use, or None: each has its own.
+        """Bring the data to this machine. Return the task that all its processes then use, or None: each uses its own.
 
-        One process of each node calls it while the others wait. What it returns is pickled; of a user's task all that
-        the others see is the files that it left. Optional. Raises DataError and RecipeError.
+        One process of each node calls it while the others wait. What it returns is pickled. With a user's task, the other
+        processes see only the files that it left. Optional. Raises DataError and RecipeError.
         """
 
     def samples(self, split: Split) -> Samples | None:
@@ -171,36 +172,36 @@ class Task(Protocol):
         """
 
     def reads(self) -> Mapping[str, str]:
-        """Return a digest of each thing beside the samples that is read and decides what is learnt, by what it is called.
+        """Return a digest, by name, of each further input that affects training, beside the samples.
 
-        All ranks must have it alike, and a run that goes on. Optional: there is none.
+        It must be the same on all ranks and after a resume. Optional: there is none.
         """
 
     def model(self, facts: Mapping[str, Any]) -> nn.Module:
         """Return the network for samples with these facts, on the CPU, in training mode, in float32.
 
-        Its weights are drawn from torch's global generator. What requires no gradient is not trained, as with
-        `train.freeze`. Raises RecipeError if the samples do not suit it.
+        Its weights are drawn from torch's global generator. Parameters with requires_grad=False are not trained, as with
+        `train.freeze`. Raises RecipeError if the samples do not fit the network.
         """
 
     def init(self, model: nn.Module, name: str, unit: nn.Module) -> None:
         """Fill every parameter and buffer of one unit of the model, on the CPU, without gradients.
 
-        Random numbers are those of torch's global generator, which the seed and the unit's name have set: so a unit gets the
-        same wherever it is drawn, and no process needs the whole model. `model` is to be asked (its config); it has no numbers.
-        `unit` is a block, or a remaining module with parameters or buffers of its own, of which these are to be filled and not
-        those of modules inside it. Blocks are the modules of the classes that `blocks` names, an optional attribute of the
-        task, such as ("DecoderLayer",); without, those that the model names in `_no_split_modules`, as transformers' do.
+        Random numbers come from torch's global generator, which is seeded by the seed and the unit's name. So a unit gets the
+        same weights wherever it is drawn, and no process needs the whole model. `model` is for reading settings (its config);
+        it has no data. `unit` is a block, or a remaining module with its own parameters or buffers; fill those, not the ones
+        of modules inside it. Blocks are the modules of the classes in `blocks`, an optional attribute of the task, such as
+        ("DecoderLayer",). Without it they are those that the model names in `_no_split_modules`, as transformers' models do.
 
-        Optional: without, `model` returns the whole network with its weights. With it, `model` is
-        called under torch.device("meta"), where nothing has numbers. What is tied by the model's `tie_weights` stays tied.
+        Optional. Without it, `model` returns the whole network with its weights. With it, `model` is called under
+        torch.device("meta"), where tensors have no data. Weights tied by the model's `tie_weights` stay tied.
         """
 
     def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:
-        """Return a batch as `loss` and `score` take it, on the batch's device. None: nothing is random.
+        """Return a batch as `loss` and `score` take it, on the batch's device. `draw` is None where nothing is random.
 
-        The place for random changes of whole batches: `draw.uniform("noise")` is float32 [B], on the device, and the same for a
-        sample wherever it is. Optional: the batch as `fetch` gave it.
+        Make random changes of whole batches here: `draw.uniform("noise")` is float32 [B], on the device, and gives a sample
+        the same number on any rank. Optional: the batch as `fetch` returned it.
         """
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
@@ -209,77 +210,80 @@ class Task(Protocol):
     def score(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
         """Return the scores of the batch's samples; `valid` is bool [B], False for padding, which must not count.
 
-        It calls `model` equally often for every batch. Optional: `loss` is the score, and what else its `sums` report; padding
-        is cut off then before `ready`, and of a batch of nothing else the sums are 0.
+        It calls `model` equally often for every batch. Optional: the scores are then `loss` and its `sums`. In that case
+        padding is cut off before `ready`, and a batch of padding only gives sums of 0.
         """
 
     def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:
-        """Return the scores by name, and tables of scores, of a whole split; `rows` are those of all samples, on the CPU.
+        """Return the scores of a whole split by name, and tables of scores. `rows` are those of all samples, on the CPU.
 
-        Optional: of each sum its mean; of one with several numbers a table of them, by their places.
+        Optional: the mean of each sum; a sum with several numbers becomes a table, indexed by position.
         """
 
     def example(self, facts: Mapping[str, Any], form: Form) -> Batch:
-        """Return a batch of 2 as `ready` returns it, without data (torch's meta device): to count FLOPs with, for instance.
+        """Return a batch of 2 as `ready` returns it, without data (torch's meta device), for example to count FLOPs.
 
         Optional: the shapes of two training samples. A loss that cannot do without numbers (`.item()`) leaves FLOPs unknown.
         """
 
     def notes(self, data: Splits) -> list[str]:
-        """Return what a person would want to read of the data before a run, a sentence each. Optional: nothing."""
+        """Return notes on the data for people to read before a run, one sentence each. Optional: none."""
 
     def head(self, model: nn.Module) -> str:
-        """Return the name of the layer that other samples may want of another shape, which fine-tuning leaves new.
+        """Return the name of the layer whose shape depends on the samples (such as the classes). Fine-tuning leaves it new.
 
         Optional: the last one that has parameters.
         """
 
     def matched(self, samples: Any, facts: Mapping[str, Any]) -> Samples:
-        """Return other samples as a model with these facts takes them. Raises DataError if it cannot.
+        """Return other samples in the form that a model with these facts takes. Raises DataError if that is impossible.
 
         Optional: the samples, if their facts are the same.
         """
 
     def look(self, batch: Batch, most: int, title: str) -> tuple[str, Any]:
-        """Return a name and a picture, uint8 [H, W, 3] (an array), of at most so many samples of a ready training batch.
+        """Return a name and a picture, uint8 [H, W, 3] (an array), of at most `most` samples of a ready training batch.
 
         Optional: trackers show none.
         """
 
     def show(self, model: Callable[..., Any], batch: Batch) -> Sequence[tuple[str, str]]:
-        """Return short texts that show what the model does, each with a title, such as a prompt and how it goes on.
+        """Return short texts that show what the model does, each with a title, such as a prompt and its continuation.
 
-        Called after an evaluation on the way, on all ranks, with the same few samples of its split, ready as for `score`. Every
-        rank calls `model` equally often; torch's generators draw the same on all. Optional: nothing is shown.
+        Called on all ranks after an evaluation during training, with the same few samples of its split, ready as for `score`.
+        Every rank must call `model` equally often. torch's generators draw the same numbers on all ranks. Optional: nothing is
+        shown.
         """
 
     def leave(self, folder: Path, samples: Any, rows: Tensor) -> None:
-        """Write into `folder`, new and empty, what a person would want to see of the samples that were scored at the end.
+        """Write what people want to see of the samples that were scored at the end into `folder`, which is new and empty.
 
         Optional: there is no such folder. Raises DataError.
         """
 
     def beside(self, facts: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, bytes]:
-        """Return the files that a library wants beside `model.safetensors` to load it without Samerun, by their names.
+        """Return, by name, the files that a library needs beside `model.safetensors` to load it without Samerun.
 
-        `told` is what a reader is to know of the weights: `recipe` (its keys and values), `steps`, and `scores` by name.
-        Optional: none. Raises DataError if something of them is not there any more.
+        `told` describes the weights: `recipe` (its keys and values), `steps`, and `scores` by name. Optional: none. Raises
+        DataError if one of the files no longer exists.
         """
 
     def adapters(self, model: nn.Module) -> Adapters | None:
-        """Return how the weights of this model, prepared or not, go into files; None: as they are.
+        """Return how the weights of this model, prepared or not, are written into files. None: unchanged.
 
-        Optional: None. The sections' keys that say so, their `not_left`, do not describe what a run leaves.
+        Optional: None. Keys listed in a section's `not_left` do not apply to the exported model.
         """
 
     def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
-        """Return the trained network of a folder that a library wrote, on the CPU, for samples with these facts.
+        """Return the trained network from a folder that another library wrote, on the CPU, for samples with these facts.
 
-        Optional: only what Samerun left is scored. Raises RunFolderError if it cannot be read, DataError if they do not fit.
+        Optional: without it only Samerun's own folders can be evaluated. Raises RunFolderError if the folder cannot be read,
+        DataError if the samples do not fit.
         """
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
-        """Return what the model makes of each input, in words and as JSON holds it: the `top` most likely of several answers.
+        """Return the model's prediction for each input, as text and as JSON: the `top` most likely answers, if there are
+        several.
 
-        Optional: `app.predict` says that there is none. Raises DataError if an input cannot be read.
+        Optional: without it `samerun predict` reports an error. Raises DataError if an input cannot be read.
         """

@@ -1,4 +1,4 @@
-"""What the processes of a preset divide among them, by the words of `app/planning`."""
+"""How the processes of a preset shard a model, in the terms of `app/planning`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`samerun new DIR`: a folder to start from: a task of one's own, its recipe, a job script and a test. It works at once."""
+"""`samerun new DIR`: creates a project folder with your own task, its recipe, a job script and a test. It runs as it is."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def new(argv: list[str]) -> int:
     folder = Path(_parser().parse_args(argv).folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} is there, and not an empty folder: give another name")
+            raise UsageError(f"{folder} exists and is not an empty folder: give another name")
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(_TEMPLATE.glob(f"*{_ENDING}")):
             (folder / file.name.removesuffix(_ENDING)).write_text(file.read_text())
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from None
     sys.stdout.write(
-        f"{folder}: task.py, recipe.yaml, job.sh, test_task.py, README.md. It works at once:\n"
+        f"{folder}: task.py, recipe.yaml, job.sh, test_task.py, README.md. Try it:\n"
         f"    cd {folder}\n"
         "    samerun launch --recipe recipe.yaml\n"
     )

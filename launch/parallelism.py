@@ -1,4 +1,4 @@
-"""The `parallelism_config` of a preset: what it may hold, and what its sizes come to in a launch.
+"""The `parallelism_config` of a preset: its legal keys, and the sizes that follow from them in a launch.
 
 Accelerate hands its keys on if they have their whole prefix, and drops others without a word; on its command line they count
 only where the file has the section (accelerate 1.15, `commands/launch.py`, `_validate_launch_command`).

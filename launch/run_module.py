@@ -1,4 +1,4 @@
-"""A module of ours, or Accelerate's launcher, as a program that does not care what lies in the working folder.
+"""Runs one of our modules, or Accelerate's launcher, unaffected by files in the working folder.
 
     python /PATH/OF/launch/run_module.py MODULE ARGUMENTS...
 

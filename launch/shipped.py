@@ -1,4 +1,4 @@
-"""`samerun recipes`, `samerun presets` and `samerun script`: what comes with the package, listed, or one file of it printed."""
+"""`samerun recipes`, `samerun presets` and `samerun script`: list the shipped files, or print one."""
 
 from __future__ import annotations
 

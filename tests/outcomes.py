@@ -60,7 +60,7 @@ def tensors(path: Path) -> dict[str, Any]:
 
 
 def differences(base: Mapping[str, Any], head: Mapping[str, Any], *, tolerance: float) -> list[str]:
-    """A line for each value that differs; with a tolerance of 0 numbers have to be equal, NaN to NaN."""
+    """A line for each value that differs; with a tolerance of 0 numbers must be equal, NaN to NaN."""
     found = []
     for name in dict.fromkeys((*base, *head)):
         one, other = (side.get(name, "(none)") for side in (base, head))

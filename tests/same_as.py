@@ -4,7 +4,7 @@
     make same-as BASE=main ARGS="--only fsdp2"    those whose name holds this word
     make same-as BASE=main ARGS=--recipes         every shipped recipe on generated files
 
-Losses, gradient norms, learning rates, sample numbers (the ledger's digests) and final weights have to be equal bit for bit;
+Losses, gradient norms, learning rates, sample numbers (the ledger's digests) and final weights must be equal bit for bit;
 evaluations to 1e-12, which leaves the order of additions free. No samples are held out for validation; a base that had no
 validation split looked at the test split on the way, so the test scores of the end alone are compared with its own. The exit
 code is 1 if anything differs or does not run.

@@ -1,4 +1,4 @@
-"""What a trace has to be for viewers to show all of it: "Trace Event Format", and what Perfetto makes of it."""
+"""What a trace must be for viewers to show all of it: "Trace Event Format", and what Perfetto makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A moving average of the weights (EMA), kept where the weights are: each rank averages the part that it steps on."""
+"""A moving average of the weights (EMA), sharded like the weights: each rank averages the part that it updates."""
 
 from __future__ import annotations
 

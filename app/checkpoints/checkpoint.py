@@ -1,4 +1,4 @@
-"""Saving and resuming a run: what `Shards` finds in memory, in the files of `step_folders`, by all ranks together.
+"""Saves and resumes a run: all ranks together write the tensors of `Shards` into the files of `step_folders`.
 
 A checkpoint belongs to the run: any preset on any number of processes takes it up at the next unseen sample. What may have
 changed since it was written stands in `resumable`.
@@ -278,7 +278,9 @@ def find(runtime: Runtime, place: Path) -> Path | None:
                 print(f"passed over: {sentence}", flush=True)  # noqa: T201 - the user must know
             return Path(folder)
     if damaged:
-        raise CheckpointError("\n".join(damaged) + "\nNo other checkpoint is there, and nothing is started from zero unasked.")
+        raise CheckpointError(
+            "\n".join(damaged) + "\nThere is no other checkpoint. The run does not start from zero unless you ask for it."
+        )
     return None
 
 

@@ -20,7 +20,9 @@ def newest(place: Path) -> Path:
         return place
     folder, damaged = files.newest(place)
     if folder is None:
-        raise CheckpointError("\n".join([*damaged, f"{place} is no checkpoint and has none that is whole: give another path."]))
+        raise CheckpointError(
+            "\n".join([*damaged, f"{place} is not a checkpoint and contains no complete one: give another path."])
+        )
     for sentence in damaged:
         sys.stderr.write(f"passed over: {sentence}\n")
     return folder

@@ -1,4 +1,4 @@
-"""Files that are on the disk when the call returns, hashed while they are written; what a disk does is told in a sentence.
+"""Files that are on disk when the call returns, hashed while they are written. A disk error becomes one sentence.
 
 Nothing passes through memory in larger chunks than CHUNK_BYTES. Standard library only.
 """
@@ -63,7 +63,7 @@ def check(path: Path, stamp: Stamp) -> None:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     if digest.hexdigest() != stamp.sha256:
-        raise CheckpointError(f"{path} has changed since it was written (its SHA-256 is another): it cannot be used.")
+        raise CheckpointError(f"{path} has changed since it was written (its SHA-256 differs): it cannot be used.")
 
 
 def check_size(path: Path, stamp: Stamp) -> None:

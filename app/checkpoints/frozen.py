@@ -1,4 +1,4 @@
-"""Parameters that are not trained: written once into the run folder, and named by their digest in each of its checkpoints.
+"""Frozen parameters: written once into the run folder; each checkpoint names that file by its digest.
 
 So a checkpoint is as large as what is trained, and a run goes on with the frozen weights that it had, or not at all: the file
 that it once began with may be gone or another.
@@ -66,7 +66,7 @@ def _take_up(reader: Reader, frozen: Mapping[str, Held]) -> None:
         shown = ", ".join(differing[:_MOST_NAMED]) + (", ..." if len(differing) > _MOST_NAMED else "")
         raise CheckpointError(
             f"{reader.folder} is of a run that froze {len(before)} parameters, and this one freezes {len(now)}; of one are "
-            f"{shown} alone. Freeze what it froze (train.freeze, or the task's model), or begin anew in another --run-dir."
+            f"{shown} alone. Freeze what it froze (train.freeze, or the task's model), or start a new run in another --run-dir."
         )
     for name, it in frozen.items():
         reader.read_into(Piece(WEIGHT, name, it.shape, it.region, it.values))
@@ -97,7 +97,7 @@ def _joined(it: Held, parts: Iterable[tuple[Region, torch.Tensor] | None]) -> to
 
 
 def _contents(frozen: Mapping[str, Held], whole: Iterator[torch.Tensor]) -> dict[str, Content]:
-    """What is to be written; it has to be taken in this order."""
+    """What is to be written; it must be taken in this order."""
     return {name: Content(tensor_file.dtype_of(name, it.values), it.shape, _next(whole)) for name, it in frozen.items()}
 
 

@@ -1,6 +1,6 @@
-"""Beginning with weights that are there (`train.init_from`), as for fine-tuning: weights and buffers, no more.
+"""Starts a run from given weights (`train.init_from`), for fine-tuning: loads weights and buffers only.
 
-Every tensor of the model has to be there in its shape, and no other: a network that is half another's trains without a
+Every tensor of the model must be there in its shape, and no other: a network that is half another's trains without a
 word. Only the last layer, the head, which says how many classes there are for instance, may be missing or of another shape, and
 what `train.init_allow` names; that stays new. What was taken, what is new and what was left out is said.
 """
@@ -47,7 +47,7 @@ class Initial:
 def take_up(
     runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainRecipe, *, resumed: Path | None
 ) -> Initial | None:
-    """Give the model, not prepared yet, the weights that `init_from` names; None: it names none.
+    """Load the weights that `init_from` names into the model, before it is prepared. None: it names none.
 
     It is a file, a checkpoint or a run folder: then the weights that the run left, or those of its newest checkpoint, which
     are the averaged ones if it has them. The task's `head` may be another one. A run that goes on from a checkpoint, `resumed`,
@@ -57,7 +57,7 @@ def take_up(
     if recipe.init_from is None:
         return None
     if resumed is not None:
-        _say(runtime, f"train.init_from is not read, as the run goes on from {resumed}")
+        _say(runtime, f"train.init_from is ignored, because the run resumes from {resumed}")
         return None
     if recipe.init_from.startswith(PUBLISHED):
         name, place = recipe.init_from, _published(runtime, recipe.init_from.removeprefix(PUBLISHED), download=recipe.download)
@@ -103,7 +103,7 @@ def _find(runtime: Runtime, place: Path) -> Path:
     if found is None:
         raise CheckpointError(
             f"train.init_from is {place}: give a safetensors or .pth file, a checkpoint, or a folder with one or with a "
-            f"{' or '.join(IN_FOLDERS[:2])}. That is none of them."
+            f"{' or '.join(IN_FOLDERS[:2])}. It is none of these."
         )
     return found
 
@@ -127,8 +127,8 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise CheckpointError(
             f"the weights of {place} are of another model: {'; '.join(wrong[:_MOST_NAMED])}{more}. Only the last layer, "
-            f"{head}, may differ, and what train.init_allow names: give the recipe that model (model.*, data.*), or choose "
-            "other weights."
+            f"{head}, may differ, and what train.init_allow names: describe that model in the recipe (model.*, data.*), or "
+            "choose other weights."
         )
     layers = {_layer(name) for name in differing}
     taken = {name: it for name, it in tensors.items() if not (name in free and _layer(name) in layers)}
@@ -136,13 +136,13 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
         stored.read_into(name, tensor.values, tensor.region)
     how = f" ({', '.join(stored.remarks)})" if stored.remarks else ""
     parts = [f"{len(taken)} tensors taken", *_conversions(taken, stored)]
-    # A layer that is not there as it has to be stays new as a whole.
+    # A layer that is not there as it must be stays new as a whole.
     if new := [differing.get(name, name) for name in tensors if name not in taken]:
         parts.append(f"{len(new)} new, of the seed: {_listed(new)}")
     if left := [name for name in stored.shapes if name not in tensors]:
         parts.append(f"{len(left)} left out: {_listed(left)}")
     read = stored.renamed({name: name for name in taken})
-    return f"the weights to begin with are those of {place}{how}: {'; '.join(parts)}", read
+    return f"initial weights from {place}{how}: {'; '.join(parts)}", read
 
 
 @torch.no_grad()

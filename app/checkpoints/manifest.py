@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what each of its files was when it was written, and where each tensor is.
+"""The manifest of a checkpoint: size and hash of each file, and the place of each tensor.
 
     {"format": 1, "files": {FILE: {"bytes": ..., "sha256": ...}},
      "tensors": {KEY: {PARAMETER: {"shape": [...], "dtype": "F32", "ranges": [[START, STOP, FILE], ...]}}}, "sha256": ...}

@@ -1,4 +1,4 @@
-"""Weights with small matrices beside them, as files of weights have them: added up.
+"""Merges adapters (small matrices beside a weight) into the weights, for files of plain weights.
 
 A weight passes through memory in chunks, as everywhere; only the two matrices that are added to it are there whole.
 """

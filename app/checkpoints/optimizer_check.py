@@ -1,4 +1,4 @@
-"""What steps is the optimizer of the recipe: compared with it after `prepare`, which may have put another in its place.
+"""Checks that the optimizer that steps is the recipe's: `prepare` may have replaced it.
 
 Accelerate exchanges optimizers for DeepSpeed's under some configs, and DeepSpeed wraps, regroups and flattens what it gets:
 so the optimizer that steps in the end is looked at, inside all that is around it, by what it is, by its settings for each
@@ -23,7 +23,8 @@ _REMEDY = "Use one of accelerate_configs/, unchanged, and see whether it starts.
 
 
 def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards, *, dtype: torch.dtype) -> None:
-    """Check that what steps is what `rule` says, on weights and with states of `dtype`, and on each parameter once.
+    """Check that the optimizer that steps is that of `rule`, with weights and states of `dtype`, and steps on each parameter
+    once.
 
     `optimizer` is as `prepare` returned it, before its first step, `shards` are of the same. Called by all ranks together.
     Raises PresetError on all of them, which says what differs.

@@ -1,4 +1,4 @@
-"""The unit of a checkpoint: a region of one tensor of the run, addressed by what it is and never by who holds it."""
+"""The unit of a checkpoint: a region of one tensor, addressed by the tensor's name, never by a rank."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def file_of(name: str, *, download: bool) -> Path:
 def cached(url: str, *, download: bool) -> Path:
     """Return where torch.hub keeps the file of a URL (TORCH_HOME), after it is downloaded if it is not there and may be.
 
-    What is downloaded has the SHA-256 that its name begins. What is there already is trusted, as torch.hub does.
+    What is downloaded has the SHA-256 that its name begins. What already exists is trusted, as torch.hub does.
     Raises CheckpointError if it is not there and may not be downloaded, or cannot be.
     """
     path = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: what decides what is learnt is as it was, and the run is not over before it.
+"""Whether a run may resume from a checkpoint: everything that affects training is unchanged, and steps are left.
 
 The rest, such as the number of epochs or the logging, may change. Where a longer or shorter run has other learning rates, that
 is said.
@@ -30,7 +30,7 @@ _MOST_LINES = 40
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     folder: Path
     step: int
@@ -48,7 +48,7 @@ def check_same_run(
     sources: Mapping[str, str],
     may_differ: bool = False,
 ) -> Resumed:
-    """Check that a run of this recipe, of this length over data of these facts, may go on from the checkpoint in `folder`.
+    """Check that a run of this recipe and length, over data with these facts, may resume from the checkpoint in `folder`.
 
     `sources` are the texts of the user's task file and of what belongs to it, which may differ only if
     that is said. Raises CheckpointError, naming all that differs, if the checkpoint is of another run or another version of
@@ -59,8 +59,7 @@ def check_same_run(
     differing = [*_differing_keys(state["recipe"], recipe), *_differing_data(state["data"], data)]
     if differing:
         raise CheckpointError(
-            f"{folder} is of another run: {'; '.join(differing)}. Take these back, or train from the start in another "
-            "--run-dir."
+            f"{folder} is of another run: {'; '.join(differing)}. Undo these changes, or start a new run in another --run-dir."
         )
     if not may_differ:
         _check_sources(folder, state.get("task_sources", {}), sources)
@@ -68,7 +67,7 @@ def check_same_run(
     if step > length.total_steps:
         raise CheckpointError(
             f"{folder} has {step} steps done, and this run is to have {length.total_steps} ({_length_key(recipe.train)}): no "
-            f"step is left to take, and none is taken back. Give train.steps={step} or more, or --resume with an earlier "
+            f"step is left. Give train.steps={step} or more, or --resume with an earlier "
             "checkpoint and another --run-dir."
         )
     before = replace(recipe.train, epochs=state["recipe"]["train.epochs"], steps=state["recipe"]["train.steps"])
@@ -85,7 +84,7 @@ def _check_version(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> N
         names = ", ".join(unshared[:_MOST_KEYS]) + (", ..." if len(unshared) > _MOST_KEYS else "")
         raise CheckpointError(
             f"{folder} was written by another version of Samerun: only one of the two has the recipe keys {names}. Finish the "
-            "run with that version, or begin anew in another --run-dir."
+            "run with that version, or start a new run in another --run-dir."
         )
 
 
@@ -108,8 +107,8 @@ def _check_sources(folder: Path, before: Mapping[str, str], now: Mapping[str, st
     ]
     more = [f"... and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
     raise CheckpointError(
-        f"{folder} is of a run whose task was another: {', '.join(changed)} changed since. Take that back, train from the "
-        "start in another --run-dir, or give --changed-task if the change has no part in what is learnt.\n"
+        f"{folder} is of a run whose task was another: {', '.join(changed)} changed since. Undo the change, start a new run "
+        "in another --run-dir, or give --changed-task if the change does not affect training.\n"
         + "\n".join([*lines[:_MOST_LINES], *more])
     )
 

@@ -324,6 +324,6 @@ def _publish_stage_3(zero: Any) -> None:
         parts = zero.unflatten(zero.fp16_partitioned_groups_flat[group], zero.fp16_partitioned_groups[group])
         for part, values in zip(zero.fp16_partitioned_groups[group], parts, strict=True):
             part.data = values.data
-    # Parameters that are kept whole on every rank, below the persistence threshold, have to be gathered anew.
+    # Parameters that are kept whole on every rank, below the persistence threshold, must be gathered anew.
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: folders RUN/checkpoints/step-00000120 that appear whole or not at all and know when they are damaged.
+"""Checkpoints on disk: checksummed folders RUN/checkpoints/step-00000120 that appear whole or not at all.
 
     rank-00000.safetensors ...  the pieces that each rank wrote: tensors named `key/parameter-name@start`
     buffers.safetensors         the model's buffers, whole, by name
@@ -168,7 +168,7 @@ def _check_arrived(path: Path, stamp: Stamp) -> None:
         check_size(path, stamp)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{path} is not what its rank has just written: the run folder has to be on a file system that all nodes share."
+            f"{path} is not what its rank has just written: the run folder must be on a file system that all nodes share."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Weights that lie somewhere, of this application or not: their names, shapes and types, and how to read them.
+"""Weights in files, of this application or others: their names, shapes and types, and how to read them.
 
 Safetensors files and what `torch.save` made of a state dict, alone or divided among files with an index, and checkpoints. No
 code in a file is run: of a pickle only tensors and plain containers are taken (`weights_only`).
@@ -68,7 +68,7 @@ def in_folder(folder: Path) -> Path | None:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, stored: Stored) -> None:
-    """Give a plain model its tensors, all of which have to be there, and no other; it takes their precision.
+    """Give a plain model its tensors, all of which must be there, and no other; it takes their precision.
 
     A tensor of several names, as tied embeddings have, is stored once. Raises CheckpointError.
     """
@@ -82,7 +82,7 @@ def fill(model: torch.nn.Module, stored: Stored) -> None:
             raise CheckpointError(f"the model has no {name}")
         shape = tuple(tensors[name].shape)
         if stored.shapes.get(name, shape) != shape or (name not in stored.shapes and id(tensors[name]) not in there):
-            raise CheckpointError(f"{name} is {stored.shapes.get(name, 'not there')} and has to be {shape}")
+            raise CheckpointError(f"{name} is {stored.shapes.get(name, 'not there')} and must be {shape}")
     for name in stored.shapes:
         stored.read_into(name, tensors[name].detach().view(-1))
 

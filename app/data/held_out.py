@@ -1,4 +1,4 @@
-"""Some samples of a split as a split of their own: what is held out for validation, and what is left to train on.
+"""Divides a split in two: samples held out for validation, and the rest for training.
 
 Which they are is a function of the size and a seed alone, computed where it is needed without a table: the same on any
 topology, and memory does not grow with the data.

@@ -1,4 +1,4 @@
-"""Feeding: sample numbers in, whole batches out, in this process's memory; `transfer` brings them to another device.
+"""The data loader: sample numbers in, whole batches out, in this process's memory. `transfer` copies them to another device.
 
 A sample number is `epoch * size + index`; it is all that a worker needs to make the sample, and all that the augmentation
 needs to be the same anywhere. -1 is padding. A batch is a dict of tensors: the fields that `Samples.fetch` returns, and
@@ -96,7 +96,7 @@ class InProcess:
             yield from split({name: torch.from_numpy(array) for name, array in memory.items()}, group.numbers)
 
     def unwritten(self) -> Iterator[Unwritten | Failure]:
-        """Return the batches, in groups if they are looked up, for memory that is there already."""
+        """Return the batches, in groups if they are looked up, for memory that already exists."""
         return unwritten(self._fetched()) if self._looks_up is None else self._looked_up(self._looks_up)
 
     def _shares(self) -> Iterator[np.ndarray]:
@@ -128,7 +128,7 @@ def split(fields: Mapping[str, Tensor], numbers: np.ndarray) -> list[Batch]:
 
 
 def unwritten(loader: Iterable[Batch | Failure]) -> Iterator[Unwritten | Failure]:
-    """Yield the batches of worker processes, for memory that is there already."""
+    """Yield the batches of worker processes, for memory that already exists."""
     for batch in loader:
         if isinstance(batch, Failure):
             yield batch
@@ -188,7 +188,7 @@ def remedy(source: Samples, *, asked: int | None, local_world_size: int, device:
         why = "as --workers says; leave it out" if asked is not None else "as many as this job's cores allow"
         text = f"samples are made by {count}, {why}; give it more cores (--cpus-per-task)"
     else:
-        text = "the disk they lie on is slow; give the job more memory, in which the system keeps what was read"
+        text = "the disk is slow; give the job more memory, so that the system can cache the files"
     return f"{text}, or {own}" if own else text
 
 

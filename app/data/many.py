@@ -48,7 +48,7 @@ def in_order(work: Callable[[range], R], size: int, *, piece: int, processes: in
             waiting.extend(pool.submit(_do, part) for part in itertools.islice(pieces, 1))
             yield result
     except BrokenProcessPool as error:
-        raise DataError(f"one of {processes} processes was killed, perhaps for want of memory; ask for fewer") from error
+        raise DataError(f"one of {processes} processes was killed, perhaps for lack of memory; use fewer") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

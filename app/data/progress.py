@@ -1,4 +1,4 @@
-"""How far the work has come that is done once before training: a bar on a terminal, two lines in a log file."""
+"""Progress of work that is done once before training: a bar on a terminal, two lines in a log file."""
 
 from __future__ import annotations
 

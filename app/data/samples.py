@@ -1,4 +1,4 @@
-"""What the feed asks of a split of any data: whole batches by index, random by sample number alone.
+"""What the data loader needs from a split: whole batches by index, with randomness that depends on the sample number alone.
 
 Nothing here knows what a sample is. A task says what its splits are beyond this.
 """
@@ -34,7 +34,7 @@ class _Makes(_ProtocolMeta):
         collate: Callable[[list[Any]], Any] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return the samples of a data set that is there already.
+        """Return the samples of a data set that already exists.
 
             Samples.of({"x": x, "y": y})                  # arrays or tensors [N, ...]: looked up, the fastest
             Samples.of(dataset, names=("x", "y"))         # a Dataset of torch with items (x, y)

@@ -1,4 +1,4 @@
-"""From this process's memory to a device that computes meanwhile: batches are on their way before they are asked for.
+"""Copies batches to the device while it computes: a copy starts before the batch is needed.
 
 A thread has each batch written into pinned memory, from which a device reads by itself, and has it copied on a stream beside
 the one that computes. The pinned memory is a ring of a few places, each made once: pinning takes longer than copying.
@@ -143,7 +143,7 @@ class _Line:
         self._thread.start()
 
     def take(self) -> Brought | Failure | None:
-        """Return what comes next; None: there is no more. Raises what the thread met."""
+        """Return the next batch; None: there is no more. Raises the thread's exception."""
         brought = self._brought.get()
         self._room.release()
         if isinstance(brought, BaseException):
@@ -152,7 +152,7 @@ class _Line:
         return brought
 
     def close(self) -> None:
-        """End the thread. One that stands still, since a disk does, is left behind: it ends with the process."""
+        """End the thread. A thread that hangs, for example on a disk, is left behind: it ends with the process."""
         self._is_closed = True
         self._room.release()
         if threading.current_thread() is not self._thread:  # which may be where garbage is collected

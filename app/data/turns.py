@@ -1,4 +1,4 @@
-"""Taking turns: what is made once for all processes of a node is made by one of them, while the others wait.
+"""Taking turns: one process of a node makes something for all of them, while the others wait.
 
 Where nodes share a disk they take turns as well, if its file system has locks.
 """

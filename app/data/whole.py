@@ -1,4 +1,4 @@
-"""Folders that appear under their name when they are whole, or not at all."""
+"""Folders that appear under their final name only when they are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets of others as samples: what `Samples.of` makes of a map-style Dataset of torch or `datasets`, and of arrays.
+"""`Samples.of`: wraps a map-style Dataset of torch or `datasets`, or arrays, as samples.
 
 A Dataset may be random by itself, as with random transforms: it draws from the generators that all of Python, NumPy and torch
 share. These are seeded for each sample from its own draws, so that a sample is the same whoever makes it, and are put back
@@ -40,7 +40,7 @@ def wrapped(
     if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):
         raise DataError(
             f"Samples.of was given {_of_class(dataset)}, of which no sample can be had by its number. The samples of a step "
-            "have to be a function of the step alone, or no run would be the same on other processes and none could go on "
+            "must be a function of the step alone, or no run would be the same on other processes and none could go on "
             "where it stopped: give a Dataset with __getitem__ and __len__, or write the stream to disk once"
         )
     return OfDataset(dataset, names=names, collate=collate, facts=facts)

@@ -1,4 +1,5 @@
-"""Do all ranks compute right? Known answers, compared with what is right and with the other ranks' of the same kind of device.
+"""Checks that all ranks compute right: known answers are compared with the right result and with other ranks of the same
+device kind.
 
 A number further off than rounding takes it is wrong, and so are other bits where the same is computed again, or where a device
 of the same kind (model, instructions, threads, torch) computes it: such devices round alike. Where all ranks of a kind of
@@ -27,7 +28,7 @@ _MOST_FAULTS = 4
 """How many a sentence names."""
 _TRIED = ("cpu",)
 """Kinds of device on which these checks were seen to pass what is right and to refuse what is wrong."""
-IN_DOUBT = "These checks were never tried on such a device"
+IN_DOUBT = "These checks have never been tested on such a device"
 """Said of faults that are not certain (`is_certain`)."""
 
 
@@ -39,7 +40,7 @@ class Answers:
     host: str
     device: str
     kind: str
-    """What has to be alike for two devices to round alike."""
+    """What must be alike for two devices to round alike."""
     answers: tuple[Answer, ...]
     elapsed_s: float
     failed: str = ""

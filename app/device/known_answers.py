@@ -1,4 +1,4 @@
-"""Operations with known answers: what a device computes, and how far rounding may take it from what is right.
+"""Operations with known answers: the result of a device, and how far rounding may take it from the right one.
 
 Each operation is computed forward and backward in the precision that is asked for, twice, with memory in between that holds
 something else, and compared with the same in float64 on the CPU. Inputs are the same everywhere and have as many digits as the

@@ -208,7 +208,7 @@ def _show(examination: Examination | None, problems: Sequence[Problem], exclude:
     for problem in problems:
         say(f"WRONG {problem}")
     if exclude:
-        say(f"To do without, under Slurm: sbatch {exclude} ...")
+        say(f"To exclude them under Slurm: sbatch {exclude} ...")
     say("nothing is wrong" if not problems else f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")
 
 

@@ -1,4 +1,4 @@
-"""Which nodes reach which, before their processes are joined: every pair, in both directions.
+"""Which nodes can connect to which, tested for every pair in both directions before the processes form a group.
 
 The processes of a run connect each to each, at ports that the kernel deals out. With a firewall or a wrong route between two
 nodes that is waited for by all, and nobody is named. So the first process of each node listens at such a port, says where in

@@ -1,4 +1,4 @@
-"""Files of lines in a run folder, each line a JSON object: how they are read, by whoever reads them.
+"""Reads the line files of a run folder, in which each line is a JSON object. Broken lines are skipped and reported.
 
 A kill cuts the last line, a loss of power may leave anything: half a block of zeros, bytes that are no text, a line of another
 file. So a line is read alone, and what is none is counted and said, never raised: what the others say is still true.

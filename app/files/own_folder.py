@@ -1,4 +1,4 @@
-"""Folders that nobody else has made: a new one, and one for what can be made again, in a place that others can write to.
+"""Folders that no other user has made: a new one, and a cache folder in a place that others can write to.
 
 Whoever makes a folder of a name that can be foreseen, in /tmp for instance, could hand us data of his choice, keep us waiting
 at a lock, or have us write where a link of his points. So such a folder is ours, or it is not used. Standard library only.

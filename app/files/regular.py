@@ -1,4 +1,4 @@
-"""Files that can be read to their end: a pipe or a device of a name that we were given would be waited for, for ever."""
+"""Opens regular files only: reading a pipe or a device could wait for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML files that people write, recipes and presets: read with the place of whatever is wrong. Standard library and PyYAML."""
+"""Reads YAML files that people write (recipes, presets); errors name the line. Standard library and PyYAML."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compose(path: Path, *, name: str, error: Callable[[str], Exception]) -> tupl
 
 def _text(path: Path, name: str, error: Callable[[str], Exception]) -> str:
     if not path.is_file():
-        raise error(f"{name}: that is no file of text" if path.exists() else f"{name}: there is no such file")
+        raise error(f"{name}: that is not a text file" if path.exists() else f"{name}: there is no such file")
     try:
         data = path.read_bytes()
     except OSError as reason:

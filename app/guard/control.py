@@ -1,4 +1,4 @@
-"""What a running run is asked to do from outside, agreed upon by all its ranks: save, or save and stop, after the same step.
+"""Requests to a running run (save, or save and stop): all ranks agree to obey after the same step.
 
     SIGTERM, SIGUSR1, SIGUSR2   stop and be started again by the scheduler; to any of the ranks, any number of times
     SIGHUP                      the same: the terminal or the ssh connection is lost. Not after nohup, which has it ignored
@@ -68,7 +68,7 @@ _SIGNALS = {
     signal.SIGINT: Request("SIGINT came", stop=True),
 }
 _STOP_FILE = Request(f"the file {run_folder.STOP} was there", stop=True)
-_TAKEN_OVER = Request("another start of the run took its folder over", stop=True)
+_TAKEN_OVER = Request("another start of the run took over its folder", stop=True)
 # Ranks that ask for different things do the last of them. They send each other indices into this.
 _BY_FORCE = (NOTHING, _MINUTES, _SAVE_FILE, *_SIGNALS.values(), _STOP_FILE, _TAKEN_OVER)
 

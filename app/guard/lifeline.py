@@ -1,4 +1,4 @@
-"""A process of a run ends when what started it is gone, killed for instance as by a lack of memory.
+"""Ends a process of a run when the process that started it is gone, for example killed for lack of memory.
 
 Nobody would tell it of a signal any more, start it again, or see how it ends; and a second start would share its run folder.
 What is watched is the process that started this one, if it is a launcher, and under `samerun launch` also the `samerun` above
@@ -43,7 +43,7 @@ class Lifeline:
             watched = pids.index(self._launcher)
         elif len(above) > 1 and _IS_LAUNCHER.search(_command_line(above[1])):
             watched = 1
-        # Each process that is watched, with what its parent has to be.
+        # Each process that is watched, with what its parent must be.
         self._links = list(zip(above, pids[1 : watched + 1], strict=False))
         self._was_lost_before = self._launcher is not None and self._launcher not in pids
 
@@ -66,7 +66,7 @@ class Lifeline:
             wait(_LOOK_EVERY_S)
         if self._is_first or self._mark:
             _say(
-                f"samerun: {lost}, which started this run, is gone: the run ends. Its newest checkpoint is kept, and can go on"
+                f"samerun: {lost}, which started this run, is gone: the run ends. It can be resumed from its newest checkpoint"
             )
         if self._mark:  # all of this machine: a launcher that sees this one end would end the others, but not their children
             _end_all_with(self._mark)

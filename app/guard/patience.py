@@ -1,4 +1,4 @@
-"""Whether a run is to end before its last step: its validation score has not become better for too long."""
+"""Early stopping: ends a run when its validation score has not improved for too long."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Patience:
         """Why the run ends, in words."""
         best = "none was a number" if self._best is None else f"the best is {self._best:.6g}"
         return (
-            f"{self._without_gain} evaluations in a row have not bettered the validation {self._monitored} ({best}), and "
+            f"{self._without_gain} evaluations in a row did not improve the validation {self._monitored} ({best}), and "
             f"train.stop_after_evaluations_without_gain is {self._most}"
         )
 

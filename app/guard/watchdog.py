@@ -1,4 +1,4 @@
-"""Noticing that the training stands still: a rank stuck in a collective, in its data loader, or anywhere else.
+"""Detects a hang: a rank stuck in a collective, in its data loader, or anywhere else.
 
 A thread in every rank waits for signs of life (`Runtime.alive`). Without one for the time of `--hang-timeout` it writes the
 Python stacks of all threads to RUN/stacks/rank-00000.txt and ends the process with the exit code of HangError. All ranks that
@@ -33,7 +33,7 @@ class Watchdog:
     """Watches this process while it is entered as a context."""
 
     def __init__(self, runtime: Runtime, claim: Claim, *, timeout_s: int) -> None:
-        """`timeout_s` has to be longer than any step, forward pass of an evaluation and save takes; 0 watches nothing."""
+        """`timeout_s` must be longer than any step, forward pass of an evaluation and save takes; 0 watches nothing."""
         self._runtime, self._claim, self._timeout_s = runtime, claim, timeout_s
         self._path = claim.path / run_folder.STACKS / f"rank-{runtime.launched.rank:05d}.txt"
         self._over = threading.Event()
@@ -72,7 +72,7 @@ class Watchdog:
         if self._over.wait(_GRACE_S):
             return
         end_children()
-        cause = "The rank that is in no collective operation, or has no file there, keeps the others waiting"
+        cause = "The other ranks wait for the one that is in no collective operation, or that has no file there"
         leave_with(HangError(f"{silence}: {where}. {cause}. Where steps or saves take longer, raise --hang-timeout."), rank)
 
     def _write_stacks(self, headline: str) -> None:

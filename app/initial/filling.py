@@ -1,4 +1,4 @@
-"""The model of a task, and its initial weights: the same bits under every preset and on any number of processes.
+"""The model of a task and its initial weights: the same bits under every preset and on any number of processes.
 
 A task that has `init` builds its model without memory, and then fills one unit of it after the other (`units`). The model of
 one that has not is built whole on every process.

@@ -1,4 +1,4 @@
-"""Initial weights under FSDP2: the model is divided while it has no memory, and each rank keeps its rows of what is drawn.
+"""Initial weights under FSDP2: the model is sharded before it has memory, and each rank keeps its rows of what is drawn.
 
 It is divided by Accelerate's own function, as `prepare` would divide it, which leaves alone what is divided already (accelerate
 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`).
@@ -25,7 +25,7 @@ from app.initial.units import Units, places, popped
 
 
 def can_divide(accelerator: Accelerator) -> bool:
-    """Whether a model may be divided before `prepare`, which would wrap or compile layers first under some presets."""
+    """Whether a model may be sharded before `prepare`. Under some presets `prepare` would first wrap or compile layers."""
     plugin: Any = accelerator.state.fsdp_plugin
     return not (
         plugin.cpu_ram_efficient_loading
@@ -70,7 +70,7 @@ def fill(
     note: Callable[[str, Tensor], None],
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """Divide a model on torch's meta device among the ranks and give each its rows of the units' numbers.
+    """Shard a model on torch's meta device over the ranks, and give each rank its rows of the units' weights.
 
     `note` is called with each whole tensor that was drawn, by its name, in the type that the model has. `mesh` has the ranks
     among whom rows are divided, where Accelerate does not know of it.

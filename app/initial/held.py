@@ -1,4 +1,4 @@
-"""What a rank holds of a model before it is prepared: all of it, or a region of each parameter, and buffers whole.
+"""What a rank holds of a model before it is prepared: the whole model, or a region of each parameter and all buffers.
 
 Under FSDP2 and ZeRO-3 a model that is filled unit by unit is divided from the beginning. Whoever reads weights into it, or
 looks at them, does it by these regions.

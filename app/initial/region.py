@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank has: an index range of the flattened tensor, or columns, which are many such of one length.
+"""Which elements of a tensor a rank has: one index range of the flattened tensor, or columns (many ranges of one length).
 
 A rank of a group that divides columns, as tensor parallelism does, has some elements of every row. Torch is needed only
 where tensors are given.

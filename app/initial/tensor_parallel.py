@@ -1,4 +1,4 @@
-"""Tensor parallelism: each process of a group computes with a part of each large matrix, by the model's own plan.
+"""Tensor parallelism: the processes of a group split each large matrix, by the model's own plan.
 
 The plan is that of transformers (`tp_plan`, by names of modules), and so are the layers' forward passes (transformers 5.23,
 distributed/tensor_parallel.py). A model of one's own may have one in the same words. What the plan does not name, as embeddings
@@ -41,7 +41,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def check(model: nn.Module, parts: int) -> None:
-    """Raise PresetError if a model on torch's meta device cannot be divided into so many parts."""
+    """Raise PresetError if a model on torch's meta device cannot be split into so many parts."""
     asked, kind = f"tensor parallelism of {parts} processes", type(model).__name__
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise PresetError(f"{asked} needs a task with `init`, which draws weights part by part: use fsdp2.yaml, or give it one")
@@ -71,7 +71,7 @@ def _check_layer(model: nn.Module, name: str, rule: str, asked: str) -> None:
     if more or (rule in _DIVIDED and not isinstance(module, (nn.Linear, nn.Embedding))):
         raise PresetError(
             f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: what a plan divides "
-            "has to be a layer of torch, without adapters of LoRA. Use fsdp2.yaml"
+            "must be a layer of torch, without adapters of LoRA. Use fsdp2.yaml"
         )
     beside = dict(model.get_submodule(holder).named_children())
     drops = [key for key, layer in beside.items() if sample_dropout.rate(layer) > 0]
@@ -128,7 +128,7 @@ def _rules(model: nn.Module, parts: int) -> dict[str, str]:
 
 
 def _sizes(model: Any, rules: Mapping[str, str]) -> dict[str, int]:
-    """What has to be divided evenly: attention heads, and the divided dimensions of weights, once for each kind of layer."""
+    """What must be divided evenly: attention heads, and the divided dimensions of weights, once for each kind of layer."""
     config = getattr(model, "config", None)
     found = {what: size for what in _HEADS if (size := getattr(config, what, None))}
     for name, rule in rules.items():

@@ -1,4 +1,4 @@
-"""The parts by which a model's initial weights are drawn: each alone, from a seed of its own, whole on the CPU.
+"""The units of a model whose initial weights are drawn one at a time: each from its own seed, whole, on the CPU.
 
 A unit is a block, such as a transformer's layer, or a remaining module with parameters or buffers of its own. What it gets
 depends on the recipe's seed and its name alone, so it is the same wherever it is drawn, and in whatever order. A parameter that
@@ -82,7 +82,7 @@ class Units:
         if empty:
             raise RecipeError(
                 f"the task's `init` has not filled {_listed(empty)}, of {f'the unit {unit}' if unit else 'the model itself'}, "
-                f"a {type(module).__name__}: it has to fill every parameter and buffer of a unit, and with no NaN"
+                f"a {type(module).__name__}: it must fill every parameter and buffer of a unit, and with no NaN"
             )
         return found
 

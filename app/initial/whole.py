@@ -1,4 +1,4 @@
-"""Initial weights of a model that each rank holds whole: one process, DDP and ZeRO-1 and -2."""
+"""Initial weights of an unsharded model: one process, DDP, ZeRO-1 and ZeRO-2."""
 
 from __future__ import annotations
 

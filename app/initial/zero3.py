@@ -1,4 +1,4 @@
-"""Initial weights under ZeRO-3: each unit is divided among the ranks as soon as it is drawn.
+"""Initial weights under ZeRO-3: each unit is sharded as soon as it is drawn.
 
 A parameter is divided by DeepSpeed's own function, as its engine would do it with the whole model, and the engine leaves alone
 what is divided already (deepspeed 0.19.8, runtime/zero/parameter_offload.py, `_convert_to_zero_parameters`).
@@ -87,7 +87,7 @@ def _placed(
 
 
 def is_divided(tensor: Any) -> bool:
-    """Whether DeepSpeed has divided a parameter, which has no elements of its own then."""
+    """Whether DeepSpeed has sharded a parameter; it then has no elements itself."""
     return hasattr(tensor, "ds_tensor")
 
 

@@ -1,4 +1,4 @@
-"""The time of a run, as one of its processes spends it: the phases of a step, and the pauses for evaluating and saving.
+"""Where one process spends its time: the phases of a step, and the pauses for evaluation and saving.
 
 Phases end at a lap. On a CPU a lap is read from the host's clock. A GPU works through what it was given while the host is
 ahead of it, so there a lap is an event in the GPU's own queue (CUDA events: docs.pytorch.org/docs/stable/notes/cuda.html,

@@ -1,4 +1,4 @@
-"""How long a rank stands still for the others.
+"""Exposed communication: how long a rank waits for the others.
 
 Nothing here waits for a GPU: its streams keep events, which are read when a line is logged.
 
@@ -54,7 +54,7 @@ class Communication:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Have the clock told, in the block, when this process stands still."""
+        """Within the block, tell the clock when this process waits for others."""
         with ExitStack() as replaced:
             if self._ddp is not None:
                 replaced.enter_context(_backward_passes_timed(self._ddp, self._clock))

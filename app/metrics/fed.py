@@ -1,4 +1,4 @@
-"""What a process was fed in each step, told by numbers that can be added up over the processes and checked later."""
+"""Digests of the samples that a process was fed in each step; they add up over the processes and can be checked later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much arithmetic a sample takes, and how much a device can do: what "model FLOP/s utilization" (MFU) is made of."""
+"""FLOPs of a sample and peak FLOP/s of a device, for the model FLOP/s utilization (MFU)."""
 
 from __future__ import annotations
 

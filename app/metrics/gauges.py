@@ -1,4 +1,4 @@
-"""What the ranks read off themselves when a line is logged: where their time went, what they hold and what they achieve."""
+"""What each rank measures of itself for a logged line: where its time went, its memory and its throughput."""
 
 from __future__ import annotations
 

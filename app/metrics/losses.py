@@ -1,4 +1,4 @@
-"""The loss of the steps that were applied, and what else the task reports, added up on the device: nothing waits for them."""
+"""Sums of the loss and the task's other reports over the applied steps, kept on the device, so that nothing waits for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Losses:
             self._taken = torch.zeros(2 + 2 * len(sums), dtype=torch.float64, device=self._device)
         elif self.names != tuple(sums):
             raise TrainingError(
-                f"the task's loss reports {', '.join(sums) or 'nothing'}, and in its first pass it reported "
+                f"the task's loss reports {', '.join(sums) or 'nothing'}, but in its first pass it reported "
                 f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in the same order, in every pass"
             )
         self._means.append(loss.mean.detach())

@@ -1,4 +1,4 @@
-"""What a run measures of itself: loss and the task's own sums over whole global batches, the rate, where the time goes.
+"""The metrics of a run: loss and the task's own sums over whole global batches, throughput, where the time goes.
 
 Nothing here makes the device wait between two logs: losses, digests and verdicts stay tensors until they are logged, and one
 collective each then covers all steps since the last log. Only the main process writes.
@@ -61,7 +61,7 @@ class Metrics:
         self._fed = Fed()
         self._unseen: list[Step] = []
         self._seen_steps, self._ended_steps, self._grad_norm = first_step, first_step, math.nan
-        # What the next line has to say, and what the ledger's has to.
+        # What the next line must say, and what the ledger's has to.
         self._skipped_to_log: list[int] = []
         self._skipped_to_record: list[int] = []
         self._written_s: float | None = None
@@ -167,7 +167,7 @@ class Metrics:
         self._record(ledger.Saved(step=step, held_s=held_s, written_s=written_s))
 
     def record_evaluation(self, step: int, *, epoch: int, scores: Mapping[str, float], held_s: float) -> None:
-        """Write down the named scores of the weights after `step` steps, and how long the training stood still for them."""
+        """Record the named scores of the weights after `step` steps, and how long training paused for them."""
         self._record(ledger.Evaluated(step=step, held_s=held_s))
         place = {"step": step, "samples_seen": step * self._global_batch_size, **self.units.seen, "epoch": epoch}
         self._write(run_folder.EVALUATIONS, {**place, **scores}, shown=scores)

@@ -1,4 +1,4 @@
-"""How far a run has come in the unit of its task, such as tokens: what `Loss.count` counts, where that is not samples."""
+"""Progress in the unit of the task, such as tokens: what `Loss.count` counts, if that is not samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are not trained: by the recipe's `train.freeze`, or because the task's model says so itself.
+"""Frozen parameters: by the recipe's `train.freeze`, or because the task's model sets requires_grad=False.
 
 A normalisation layer all of whose own parameters are frozen keeps its running statistics too, and normalises by them while it
 trains, as in an evaluation: otherwise it would go on changing, and by statistics of micro-batches, which depend on how many
@@ -33,7 +33,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad = False
     if not any(parameter.requires_grad for parameter in parameters.values()):
         by = f"train.freeze is {', '.join(patterns)}" if patterns else f"the model, {type(model).__name__}, freezes itself"
-        raise RecipeError(f"{by}: all {len(parameters)} parameters are frozen, and nothing is left to train")
+        raise RecipeError(f"{by}: all {len(parameters)} parameters are frozen, so there is nothing to train")
     set_training(model, mode=model.training)
 
 

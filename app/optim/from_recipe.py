@@ -82,7 +82,7 @@ def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, G
         matched = [name for name in names if fnmatchcase(name, group.pattern)]
         if matched:
             raise RecipeError(
-                f"optim.groups has {group.pattern}, and groups before it have taken all {len(matched)} parameters that it "
+                f"optim.groups has {group.pattern}, but earlier groups have taken all {len(matched)} parameters that it "
                 "matches: the first that matches counts, so put the narrower pattern first"
             )
         modules = [name.partition(".")[0] for name in names]

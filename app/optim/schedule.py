@@ -36,8 +36,8 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
     steps_per_epoch = dataset_size // global_batch_size
     if steps_per_epoch == 0:
         raise DataError(
-            f"the training data has {dataset_size} samples and one global batch takes {global_batch_size}: there is not one "
-            f"step to make. Lower train.global_batch_size to {dataset_size} or less, or check data.path and data.train_split."
+            f"the training data has {dataset_size} samples and one global batch takes {global_batch_size}: that is less than "
+            f"one step. Lower train.global_batch_size to {dataset_size} or less, or check data.path and data.train_split."
         )
     length = Length(steps_per_epoch, total_steps(train, steps_per_epoch=steps_per_epoch))
     if length.total_steps > MOST_STEPS:

@@ -1,4 +1,4 @@
-"""Spikes: gradients out of all proportion to those before, whose steps are left out as if they were not finite.
+"""Spikes: gradients far larger than those before. Their steps are skipped, as if the gradient were not finite.
 
 One broken batch, one flipped bit or one wrong kernel can give a finite gradient with a norm of 1e18 between norms of 26, and
 one step on it ruins the run. OLMo-core's SkipStepOptimizer leaves out steps whose loss or gradient norm lies more than six

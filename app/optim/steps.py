@@ -1,4 +1,4 @@
-"""Backward passes and optimizer steps, of which one is left out, on every rank, when its gradient is not finite or a spike.
+"""Backward passes and optimizer steps. A step whose gradient is not finite or is a spike is skipped on every rank.
 
 The ranks need not ask one another. Whatever one of them met is in the gradient that they share: DDP's is averaged, and the
 norm of FSDP2's and DeepSpeed's is taken over all shards. On a GPU nothing waits for the verdict: torch's fused kernels take

@@ -1,4 +1,4 @@
-"""Every trainable parameter gets a gradient in the first step, or is named and refused before that step is taken.
+"""Checks that every trainable parameter gets a gradient in the first step; otherwise it is named and the run is refused.
 
 One that gets none is never trained, and strategies treat it differently: under DDP the next forward pass fails, FSDP2 and ZeRO
 say nothing. ZeRO takes gradients away as they come, so hooks see them. FSDP2 computes with other tensors than its parameters,

@@ -1,4 +1,4 @@
-"""A parser of command lines whose refusals are one sentence, with what was probably meant."""
+"""A command-line parser whose errors are one sentence, with what was probably meant."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         words = list(argv)
         arguments, unknown = self.parse_known_intermixed_args(words)
         for word in unknown:
-            self.error(f"{word.partition('=')[0]}: there is no such option; {self._meant(word, words, also)}")
+            self.error(f"{word.partition('=')[0]}: unknown option; {self._meant(word, words, also)}")
         self.refuse_empty(arguments)
         return arguments
 
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         """Raise UsageError for an option whose value is the empty text, as an unset variable of a shell makes it."""
         for name, value in vars(arguments).items():
             if value == "":
-                self.error(f"--{name.replace('_', '-')} is empty: give it a value, or leave it out")
+                self.error(f"--{name.replace('_', '-')} is empty: give it a value or leave it out")
 
     def take_accelerates_words(self) -> None:
         """Take options by the names that `accelerate launch` has for them, and `num_processes`, which is that of all nodes."""

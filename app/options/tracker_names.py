@@ -25,9 +25,7 @@ def chosen(text: str) -> list[str]:
         if name not in NAMES:
             close = difflib.get_close_matches(name, NAMES, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise TrackerError(
-                f"--trackers has {name!r}: there is no such tracker; {hint}There are {', '.join(NAMES)}; or none"
-            )
+            raise TrackerError(f"--trackers has {name!r}: unknown tracker; {hint}Known are {', '.join(NAMES)}; or none")
         if not any(map(importlib.util.find_spec, _WANTED[name])):
             raise TrackerError(f"--trackers has {name}, which is not installed here: pip install {name.replace('_', '-')}")
     return names

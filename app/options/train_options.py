@@ -1,4 +1,4 @@
-"""The options of `python -m app.train`: the one table of them, which the launcher reads too, before anything starts.
+"""The options of `python -m app.train`. The launcher reads this table too, to check them before anything starts.
 
 Standard library and PyYAML only.
 """

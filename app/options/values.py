@@ -1,4 +1,4 @@
-"""What the values of command-line options may be: types for `add_argument`, whose refusals name the value and an example."""
+"""Types of option values for `add_argument`. Their errors name the value and an example."""
 
 from __future__ import annotations
 

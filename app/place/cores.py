@@ -1,4 +1,4 @@
-"""How many CPU cores a process may really use: what it is bound to, what its container may spend, and what its job was given.
+"""How many CPU cores a process may really use: by its affinity, its container's limit and its job's share.
 
 A machine's number of cores says little: a job has some of them, a container a share of their time. `of_this_process` takes the
 least that any of these grants. Standard library only.

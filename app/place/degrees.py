@@ -1,4 +1,4 @@
-"""How a model is divided otherwise than over all processes: copies of it (HSDP), and matrices in parts (tensor parallelism).
+"""The sizes of other ways to shard than over all processes: copies of the model (HSDP) and tensor parallelism.
 
 Presets say it by Accelerate's own keys, `parallelism_config_*`, which `accelerate launch` hands on as variables of the
 environment. A size of -1, as the shipped ones have it, is derived from the topology. Standard library only.
@@ -26,7 +26,7 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """By how much a model is divided."""
+    """The sizes of tensor parallelism and of copies of a model."""
 
     replicas: int = 1
     """Copies of it, each of which is sharded over world_size / replicas neighbouring ranks; 1: no copies."""

@@ -1,4 +1,4 @@
-"""The control groups of this process, which bound what it may use. Standard library only."""
+"""The control groups (cgroups) of this process, which limit its memory and CPU. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory the processes of this machine may have together, and whether one was ended for lack of it.
+"""How much memory the processes of this machine may use together, and whether the kernel killed one for lack of it.
 
 Standard library only.
 """

@@ -1,4 +1,4 @@
-"""The environment of a process in a Slurm job, without what it only inherited from another job or another step.
+"""The environment of a process in a Slurm job, without variables inherited from another job or step.
 
 sbatch and salloc hand on the whole environment they are typed in, and set what is the new job's over it: no more. Typed inside
 a job they leave the outer job's other variables in it. So a batch script may have SLURM_STEP_ID, SLURM_STEP_NODELIST and a

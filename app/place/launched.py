@@ -24,7 +24,7 @@ Strategy = Literal["ddp", "deepspeed", "fsdp2"]
 
 PRECISIONS = ("no", "bf16", "fp16")
 """Accelerate's words for those of the forward and backward pass that runs may have; `no` is float32."""
-NO_FP16_ON_CPU = "fp16 is for GPUs, and on a CPU Accelerate would train in float32 without a word; use no, or bf16"
+NO_FP16_ON_CPU = "fp16 needs a GPU: on a CPU Accelerate would silently train in float32; use no, or bf16"
 
 _LONGEST_ALLOCATION_S = 10 * 365 * 24 * 3600.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -63,7 +63,7 @@ class Launched:
     visible_devices: str = ""
     """CUDA_VISIBLE_DEVICES."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What Accelerate still has to be told by its environment: nothing where a launcher has."""
+    """What Accelerate still must be told by its environment: nothing where a launcher has."""
 
     @property
     def data_ranks(self) -> int:
@@ -76,7 +76,7 @@ class Launched:
         return self.rank // self.tensor_parallel
 
     def divided(self) -> dict[str, int]:
-        """Return how else than by samples the processes are divided, by the names that reports have for it; empty: not."""
+        """Return in which ways other than by samples the work is divided, by the names that reports use. Empty: in none."""
         found = {"replicas": self.replicas} if self.replicas > 1 else {}
         if self.tensor_parallel > 1:
             found |= {"data_ranks": self.data_ranks, "tensor_parallel": self.tensor_parallel}

@@ -1,4 +1,4 @@
-"""What a run is of: the preset that its processes were launched with, and the commit of this program."""
+"""The origin of a run: the preset of its processes, and the commit of this program."""
 
 from __future__ import annotations
 

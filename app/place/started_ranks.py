@@ -115,7 +115,7 @@ def translate(
     rank, world_size = number(environment, starter.rank), number(environment, starter.world_size)
     local_rank, local_world_size = number(environment, starter.local_rank), _local_world_size(environment, starter)
     if not (rank < world_size and local_rank < local_world_size <= world_size):
-        raise TopologyError(f"{said(environment, *starter.told)} of {starter.name} do not fit together: start the run anew")
+        raise TopologyError(f"{said(environment, *starter.told)} of {starter.name} contradict each other: start the run again")
     if environment.get("WORLD_SIZE", str(world_size)) != str(world_size):
         raise TopologyError(
             f"{said(environment, 'WORLD_SIZE')}, but {starter.name} says {said(environment, starter.world_size)}: "

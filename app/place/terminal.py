@@ -1,4 +1,4 @@
-"""The terminal of a process, which may be lost while that goes on: SIGHUP says so, and every write fails from then on."""
+"""The terminal of a process, which may close while the process runs: SIGHUP says so, and every later write fails."""
 
 from __future__ import annotations
 

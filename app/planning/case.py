@@ -50,7 +50,7 @@ class Case:
 
     @property
     def shards(self) -> int:
-        """Ranks among which a copy of the model is divided."""
+        """Number of ranks over which a copy of the model is sharded."""
         return self.data_ranks // self.replicas
 
 

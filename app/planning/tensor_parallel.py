@@ -24,7 +24,7 @@ def of_one_rank(blueprint: Blueprint, ranks: int) -> Blueprint:
     plan = plan_of(blueprint.model)
     if not plan:
         raise RecipeError(
-            f"{type(blueprint.model).__name__} has no plan for tensor parallelism: it has to be of transformers, and of an "
+            f"{type(blueprint.model).__name__} has no plan for tensor parallelism: it must be of transformers, and of an "
             "architecture that names one (_tp_plan), as llama, qwen3 and mistral do"
         )
     model = copy.deepcopy(blueprint.model)

@@ -58,11 +58,11 @@ def ended(kept: KeptPlan | None, wanted: Kept, micro_batch: int, *, memory: int 
     `on_cpu`: what it computes on is the host, where nothing is gained by offloading to it.
     """
     planned = kept.find(wanted) if kept else None
-    said = "nothing was planned of it (samerun plan)"
+    said = "it was not planned (samerun plan)"
     if planned:
         of_device = f" of {_gib(memory)}" if memory else ""
         said = f"the plan said {_gib(planned.total(micro_batch))} GiB{of_device} for micro-batch {micro_batch}"
-    # It did not fit, whatever the plan says: what is advised has to take less than that.
+    # It did not fit, whatever the plan says: what is advised must take less than that.
     least = min([size for size in (memory, planned and planned.total(micro_batch)) if size], default=None)
     allowed = None if least is None else round(0.9 * least)
     return f"{said}. {what_to_change(kept, wanted, micro_batch, memory=allowed, on_cpu=on_cpu)}"

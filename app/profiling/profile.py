@@ -1,4 +1,4 @@
-"""`profile.steps=10:20`: what every process does in these steps, on one time axis.
+"""`profile.steps=10:20`: a trace of all processes in these steps, on one time axis.
 
 The window opens before its first step and closes after its last, on all ranks alike; both are pauses of the training, in which
 the clocks of the hosts are compared. In it the steps and their phases are named for torch.profiler (data wait, forward,

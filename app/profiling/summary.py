@@ -79,7 +79,7 @@ def _table(headers: Sequence[Header], steps: int) -> list[str]:
         cells = [f"{header.parts_us[part] / steps / 1000:.2f} ({header.parts_us[part] / total_us:.0%})" for part in parts]
         rows.append(f"{header.name:{width}}  " + "  ".join(f"{cell:>13}" for cell in cells))
     if len(shown) < len(headers):
-        rows.append(f"(of {len(headers)} ranks those that stand still least and most)")
+        rows.append(f"(of {len(headers)} ranks those that wait least and most)")
     return rows
 
 
@@ -114,7 +114,7 @@ def _late(headers: Sequence[Header], steps: int, step_us: float) -> list[str]:
         return []
     found, number = lateness(headers)
     if not number:
-        return ["late: not known, for no collective operation of all ranks was recorded"]
+        return ["late: unknown, because no collective operation of all ranks was recorded"]
     by_wait = sorted(found, key=lambda rank: -sum(found[rank].waited_us.values()))
     worst, next_worst = found[by_wait[0]], found[by_wait[1]]
     excess_us = [worst.waited_us[step] - next_worst.waited_us.get(step, 0.0) for step in worst.waited_us]
@@ -130,8 +130,8 @@ def _late(headers: Sequence[Header], steps: int, step_us: float) -> list[str]:
     more_us, part = max((_excess_us(late, headers, part) / steps, part) for part in _PHASES)
     spends = f"; it spends {_ms(more_us)} more than they do on {_PHASES[part]}" if more_us > noise_us else ""
     return [
-        f"late: {late.name}: it is the last to enter {worst.last_in} of {number} collectives, and the others stand still "
-        f"for it {_ms(waited_us)} of each step ({waited_us / step_us:.0%}){spends}"
+        f"late: {late.name}: it is the last to enter {worst.last_in} of {number} collectives, and the others wait for "
+        f"it {_ms(waited_us)} of each step ({waited_us / step_us:.0%}){spends}"
     ]
 
 
@@ -147,7 +147,7 @@ def _operations(headers: Sequence[Header], steps: int) -> list[str]:
             counts[name] += count
     most = sorted(time_us, key=lambda name: -time_us[name])[:_SHOWN_OPERATIONS]
     listed = [f"  {_ms(time_us[name]):>9}  {name[:80]} x{counts[name] / len(headers) / steps:.3g}" for name in most]
-    return ["operations that take most, own time in a step, mean of the ranks:", *listed] if most else []
+    return ["most expensive operations, own time per step, mean of the ranks:", *listed] if most else []
 
 
 def _clocks(headers: Sequence[Header]) -> list[str]:

@@ -1,4 +1,4 @@
-"""All ranks of the run on their hosts: words, and errors that become the same error of all.
+"""Agreement of all ranks through their hosts: exchanged text, and an error of one rank that becomes the same error on all.
 
 They go by gloo, past the devices. In NCCL's group every word would wait for the GPU, and a rank that waits there while another
 one downloads or copies data is ended after NCCL's time-out (600 s). Here a rank waits as long as the work takes: `watchdog`

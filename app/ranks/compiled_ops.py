@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ operator for CPUs, which it compiles on first use, loaded so that a process killed meanwhile blocks nobody.
+"""Loads DeepSpeed's C++ operator for CPUs, which is compiled on first use, so that a process killed meanwhile blocks nobody.
 
 torch guards the folder of such an operator by a file named `lock`. A process that is killed while it compiles, or merely
 loads, leaves it behind, and every later one on this home folder would wait for it for ever, without a word. So the operators
@@ -57,7 +57,7 @@ def _told(name: str, root: Path) -> Iterator[None]:
     def go_on() -> None:
         if is_over.wait(_PATIENCE_S):
             return
-        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version: it may take some minutes")
+        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version; this may take some minutes")
         while not is_over.wait(_SAY_EVERY_S):
             _say(f"compiling DeepSpeed's {name} goes on, for {time.monotonic() - began_s:.0f} s now")
 

@@ -1,4 +1,4 @@
-"""torch.compile, where `dynamo_backend` of the preset or the command line asks for it: what cannot be compiled runs as it is.
+"""torch.compile, if `dynamo_backend` of the preset or the command line asks for it. What cannot be compiled runs uncompiled.
 
 torch would end the run with the compiler's traceback. Compiling is for speed alone, so it is one sentence instead.
 """
@@ -48,7 +48,7 @@ class _Sentence:
         why = next(iter(str(error).splitlines()), "")
         record.msg = (
             f"torch.compile failed ({type(error).__name__}: {why}); what it could not compile runs uncompiled, with the same "
-            "results. Mend the cause, or leave dynamo_backend out of preset and command line."
+            "results. Fix the cause, or leave dynamo_backend out of preset and command line."
         )
         record.args, record.exc_info = (), None
         return True

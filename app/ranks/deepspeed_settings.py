@@ -1,4 +1,4 @@
-"""DeepSpeed's settings: the preset's, and what the recipe decides, which must not be in them already.
+"""DeepSpeed's settings: the preset's, plus those that come from the recipe, which the preset must leave out.
 
 Most presets say little, and Accelerate makes a DeepSpeed config of it; one may also name a config file of DeepSpeed's own.
 """
@@ -55,7 +55,7 @@ def _refuse_what_the_recipe_decides(config: Mapping[str, Any]) -> None:
         ),
         "bf16.check_grad_overflow": (
             not config.get("bf16", {}).get("check_grad_overflow", True),
-            "steps whose gradient is not finite have to be left out",
+            "steps whose gradient is not finite must be left out",
         ),
     }
     reasons |= {

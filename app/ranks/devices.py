@@ -1,4 +1,4 @@
-"""Which device each process takes, known to all before they are joined.
+"""Which device each process takes: all processes know it before they form a group.
 
 NCCL joins no two processes on one GPU, and says so with a traceback. It may say so while the group is made: torch 2.15 binds a
 device there (distributed_c10d.py, `_nccl2_device`), and so does DeepSpeed 0.19 (comm/torch.py). So devices are compared before

@@ -1,4 +1,4 @@
-"""The ranks as a mesh, where a model is divided otherwise than over all of them: the only room that makes one.
+"""The device mesh, for models that are not sharded over all ranks. Only this module makes one.
 
 Its dimensions have Accelerate's names and order, the innermost last: `dp_replicate` (copies of the model), `dp_shard` (shards
 of a copy) and `tp` (parts of every large matrix). HSDP has (dp_replicate, dp_shard), tensor parallelism (dp_shard, tp), with
@@ -45,7 +45,7 @@ def of_copies(launched: Launched) -> ParallelismConfig | None:
 
 
 def build(accelerator: Accelerator, launched: Launched) -> DeviceMesh | None:
-    """Return the mesh; None: the model is divided over all ranks, or not at all. Called by all ranks together."""
+    """Return the mesh; None: the model is sharded over all ranks, or not at all. Called by all ranks together."""
     if launched.tensor_parallel == 1:
         mesh: DeviceMesh | None = accelerator.torch_device_mesh
         return mesh

@@ -1,4 +1,4 @@
-"""How a device computes: whether factors in float32 are rounded to TF32, and whether the same gives the same bits each time.
+"""How a device computes: whether float32 is rounded to TF32, and whether kernels are deterministic.
 
 torch rounds the factors of float32 convolutions on NVIDIA GPUs to TF32, 10 bits of 23, unless it is told not to, and those of
 matrix products only if it is told to; Accelerate 1.15 tells it to where a model is compiled without mixed precision (state.py).

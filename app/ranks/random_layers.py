@@ -1,4 +1,4 @@
-"""Layers through which a run depends on its topology: batch statistics. (What is drawn at random: `sample_dropout`.)"""
+"""Layers that make a run depend on its topology: batch statistics. (For random layers see `sample_dropout`.)"""
 
 from __future__ import annotations
 

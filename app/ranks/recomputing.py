@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks of a model keep their inputs alone, and are computed again in the backward pass.
+"""Activation checkpointing: blocks of a model keep only their inputs, and are recomputed in the backward pass.
 
 Accelerate's own leaves torch's generators as they stand by then (accelerate 1.15, utils/fsdp_utils.py), so with dropout the
 loss is right and the gradient is not. This puts them back, and `sample_dropout` draws a sample's mask again in any case.

@@ -1,4 +1,4 @@
-"""The process group and the device: the only room that builds an `Accelerator`.
+"""The process group and the device. Only this module builds an `Accelerator`.
 
 Promises: the Accelerator is built from what the launcher promised and from the batch plan, never from defaults; on a
 machine without an accelerator every preset runs on CPU through gloo, sharded as it would be on GPUs; `together` turns an
@@ -199,7 +199,7 @@ class Runtime:
     def close(self, *prepared: Any) -> None:
         """Leave the process group.
 
-        The prepared objects have to be released first: gloo with a live DDP model aborts at random at interpreter exit.
+        The prepared objects must be released first: gloo with a live DDP model aborts at random at interpreter exit.
         """
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # a group must not go while the device still sends

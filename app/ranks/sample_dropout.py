@@ -1,4 +1,4 @@
-"""Dropout that belongs to the sample: what a layer drops is a function of the seed and of whose activations it is given.
+"""Dropout per sample: the mask of a layer is a function of the seed and the sample.
 
 A mask is a hash of (seed, sample number, name of the layer, which of its calls in the pass, place in the sample). The sample
 number holds the epoch. So a sample loses the same activations in any batch, on any rank, in any pass of a step, after a resume,
@@ -250,7 +250,7 @@ class SampleDropout(_DropoutNd):
 def give_to_samples(model: nn.Module, seed: int) -> PassDraws:
     """Put layers whose draws belong to samples in the place of the model's that drop at random; names stay as they are.
 
-    The result has to be told of each training pass (`PassDraws.begin`).
+    The result must be told of each training pass (`PassDraws.begin`).
     """
     draws = PassDraws(seed)
 

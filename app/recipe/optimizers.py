@@ -47,7 +47,7 @@ TABLE: Mapping[str, Optimizer] = {
         "Adagrad",
         (),
         {"lr_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
-        whole_because="torch makes its sums before parameters are cut",
+        whole_because="torch allocates its sums before parameters are sharded",
     ),
     "adafactor": Optimizer(
         "Adafactor", (), {"beta2_decay": -0.8, "d": 1.0}, whole_because="it keeps means of whole rows and columns of a matrix"
@@ -91,8 +91,8 @@ def refusal(name: str, strategy: str) -> str | None:
         return None
     anywhere = ", ".join(other for other, found in TABLE.items() if not found.whole_because)
     return (
-        f"optim.name is {name}, which needs whole parameters ({why}), and the preset's {_CUTTING[strategy]} cuts them: use "
-        f"{', '.join(WHOLE_PRESETS[:-1])} or {WHOLE_PRESETS[-1]}, or an optimizer that steps on parts: {anywhere}"
+        f"optim.name is {name}, which needs unsharded parameters ({why}), but the preset's {_CUTTING[strategy]} shards them: "
+        f"use {', '.join(WHOLE_PRESETS[:-1])} or {WHOLE_PRESETS[-1]}, or an optimizer that steps on parts: {anywhere}"
     )
 
 

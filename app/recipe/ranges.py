@@ -1,4 +1,4 @@
-"""What the values of a recipe must be: each in its range, and no two against each other. A task checks those of its sections.
+"""Checks the values of a recipe: each is in its range, and no two contradict each other. A task checks its own sections.
 
 Standard library only, like `schema.py`, which it serves.
 """

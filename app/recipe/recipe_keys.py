@@ -1,4 +1,4 @@
-"""The keys of a recipe: what each may hold, read off the dataclasses of `schema.py` and of the task, and nowhere written twice.
+"""The keys of a recipe and the type of each, read from the dataclasses of `schema.py` and of the task.
 
 A value is read as the type of its field, not as what YAML 1.1 makes of it: `1e-3` is a number where a number is expected,
 `no` is text where text is expected, and nothing becomes a date. Standard library and PyYAML only, like `recipe_file.py`,

@@ -32,7 +32,7 @@ PUBLISHED = "torchvision:"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """How long, in which batches, and in which arithmetic."""
+    """Length, batches and arithmetic of the training."""
 
     not_learnt: ClassVar[tuple[str, ...]] = (
         "evaluate_every_epochs",
@@ -259,7 +259,7 @@ class Recipe:
     sections: Any = field(default_factory=_default_sections)
     """The task's own sections: its `Sections`. Beside them it says how many `neighbours` of the order of samples are computed
     with together, so that every micro-batch holds whole groups of them, and in a sentence `why_neighbours`; and by key the
-    `inputs`, files that have to be there before the run."""
+    `inputs`, files that must be there before the run."""
     train: TrainRecipe = field(default_factory=TrainRecipe)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)
@@ -274,7 +274,7 @@ class Recipe:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Files and folders that have to be there before the run, each by its key; `~` and variables are not filled in."""
+        """Files and folders that must be there before the run, each by its key; `~` and variables are not filled in."""
         begins_with = self.train.init_from
         own = {} if begins_with is None or begins_with.startswith(PUBLISHED) else {"train.init_from": begins_with}
         return {**self.sections.inputs, **own}

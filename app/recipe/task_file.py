@@ -1,6 +1,6 @@
-"""A user's task file as login nodes read it: the keys of its sections, by `ast`. Nothing of the file is run here.
+"""Reads the keys of a user's task file by `ast`, for login nodes. Nothing of the file is run.
 
-So it has to say its sections plainly: dataclasses of this file, annotations of plain types, literal defaults.
+So it must say its sections plainly: dataclasses of this file, annotations of plain types, literal defaults.
 
     @dataclass(frozen=True)
     class Data:
@@ -84,7 +84,7 @@ def _parsed(path: str) -> tuple[dict[str, ast.ClassDef], ast.Module]:
     names = [target.id for node in module.body for target in _targets(node)]
     functions = (ast.ClassDef, ast.FunctionDef)
     if TASK not in names and not any(isinstance(node, functions) and node.name == TASK for node in module.body):
-        raise RecipeError(f"task is {path}: the file has to end with `task = MyTask`, the class that says what is learnt")
+        raise RecipeError(f"task is {path}: the file must end with `task = MyTask`, the class that says what is learnt")
     return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}, module
 
 
@@ -109,7 +109,7 @@ def _named(path: str, classes: Mapping[str, ast.ClassDef]) -> dict[str, str]:
         kind = ast.unparse(node.annotation).strip("'")
         if kind not in classes:
             raise RecipeError(
-                f"{path}:{node.lineno}: {node.target.id} of {SECTIONS} is a {kind}: it has to be a dataclass of this file, "
+                f"{path}:{node.lineno}: {node.target.id} of {SECTIONS} is a {kind}: it must be a dataclass of this file, "
                 "which login nodes read without running it"
             )
         found[node.target.id] = kind
@@ -225,7 +225,7 @@ def _neighbours(module: ast.Module, classes: Mapping[str, ast.ClassDef], path: s
 
 
 def _inputs(sections: Any) -> dict[str, str]:
-    """What has to be there before the run: what the `places` of the sections say."""
+    """What must be there before the run: what the `places` of the sections say."""
     found = {}
     for name in sections.__dataclass_fields__:
         section = getattr(sections, name)

@@ -1,4 +1,5 @@
-"""A start's claim to its run folder: all that a run writes goes through it, and goes nowhere once a later start has claimed it.
+"""A start's claim to its run folder: everything that it writes goes through the claim, and has no effect once a later start
+claims the folder.
 
 Two starts of a run may be alive at once: somebody types the command twice, or a link is cut and the scheduler starts the job
 again elsewhere. To look who owns the folder before each write would race with the write. So the older start is fenced off,
@@ -151,7 +152,7 @@ class Claim:
     # Lines -------------------------------------------------------------------------------------------------------------------
 
     def go_on_after(self, step: int) -> list[str]:
-        """Forget all lines after so many steps, but those of the ledger, and fence off the starts that wrote the others.
+        """Drop all lines after so many steps, except the ledger's, and fence off the starts that wrote them.
 
         Returns a sentence for each file of which lines had to be left out since they are broken. Raises RunFolderError.
         """

@@ -1,4 +1,4 @@
-"""Which own tasks `samerun parity --quick` has found to keep the rules, by digests of their sources: an empty file for each.
+"""Which own tasks have passed `samerun parity --quick`: one empty file per task, named by a digest of its sources.
 
 Kept with what else can be made again, for this user. Where it cannot be written or read, a task is one that has not passed.
 """

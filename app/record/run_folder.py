@@ -1,4 +1,4 @@
-"""The run folder: all that a run leaves behind, written by one process.
+"""The run folder: everything that a run writes, by one process.
 
     recipe.yaml       the resolved recipe; `--recipe RUN/recipe.yaml` repeats the run
     preset.yaml       the preset it ran under, where the launcher's command line names one
@@ -105,7 +105,7 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
     try:
         if run_dir and not may_exist and (path / RECIPE).exists():
             raise RunFolderError(
-                f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, go on with it by --resume auto, or "
+                f"{path} holds a run already (it has a {RECIPE}): choose another --run-dir, resume it with --resume auto, or "
                 "delete the folder."
             )
         if run_dir:
@@ -143,14 +143,14 @@ def check_may_begin_again(path: Path) -> None:
     """Say that a run which ended before its first checkpoint begins again; raise RunFolderError if it was finished."""
     refuse_finished(path)
     if (path / RECIPE).exists():
-        print(f"{path} has no checkpoint yet: the run begins again", flush=True)  # noqa: T201 - the user must know
+        print(f"{path} has no checkpoint yet: the run starts from step 1", flush=True)  # noqa: T201 - the user must know
 
 
 def refuse_finished(path: Path) -> None:
     """Raise RunFolderError for a folder, without a checkpoint, of a run that was finished."""
     if (path / RESULT).exists():
         raise RunFolderError(
-            f"{path} holds a finished run without a checkpoint, so there is nothing to go on from: choose another "
+            f"{path} holds a finished run without a checkpoint, so there is nothing to resume from: choose another "
             "--run-dir, or delete the folder."
         )
 

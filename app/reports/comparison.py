@@ -99,7 +99,7 @@ class Comparison:
 
     @property
     def learnt(self) -> list[str] | None:
-        """The keys in which the recipes differ and that decide what is learnt; None if a recipe cannot be read."""
+        """The keys in which the recipes differ and that affect training; None if a recipe cannot be read."""
         not_learnt = frozenset(self.not_learnt).union(*map(recipe_keys.not_learnt, tasks.SHIPPED))
         return None if self.recipe is None else [key for key in self.recipe if key not in not_learnt]
 
@@ -113,7 +113,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """The verdict, in a sentence."""
-        same = {True: "The same run", False: "Not the same run", None: "Not known whether it was the same run"}[self.is_same]
+        same = {True: "The same run", False: "Not the same run", None: "Unknown whether it is the same run"}[self.is_same]
         if self.is_same and self.losses.drift:
             same = f"The same run up to step {self.losses.same_up_to_step}, and apart after it"
         recipes = "the recipes agree in all that is learnt"
@@ -130,7 +130,7 @@ class Comparison:
         if self.fed.learning_rates_differ_at is not None:
             return f"step {self.fed.learning_rates_differ_at} is the first with another learning rate"
         if not self.fed.compared_steps:
-            return "no ledger tells which samples both were fed"
+            return "no ledger records which samples both runs were fed"
         return f"all {self.fed.compared_steps:,} steps that both took had the same samples and learning rates"
 
     def _of_losses(self) -> str:
@@ -143,9 +143,9 @@ class Comparison:
         if found.drift:
             return (
                 f"the losses up to step {found.same_up_to_step} are the same to {self.tolerance:g}; from step "
-                f"{found.first_beyond} on they drift apart: {most}. Rounding drifts so: it grows from step to step, and in "
-                "leaps where a network has kinks (ReLU, maxima), so that the results are those of two paths. That it is "
-                "rounding alone these losses cannot show; with train.dtype=float64 runs that are the same stay together"
+                f"{found.first_beyond} on they drift apart: {most}. Rounding can cause such a drift: it grows from step to "
+                "step, and jumps where a network has kinks (ReLU, maxima). These losses cannot show whether rounding is the "
+                "only cause; with train.dtype=float64, runs that are the same stay together"
             )
         if found.same_up_to_step:
             return (

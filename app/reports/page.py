@@ -1,6 +1,6 @@
-"""All that a run folder tells, as one HTML page that needs no network, no other file and no script.
+"""The report of a run: one HTML page that needs no network, no other file and no script.
 
-Works on the folder of a run that is finished, going on or broken, on any machine; reads it and writes nothing but the page.
+Works on the folder of a run that is finished, running or broken, on any machine; reads it and writes nothing but the page.
 What cannot be read or drawn is a sentence at the top, and the rest is there.
 """
 

@@ -1,4 +1,4 @@
-"""A run as its folder tells it: finished, going on, killed, or copied from another machine with files missing or cut.
+"""Reads a run from its folder: finished, running, killed, or copied from another machine with files missing or truncated.
 
 What cannot be read becomes a sentence among the complaints, and everything else is still there. Imports neither torch nor
 the data of the run.

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_folder.write_text(page, html)
     except RunFolderError as error:
-        raise RunFolderError(f"{error} By --out FILE it is written elsewhere.") from error
+        raise RunFolderError(f"{error} Write it elsewhere with --out FILE.") from error
     for complaint in complaints:
         sys.stderr.write(f"note: {complaint}\n")
     sys.stdout.write(f"{page}\n")

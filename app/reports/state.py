@@ -1,4 +1,4 @@
-"""How it stands with a run, as its folder tells: finished, stopped, going on, or silent since a moment."""
+"""The state of a run, from its folder: finished, stopped, running, or silent since some time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class State:
     """How it stands with a run."""
 
     word: str
-    """`finished`, `stopped`, `going on`, `silent` or `unknown`."""
+    """`finished`, `stopped`, `running`, `silent` or `unknown`."""
     sentence: str
     """What is known of it, as a sentence without its full stop."""
     since: float | None
@@ -69,13 +69,13 @@ def _judged(run: PastRun, now: float) -> tuple[str, str, bool]:
         return "finished", f"before its last step, because {early}" if early else "all steps are done", True
     if outcome == "stopped":
         again = bool(run.outcome.get("go_on"))
-        return "stopped", f"after saving{because}{'; it is to be started again by itself' if again else ''}", not again
+        return "stopped", f"after saving{because}{'; it is restarted automatically' if again else ''}", not again
     sign = last_sign(run)
     if sign is None:
         return "unknown", "no line tells when anything happened", False
     if now - sign <= patience_s(run.metrics):
-        return "going on", f"the last line is {duration(now - sign)} old", False
-    return "silent", f"no line for {duration(now - sign)}, and no word of an end: killed, or standing still", False
+        return "running", f"the last line is {duration(now - sign)} old", False
+    return "silent", f"no line for {duration(now - sign)}, and no end was recorded: killed, or hanging", False
 
 
 def patience_s(metrics: Sequence[Any]) -> float:

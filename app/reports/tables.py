@@ -1,4 +1,4 @@
-"""What a run folder tells as rows of tables, for the page of `samerun report`.
+"""The tables of the page of `samerun report`, from a run folder.
 
 Values that are not those that a run writes raise what Python raises for them; the page makes sentences of that.
 """
@@ -107,7 +107,7 @@ def _spent(run: PastRun) -> accounting.TimeSpent | None:
     if not run.events:
         return None
     if not isinstance(run.events[0], ledger.Start):
-        raise RunFolderError(f"{run.folder / run_folder.LEDGER} does not begin with a start: where the time went is not known.")
+        raise RunFolderError(f"{run.folder / run_folder.LEDGER} does not begin with a start: where the time went is unknown.")
     return accounting.account(run.events)
 
 
@@ -117,10 +117,10 @@ _PARTS = {
     "compute_s": ("compute", "steps that count in the end"),
     "data_wait_s": ("data wait", "waiting for data in these steps"),
     "evaluation_s": ("evaluation", "on the validation split, and at the end on the test split"),
-    "saving_s": ("saving", "the loop stood still for a checkpoint"),
+    "saving_s": ("saving", "training paused to save a checkpoint"),
     "lost_work_s": ("lost work", "what a later start did again"),
     "down_s": ("between starts", "from the last line of a start until the next"),
-    "other_s": ("other", "writing the result, and what no line tells of"),
+    "other_s": ("other", "writing the result, and time that no line accounts for"),
 }
 
 
@@ -222,7 +222,7 @@ def starts(run: PastRun, state: State | None) -> list[list[str]]:
 
 
 def tested(run: PastRun) -> Scores | None:
-    """Return every score of validation and test: of the final weights, or of the last evaluation of a run that goes on."""
+    """Return every score of validation and test: of the final weights, or of the last evaluation of a running run."""
     final = scores(run, run.result)
     known = final or last_scores(run)
     if not known:

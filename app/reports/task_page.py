@@ -1,4 +1,4 @@
-"""The part of a run's page that its task knows how to show, such as pictures and what they were taken for."""
+"""The part of a run's page that its task renders, such as pictures with their predictions."""
 
 from __future__ import annotations
 

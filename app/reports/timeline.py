@@ -1,4 +1,4 @@
-"""`samerun timeline RUN`: the profile of a run put together, and said in a few lines, from the files that its ranks wrote.
+"""`samerun timeline RUN`: merges the profile files of all ranks, and summarises them in a few lines.
 
 The run does so itself at the end of `profile.steps`; this is for one that was ended before, or copied, or lost files.
 """

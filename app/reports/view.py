@@ -1,4 +1,4 @@
-"""How a run stands, drawn for a terminal: progress, scores, speed, time split, checkpoint, and when it will be done."""
+"""The state of a run, drawn for a terminal: progress, scores, throughput, time split, checkpoint, and expected end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def view(run: PastRun, state: State, now: float) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
-    rows.add_row("state", Text(f"{state.word}: {state.sentence}", style="bold" if state.word != "going on" else ""))
+    rows.add_row("state", Text(f"{state.word}: {state.sentence}", style="bold" if state.word != "running" else ""))
     for name, value in _rows(run, state, now):
         rows.add_row(name, value)
     return Group(title, rows)
@@ -47,7 +47,7 @@ def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableT
     rows: list[tuple[str, RenderableType]] = [("steps", _progress(run, state))]
     if run.unit != run_folder.UNIT and is_number(last.get(f"{run.unit}_seen")):
         rows.append((run.unit, f"{last[f'{run.unit}_seen']:,} seen"))
-    remaining_s = None if state.word != "going on" else remaining(run, state)
+    remaining_s = None if state.word != "running" else remaining(run, state)
     if remaining_s is not None:
         may_end_early = (run.recipe.get("train") or {}).get("stop_after_evaluations_without_gain")
         name = "done in at most" if may_end_early else "done in"

@@ -1,4 +1,4 @@
-"""`samerun watch RUN`: follows a run in the terminal, from any machine that sees its folder.
+"""`samerun watch RUN`: follows a run in the terminal, from any machine that can read its folder.
 
 Only reads: the run does not notice. Draws on a terminal, and prints a line for each new line of the run's files elsewhere.
 Waits for a folder that is not there yet, stays with a run that is killed or silent, since it may be started again, and ends
@@ -70,7 +70,7 @@ def _wait_for(folder: Path, every_s: float) -> None:
             return
         except RunFolderError as error:
             if not is_said:
-                _say(time.time(), f"waiting for the run: {error} Its job may be in the queue; Ctrl-C ends this.")
+                _say(time.time(), f"waiting for the run: {error} Its job may still be queued; Ctrl-C ends this command.")
             is_said = True
         time.sleep(every_s)
 
@@ -126,7 +126,7 @@ class Lines:
 def _start(event: ledger.Start) -> str:
     processes = f"{event.world_size} process{'es' if event.world_size != 1 else ''}"
     where = f"{processes}, preset {event.preset}" if event.preset else processes
-    return f"started on {where}, " + (f"going on after step {event.from_step}" if event.from_step else "from the beginning")
+    return f"started on {where}, " + (f"resumed after step {event.from_step}" if event.from_step else "from the beginning")
 
 
 def metrics_line(line: Line, total_steps: int | None, unit: str) -> str:

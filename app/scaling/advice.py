@@ -1,4 +1,4 @@
-"""What follows from the rows of a method: the law that its times follow, and how many devices are worth their while.
+"""The conclusions from the rows of a method: the scaling law that fits, and how many devices are worth using.
 
 Devices are recommended up to the largest number that has at least the wanted efficiency: as measured where it was measured, and
 as fitted in between and up to twice the largest size, which is as far as the fit was tried (`fit.py`). A size that was measured
@@ -115,7 +115,7 @@ def _fitted(fit: Fit | None, method: Method, devices: Iterable[int]) -> Iterator
 def _beyond(fit: Fit | None, method: Method, largest: int, wanted: float) -> str:
     """What is said of more devices than were measured, if all that were measured are efficient enough."""
     if fit is None:
-        return f"more than {largest} were not measured, and {fitting.LEAST_SIZES} sizes are needed to foretell more"
+        return f"more than {largest} were not measured; predicting more needs {fitting.LEAST_SIZES} sizes"
     share = _foretell(fit, 2 * largest, method.base.devices).efficiency
     verdict = "still enough: measure more" if share.value >= wanted else "too little"
     return f"{share} by the fit on {2 * largest}, twice what was measured, which is {verdict}"

@@ -1,4 +1,4 @@
-"""What the runs of a sweep say: a row for each size, with the spread over its repeats, and what compares the sizes.
+"""The results of a sweep: a row for each size, with the spread over its repeats, speed-up and efficiency.
 
 A rate is that of the steps after the warm-up, from the lines of metrics.jsonl: samples, or what else the runs count, by the
 seconds of training, in which evaluating and saving are not counted. Efficiency is the rate per device as a share of that on
@@ -159,7 +159,7 @@ def read_case(folder: Folder, case: Case) -> Measured | None:
 def _refuse_another(run: past_run.PastRun, case: Case, digest: str) -> None:
     about = run.about
     if about.get("resumed_from"):
-        raise RunFolderError(f"{run.folder} was interrupted and went on: delete it, and it is measured again")
+        raise RunFolderError(f"{run.folder} was interrupted and resumed: delete it to measure it again")
     if not about:
         raise RunFolderError("; ".join(run.complaints))
     hosts = {str(rank).partition(" ")[0] for rank in about.get("ranks", [])}
@@ -179,7 +179,7 @@ def _measure(run: past_run.PastRun, lines: Sequence[Mapping[str, Any]]) -> Measu
     )
     starts = [event for event in run.events if isinstance(event, ledger.Start)]
     if not starts:
-        raise RunFolderError("; ".join(run.complaints) or f"{run.folder} does not tell how many samples an epoch has")
+        raise RunFolderError("; ".join(run.complaints) or f"{run.folder} does not say how many samples an epoch has")
 
     def share(name: str) -> float | None:
         values = [line[name] for line in measured]
@@ -216,7 +216,7 @@ def read_times(path: Path) -> list[Row]:
     lacking = [name for name in ("devices", "seconds") if name not in heading]
     if lacking:
         raise DataError(
-            f"{path}:1: its heading is {','.join(heading) or 'empty'}, without {' and '.join(lacking)}: the first line has to "
+            f"{path}:1: its heading is {','.join(heading) or 'empty'}, without {' and '.join(lacking)}: the first line must "
             "be devices,seconds, or method,devices,seconds"
         )
     found: dict[tuple[str, int], list[Measured]] = {}

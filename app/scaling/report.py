@@ -197,7 +197,8 @@ def _conclusions(report: Report, advice: Advice) -> Iterator[str]:
     for law in advice.fit.laws:
         yield f"| {law.name} | {law.weight:.2f} | {math.expm1(law.miss):+.1%} | {law.formula()} |"
     yield (
-        "\nEach law was fitted to the other sizes and had to foretell the largest; that gives its weight, and the fit is the "
-        "weighted geometric mean. It may be what any law says that missed by 25 % at most (any law, where none did), with any "
+        "\nEach law was fitted to the other sizes and had to predict the largest; its error there gives its weight, and the "
+        "fit is the weighted geometric mean. It may be what any law says that missed by 25 % at most (any law, where none "
+        "did), with any "
         "size but the smallest left out, or with any off by the 95 % error of its mean.\n"
     )

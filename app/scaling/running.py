@@ -1,4 +1,4 @@
-"""Starting the cases of a sweep: here, through `samerun launch`, or as jobs, through `samerun submit`; and what became of each.
+"""Runs the cases of a sweep, here through `samerun launch` or as jobs through `samerun submit`, and collects their results.
 
 What is finished speaks for itself, by its result.json. Of a case that failed, or whose job was handed in, CASE.json beside its
 run folder tells why, where its output is and which job it is. A case that was interrupted has neither and begins anew: a run

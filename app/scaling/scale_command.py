@@ -50,7 +50,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
         try:
             _measure(source, options, argv, environment, say)
         except KeyboardInterrupt:
-            say("interrupted; what is finished is kept, and the same command goes on")
+            say("interrupted; finished cases are kept, and the same command resumes")
             return _INTERRUPTED
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -90,7 +90,7 @@ def _refuse_another_machine(folder: Folder) -> None:
     before, now = sweep.read(folder.path).about.get("machine"), folder.about["machine"]
     if before != now:
         raise RunFolderError(
-            f"{folder.path} was measured on {before}, and this is {now}: rows of both could not be compared. Choose another "
+            f"{folder.path} was measured on {before}, and this is {now}: their rows cannot be compared. Choose another "
             "--out, or report what is there with --from."
         )
 
@@ -232,6 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--processes", type=numbers, default=[1, 2], help="numbers of devices per node, comma-separated (default: 1,2)")
     add("--nodes", type=numbers, default=[1], help="numbers of nodes, comma-separated; more than 1 needs an allocation or "
         "--submit (default: 1)")  # fmt: skip
+    add("--preset", "--config_file", dest="presets", type=names, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--num_machines", dest="nodes", type=numbers, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--strong", dest="scaling", action="store_const", const="strong", default="strong",
                       help="strong scaling: the recipe's global batch on every number of devices (default)")  # fmt: skip

@@ -132,7 +132,7 @@ class Folder:
         return own
 
     def expected_digest(self, size: Size) -> str:
-        """Return the digest of the recipe that a case of this size has to have run."""
+        """Return the digest of the recipe that a case of this size must have run."""
         batch = self.recipe.train.global_batch_size * (size.devices if self.sweep.scaling == "weak" else 1)
         steps = self.sweep.warm_up_steps + self.sweep.steps
         train = replace(self.recipe.train, epochs=None, steps=steps, global_batch_size=batch)

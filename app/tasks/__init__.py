@@ -1,4 +1,4 @@
-"""What can be learnt: the tasks that come with the package, each in a folder of its own, and users' own files.
+"""The tasks: those that come with the package, each in its own folder, and users' own files.
 
 Nothing is imported here before it is asked for: the launcher reads the keys of a recipe, and a task may need torch.
 """

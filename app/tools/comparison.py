@@ -1,4 +1,4 @@
-"""Which rule is broken, by what several topologies have seen of the same steps. Names are theirs, the first is one process."""
+"""Finds the broken rule by comparing what several topologies saw of the same steps. The first topology is one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _of_prints(function: str, prints: Mapping[str, Prints]) -> str:
             )
             return (
                 f"{what} of sample {number} after `{function}` differs between {first} and {name}: `{function}` depends on "
-                f"something besides its arguments ({cause}). {DRAW}"
+                f"something other than its arguments ({cause}). {DRAW}"
             )
     return ""
 

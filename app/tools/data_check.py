@@ -117,15 +117,14 @@ def _recipe(words: Sequence[str]) -> Recipe:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samerun data check",
-        description="Read every sample of all splits of a recipe once, as a training would, and list those that cannot be "
-        "read. The exit code is 6 if there are some that --write has not written.",
+        description="Read every sample of all splits of a recipe once, as training would, and list the unreadable ones. The "
+        "exit code is 6 if there are any that --write has not written down.",
     )
-    parser.add_argument("words", nargs="+", metavar="RECIPE [key=value ...]", help="--recipe NAME_OR_PATH, or a folder or file "
-                        "of pictures; and recipe values")  # fmt: skip
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write their names into a file for data.leave_out=FILE, "
-                        "with those that it leaves out already")  # fmt: skip
+    parser.add_argument("words", nargs="+", metavar="RECIPE [key=value ...]", help="--recipe NAME_OR_PATH, or a folder or "
+        "file of pictures; and recipe values")  # fmt: skip
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write their names into FILE, for data.leave_out=FILE; "
+        "names that it already leaves out are kept")  # fmt: skip
     count = cores.of_this_process(1)
-    parser.add_argument(
-        "--processes", type=positive, default=count, help=f"that read and decode (default: {count}, the cores here)"
-    )
+    parser.add_argument("--workers", "--processes", dest="processes", metavar="N", type=positive, default=count,
+                        help=f"processes that read and decode (default: {count}, the CPU cores here)")  # fmt: skip
     return parser

@@ -1,4 +1,4 @@
-"""The rules of a task that one process can see by itself: nothing is started, one batch of the samples is enough.
+"""The rules of a task that one process can check by itself, on one batch.
 
 Losses are compared in evaluation mode: dropout is off and batch normalisation uses what it has stored, so that a difference is
 the loss's own. float32 rounds the mean of some losses by less than 1e-6, and a broken rule moves it by far more than 1e-5.
@@ -66,8 +66,8 @@ def broken(recipe: Recipe, task: Task, samples: Any, model: nn.Module, *, form: 
     prints = prints_of(_made_ready(recipe, task, batch, form, device))
     if found := first_difference(prints, prints_of(_made_ready(recipe, task, batch, form, device))):
         name, number = found
-        said = f"{name} of sample {number} is another one when the same batch is made ready again, by the same process"
-        why = "`ready` depends on something besides its arguments (global random state, its own generator, what it did before)"
+        said = f"{name} of sample {number} changes when the same process makes the same batch ready again"
+        why = "`ready` depends on something other than its arguments (global random state, its own generator, earlier calls)"
         return [(READY, f"{said}: {why}. {DRAW}")]
     was_training = model.training
     model.to(device).eval()
@@ -101,8 +101,8 @@ def _of_losses(task: Task, model: nn.Module, batch: Callable[[], Batch], neighbo
     size = len(batch()["samples"])
     half = size // 2 // neighbours * neighbours
     if _far(_total(whole), _total(task.loss(model, batch()))):
-        said = "the loss of the same batch is another one the second time, in evaluation mode"
-        return [(LOSS, f"{said}: `loss` or the model draws random numbers, or keeps something from pass to pass. {DRAW}")]
+        said = "the loss of the same batch differs the second time, in evaluation mode"
+        return [(LOSS, f"{said}: `loss` or the model draws random numbers, or keeps state between passes. {DRAW}")]
     if half in (0, size):
         return []
     return of_halves(whole, *(task.loss(model, part_of(batch(), part)) for part in (slice(half), slice(half, None))))
@@ -110,10 +110,10 @@ def _of_losses(task: Task, model: nn.Module, batch: Callable[[], Batch], neighbo
 
 def _of_calls(called: Sequence[str]) -> str:
     parts = ", ".join(dict.fromkeys(filter(None, called)))
-    what = f"calls {parts} of the model past it" if parts else f"calls the model {len(called)} times"
+    what = f"calls {parts} of the model directly" if parts else f"calls the model {len(called)} times"
     return (
-        f"`loss` {what}: it has to call model(...) exactly once, and none of its parts. FSDP2 and ZeRO have only pieces of "
-        "weights outside that call, and DDP knows nothing of others. Do in the model's `forward` all that needs its weights."
+        f"`loss` {what}: it must call model(...) exactly once, and none of its parts. Outside that call FSDP2 and ZeRO "
+        "have only shards of the weights, and DDP sees no other call. Do everything that needs weights in `forward`."
     )
 
 
@@ -132,7 +132,7 @@ def of_halves(whole: Loss, *parts: Loss) -> Broken:
     counts, count = [float(part.count) for part in parts], float(whole.count)
     if _far(count, sum(counts)):
         said = f"Loss.count of a batch is {count:g}, and those of its halves add up to {sum(counts):g}"
-        return [(COUNT, f"{said}: it has to say what the mean is over, as a number of samples or tokens")]
+        return [(COUNT, f"{said}: it must be what the mean is over, such as a number of samples or tokens")]
     total = sum(map(_total, parts))
     if not _far(_total(whole), total):
         return []
@@ -146,7 +146,7 @@ def of_halves(whole: Loss, *parts: Loss) -> Broken:
         )
     else:
         why = (
-            "the loss of a sample depends on other samples of its pass (beyond `neighbours`), and these are others on another "
+            "the loss of a sample depends on other samples of its pass (beyond `neighbours`), and those change with the "
             "number of processes. A loss over the batch, such as a contrastive one, cannot give the same run"
         )
     return [(LOSS, f"{said}: {why}")]

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -245,9 +246,9 @@ def floor_sentences(reference: Outcome, outcomes: Sequence[Outcome], *, toleranc
     """Say how far one process is from itself with two passes a batch, and for which cases that is the reason to differ."""
     assert reference.curve is not None
     if floor is None:
-        return ["the floor of the recipe is not known: its global batch cannot be taken in two passes"]
+        return ["the recipe's floor is unknown: its global batch cannot be divided into two passes"]
     if floor.curve is None:
-        return [f"the floor of the recipe is not known: one process with two passes a batch failed: {floor.failure}"]
+        return [f"the recipe's floor is unknown: one process with two passes per batch failed: {floor.failure}"]
     least = compare(reference.curve, floor.curve)
     said = [f"floor: one process differs from itself by {least.largest_difference:.1e} with two passes a batch"]
     parted = {
@@ -265,11 +266,12 @@ def floor_sentences(reference: Outcome, outcomes: Sequence[Outcome], *, toleranc
     if explained:
         said.append(
             f"the floor is the reason for {', '.join(explained)}: less than {_NEAR_FLOOR} times as far, with the same samples "
-            "and rates. The recipe parts from itself on one process too, through batch statistics or dropout if it has any, or "
-            "because it amplifies rounding: a lower learning rate, a warm-up, or no kinks (ReLU, maxima) lower the floor"
+            "and rates. The recipe also differs from itself on one process: through batch statistics or dropout, if it has "
+            "any, or because it amplifies rounding. A lower learning rate, a warm-up, or no kinks (ReLU, maxima) lower the "
+            "floor"
         )
     if others := [name for name in parted if name not in explained]:
-        said.append(f"the floor is not the reason for {', '.join(others)}: something else depends on the topology there")
+        said.append(f"the floor does not explain {', '.join(others)}: something else there depends on the topology")
     return said
 
 
@@ -309,6 +311,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes", type=numbers, default=[1, 2], help="numbers of processes, comma-separated (default: 1,2)"
     )
+    # The spellings of other commands, and of Accelerate.
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--preset", "--config_file", dest="presets", type=names, **hidden)
+    parser.add_argument("--num_processes", dest="processes", type=numbers, **hidden)
     parser.add_argument(
         "--accumulation",
         type=numbers,

@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=presets.PRECISIONS,
         help="precision (default: bf16 if the device is known to support it, else no)",
     )
-    add("--host-memory", type=_size, metavar="SIZE", help="host memory of a node, such as 512GiB, which what is offloaded has "
-        "to fit into (default: unknown, only what is needed is shown)")  # fmt: skip
+    add("--host-memory", type=_size, metavar="SIZE", help="host memory of a node, such as 512GiB, into which offloaded state "
+        "must fit (default: unknown; the plan then only shows what is needed)")  # fmt: skip
     add("--memory-utilization", type=share, default=0.9, metavar="SHARE", help="share of a device's memory, and of a node's "
         "host memory, to plan with; the rest is for the CUDA context, NCCL and fragmentation (default: 0.9)")  # fmt: skip
     add(

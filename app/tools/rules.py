@@ -1,4 +1,4 @@
-"""What a task's samples, batches and losses are on one topology, as files: `quick` starts it on several and compares.
+"""Writes a task's samples, batches and losses on one topology to files. `quick` starts it on several and compares.
 
     accelerate launch ... -m app.tools.rules --recipe RECIPE --out FOLDER [key=value ...]
 

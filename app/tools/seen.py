@@ -1,4 +1,4 @@
-"""What a rank has seen of a few steps: a print of each field of each sample, losses, norms; written as JSON, and read again.
+"""What a rank saw of a few steps: a digest of each field of each sample, losses, norms; written as JSON and read again.
 
 Two fields are the same if their bytes are, or if they differ by no more than rounding: a vectorised function may round the last
 samples of a batch otherwise than the ones before. So beside the digest stands a projection, a sum with weights that follow from

@@ -1,4 +1,5 @@
-"""`samerun verify RUN`: shows from a run's ledger that every global batch was applied exactly once, and where the time went.
+"""`samerun verify RUN`: checks in a run's ledger that every global batch was applied exactly once, and shows where the time
+went.
 
 What was fed is compared with what the recipe in RUN says: the digest of each step's samples, which the run took from the
 batches themselves, with that of the samples that the order of the data has there. Steps that a later start took again count
@@ -113,7 +114,7 @@ def verify(run_dir: Path) -> tuple[Verdict, TimeSpent]:
     """
     events, left_out = ledger.read(run_dir)
     if not events or not isinstance(events[0], Start):
-        lost = f"{run_dir / run_folder.LEDGER} does not begin with a start of the run: its beginning is lost."
+        lost = f"{run_dir / run_folder.LEDGER} does not begin with a start of the run: its beginning is missing."
         raise RunFolderError(" ".join([lost, *([left_out] if left_out else [])]))
     verdict = examine(events, _recipe(run_dir / run_folder.RECIPE))
     return replace(verdict, left_out=left_out), account(events)
@@ -131,7 +132,7 @@ def _recipe(path: Path) -> Recipe:
     unsaid = [key for key, value in found.items() if type(value) is not int]
     if unsaid:
         raise RecipeError(
-            f"{path} does not say {' and '.join(unsaid)}, so it was cut or is not the run's: nothing can be verified"
+            f"{path} does not say {' and '.join(unsaid)}, so it is truncated or belongs to another run: nothing can be verified"
         )
     return recipe_keys.build(found)
 

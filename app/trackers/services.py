@@ -1,4 +1,4 @@
-"""wandb, mlflow and trackio: the same run there at every start, and no waiting for a network that is not there.
+"""wandb, mlflow and trackio: one run there over all starts, and no waiting for a missing network.
 
 What the user sets in the trackers' own variables counts. Imported only where one of them is asked for.
 """
@@ -46,7 +46,7 @@ def start_wandb(run: Tracked, settings: dict[str, Any]) -> Any:
         why = " ".join(str(error).split())
         print(  # noqa: T201 - the user must know
             f"note: wandb works offline here ({why}): from a machine with a network and a key, "
-            f"`wandb sync {run.folder}/wandb/offline-*` sends the run. With WANDB_MODE=offline nothing else is tried.",
+            f"`wandb sync {run.folder}/wandb/offline-*` sends the run. WANDB_MODE=offline skips the attempt.",
             flush=True,
         )
     run.remember("wandb", tracker.run.id)

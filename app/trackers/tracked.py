@@ -1,4 +1,4 @@
-"""A run as its trackers know it: its names there, and what they have of it."""
+"""A run as its trackers know it: its ids there, and the lines that they already have."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _known(folder: Path) -> dict[str, str]:
     try:
         known = run_folder.read_json(place) if place.exists() else {}
     except RunFolderError as error:
-        print(f"note: {error} To its trackers the run is a new one.", flush=True)  # noqa: T201 - the user must know
+        print(f"note: {error} Its trackers will show it as a new run.", flush=True)  # noqa: T201 - the user must know
         return {}
     return {name: identity for name, identity in known.items() if isinstance(identity, str)}
 

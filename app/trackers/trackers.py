@@ -1,4 +1,4 @@
-"""Trackers: what metrics.jsonl and evaluations.jsonl say, shown where people look at it (TensorBoard, wandb, mlflow, ...).
+"""Sends the numbers of metrics.jsonl and evaluations.jsonl to trackers (TensorBoard, wandb, mlflow, ...).
 
 Only the main process has trackers. A start that goes on with a run goes on with its run in each tracker too, and no step is
 there twice. What a tracker's library raises never ends the training: the tracker is switched off with one sentence, and the
@@ -88,7 +88,7 @@ class Trackers:
             self._on = [on for on in self._on if on.name != name]
             print(  # noqa: T201 - the user must know
                 f"note: the tracker {name} is switched off, because it failed ({type(error).__name__}: {_shortened(error)}). "
-                "The run goes on, and its folder has all that the tracker would have got.",
+                "The run continues, and its folder has everything that the tracker would have got.",
                 flush=True,
             )
 

@@ -1,4 +1,4 @@
-"""Where this process is: in which scheduler's allocation, or in none.
+"""Detects in which scheduler's allocation this process is, if any.
 
 The first that recognises its variables answers. What a user or `launch/start/spread.py` says of the hosts goes before what a
 scheduler's variables say.

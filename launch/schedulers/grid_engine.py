@@ -70,7 +70,7 @@ def find_job(environment: Mapping[str, str]) -> Job | None:
         name=job_id if task == "undefined" else f"{job_id}_{task}",
         times=lambda: Times.of(environment) if END_TIME in environment else Times(origin="Grid Engine does not say it"),
         requeues=number(environment, "RESTARTED"),
-        requeue=None if hosts.NODE_RANK in environment else lambda _: Requeued(f"Grid Engine runs job {job_id} again", 99),
+        requeue=None if hosts.NODE_RANK in environment else lambda _: Requeued(f"Grid Engine requeues job {job_id}", 99),
     )
 
 

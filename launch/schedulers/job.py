@@ -1,4 +1,4 @@
-"""What a scheduler runs a training in, as far as its time and its way back into the queue go.
+"""The scheduler's job of a run: when its time ends, and how it is requeued.
 
 `slurm_job.py`, `pbs_job.py` and `grid_engine.py` each turn an environment (a mapping) into a `Job`; `detect.py` asks them in
 turn. Standard library only.
@@ -18,7 +18,7 @@ ATTEMPT = "SAMERUN_ATTEMPT"
 
 
 class NotDoneError(Exception):
-    """The scheduler does not do, or tell, what it was asked for; the text is its answer."""
+    """The scheduler refused a request; the text is its answer."""
 
 
 def ask(command: Sequence[str], **variables: str) -> str:

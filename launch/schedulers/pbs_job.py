@@ -1,4 +1,4 @@
-"""A PBS job's times, and its successor. Facts: OpenPBS 23.06.
+"""The times of a PBS job, and the job that continues it. Facts: OpenPBS 23.06.
 
 A plain user's job cannot be requeued (qrerun is for operators), so it submits another like itself: `qstat -f` knows its script
 and what it asked for, on qsub's command line or in the script. The successor has another id, so it is told the first one's,
@@ -73,9 +73,9 @@ def _resubmit(
     job_id = environment["PBS_JOBID"]
     ends_s = _times(job_id, describe_job).ends_s
     if signal.SIGTERM in signals and (ends_s is None or time.time() < ends_s):
-        raise NotDoneError(f"PBS was ending job {job_id}, as after qdel")
+        raise NotDoneError(f"PBS was ending job {job_id}, for example after qdel")
     if "[" in job_id:  # PBS_ARRAY_INDEX tells less: a job that `qsub -V` submits in an array inherits it
-        raise NotDoneError(f"job {job_id} is of an array, which cannot submit one of its tasks again")
+        raise NotDoneError(f"job {job_id} is an array job, and PBS cannot resubmit one of its tasks")
     try:
         attributes = pbs.attributes_of(describe_job(job_id) or "", job_id=job_id)
         command = successor(attributes, submitted_in=environment["PBS_O_WORKDIR"], requeues=number(environment, REQUEUES) + 1)
@@ -83,7 +83,7 @@ def _resubmit(
         raise NotDoneError(f"`qstat -f -F json {job_id}` does not describe the job ({error!r})") from error
     variables = {REQUEUES: str(number(environment, REQUEUES) + 1)}
     variables[FIRST_JOB] = environment.get(FIRST_JOB, job_id.partition(".")[0])
-    return Requeued(f"PBS job {qsub(command, **variables).strip()} goes on with it")
+    return Requeued(f"PBS job {qsub(command, **variables).strip()} continues it")
 
 
 def successor(attributes: Mapping[str, Any], *, submitted_in: str, requeues: int) -> list[str]:

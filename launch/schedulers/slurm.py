@@ -95,7 +95,7 @@ def _refuse_what_cannot_be(slurm: Slurm, hostname: str, has_srun: bool) -> None:
         raise TopologyError(
             f"srun started {slurm.number(JOB.step_num_tasks)} tasks ({slurm.said(STEP.tasks_per_node)}), and each "
             "would start all processes of its node. Use `srun --ntasks-per-node=1 samerun launch ...`, or leave out srun: "
-            "`samerun launch` in a batch script or salloc calls it rightly"
+            "`samerun launch` in a batch script or salloc calls it correctly"
         )
 
 

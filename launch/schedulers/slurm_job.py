@@ -1,4 +1,4 @@
-"""A Slurm job's times, and its way back into the queue. Facts: Slurm 22.05, tried on a real one.
+"""The times of a Slurm job, and how it is requeued. Facts: Slurm 22.05, tested on a real one.
 
 - `scontrol requeue` of an array's own id requeues every task, and the last task has that id as SLURM_JOB_ID: ARRAY_TASK it is.
 - It also requeues a job that a user has just cancelled. A job that Slurm is ending is COMPLETING, whatever for; only `Restarts`
@@ -70,7 +70,7 @@ class _Description:
         for facts in jobs:
             if facts.get("JobId") == self._number:
                 return facts
-        raise NotDoneError(f"`scontrol show job {self._number}` does not tell of it")
+        raise NotDoneError(f"`scontrol show job {self._number}` does not show it")
 
     def at_start(self) -> dict[str, str]:
         """The same, asked once. Raises NotDoneError."""
@@ -125,13 +125,13 @@ def _moment(text: str) -> float | None:
 def _requeue(described: _Description, job_id: str, requeues: int, scontrol: Scontrol, _signals: Collection[int]) -> Requeued:
     """Put the job back into the queue, unless that has been done, or it was cancelled."""
     facts = described.now()
-    again = f"Slurm runs job {job_id} again"
+    again = f"Slurm requeues job {job_id}"
     if int(facts.get("Restarts", "0")) > requeues:
-        again = f"job {job_id} is in Slurm's queue again already"
+        again = f"job {job_id} has already been requeued by Slurm"
     elif facts.get("JobState") == "RUNNING" or _is_at_its_limit(facts):
         scontrol(["requeue", job_id])
     else:
-        raise NotDoneError(f"Slurm was ending job {job_id}, as after scancel")
+        raise NotDoneError(f"Slurm was ending job {job_id}, for example after scancel")
     try:
         scontrol(["update", f"JobId={job_id}", f"StartTime=now+{_HOLD_S}"])
     except NotDoneError as error:

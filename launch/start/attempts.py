@@ -1,4 +1,4 @@
-"""A run from its start to its end, whatever comes between: started again after a crash, and by the scheduler.
+"""Sees a run through to its end: restarts it after a crash, and has the scheduler requeue the job.
 
 Each start goes on from the newest checkpoint of the run folder (`--resume auto`).
 """
@@ -51,20 +51,20 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
             signals.kill_all_with(f"{ATTEMPT}={mark}")
         if ending.lacks_memory:
-            say(f"the kernel ended a process for lack of memory: {plan.after_lack_of_memory()}")
+            say(f"the kernel killed a process for lack of memory: {plan.after_lack_of_memory()}")
         outcome = folder.outcome()
         if outcome is not None and outcome.outcome == "stopped":
             return _after_stop(plan, outcome, ending, say)
         if outcome is not None or restart == plan.max_restarts or not _may_restart(ending, say):
             break
-        say(f"the run crashed, and goes on from its newest checkpoint: restart {restart + 1} of {plan.max_restarts}")
+        say(f"the run crashed, and resumes from its newest checkpoint: restart {restart + 1} of {plan.max_restarts}")
     return ending.exit_code
 
 
 def _may_restart(ending: Ending, say: Callable[[str], None]) -> bool:
     """Whether it crashed by something that may not happen again, on nodes that are still there."""
     if ending.lost_node:
-        say(f"{ending.lost_node} is gone and this job over: Slurm runs it again, unless it was submitted with --no-requeue")
+        say(f"{ending.lost_node} is gone and this job is over: Slurm requeues it, unless it was submitted with --no-requeue")
         return False
     # A run that found itself stuck made no mistake that the next start would repeat.
     repeats = ending.is_error and ending.exit_code != HangError.exit_code
@@ -77,9 +77,9 @@ def _after_stop(plan: Plan, outcome: RunOutcome, ending: Ending, say: Callable[[
     if not outcome.go_on:
         why_not = ""
     elif job is None or job.requeue is None:
-        why_not = "nothing here runs it again. "
+        why_not = "nothing here restarts it automatically. "
     elif job.requeues >= plan.max_requeues:
-        why_not = f"--max-requeues is {plan.max_requeues}, and the job was in the queue again {job.requeues} times. "
+        why_not = f"--max-requeues is {plan.max_requeues}, and the job was requeued {job.requeues} times. "
     else:
         try:
             requeued = job.requeue(ending.signals)
@@ -89,5 +89,5 @@ def _after_stop(plan: Plan, outcome: RunOutcome, ending: Ending, say: Callable[[
             times = f"{job.requeues + 1} of at most {plan.max_requeues} times"
             say(f"the run {outcome}; {requeued.sentence}, {times}")
             return requeued.exit_code
-    say(f"the run {outcome}. {why_not}To go on with it: {plan.by_hand}")
+    say(f"the run {outcome}. {why_not}To resume it: {plan.by_hand}")
     return STOPPED

@@ -1,4 +1,4 @@
-"""`samerun doctor`: examine this machine, or the allocation that this is part of, as a run there would find it.
+"""`samerun doctor`: check this machine, or all nodes of the current job, as a run there would find them.
 
 Starts `app.doctor.doctor` as `samerun launch` would start a training. Before that the nodes meet at the run's address and port,
 so that one that cannot get there is named in half a minute instead of being waited for.

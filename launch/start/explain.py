@@ -1,4 +1,4 @@
-"""What `samerun launch` says of a run before it starts it: --dry-run, --explain, and the lines that it always says."""
+"""What `samerun launch` prints before it starts a run: --dry-run, --explain, and the lines that it always prints."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _origin_of_size(resolved: Resolved, name: str) -> str:
 def _rows_of_time(resolved: Resolved, environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     """Where the run goes on, and until when it may run."""
     yield "run_dir", resolved.run_dir or "-", resolved.run_dir_origin
-    yield "resume", resolved.resume() or "never", "--resume" if resolved.options.resume else "what is in run_dir goes on"
+    yield "resume", resolved.resume() or "never", "--resume" if resolved.options.resume else "resumes the run in run_dir"
     times = resolved.times(environment)
     for name, moment_s in (("submitted", times.submitted_s), ("started", times.started_s), ("ends", times.ends_s)):
         if moment_s is not None or name == "ends":

@@ -1,4 +1,4 @@
-"""What a host must be told and nobody else may see: the environment of a run, tokens and passwords among it.
+"""Passes the environment of a run, with its tokens and passwords, to the other hosts, hidden from other users.
 
 It is a line of bash, for its input or in a file of mode 0600 in a folder of mode 0700 that only this start uses. The host
 removes the file when it has read it. So no value is on a command line, which everybody can read on both hosts.
@@ -25,8 +25,8 @@ _STAYS = re.compile(
     r"BASHOPTS|SHELLOPTS|BASH_ENV|UID|EUID|PPID"
 )
 _UNWRITABLE = (
-    "the hosts cannot be handed the environment of the run by a file ({why}): start in a folder that can be written and that "
-    "all hosts see"
+    "the hosts cannot be handed the environment of the run by a file ({why}): start in a folder that all hosts can read and "
+    "you can write"
 )
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # bash exports functions under other names
 
@@ -54,7 +54,7 @@ def script(file: Path | None) -> str:
         quoted, folder = shlex.quote(str(file)), shlex.quote(str(file.parent))
         # The last host to read removes the folder.
         source, remove = f" < {quoted}", f"rm -f {quoted}; rmdir {folder} 2> /dev/null; "
-        where = f"{file}, which has the environment of the run, cannot be read here: start in a folder that all hosts see"
+        where = f"{file}, which has the environment of the run, cannot be read here: start in a folder that all hosts can read"
     refuse = f"{{ echo 'samerun: TopologyError:' \"$HOSTNAME:\" {shlex.quote(where)} >&2; exit {TopologyError.exit_code}; }}"
     return f"{{ IFS= read -r -d '' samerun_told{source} || {refuse}; }} && {{ {remove}eval \"$samerun_told\"; }}"
 

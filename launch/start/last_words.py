@@ -1,4 +1,4 @@
-"""What a run says of its end, and who failed first.
+"""Finds in a run's output which process failed first, and its last lines.
 
 `accelerate launch` ends with exit code 1 whatever its processes returned, and the launcher of each node says what it saw, in
 any order: the process that failed, those that lost it, and what was ended for that.
@@ -53,7 +53,7 @@ class Culprit:
         how = f"ended with exit code {self.exit_code}"
         if number in map(int, signal.Signals):
             name = signal.Signals(number).name
-            how = f"was ended by {name}" + (", as by a lack of memory" if name == "SIGKILL" else "")
+            how = f"was ended by {name}" + (", for example for lack of memory" if name == "SIGKILL" else "")
         return f"{self.name} {how}, and the run with it" + (":" if self.last_words else "")
 
 

@@ -1,4 +1,4 @@
-"""`samerun launch`: find out where this is, check the run as far as it can be without torch, run it, and see it through.
+"""`samerun launch`: detect the machine or job, check the run as far as possible without torch, run it, and see it through.
 
 On one machine what is run is `accelerate launch`, or the one process that it would start (`one_process.py`). In an allocation
 it is, by the scheduler's command, `samerun launch` once on every node, which runs the `accelerate launch` of that node when all
@@ -272,7 +272,7 @@ def default_preset(topology: Topology, environment: Mapping[str, str]) -> Preset
 
 
 def add_sizes(parser: Parser) -> None:
-    """Add the options that say by how much a model is divided."""
+    """Add the options for the sizes of tensor parallelism and of copies of a model."""
     parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="tensor parallelism: N neighbouring processes "
         "share each sample and split every large matrix (default: the preset's; in tensor_parallel all processes of a node)"
                         )  # fmt: skip

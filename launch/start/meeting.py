@@ -29,7 +29,7 @@ _PORTS = 16
 """Ports that are tried. Jobs have ports of their own, so the next ones are seldom those of another."""
 _CONNECT_S = 5.0
 ALL_HERE = "all here"
-_STRANGER = "what listens there is no node of this run"
+_STRANGER = "what listens there is not a node of this run"
 
 
 def meet(topology: Topology, key: Key, *, timeout_s: float = PATIENCE_S, only_port: bool = False) -> int:
@@ -142,7 +142,7 @@ def _hear_verdict(head: socket.socket, topology: Topology, key: Key, timeout_s: 
         head.sendall(f"{rank} {num_nodes} {sign('node', rank, num_nodes)}\n".encode())
         proof, verdict = _words(head, 2, timeout_s + _CONNECT_S)  # node 0 may have begun to wait just now
     except (OSError, ValueError):
-        return f"node 0, {topology.head_address}, ended before all nodes were there: see what it says"
+        return f"node 0, {topology.head_address}, ended before all nodes were there: see its output"
     if not is_proof(proof, sign("verdict", verdict)):
         raise ConnectionError(_STRANGER)
     return verdict

@@ -1,4 +1,4 @@
-"""The key of a run: 128 random bits that its nodes share, by which they know each other when they meet (`meeting.py`).
+"""The key of a run: 128 random bits that its nodes share, to recognise each other when they meet (`meeting.py`).
 
 `samerun launch` and `samerun doctor` make one whenever they start something on several nodes, and hand it over in the
 environment, which nobody but the same user can read. The tasks of an `srun samerun launch` have no parent of ours: the first of
@@ -86,8 +86,8 @@ def find(environment: Mapping[str, str], run_dir: str | None, job: str) -> Key:
         return Key(environment[KEY].encode(), KEY)
     if run_dir is None:
         raise TopologyError(
-            "the nodes of this run have nothing by which to know each other: give all of them the same --run-dir, in a folder "
-            f"that all see, or the same {KEY} (`openssl rand -hex 16`)"
+            "the nodes of this run share no key: give all of them the same --run-dir, in a folder that all can read, or the "
+            f"same {KEY} (`openssl rand -hex 16`)"
         )
     file = Path(run_dir) / f".meeting-{job}"
     try:

@@ -1,4 +1,4 @@
-"""How a run ended, as it says itself in its folder.
+"""How a run ended, from the file that it writes into its folder.
 
 The exit code of its launcher does not tell a run that has stopped from one that failed.
 """

@@ -1,4 +1,4 @@
-"""What the launcher, which has no torch, says of a run's memory: what `samerun plan` kept of its recipe."""
+"""What the launcher, which has no torch, says about a run's memory: from the cached plan of its recipe."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def notes(
     if plan is None or planned is None:
         if (size := _parameters(launch.recipe)) > _LARGE:
             which = f"--recipe {launch.name} --presets {launch.preset.name} --devices {launch.topology.world_size}"
-            yield f"nothing was planned of this run, {size / 1e9:.1f} B parameters: `samerun plan {which}` tells if it fits"
+            yield f"this run was not planned ({size / 1e9:.1f} B parameters): `samerun plan {which}` shows whether it fits"
     elif device := find(environment):
         batch = BatchPlan.of(launch.recipe, wanted.data_ranks)
         sentence = verdict.too_large(plan, wanted, batch.micro_batch, memory=device.memory, device=device.name)

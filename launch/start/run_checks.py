@@ -1,4 +1,4 @@
-"""What would end a run after it has started, found before: by `samerun launch`, its --dry-run, and `samerun submit`.
+"""Checks before the start for what would end a run later. Used by `samerun launch`, its --dry-run, and `samerun submit`.
 
 Standard library and PyYAML only. What the training alone can know, as whether a checkpoint is whole, is left to it.
 """
@@ -37,8 +37,8 @@ def problems(
     holds_a_run = run_dir is not None and os.access(Path(run_dir, _RECIPE), os.F_OK)
     if holds_a_run and resume != "auto":
         yield RunFolderError(
-            f"--run-dir is {run_dir}, which holds a run already (it has a {_RECIPE}): choose another, go on with it by "
-            "--resume auto, or delete the folder"
+            f"--run-dir is {run_dir}, which holds a run already (it has a {_RECIPE}): choose another, resume it with --resume "
+            "auto, or delete the folder"
         )
     if resume not in (None, "auto", "never") and not Path(resume).is_dir():
         what = "that is a file" if Path(resume).exists() else "there is no such folder"

@@ -1,4 +1,4 @@
-"""How a signal reaches the ranks of a run, each of which then saves and stops at the step that all agree upon.
+"""Passes a signal to the ranks of a run. They then save and stop after a step that all agree upon.
 
 What stands between would end them, or itself: `accelerate launch` of one process dies and leaves it alone, torchrun ends its
 processes after some seconds and itself with exit code 1, srun ends the step at once. Facts: accelerate 1.15, torch 2.15,

@@ -1,4 +1,4 @@
-"""A run from outside: it is passed its signals and watched on stderr, so that it ends as it ended, and leaves nothing behind.
+"""Supervises a run from outside: passes signals on, watches its stderr, returns its exit code, and leaves no process behind.
 
 The last words of the process that failed first are said again, last, and its exit code becomes the run's (`last_words.py`).
 
@@ -106,7 +106,7 @@ class _Command:
         self._passed_on_s = time.monotonic()
         self._pass_on(self._started.pid, number)
         if self.got == [signal.SIGINT]:
-            _tell("the run saves and stops; Ctrl-C once more ends it at once")
+            _tell("the run saves a checkpoint and stops; press Ctrl-C again to end it at once")
 
 
 def run(
@@ -130,7 +130,7 @@ def run(
             watch.see(line)
     while _runs(started):
         if is_lost():
-            _tell("what started this here is gone, and the run with it")
+            _tell("the process that started this is gone; the run ends")
             running.end_all()
     code = started.wait()
     if code:

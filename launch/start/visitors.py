@@ -1,4 +1,4 @@
-"""Who comes to node 0 before a run: its nodes, who prove that they have the run's key, and anybody else.
+"""The connections to node 0 before a run: its nodes, which prove that they have the run's key, and strangers.
 
 Each side draws a number and is answered with its HMAC under the key, so the key itself is never sent, and what was said to one
 is of no use to another. Every visitor has some seconds to prove itself, beside all others, and is turned away else.
@@ -114,7 +114,7 @@ class _Reception:
         if num_nodes != self._num_nodes or not 0 < node_rank < num_nodes:
             return f"node 0 starts a run of {self._num_nodes} nodes, and this is node {node_rank} of {num_nodes}"
         if node_rank not in self._guests.missing:
-            return f"a node {node_rank} is there already: two were started with the same node rank"
+            return f"node {node_rank} has already joined: two nodes were started with the same node rank"
         return None
 
     async def _wait(self, reader: asyncio.StreamReader, node_rank: int) -> str:

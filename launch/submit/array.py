@@ -90,7 +90,7 @@ def _values(text: str, said_by: str) -> tuple[dict[str, list[str]], list[str]]:
         elif key in values:
             problems.append(f"{said_by} has {key} twice: give all its values in one list")
         elif len(set(choices)) < len(choices):
-            problems.append(f"{said_by} has {part!r}: a value stands there twice, and both runs would be the same")
+            problems.append(f"{said_by} has {part!r}: a value is given twice, and both runs would be the same")
         else:
             values[key] = choices
     return values, problems

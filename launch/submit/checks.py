@@ -1,4 +1,4 @@
-"""What can be wrong with a job before it is in a queue: each check returns its problems, a sentence each, and raises nothing.
+"""Checks of a job before it is submitted. Each check returns its problems, one sentence each, and raises nothing.
 
 The options are those of `launch/submit/submit.py`, as the user wrote them. Standard library and PyYAML only.
 """
@@ -51,14 +51,14 @@ def form_problems(options: argparse.Namespace) -> Iterator[str]:
     yield from _count_problems(options, "nodes", "processes_per_node", "cpus_per_node", least=1)
     yield from _count_problems(options, "max_requeues", "max_restarts", least=0)
     if options.nodes is None:
-        yield "--nodes is not given: say how many machines the job gets"
+        yield "--nodes is not given: say how many nodes the job gets"
     gpus = options.gpus_per_node
     if gpus is not None and not re.fullmatch(r"([\w.-]+:)?0*[1-9]\d*", gpus, re.ASCII):
         yield f"--gpus-per-node is {gpus!r}: it must be a whole number, at least 1, as 4 (for Slurm also a100:4)"
     if options.time is None:
-        yield "--time is not given: say how long the job may run, as 01:30:00 (hours:minutes:seconds)"
+        yield "--time is not given: say how long the job may run, such as 01:30:00 (hours:minutes:seconds)"
     elif not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", options.time, re.ASCII) or not options.time.strip("0:"):
-        yield f"--time is {options.time!r}: it must be hours:minutes:seconds, and not nothing, as 01:30:00"
+        yield f"--time is {options.time!r}: it must be hours:minutes:seconds, more than 0, such as 01:30:00"
     for name in ("account", "partition", "job_name"):
         value = getattr(options, name)
         if value is not None and not re.fullmatch(r"\w[\w.+@,-]*", value, re.ASCII):
@@ -149,7 +149,7 @@ def divide(
     degrees: Degrees,
     combinations: Sequence[Combination],
 ) -> tuple[list[str], list[str]]:
-    """Return how the global batch is divided, in words, and all problems of the recipe; each once for a whole sweep.
+    """Return the batch plans as text, and all problems of the recipe, each once for a whole sweep.
 
     A problem of some tasks names them. Without a topology (its size could not be read) the batch is not divided.
     """

@@ -1,4 +1,4 @@
-"""The script of a job: requests as plain directives of the scheduler, then one command, whose words are quoted once, here.
+"""The script of a job: plain directives for the scheduler, then one command, whose words are quoted here, once.
 
 The script decides nothing: what differs between nodes or tasks, the command reads from its environment itself. It holds no
 value of the environment that it was made in, so no token and no password. Pure; standard library only.

@@ -1,4 +1,4 @@
-"""`samerun submit`: check a job as far as it can be without torch, write its script, and hand it to Slurm or PBS.
+"""`samerun submit`: check a job as far as possible without torch, write its script, and submit it to Slurm or PBS.
 
 What would fail after hours in the queue fails here, all at once: recipe and preset, every combination of a sweep, the batch
 on as many processes as the job will have, paths, and the form of the options. The script is kept in runs/submitted/, and its
@@ -135,8 +135,8 @@ def _hand_over(plan: _Plan, environment: Mapping[str, str], say: Callable[[str],
     finished = subprocess.run(command, env=for_a_new_job(environment), capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise SubmitError(
-            f"`{shlex.join(command)}` ended with exit code {finished.returncode} and submitted nothing: "
-            f"{finished.stderr.strip() or 'it does not say why'}. The script is kept: {plan.script}"
+            f"`{shlex.join(command)}` ended with exit code {finished.returncode} and submitted no job: "
+            f"{finished.stderr.strip() or 'no reason given'}. The script is kept: {plan.script}"
         )
     job_id = finished.stdout.strip().partition(";")[0]  # of several clusters, sbatch names the one as well
     say(f"{_SCHEDULERS[plan.scheduler]} job {job_id}, submitted by {plan.script}")
@@ -192,7 +192,7 @@ def _check_passed_on(passed_on: Sequence[str], problems: list[str]) -> list[str]
         return []
     unsaid = vars(launch.read([])[0])
     ours = [name for name in _OF_LAUNCH if vars(launching)[name] != unsaid[name]]
-    problems += [f"--{name.replace('_', '-')} stands after --: give it before, where it is checked" for name in ours]
+    problems += [f"--{name.replace('_', '-')} comes after --: give it before --, where it is checked" for name in ours]
     problems += map(str, run_checks.problems(training, run_dir=None, resume=launching.resume))
     return list(training.overrides)
 

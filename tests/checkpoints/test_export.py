@@ -115,7 +115,7 @@ def test_without_an_average_the_weights_are_exported(tmp_path: Path) -> None:
 def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
     tensors = save_small(tmp_path, 2)
     (tmp_path / "model.json").write_text("mine")
-    with pytest.raises(RunFolderError, match=r"model\.json exists already: choose another --out, or replace it by --force"):
+    with pytest.raises(RunFolderError, match=r"model\.json exists already: choose another --out, or replace it with --force"):
         export.main([str(tmp_path), "--out", str(tmp_path)])
     assert not (tmp_path / "model.safetensors").exists()
     assert export.main([str(tmp_path), "--out", str(tmp_path), "--force"]) == 0
@@ -165,7 +165,7 @@ def test_what_is_damaged_is_passed_over_or_refused(tmp_path: Path, capsys: pytes
     assert_equal(tmp_path / "out" / "model.safetensors", {**older["average"], **BUFFERS})
     files.discard(claim(tmp_path), files.path_of(tmp_path, 1))
     for place in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(CheckpointError, match="is no checkpoint and has none that is whole"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint and contains no complete one"):
             export.main([str(place)])
 
 

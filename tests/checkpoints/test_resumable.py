@@ -39,7 +39,7 @@ def test_a_checkpoint_of_other_keys_is_of_another_version(tmp_path: Path) -> Non
     deciding = "only one of the two has the recipe keys"
     said = refusal(lambda: taken_up(tmp_path, without=("task", "train.dtype"), and_with={"model.dtype": "float32"}))
     assert f"was written by another version of Samerun: {deciding} model.dtype, task, train.dtype. Finish the run with" in said
-    assert "or begin anew in another --run-dir" in said
+    assert "or start a new run in another --run-dir" in said
     assert f"{deciding} optim.later" in refusal(lambda: taken_up(tmp_path, and_with={"optim.later": 0.5}))
     # These decide nothing of what is learnt.
     older = ("train.deterministic", "checkpoint.every_minutes", "data.stage_to")
@@ -48,7 +48,7 @@ def test_a_checkpoint_of_other_keys_is_of_another_version(tmp_path: Path) -> Non
 
 def test_another_run_is_named_by_what_differs(tmp_path: Path) -> None:
     said = refusal(lambda: taken_up(tmp_path, "augment.flip=0.5", "seed=3", "data.path=elsewhere", "log.every_steps=3"))
-    assert "is of another run: seed was 0 and is 3; augment.flip was 0.0 and is 0.5. Take these back" in said
+    assert "is of another run: seed was 0 and is 3; augment.flip was 0.0 and is 0.5. Undo these changes" in said
     assert "is of another run: task was 'other'" in refusal(lambda: taken_up(tmp_path, and_with={"task": "other"}))
 
 
@@ -70,7 +70,7 @@ def test_another_length_says_what_it_does_to_the_learning_rates(tmp_path: Path) 
 
 def test_a_run_that_is_over_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
     said = refusal(lambda: taken_up(tmp_path, "train.epochs=null", "train.steps=5"))
-    assert "has 110 steps done, and this run is to have 5 (train.steps=5): no step is left to take" in said
+    assert "has 110 steps done, and this run is to have 5 (train.steps=5): no step is left" in said
     assert "Give train.steps=110 or more" in said
     assert taken_up(tmp_path, "train.epochs=null", "train.steps=110").step == STEP
 

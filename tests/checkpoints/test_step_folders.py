@@ -236,7 +236,7 @@ def test_a_file_of_a_rank_that_does_not_share_the_folder_is_missed(tmp_path: Pat
     here, there = begin(ours, 1), begin(claim(tmp_path / "there"), 1)
     entries = [write_pieces(here, 0, [piece(torch.zeros(6))]), write_pieces(there, 1, [piece(torch.zeros(6), 6)])]
     said = refusal(lambda: commit(ours, 1, entries, state={}, buffers={}))
-    assert "rank-00001.safetensors is not what its rank has just written: the run folder has to be on a file system" in said
+    assert "rank-00001.safetensors is not what its rank has just written: the run folder must be on a file system" in said
     assert committed(tmp_path / "here") == []
 
 

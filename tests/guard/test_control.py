@@ -142,7 +142,7 @@ def test_a_run_that_is_stopped_twice_goes_on_and_is_the_undisturbed_one(tmp_path
     assert step_folders.committed(run_dir) == [first, step_folders.path_of(run_dir, 1)]
     assert not (run_dir / "SAVE").exists()
     assert not (run_dir / "result.json").exists()
-    assert f"saved as {first}; the same command with --resume auto" in finished.output
+    assert f"saved as {first}; resume it with the same command, --resume auto" in finished.output
 
     started = alone(run_dir)
     wait_until(lambda: lines(run_dir) > outcome["step"] + 2, started)

@@ -126,13 +126,28 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
             "multi_gpu",
             "launcher",
             137,
-            "samerun: `accelerate launch` was ended by SIGKILL, as by a lack of memory, and the run",
+            "samerun: `accelerate launch` was ended by SIGKILL, for example for lack of memory, and the run",
         ),
-        ("multi_gpu", "rank", 137, "samerun: rank 1 on localhost was ended by SIGKILL, as by a lack of memory, and the run"),
+        (
+            "multi_gpu",
+            "rank",
+            137,
+            "samerun: rank 1 on localhost was ended by SIGKILL, for example for lack of memory, and the run",
+        ),
         ("cpu", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
-        ("cpu", "launcher", 137, "samerun: `accelerate launch` was ended by SIGKILL, as by a lack of memory, and the run"),
+        (
+            "cpu",
+            "launcher",
+            137,
+            "samerun: `accelerate launch` was ended by SIGKILL, for example for lack of memory, and the run",
+        ),
         ("alone", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
-        ("alone", "rank", 137, "samerun: the process that trains was ended by SIGKILL, as by a lack of memory, and the run"),
+        (
+            "alone",
+            "rank",
+            137,
+            "samerun: the process that trains was ended by SIGKILL, for example for lack of memory, and the run",
+        ),
     ],
 )
 def test_nothing_is_left_of_a_run_of_ours(

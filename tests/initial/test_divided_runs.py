@@ -42,7 +42,7 @@ def test_they_begin_with_files_and_go_on_under_other_presets(tmp_path: Path) -> 
     alone = train("cpu", tmp_path / "cpu", *chosen).check()
     for preset, processes in (("fsdp2", 3), ("deepspeed_zero3", 2)):
         begun = train(preset, tmp_path / preset, *chosen, "checkpoint.every_steps=3", processes=processes).check()
-        said = [re.findall("the weights to begin with are .*", finished.output) for finished in (alone, begun)]
+        said = [re.findall("initial weights from .*", finished.output) for finished in (alone, begun)]
         assert said[0] == said[1]
         assert "1 new, of the seed: transformer.wpe.weight is not there" in said[0][0]
         assert losses(tmp_path / preset) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)

@@ -95,20 +95,20 @@ def test_jobs_that_stop_are_run_again_and_only_they(lab: Lab, tmp_path: Path) ->
 
     over = lab.wait(cancelled)
     assert (over.state, starts(over)) == ("CANCELLED", ["0"]), over.output
-    assert f"Slurm was ending job {cancelled}, as after scancel" in over.output
+    assert f"Slurm was ending job {cancelled}, for example after scancel" in over.output
     over = lab.wait(failed)
     assert (over.state, starts(over)) == ("FAILED", ["0"]), over.output
     over = lab.wait(forbidden)
     # Stopped and in no queue: what has `afterok` on it must not begin.
     assert (over.state, over.exit_code, starts(over)) == ("FAILED", "75:0", ["0"]), over.output
-    assert f"To go on with it: samerun launch --run-dir {tmp_path}/forbidden" in over.output
+    assert f"To resume it: samerun launch --run-dir {tmp_path}/forbidden" in over.output
     over = lab.wait(signalled)
     assert over.state == "COMPLETED", over.output
     assert len(starts(over)) == 2
     for index in (3, 4):
         over = lab.wait(f"{array}_{index}")
         assert (over.state, starts(over)) == ("COMPLETED", ["0", "30"]), over.output
-        assert f"Slurm runs job {array}_{index} again, 1 of at most 20 times" in over.output
+        assert f"Slurm requeues job {array}_{index}, 1 of at most 20 times" in over.output
         assert read(tmp_path / f"runs/digits-{array}_{index}/outcome.json")["outcome"] == "finished"
 
 
@@ -124,7 +124,7 @@ def test_a_job_that_an_array_task_submits_from_a_step_is_itself_run_again(lab: L
     job = task.output.strip()
     over = lab.wait(job)
     assert (over.state, starts(over)) == ("COMPLETED", ["0", "30"]), over.output
-    assert f"Slurm runs job {job} again, 1 of at most 20 times" in over.output
+    assert f"Slurm requeues job {job}, 1 of at most 20 times" in over.output
     assert read(tmp_path / f"runs/digits-{job}/outcome.json")["outcome"] == "finished"
 
 
@@ -208,4 +208,4 @@ def test_a_time_limit_ends_in_a_finished_run(lab: Lab, limited: Limited, undistu
     over = lab.wait(limited.job)
     assert_finished(over, limited.run_dir, undisturbed)
     assert "the allocation ends in" in over.output
-    assert f"Slurm runs job {limited.job} again" in over.output
+    assert f"Slurm requeues job {limited.job}" in over.output

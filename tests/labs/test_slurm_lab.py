@@ -193,7 +193,9 @@ def test_a_killed_process_ends_the_job_everywhere_and_is_named(lab: Lab, tmp_pat
     over = strike(lab, job, "KILL")
     assert over.exit_code == "137:0", over.output
     *_, last = over.output.splitlines()
-    assert last == "samerun: rank 1 on node2 was ended by SIGKILL, as by a lack of memory, and the run with it", over.output
+    assert last == "samerun: rank 1 on node2 was ended by SIGKILL, for example for lack of memory, and the run with it", (
+        over.output
+    )
 
 
 @pytest.mark.slow

@@ -48,13 +48,13 @@ def test_a_preset(content: bytes, sentence: str, refused: Refused, tmp_path: Pat
 
 
 OPTIONS: dict[str, tuple[str, int]] = {
-    "--preset fifo": ("preset fifo: that is no file of text", 4),
-    "--preset folder": ("preset folder: that is no file of text", 4),
+    "--preset fifo": ("preset fifo: that is not a text file", 4),
+    "--preset folder": ("preset folder: that is not a text file", 4),
     "--preset none.yaml": ("preset none.yaml: there is no such file", 4),
     "--preset ddp": ("did you mean multi_gpu?", 4),
     "--config_file zero3": ("did you mean deepspeed_zero3?", 4),
     "--preset cpu --processes 2": ("preset cpu starts 1 process, and this run has 2", 4),
-    "--preset cpu --mixed-precision fp16": ("fp16 is for GPUs", 4),
+    "--preset cpu --mixed-precision fp16": ("fp16 needs a GPU", 4),
     "--mixed-precision fp8": ("--mixed-precision: invalid choice: 'fp8'", 2),
     "--mixed_precision half": ("invalid choice: 'half'", 2),
     "--processes x": ("--processes: invalid int value: 'x'", 2),
@@ -77,13 +77,13 @@ OPTIONS: dict[str, tuple[str, int]] = {
     "train.init_from=nowhere": ("train.init_from is nowhere: there is no such file or folder", 11),
     "--init-from here.pth": ("values of the recipe are given as key=value: train.init_from=here.pth", 2),
     "--pretrained here.pth": ("values of the recipe are given as key=value: train.init_from=here.pth", 2),
-    "--trackers tensorboard,wandbb": ("--trackers has 'wandbb': there is no such tracker; did you mean wandb?", 9),
+    "--trackers tensorboard,wandbb": ("--trackers has 'wandbb': unknown tracker; did you mean wandb?", 9),
     "--trackers aim": ("--trackers has aim, which is not installed here: pip install aim", 9),
     "--trackers": ("--trackers: expected one argument", 2),
     "--hang-timeout 1e3": ("'1e3': expected a whole number, 0 or more", 2),
     "--hang-timeout -5": ("'-5': expected a whole number, 0 or more", 2),
-    "--lr 0.1": ("--lr: there is no such option; values of the recipe are given as key=value: optim.lr=0.1", 2),
-    "--gpus 4": ("--gpus: there is no such option; give --processes 4", 2),
+    "--lr 0.1": ("--lr: unknown option; values of the recipe are given as key=value: optim.lr=0.1", 2),
+    "--gpus 4": ("--gpus: unknown option; give --processes 4", 2),
     "--nproc_per_node=4": ("give --processes-per-node 4", 2),
     "--batch-size 32": ("train.global_batch_size=32", 2),
     "--recip digits": ("did you mean --recipe?", 2),
@@ -149,11 +149,11 @@ def test_options_across_hosts(words: str, sentence: str, code: int, refused: Ref
 @pytest.mark.parametrize(
     ("module", "words", "sentence", "code"),
     [
-        ("launch.cli", "launch --lr 0.1", "samerun: UsageError: --lr: there is no such option", 2),
+        ("launch.cli", "launch --lr 0.1", "samerun: UsageError: --lr: unknown option", 2),
         ("launch.cli", "launch --trackers wandbb", "samerun: TrackerError: --trackers has 'wandbb'", 9),
         ("launch.cli", "launch model.name=resnet-18", "samerun: RecipeError: model.name is 'resnet-18'", 3),
         ("app.train", "seed=1 seed=2", "RecipeError: seed is given twice (command line: 1 and 2)", 3),
-        ("app.train", "--epochs 3", "UsageError: --epochs: there is no such option", 2),
+        ("app.train", "--epochs 3", "UsageError: --epochs: unknown option", 2),
     ],
 )
 def test_a_process_of_its_own(module: str, words: str, sentence: str, code: int) -> None:

@@ -8,12 +8,12 @@ import pytest
 from refusals import Refused, put
 
 OPTIONS: dict[str, str] = {
-    "": "--nodes is not given: say how many machines the job gets",
+    "": "--nodes is not given: say how many nodes the job gets",
     "--nodes 1": "--time is not given: say how long the job may run",
     "--nodes 0 --time 1:00:00": "--nodes is '0': it must be a whole number, at least 1",
     "--nodes two --time 1:00:00": "--nodes is 'two': it must be a whole number, at least 1",
     "--nodes 1 --time 1h": "--time is '1h': it must be hours:minutes:seconds",
-    "--nodes 1 --time 0:00:00": "--time is '0:00:00': it must be hours:minutes:seconds, and not nothing",
+    "--nodes 1 --time 0:00:00": "--time is '0:00:00': it must be hours:minutes:seconds, more than 0",
     "JOB --gpus-per-node a100:": "--gpus-per-node is 'a100:': it must be a whole number, at least 1",
     "JOB --gpus-per-node 3": "train.global_batch_size is 64, which 3 processes cannot divide",
     "JOB --processes-per-node 0": "--processes-per-node is '0': it must be a whole number, at least 1",
@@ -34,7 +34,7 @@ OPTIONS: dict[str, str] = {
     "JOB --run-dir done": "done holds a finished run (it has a result.json)",
     "JOB --array x": "--array has 'x': expected key=value,value",
     "JOB --array seed=1": "--array is 'seed=1', which is one run",
-    "JOB --array seed=1,1": "--array has 'seed=1,1': a value stands there twice",
+    "JOB --array seed=1,1": "--array has 'seed=1,1': a value is given twice",
     "JOB --array seed=1,2;seed=3,4": "--array has seed twice: give all its values in one list",
     "JOB --array seed=1,,2": "--array has 'seed=1,,2': expected key=value,value",
     "JOB --array optim.lrr=1,2": "optim.lrr (command line): there is no such key",
@@ -44,12 +44,12 @@ OPTIONS: dict[str, str] = {
     "JOB --sbatch-option=x": "--sbatch-option is 'x': it must begin with - and be one line",
     "JOB --qsub-option=-x": "'-x' is an option of another scheduler, and the job goes to sbatch",
     "JOB --scheduler pbs --gpus-per-node a100:2": "--gpus-per-node is 'a100:2': for PBS a number",
-    "JOB -- --lr 0.1": "--lr: there is no such option; values of the recipe are given as key=value: optim.lr=0.1",
-    "JOB -- --trackers wandbb": "--trackers has 'wandbb': there is no such tracker; did you mean wandb?",
+    "JOB -- --lr 0.1": "--lr: unknown option; values of the recipe are given as key=value: optim.lr=0.1",
+    "JOB -- --trackers wandbb": "--trackers has 'wandbb': unknown tracker; did you mean wandb?",
     "JOB -- --resume nowhere": "--resume is nowhere: there is no such folder",
     "JOB -- --init-from nowhere": "values of the recipe are given as key=value: train.init_from=nowhere",
     "JOB train.init_from=nowhere": "train.init_from is 'nowhere': there is no such file or folder",
-    "JOB -- --recipe mnist": "--recipe stands after --: give it before, where it is checked",
+    "JOB -- --recipe mnist": "--recipe comes after --: give it before --, where it is checked",
     "JOB -- --hang-timeout soon": "--hang-timeout: 'soon': expected a whole number, 0 or more",
     "JOB -- optim.lrr=1": "optim.lrr (command line): there is no such key",
 }  # fmt: skip
@@ -67,10 +67,10 @@ def test_options(words: str, sentence: str, refused: Refused, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--lr 0.1", "--lr: there is no such option; values of the recipe are given as key=value: optim.lr=0.1"),
-        ("--gpus 4", "--gpus: there is no such option; give --gpus-per-node 4"),
+        ("--lr 0.1", "--lr: unknown option; values of the recipe are given as key=value: optim.lr=0.1"),
+        ("--gpus 4", "--gpus: unknown option; give --gpus-per-node 4"),
         ("--scheduler lsf", "--scheduler: invalid choice: 'lsf'"),
-        ("--partition=", "--partition is empty: give it a value, or leave it out"),
+        ("--partition=", "--partition is empty: give it a value or leave it out"),
         ("--nodes", "--nodes: expected one argument"),
         ("--gpus-per-node 2 --processes-per-node 2", "--processes-per-node: not allowed with argument --gpus-per-node"),
     ],

@@ -183,7 +183,7 @@ def test_a_node_of_another_run_is_told_and_one_of_ours_is_not_replaced():
     meeting = Meeting(3, timeout_s=20)
     threads = meeting.begin(0, 1)
     time.sleep(0.3)
-    for told, words in (((1, 3), "a node 1 is there already"), ((7, 3), "node 7 of 3"), ((2, 4), "node 2 of 4")):
+    for told, words in (((1, 3), "node 1 has already joined"), ((7, 3), "node 7 of 3"), ((2, 4), "node 2 of 4")):
         visitor = Visitor(meeting, KEY.secret)
         visitor.say(*told)
         proof, _, verdict = visitor.heard.readline().rstrip("\n").partition(" ")
@@ -212,7 +212,7 @@ def test_who_listens_in_node_0s_place_is_not_believed():
         thread.start()
         said = meeting.hold(1)
         thread.join()
-    assert "no node of this run, or does not know the key of the test" in said[1]
+    assert "not a node of this run, or does not know the key of the test" in said[1]
     assert len(heard) >= 2
     assert {line.partition(b" ")[0] for line in heard[::2]} == {b"samerun-meeting"}
     assert set(heard[1::2]) == {b""}
@@ -251,7 +251,9 @@ def test_the_launchers_key_goes_before_and_is_another_each_time():
 
 
 def test_no_key_is_one_sentence():
-    with pytest.raises(TopologyError, match="the same --run-dir, in a folder that all see, or the same SAMERUN_MEETING_KEY"):
+    with pytest.raises(
+        TopologyError, match="the same --run-dir, in a folder that all can read, or the same SAMERUN_MEETING_KEY"
+    ):
         meeting_key.find({}, None, "")
     with pytest.raises(TopologyError, match="SAMERUN_MEETING_KEY has 6 characters: it must be 32"):
         meeting_key.find({meeting_key.KEY: "secret"}, None, "")

@@ -216,7 +216,7 @@ REFUSED = {
     "unknown precision": ("distributed_type: MULTI_GPU\nmixed_precision: bf8", ["'bf8'", "bf16"]),
     "8 bits": ("distributed_type: MULTI_GPU\nmixed_precision: fp8", ["'fp8'", "one of no, bf16, fp16"]),
     "settings of 8 bits": ("distributed_type: MULTI_GPU\nfp8_config: {backend: TE}", ["8-bit numbers are not supported"]),
-    "fp16 on the CPU": ("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16", ["use_cpu is true: fp16 is for GPUs"]),
+    "fp16 on the CPU": ("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16", ["use_cpu is true: fp16 needs a GPU"]),
     "processes": ("distributed_type: MULTI_GPU\nnum_processes: many", ["num_processes is 'many'", "--num_processes"]),
     "two of NO": ("distributed_type: 'NO'\nnum_processes: 2", ["num_processes is 2", "MULTI_GPU"]),
     "machines": ("distributed_type: MULTI_GPU\nnum_machines: 0", ["num_machines is 0", "--num_machines"]),

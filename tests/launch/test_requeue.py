@@ -85,7 +85,7 @@ def test_a_slurm_job_goes_into_the_queue_once_and_waits_no_longer_than_it_has_to
 
 def test_a_cancelled_slurm_job_is_left_alone():
     scontrol = Scontrol(RUNNING.replace("RUNNING", "COMPLETING").replace("EndTime=400", "EndTime=300"))
-    with pytest.raises(NotDoneError, match="as after scancel"):
+    with pytest.raises(NotDoneError, match="for example after scancel"):
         slurm_job.find(BATCH, scontrol=scontrol).requeue([signal.SIGTERM])
     assert scontrol.asked == []
 
@@ -148,7 +148,7 @@ def test_a_pbs_job_submits_its_successor():
 
     first = pbs_found(qsub)
     assert (first.name, first.requeues) == ("3", 0)
-    assert first.requeue([]).sentence == "PBS job 8.head goes on with it"
+    assert first.requeue([]).sentence == "PBS job 8.head continues it"
     second = pbs_found(qsub, PBS_JOBID="8.head", SAMERUN_REQUEUES="1", SAMERUN_FIRST_JOB="3")
     assert (second.name, second.requeues) == ("3", 1)
     second.requeue([])
@@ -173,7 +173,7 @@ def test_a_log_with_a_name_of_its_own_is_not_replaced():
 
 
 def test_a_deleted_pbs_job_has_no_successor_and_one_at_its_limit_has():
-    with pytest.raises(NotDoneError, match="as after qdel"):
+    with pytest.raises(NotDoneError, match="for example after qdel"):
         pbs_found(job=JOB | {"stime": time.strftime("%a %b %d %H:%M:%S %Y")}).requeue([signal.SIGTERM])
     assert pbs_found(lambda *_, **__: "8.head").requeue([signal.SIGTERM]).exit_code == 0
     assert pbs_found(lambda *_, **__: "8.head", PBS_ARRAY_INDEX="1", PBS_ARRAY_ID="2[].head").requeue([]).exit_code == 0
@@ -182,7 +182,7 @@ def test_a_deleted_pbs_job_has_no_successor_and_one_at_its_limit_has():
 @pytest.mark.parametrize(
     ("said", "job", "words"),
     [
-        ({"PBS_JOBID": "14[1].head"}, JOB, "is of an array"),
+        ({"PBS_JOBID": "14[1].head"}, JOB, "is an array job"),
         ({}, JOB | {"Submit_arguments": "-l select=1"}, "ends with no script's file"),
         ({}, {}, "does not describe the job"),
     ],
@@ -260,10 +260,12 @@ def ended(process: subprocess.Popen) -> tuple[int, list[str], list[str]]:
 def test_a_crash_is_followed_by_a_restart_and_the_second_is_the_end(tmp_path, preset):
     code, out, err = ended(launch(tmp_path / "a", "killed 30", "--max-restarts", "2", preset=preset))
     assert (code, [line.partition(",")[0] for line in out]) == (0, ["from step 0", "from step 30"])
-    assert "samerun: the run crashed, and goes on from its newest checkpoint: restart 1 of 2" in err
+    assert "samerun: the run crashed, and resumes from its newest checkpoint: restart 1 of 2" in err
     code, out, err = ended(launch(tmp_path / "b", "always 1", "--max-restarts", "1", preset=preset))
     assert (code, len(out)) == (137, 2)
-    assert err[-1] == "samerun: the process that trains was ended by SIGKILL, as by a lack of memory, and the run with it"
+    assert (
+        err[-1] == "samerun: the process that trains was ended by SIGKILL, for example for lack of memory, and the run with it"
+    )
 
 
 def test_a_restart_goes_on_with_the_run_whatever_the_first_start_was_told(tmp_path):
@@ -290,7 +292,7 @@ def test_a_signal_reaches_the_rank_which_ends_in_its_own_time(tmp_path, number, 
     assert code == STOPPED
     assert json.loads((tmp_path / "outcome.json").read_text())["go_on"] == (number != signal.SIGINT)
     (last,) = [line for line in err if "the run stopped" in line]
-    assert last.endswith(f"To go on with it: samerun launch {' '.join(preset)} --run-dir {tmp_path}")
+    assert last.endswith(f"To resume it: samerun launch {' '.join(preset)} --run-dir {tmp_path}")
 
 
 def test_what_is_left_of_a_crash_is_gone_before_the_restart(tmp_path):

@@ -181,7 +181,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         (["optim.lrr=1"], ["did you mean optim.lr?"]),
         (["data.path=no/such"], ["data.path is 'no/such'", "--data-on-nodes"]),
         (["--array", "seed=1"], ["--array is 'seed=1', which is one run"]),
-        (["--array", "seed=1,1"], ["a value stands there twice"]),
+        (["--array", "seed=1,1"], ["a value is given twice"]),
         (["--array", "seed"], ["expected key=value,value"]),
         (["--array", "seed=1,,2"], ["expected key=value,value"]),
         (["--array", "seed=1,2", "seed=3"], ["seed is given by --array and by seed=..."]),

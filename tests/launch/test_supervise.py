@@ -94,7 +94,7 @@ time.sleep(60)
           "[rank 1 on here] RecipeError: no such key", "[rank 1 on here]   train.step: did you mean train.steps?"]),
         ("os._exit(6)", 6, ["samerun: rank 1 on here ended with exit code 6, and the run with it"]),
         ("os.kill(os.getpid(), 9)", 137,
-         ["samerun: rank 1 on here was ended by SIGKILL, as by a lack of memory, and the run with it"]),
+         ["samerun: rank 1 on here was ended by SIGKILL, for example for lack of memory, and the run with it"]),
     ],
 )  # fmt: skip
 def test_the_last_words_of_what_failed_first_come_last(tmp_path: Path, how: str, code: int, last: list[str]) -> None:
@@ -131,7 +131,7 @@ time.sleep(60)
         (1, "1 / 0", 1,
          ["[rank 1 on localhost] ZeroDivisionError: division by zero"]),
         (0, "print('RecipeError: of old', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)", 137,
-         ["samerun: rank 0 on localhost was ended by SIGKILL, as by a lack of memory, and the run with it"]),
+         ["samerun: rank 0 on localhost was ended by SIGKILL, for example for lack of memory, and the run with it"]),
     ],
 )  # fmt: skip
 def test_last_words_come_last_on_one_machine_too(tmp_path: Path, rank: int, how: str, code: int, last: list[str]) -> None:
@@ -148,7 +148,7 @@ def test_last_words_come_last_on_one_machine_too(tmp_path: Path, rank: int, how:
     [
         ("leave_with(RecipeError('no such key'), rank=0)", 3, "RecipeError: no such key\n"),
         ("os.kill(os.getpid(), 9)", 137,
-         "samerun: the process that trains was ended by SIGKILL, as by a lack of memory, and the run with it\n"),
+         "samerun: the process that trains was ended by SIGKILL, for example for lack of memory, and the run with it\n"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("alone", [False, True])

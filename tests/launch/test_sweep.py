@@ -45,7 +45,7 @@ def test_all_combinations_are_checked_before_the_first_run(tmp_path: Path, monke
         (["model.channels=[8,16]"], "no key has several values"),
         (["seed=1,2", "seed=3"], "seed is given by the sweep and by seed=...: leave out one of them"),
         (["seed=1,2", "seed=3,4"], "the sweep has seed twice: give all its values in one list"),
-        (["seed=1,1"], "the sweep has 'seed=1,1': a value stands there twice"),
+        (["seed=1,1"], "the sweep has 'seed=1,1': a value is given twice"),
         (["seed=1,2", "sed=4"], "sed"),
         (["seed=1,2", "--preset", "none"], "none"),
         (["seed=1,2", "--processes", "7", "train.global_batch_size=64"], "7"),

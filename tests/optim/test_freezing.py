@@ -54,7 +54,7 @@ def test_what_matches_nothing_or_everything_is_refused() -> None:
         (["head.wieght"], "did you mean head.weight?"),
         (["norm"], "did you mean norm.*?"),
         (["zzz"], "'zzz', which matches no parameter: There are encoder.0.weight, "),
-        (["*"], "train.freeze is *: all 10 parameters are frozen, and nothing is left to train"),
+        (["*"], "train.freeze is *: all 10 parameters are frozen, so there is nothing to train"),
     ):
         with pytest.raises(RecipeError) as caught:
             freezing.freeze(Net(), patterns)

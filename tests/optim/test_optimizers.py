@@ -140,7 +140,7 @@ def test_which_presets_cut_parameters() -> None:
 def test_who_needs_whole_parameters_is_refused_where_they_are_cut(name: str, presets: tuple[str, ...]) -> None:
     for cutting in presets:
         command = ["--preset", cutting, "--processes", "2", "--dry-run", f"optim.name=torch.optim.{TABLE[name].torch_name}"]
-        with pytest.raises(PresetError, match=rf"optim.name is {name}, .*cuts them: use cpu, single_gpu, .* or an optimizer"):
+        with pytest.raises(PresetError, match=rf"optim.name is {name}, .*shards them: use cpu, single_gpu, .* or an optimizer"):
             launch(command, {}, say=lambda _: None)
 
 
@@ -229,7 +229,7 @@ def test_groups_have_their_rates_and_their_weight_decay() -> None:
 def test_groups_of_nothing_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"optim.groups has haed.\*, which matches no parameter of the model: it has head"):
         groups("haed.* lr_factor=2")
-    with pytest.raises(RecipeError, match=r"optim.groups has \*.bias, and groups before it have taken all 3 parameters"):
+    with pytest.raises(RecipeError, match=r"optim.groups has \*.bias, but earlier groups have taken all 3 parameters"):
         groups("* lr_factor=2", "*.bias weight_decay=0")
 
 

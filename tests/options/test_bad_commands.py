@@ -18,7 +18,11 @@ OF_RUNS: dict[str, tuple[str, str, int]] = {
     "watch --once {}": (NO_FOLDER, NO_RUN, 7),
     "timeline {}": ("{} has no profile", "{} has no profile", 7),
     "verify {}": (LEDGER, LEDGER, 7),
-    "export {}": ("{} is no checkpoint and has none that is whole", "{} is no checkpoint and has none that is whole", 11),
+    "export {}": (
+        "{} is not a checkpoint and contains no complete one",
+        "{} is not a checkpoint and contains no complete one",
+        11,
+    ),
 }
 
 
@@ -51,7 +55,7 @@ WORDS: dict[str, tuple[str, int]] = {
     "doctor --processes x": ("--processes: invalid int value: 'x'", 2),
     "doctor --patience 0": ("--patience: '0': expected a number, more than 0", 2),
     "doctor --port 99999": ("port is 99999 (--port): it must be a TCP port", 5),
-    "doctor --gpus 2": ("--gpus: there is no such option; give --processes 2", 2),
+    "doctor --gpus 2": ("--gpus: unknown option; give --processes 2", 2),
     "doctor --num_processes 0": ("'0': expected a whole number, 1 or more", 2),
     "parity --presets ddp": ("did you mean multi_gpu?", 4),
     "parity --processes 0": ("--processes: '0': expected numbers from 1", 2),
@@ -70,7 +74,7 @@ WORDS: dict[str, tuple[str, int]] = {
     "scale --from nowhere": ("nowhere (--from) cannot be read: No such file or directory", 6),
     "scale --from folder": ("folder/scale.json is missing", 7),
     "scale --from file": (
-        "file:1: its heading is text, without devices and seconds: the first line has to be devices,seconds",
+        "file:1: its heading is text, without devices and seconds: the first line must be devices,seconds",
         6,
     ),
     "scale --from gpus.csv": ("gpus.csv:1: its heading is gpus,time, without devices and seconds", 6),
@@ -92,8 +96,8 @@ def test_words(words: str, expected: tuple[str, int], refused: Refused, tmp_path
 
 
 PROGRAMS: dict[str, tuple[str, int]] = {
-    "app.train --lr 0.1": ("--lr: there is no such option; values of the recipe are given as key=value: optim.lr=0.1", 2),
-    "app.train --trackers wandbb": ("--trackers has 'wandbb': there is no such tracker; did you mean wandb?", 9),
+    "app.train --lr 0.1": ("--lr: unknown option; values of the recipe are given as key=value: optim.lr=0.1", 2),
+    "app.train --trackers wandbb": ("--trackers has 'wandbb': unknown tracker; did you mean wandb?", 9),
     "app.train --hang-timeout -1": ("'-1': expected a whole number, 0 or more", 2),
     "app.evaluate nowhere": ("nowhere", 7),
     "app.evaluate folder": ("folder", 7),
@@ -119,7 +123,7 @@ def test_environments_of_a_process(name: str, value: str, refused: Refused, monk
 
 DATA: dict[str, tuple[str, int]] = {
     "inspect nowhere": ("nowhere is neither a recipe", 3),
-    "inspect file": ("data.path=file is a file of no known kind", 6),
+    "inspect file": ("data.path=file is a file of an unknown kind", 6),
     "inspect folder": ("folder holds no data of a known kind; say data.source=KIND", 6),
     "inspect pictures": ("a/1.png", 6),
     "inspect pictures data.test_split=test": ("pictures/test cannot be read (No such file or directory)", 6),
@@ -131,7 +135,7 @@ DATA: dict[str, tuple[str, int]] = {
     "inspect digits seed=1 seed=2": ("seed is given twice", 3),
     "pack nowhere --to arrays --out out": ("nowhere is neither a recipe", 3),
     "pack digits --to zip --out out": ("--to: invalid choice: 'zip'", 2),
-    "pack digits --to arrays --out file": ("file is there already, and packing replaces nothing", 6),
+    "pack digits --to arrays --out file": ("file already exists, and packing replaces nothing", 6),
     "pack digits": ("the following arguments are required: --to, --out", 2),
     "bench nowhere": ("nowhere is neither a recipe", 3),
     "bench digits --seconds 0": ("--seconds: '0': expected a number, more than 0", 2),

@@ -12,7 +12,9 @@ from torchvision import models as zoo
 from app.errors import TrackerError, UsageError
 from app.options import tracker_names
 from app.options.train_options import parser
+from app.scaling import scale_command
 from app.tasks.image_classification import model_names
+from app.tools import parity
 from launch import cli
 
 
@@ -55,7 +57,7 @@ def test_the_trackers_are_those_of_the_library() -> None:
 def test_what_is_no_option_is_answered_with_what_was_meant(words: list[str], meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         parser().parse_all(words)
-    assert str(caught.value).startswith(f"{words[0].partition('=')[0]}: there is no such option; ")
+    assert str(caught.value).startswith(f"{words[0].partition('=')[0]}: unknown option; ")
     assert meant in str(caught.value)
 
 
@@ -69,6 +71,15 @@ def test_the_words_of_accelerate_are_understood(capsys: pytest.CaptureFixture[st
     assert (
         dry_run(capsys, "--config_file", "hsdp", "--num_processes", "4", "--parallelism_config_dp_replicate_size", "2") == ours
     )
+
+
+def test_the_commands_that_compare_topologies_understand_them_too() -> None:
+    theirs = parity._parser().parse_intermixed_args(["--config_file", "fsdp2,hsdp", "--num_processes", "4", "seed=1"])
+    ours = parity._parser().parse_intermixed_args(["--presets", "fsdp2,hsdp", "--processes", "4", "seed=1"])
+    assert theirs == ours
+    theirs = scale_command._parser().parse_intermixed_args(["--preset", "fsdp2", "--num_machines", "1,2"])
+    assert theirs == scale_command._parser().parse_intermixed_args(["--presets", "fsdp2", "--nodes", "1,2"])
+    assert (ours.accumulation, theirs.processes) == ([1], [1, 2])
 
 
 @pytest.mark.parametrize(("total", "nodes", "each"), [(4, [], 2), (3, ["--num_machines", "1"], 3), (1, ["--nodes=1"], 1)])

@@ -189,8 +189,8 @@ def test_ranks_of_torchrun_are_told_already():
 @pytest.mark.parametrize(
     ("start", "said", "words"),
     [
-        ("slurm-mpirun", {"OMPI_COMM_WORLD_RANK": "4"}, ["OMPI_COMM_WORLD_RANK=4", "OMPI_COMM_WORLD_SIZE=4", "do not fit"]),
-        ("slurm-mpirun", {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, ["OMPI_COMM_WORLD_LOCAL_SIZE=5", "do not fit"]),
+        ("slurm-mpirun", {"OMPI_COMM_WORLD_RANK": "4"}, ["OMPI_COMM_WORLD_RANK=4", "OMPI_COMM_WORLD_SIZE=4", "contradict"]),
+        ("slurm-mpirun", {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, ["OMPI_COMM_WORLD_LOCAL_SIZE=5", "contradict"]),
         ("slurm-mpirun", {"OMPI_COMM_WORLD_SIZE": "x"}, ["OMPI_COMM_WORLD_SIZE is 'x'", "whole number"]),
         ("slurm-mpirun", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=4", "unset WORLD_SIZE"]),
         ("slurm-mpirun", {"MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),

@@ -119,7 +119,7 @@ def test_ctrl_c_stops_a_run_which_may_take_its_time(terminal: Callable[..., Term
     shell.wait_for("from step 0")
     shell.press_ctrl_c()
     assert shell.ended() == STOPPED
-    assert "the run saves and stops; Ctrl-C once more ends it at once" in shell.shown
+    assert "the run saves a checkpoint and stops; press Ctrl-C again to end it at once" in shell.shown
     assert read(tmp_path / "outcome.json")["outcome"] == "stopped"
 
 
@@ -127,7 +127,7 @@ def test_a_second_ctrl_c_ends_it_at_once(terminal: Callable[..., Terminal], tmp_
     shell = terminal(*in_place(tmp_path), **STAND_IN)
     shell.wait_for("from step 0")
     shell.press_ctrl_c()
-    shell.wait_for("Ctrl-C once more")
+    shell.wait_for("press Ctrl-C again")
     shell.press_ctrl_c()
     assert shell.ended() == 130
     assert shell.shown.endswith("samerun: ended at once, without saving\r\n")
@@ -140,7 +140,7 @@ def test_two_ranks_and_their_launcher_leave_no_tracebacks(terminal: Callable[...
     shell = terminal(*program("launch.cli"), *command)
     shell.wait_for("epoch 1: validation accuracy")
     shell.press_ctrl_c()
-    shell.wait_for("Ctrl-C once more")
+    shell.wait_for("press Ctrl-C again")
     shell.press_ctrl_c()
     assert shell.ended() == 130
     assert "Traceback" not in shell.shown

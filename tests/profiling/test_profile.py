@@ -74,7 +74,7 @@ def test_the_slow_rank_is_named_and_what_it_does(slow_run: tuple[Path, Finished]
     run_dir, finished = slow_run
     text = (run_dir / "profile" / "summary.txt").read_text()
     assert all(line in finished.output for line in text.splitlines())
-    sentence = r"^late: rank 1 on .*, cpu: .* stand still for it ([\d.]+) ms of each step .* more than they do on forward and"
+    sentence = r"^late: rank 1 on .*, cpu: .* wait for it ([\d.]+) ms of each step .* more than they do on forward and"
     late = re.search(sentence, text, re.MULTILINE)
     assert late, text
     assert float(late[1]) > 1000 * SLOW_S / 2

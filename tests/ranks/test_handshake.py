@@ -115,7 +115,7 @@ def test_fp16_on_a_cpu_is_refused(config: str, processes: int | None, tmp_path: 
     finished = train(config, tmp_path / "run", *SHORT, processes=processes, env=half)
     assert finished.returncode == PresetError.exit_code
     why = "the preset asks for the CPU" if config == "cpu" else "finds no GPU here"
-    assert f"{why}: fp16 is for GPUs" in finished.output
+    assert f"{why}: fp16 needs a GPU" in finished.output
     assert not (tmp_path / "run").exists()
 
 

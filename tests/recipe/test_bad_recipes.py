@@ -67,11 +67,11 @@ def test_a_file(content: bytes, sentence: str, refused: Refused, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "sentence", "code"),
     [
-        ("fifo", "fifo: that is no file of text", 3),
+        ("fifo", "fifo: that is not a text file", 3),
         ("folder", "recipe folder: that is a folder; give a YAML file", 3),
         ("none.yaml", "recipe none.yaml: there is no such file", 3),
         ("digts", "there is no recipe and no file of that name; did you mean digits?", 3),
-        ("/dev/null", "/dev/null: that is no file of text", 3),
+        ("/dev/null", "/dev/null: that is not a text file", 3),
         ("", "--recipe is empty", 2),
     ],
 )

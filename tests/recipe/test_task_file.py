@@ -93,14 +93,14 @@ def test_the_command_line_names_a_file_seen_from_the_working_directory(tmp_path:
 REFUSED = {
     "no file": (None, "task is {path}: it cannot be read: No such file or directory (mine.yaml:1)"),
     "no Python": ("class :", "task is {path}: it is no Python that can be read: invalid syntax"),
-    "no task": ("x = 1", "task is {path}: the file has to end with `task = MyTask`"),
+    "no task": ("x = 1", "task is {path}: the file must end with `task = MyTask`"),
     "a computed default": (PLAIN.replace("= (1, 2)", "= f()"), "{path}:17: table.columns has no literal default"),
     "no default": (PLAIN.replace(": bool = False", ": bool"), "{path}:16: table.cache has no literal default"),
     "a type that no key has": (PLAIN.replace("tuple[int, ...]", "dict"), "{path}:17: table.columns is annotated as dict: "),
     "a default of another type": (PLAIN.replace("= False", "= 3"), "{path}:16: table.cache is annotated as bool, and"),
     "a section from elsewhere": (
         PLAIN.replace("table: Table", "table: other.Table"),
-        "{path}:24: table of Sections is a other.Table: it has to be a dataclass of this file",
+        "{path}:24: table of Sections is a other.Table: it must be a dataclass of this file",
     ),
     "a section of the application": (
         PLAIN.replace("table: Table", "optim: Table"),

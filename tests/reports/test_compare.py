@@ -1,4 +1,4 @@
-"""`samerun compare`: what differs between two runs, and what has to be so for them to be called the same one."""
+"""`samerun compare`: what differs between two runs, and what must be so for them to be called the same one."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_losses_that_drift_apart_after_a_hundred_steps_are_of_the_same_run(digit
         "The same run up to step 100, and apart after it: the recipes agree in all that is learnt, all 40"
     )
     assert "the losses up to step 100 are the same to 0.0001; from step 110 on they drift apart: the largest" in str(late)
-    assert "That it is rounding alone these losses cannot show" in str(late)
+    assert "These losses cannot show whether rounding is the only cause" in str(late)
     later = compare(long(differs_from=999), long(differs_from=150), tolerance=1e-4)
     assert str(later).startswith("The same run up to step 140, and apart after it")
     assert (early.is_same, early.losses.first_beyond) == (False, 100)
@@ -155,7 +155,7 @@ def test_what_is_missing_makes_it_unknown_and_the_rest_is_compared(
     printed = capsys.readouterr()
     assert str(copied / name) in printed.err
     verdict = " ".join(printed.out.split())
-    assert "Not known whether it was the same run" in verdict
+    assert "Unknown whether it is the same run" in verdict
     assert sentence in verdict
     assert "test_accuracy" in verdict
 

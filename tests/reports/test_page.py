@@ -186,7 +186,7 @@ def test_what_is_no_run_and_what_cannot_be_written_is_said(
 ) -> None:
     assert samerun(["report", str(tmp_path)]) == RunFolderError.exit_code
     assert samerun(["report", str(digits_run), "--out", str(tmp_path / "no" / "page.html")]) == RunFolderError.exit_code
-    assert "By --out FILE it is written elsewhere" in capsys.readouterr().err
+    assert "Write it elsewhere with --out FILE" in capsys.readouterr().err
 
 
 def test_every_start_is_told_with_how_it_ended_and_the_time_since(digits_run: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_every_start_is_told_with_how_it_ended_and_the_time_since(digits_run: Pa
     later = {**json.loads(lines[0]), "from_step": 20, "world_size": 4, "preset": "fsdp2", "job": "17"}
     later |= {"time": first.time + 60, "launched": first.time + 55}
     (folder / "ledger.jsonl").write_text("".join(lines) + json.dumps(later) + "\n")
-    for since_s, word in ((30.0, "going on"), (900.0, "silent")):
+    for since_s, word in ((30.0, "running"), (900.0, "silent")):
         run = past_run.read(folder)
         now = first.time + 60 + since_s
         assert state_of(run, now).word == word

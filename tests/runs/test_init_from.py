@@ -256,7 +256,7 @@ def test_a_sharded_run_begins_with_them_and_passes_them_over_when_it_goes_on(tmp
               "model.hidden=16", "checkpoint.every_steps=1", "--resume", "auto")  # fmt: skip
     run_dir = tmp_path / "run"
     begun = train("fsdp2", run_dir, *recipe, "train.steps=1", f"train.init_from={place}", processes=2).check()
-    assert f"the weights to begin with are those of {place}: 16 tensors taken; 2 new, of the seed: head.weight" in begun.output
+    assert f"initial weights from {place}: 16 tensors taken; 2 new, of the seed: head.weight" in begun.output
     left = load_file(run_dir / "model.safetensors")
     statistics = {name for name in left if "running" in name or "tracked" in name}
     fresh = build(classes=5)  # the recipe's seed is 0, too
@@ -267,5 +267,5 @@ def test_a_sharded_run_begins_with_them_and_passes_them_over_when_it_goes_on(tmp
     assert read(run_dir / "run.json")["init_from"] == str(place)
 
     went_on = train("cpu", run_dir, *recipe, "train.steps=2", f"train.init_from={tmp_path / 'gone'}").check()
-    assert f"train.init_from is not read, as the run goes on from {run_dir}" in went_on.output
+    assert f"train.init_from is ignored, because the run resumes from {run_dir}" in went_on.output
     assert read(run_dir / "run.json")["init_from"] == str(place)

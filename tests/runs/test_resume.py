@@ -349,7 +349,7 @@ def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_
     finished = train("cpu", tmp_path / "other", *longer, str(finished_run))
     assert finished.returncode != 0
     assert "CheckpointError: " in finished.output
-    assert "nothing is started from zero unasked" in finished.output
+    assert "The run does not start from zero unless you ask for it" in finished.output
 
 
 def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begins_again(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begi
     assert (tmp_path / "metrics.jsonl").read_text() == before
     (tmp_path / "result.json").unlink()  # as if it had been killed
     finished = train("cpu", tmp_path, *short, "--resume", "auto").check()
-    assert f"{tmp_path} has no checkpoint yet: the run begins again" in finished.output
+    assert f"{tmp_path} has no checkpoint yet: the run starts from step 1" in finished.output
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
 

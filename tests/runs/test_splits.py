@@ -30,7 +30,7 @@ def test_early_stopping_and_best_are_the_same_across_a_kill_and_presets(tmp_path
     last = result["stopped_early_at_step"]
     assert (result["steps"], read(alone / "outcome.json")["outcome"], last % 5) == (last, "finished", 0)
     assert last < 200
-    assert f"ends after step {last} of 200: 3 evaluations in a row have not bettered the validation accuracy" in finished.output
+    assert f"ends after step {last} of 200: 3 evaluations in a row did not improve the validation accuracy" in finished.output
     assert [line["step"] for line in read_lines(alone / "metrics.jsonl")] == [last]
     *looked_at, tested = read_lines(alone / "evaluations.jsonl")
     assert [line["step"] for line in looked_at] == [*range(5, last + 1, 5)]
@@ -74,7 +74,7 @@ def folder_of(path: Path, *places: str) -> Path:
 def test_splits_that_are_not_there_have_no_scores(tmp_path: Path) -> None:
     recipe = ("--recipe", "imagefolder", "model.name=convnet", "data.image_size=8", "data.resize_size=null", "train.epochs=3",
               "train.global_batch_size=8", "optim.warmup_epochs=null")  # fmt: skip
-    note = "note: there is no validation split to look at on the way: train.validation_fraction=0.1 holds a tenth"
+    note = "note: there is no validation split to evaluate during training: train.validation_fraction=0.1 holds a tenth"
     path = f"data.path={folder_of(tmp_path / 'validated', 'train', 'valid')}"
     finished = train("cpu", tmp_path / "run", *recipe, path).check()
     assert note not in finished.output

@@ -299,7 +299,7 @@ def test_an_interrupted_sweep_ends_its_case_which_begins_anew(tmp_path):
     assert others
     sweeping.terminate()
     finished = started.wait()
-    assert (finished.returncode, "the same command goes on" in finished.output) == (130, True), finished.output
+    assert (finished.returncode, "the same command resumes" in finished.output) == (130, True), finished.output
     assert psutil.wait_procs(others, timeout=10)[1] == []
     assert int(steps.read_text()) < 99
     names = [str(case) for case in scale_command._missing(sweep.read(out), retry=False)]

@@ -100,7 +100,7 @@ def seen_alone(recipe: Path, broken: str) -> list[tuple[str, str]]:
     ("broken", "rule", "words"),
     [
         ("random in ready", READY, "x of sample "),
-        ("a part past the model", CALLS, "`loss` calls body, last of the model past it"),
+        ("a part past the model", CALLS, "`loss` calls body, last of the model directly"),
         ("a mean of means", LOSS, "a mean of means"),
         ("a loss over the batch", LOSS, "depends on other samples of its pass"),
     ],

@@ -1,4 +1,4 @@
-"""`samerun generate FOLDER ["text"]`: what a language model goes on with, as it comes.
+"""`samerun generate FOLDER ["text"]`: generates text with a language model, printed as it comes.
 
 The folder is that of a finished run, one that `samerun export` wrote, or any of transformers. What runs is transformers' own
 `generate`, with its cache; all choices that it makes come from the flags, and none from the folder.
@@ -73,7 +73,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 def generate(
     model: Any, tokenizer: Any, tokens: list[int], length: int, options: Any, write: Callable[[str], object]
 ) -> tuple[list[int], str]:
-    """Return up to `length` new tokens after `tokens`, and the text that they add; `write` is given it as it comes.
+    """Return up to `length` new tokens after `tokens`, and their text; `write` gets the text piece by piece.
 
     `options` has temperature (0: the likeliest token each time), top_p, top_k (0: all) and seed.
     """
@@ -152,7 +152,7 @@ def _beginning(tokenizer: Any, text: str) -> list[int]:
     if not tokens:
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if first is None:
-            raise DataError("there is no text to go on from, and the tokenizer has no token that begins one: give a text")
+            raise DataError("there is no prompt, and the tokenizer has no token to begin with: give a text")
         tokens = [first]
     return tokens
 
@@ -189,12 +189,12 @@ def _device(name: str | None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"--device {name} is not to be had: {_first_line(error)}") from error
+        raise DeviceError(f"--device {name} is not available: {_first_line(error)}") from error
 
 
 def _no_model(folder: Path) -> str:
     if (folder / "checkpoints").is_dir():
-        return f"{folder} is a run that is not finished: `samerun export {folder}` makes a folder of its newest checkpoint"
+        return f"{folder} is an unfinished run: `samerun export {folder}` exports its newest checkpoint"
     if (folder / "model.json").is_file():
         return f"{folder} has no language model: it has no config.json of transformers"
     return f"{folder} is no folder of a language model: it has no config.json. Give a finished run, or a folder of transformers"

@@ -122,7 +122,7 @@ class Sections:
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """Files and folders that have to be there before the run, each by its key; `~` and variables are not filled in."""
+        """Files and folders that must be there before the run, each by its key; `~` and variables are not filled in."""
         there = {"data.path": self.data.path, "model.path": None if self.model.is_named else self.model.path}
         return {key: path for key, path in there.items() if path is not None}
 

@@ -1,4 +1,4 @@
-"""What a model writes while it is trained: how the beginnings of a few rows go on, by forward passes alone.
+"""Texts that a model generates during training: it continues the beginnings of a few rows, by forward passes alone.
 
 All ranks call the model equally often, with the same tokens, and draw the same numbers: the texts are no strategy's.
 """
@@ -49,7 +49,7 @@ def tokenizer_of(data_path: str | None) -> Tokenizer | None:
 
 
 def texts(model: Callable[..., Any], tokens: Tensor, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Return the beginning of each row, and how the model goes on with it until it ends the text."""
+    """Return the beginning of each row, and the model's continuation until it ends the text."""
     end, found = tokenizer.about["eos_id"], []
     for given, added in zip(*(part.tolist() for part in continuations(model, tokens)), strict=True):
         until = added.index(end) if end in added else len(added)

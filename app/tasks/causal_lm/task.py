@@ -145,7 +145,7 @@ class CausalLM:
         return {**scores, "perplexity": math.exp(min(scores["loss"], 700.0))}, {}
 
     def show(self, model: Callable[..., Any], batch: Batch) -> list[tuple[str, str]]:
-        """Return the beginnings of rows, and how the model goes on with them; of a large one nothing."""
+        """Return the beginnings of rows and the model's continuations; nothing for a large model."""
         tokenizer = showing.tokenizer_of(self._sections.data.path) if self._parameters <= showing.LARGEST else None
         return [] if tokenizer is None else showing.texts(model, batch["input_ids"], tokenizer)
 

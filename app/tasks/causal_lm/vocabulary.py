@@ -1,4 +1,4 @@
-"""The loss of a head that several processes have in parts: each has the weights of some consecutive tokens of the vocabulary.
+"""The loss of a head that is sharded over the vocabulary: each process has the weights of some consecutive tokens.
 
 As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the processes exchange three numbers a token, no logits.
 

@@ -1,4 +1,4 @@
-"""What the model is given, as a picture: samples of an augmented batch side by side, each with what it is to be taken for."""
+"""A picture of the model's input: samples of an augmented batch side by side, each with its target."""
 
 from __future__ import annotations
 

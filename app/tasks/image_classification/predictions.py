@@ -1,4 +1,4 @@
-"""What was mistaken for what: the confusion counts of the last evaluation and some of the pictures, left in the run folder.
+"""The confusion counts of the last evaluation and some of its pictures, written into the run folder.
 
 test_predictions/predictions.json   classes, counts of label and prediction, and what the pictures show
 test_predictions/SAMPLE.png         a test picture, at most 72 pixels wide and high

@@ -153,7 +153,7 @@ class Sections:
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """Files and folders that have to be there before the run, each by its key; `~` and variables are not filled in."""
+        """Files and folders that must be there before the run, each by its key; `~` and variables are not filled in."""
         path = self.data.path
         # A name of the hub looks like a relative path.
         is_name = self.data.source == "huggingface" and not Path(path or "").expanduser().is_absolute()

@@ -13,8 +13,8 @@ from app.errors import TrainingError
 from app.task import Form
 
 _RULE = (
-    "a loss must call model(...) once and touch none of its submodules: under FSDP2 and ZeRO their weights are elsewhere. Put "
-    "what has weights, or needs several passes, inside the module that model() returns, in its forward"
+    "a loss must call model(...) once and use none of its submodules: under FSDP2 and ZeRO their weights are sharded. Put "
+    "everything with weights, or with several passes, into the forward of the module that model() returns"
 )
 
 

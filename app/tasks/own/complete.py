@@ -56,9 +56,7 @@ class Complete:
         found = self._task.samples(split)
         if found is None:
             if split == "train":
-                raise DataError(
-                    f'{self._class}.samples("train") in {self._name} returned None: there have to be some to train on'
-                )
+                raise DataError(f'{self._class}.samples("train") in {self._name} returned None: there must be some to train on')
             return None
         samples = completed(found, what=f"the {'training' if split == 'train' else split} samples of {self._name}")
         repeatable.check(samples, is_random=split == "train")
@@ -88,7 +86,7 @@ class Complete:
         """Return the task's network."""
         network = self._task.model(facts)
         if not isinstance(network, nn.Module):
-            raise TrainingError(f"{self._class}.model returned {given.kind(network)}, and has to return a torch.nn.Module")
+            raise TrainingError(f"{self._class}.model returned {given.kind(network)}, and must return a torch.nn.Module")
         if next(network.parameters(), None) is None:
             raise TrainingError(f"{self._class}.model returned a {type(network).__name__} without parameters: nothing to train")
         return network
@@ -126,7 +124,7 @@ class Complete:
             return batch
         ready = self._task.ready(batch, draw)
         if not isinstance(ready, Mapping):
-            raise TrainingError(f"{self._class}.ready returned {given.kind(ready)}, and has to return the batch, a dict")
+            raise TrainingError(f"{self._class}.ready returned {given.kind(ready)}, and must return the batch, a dict")
         return {**ready, "samples": batch["samples"], "numbers": batch["numbers"]}
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
@@ -148,7 +146,7 @@ class Complete:
         if self._calls_of_score not in (None, called.times):
             raise TrainingError(
                 f"{self._class}.score called the model {called.times} times for this batch and {self._calls_of_score} times "
-                "for the one before: under FSDP2 and ZeRO all processes have to call it equally often, for padding as well"
+                "for the one before: under FSDP2 and ZeRO all processes must call it equally often, for padding as well"
             )
         self._calls_of_score = called.times
         return scores
@@ -171,7 +169,7 @@ class Complete:
             if any(part.any() for part in sums[: 1 if self._has("finish") else 2]):  # NaN is not 0
                 raise TrainingError(
                     f"{self._class}.score counts padding: where valid is False throughout, the sum and count of {name!r} are "
-                    f"{' and '.join(str(part.tolist()) for part in sums)}, and have to be 0. Leave out what is not "
+                    f"{' and '.join(str(part.tolist()) for part in sums)}, and must be 0. Leave out what is not "
                     "valid, as in ((error * valid).sum(), valid.sum()): how many are padding depends on the processes"
                 )
         if not self._has("finish"):
@@ -196,7 +194,7 @@ class Complete:
         """Return the task's own. Raises RecipeError without."""
         if not self._has("predict"):
             raise RecipeError(
-                f"{self._name} does not say what its model makes of a file: give {self._class} a method "
+                f"{self._name} cannot predict from a file: give {self._class} a method "
                 "predict(self, model, inputs, *, top), which returns for each path of inputs a text and a dict"
             )
         return self._task.predict(model, inputs, top=top)  # type: ignore[no-any-return]

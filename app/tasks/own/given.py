@@ -54,7 +54,7 @@ def check_task(task: Any, *, file: str) -> None:
         if own is None or (method in _REQUIRED and not callable(own)):
             continue
         if not callable(own):
-            problems.append(f"{method} of {name} in {file} is {kind(own)}, and has to be a method")
+            problems.append(f"{method} of {name} in {file} is {kind(own)}, and must be a method")
         elif not _takes(own, arguments):
             wanted = ", ".join(("self", *arguments))
             problems.append(
@@ -99,27 +99,25 @@ def loss(given: Any, *, of: str) -> Loss:
     """Return the loss as the application takes it. Raises TrainingError for what is none."""
     if not isinstance(given, Loss):
         raise TrainingError(
-            f"{of} returned {kind(given)}, and has to return Loss(mean, count), of app.task: the mean over the samples of the "
+            f"{of} returned {kind(given)}, and must return Loss(mean, count), of app.task: the mean over the samples of the "
             "batch, and how many there are; or Loss.of(sum, count)"
         )
     mean, count = given.mean, given.count
     if not isinstance(mean, Tensor) or mean.ndim != 0 or not mean.is_floating_point():
-        raise TrainingError(
-            f"the mean of {of} is {kind(mean)}, and has to be one number, a tensor of no dimension: take .mean()"
-        )
+        raise TrainingError(f"the mean of {of} is {kind(mean)}, and must be one number, a tensor of no dimension: take .mean()")
     if torch.is_grad_enabled() and not mean.requires_grad:
         raise TrainingError(
-            f"the mean of {of} has no gradient: it has to come from what model(...) returned, without .detach(), .item() and "
+            f"the mean of {of} has no gradient: it must come from what model(...) returned, without .detach(), .item() and "
             "torch.no_grad() in between"
         )
     if type(count) is int and not given.sums:  # nothing to look at
         return given
     is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
     if not is_number and not (isinstance(count, Tensor) and count.ndim == 0):
-        raise TrainingError(f"the count of {of} is {kind(count)}, and has to be a number: len(...) of the batch, or a sum")
+        raise TrainingError(f"the count of {of} is {kind(count)}, and must be a number: len(...) of the batch, or a sum")
     sums = given.sums or {}
     if not isinstance(sums, Mapping):
-        raise TrainingError(f"the sums of {of} are {kind(sums)}, and have to be a dict of (sum, count) by name")
+        raise TrainingError(f"the sums of {of} are {kind(sums)}, and must be a dict of (sum, count) by name")
     named = {name: value if isinstance(value, Later) else _later(name, value, mean, of) for name, value in sums.items()}
     whole = int(count) if isinstance(count, numbers.Integral) else count
     return Loss(mean, whole, named)
@@ -137,7 +135,7 @@ def _as_they_are(totals: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pair(name: str, pair: Any, of: str) -> tuple[Any, Any]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TrainingError(f"{of} gives {name!r} as {kind(pair)}, and has to give (sum, count)")
+        raise TrainingError(f"{of} gives {name!r} as {kind(pair)}, and must give (sum, count)")
     return pair[0], pair[1]
 
 
@@ -149,7 +147,7 @@ def texts(given: Any, *, of: str) -> list[tuple[str, str]]:
     ):
         return [(title, text) for title, text in found]
     raise TrainingError(
-        f'{of} returned {kind(given)}, and has to return a list of titles and texts: [("a title", "a text"), ...]'
+        f'{of} returned {kind(given)}, and must return a list of titles and texts: [("a title", "a text"), ...]'
     )
 
 
@@ -157,7 +155,7 @@ def scores(given: Any, valid: Tensor, *, of: str) -> Scores:
     """Return the scores as the application takes them: float64. Raises TrainingError for what are none."""
     if not isinstance(given, Scores):
         raise TrainingError(
-            f"{of} returned {kind(given)}, and has to return Scores({{name: (sum, count)}}), of app.task, over the samples "
+            f"{of} returned {kind(given)}, and must return Scores({{name: (sum, count)}}), of app.task, over the samples "
             "that are valid"
         )
     sums = {}
@@ -172,7 +170,7 @@ def scores(given: Any, valid: Tensor, *, of: str) -> Scores:
     if rows is not None:
         if not isinstance(rows, Tensor) or rows.ndim not in (1, 2) or len(rows) != len(valid):
             raise TrainingError(
-                f"the rows of {of} are {kind(rows)}, and have to be a tensor [{len(valid)}, R]: R numbers of each sample, of "
+                f"the rows of {of} are {kind(rows)}, and must be a tensor [{len(valid)}, R]: R numbers of each sample, of "
                 "padding too"
             )
         rows = rows.detach().double().view(len(valid), -1)
@@ -183,13 +181,11 @@ def finished(given: Any, *, of: str) -> tuple[dict[str, float], dict[str, Table]
     """Return scores and tables of what a task's `finish` returned: these two, or the scores alone."""
     named, tables = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
     if not isinstance(named, Mapping) or not isinstance(tables, Mapping):
-        raise TrainingError(
-            f"{of} returned {kind(given)}, and has to return a dict of scores by name, or that and one of tables"
-        )
+        raise TrainingError(f"{of} returned {kind(given)}, and must return a dict of scores by name, or that and one of tables")
     try:
         return {name: float(score) for name, score in named.items()}, dict(tables)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"{of} returned {named!r}, and each score has to be one number ({error})") from None
+        raise TrainingError(f"{of} returned {named!r}, and each score must be one number ({error})") from None
 
 
 def kind(value: Any) -> str:

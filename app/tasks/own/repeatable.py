@@ -16,7 +16,7 @@ from app.tasks.own.samples import CompleteSamples, bits_of, evenly
 _FEW = 8
 _ROUNDING = 1e-4
 """Share of the largest number of a sample by which rounding may change it where batches of other sizes are computed at once."""
-_RULE = "fetch must depend on its arguments alone, or the run is another one on other processes and after a resume"
+_RULE = "fetch must depend on its arguments alone, or the run changes with the number of processes and after a resume"
 _OF_FETCH = (
     f"{_RULE}: no generator of its own, no state, no clock, nothing of the other samples of the batch. Take random numbers "
     "from `draw`, as in draw.uniform('flip') [B], or have Samples.of(...) wrap a Dataset: it seeds Python's, NumPy's and "

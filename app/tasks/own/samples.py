@@ -80,14 +80,14 @@ class CompleteSamples:
         fetched = self.given.fetch(indices, draw)
         if not isinstance(fetched, Mapping) or not fetched:
             raise DataError(
-                f"fetch of {self.what} returned {kind(fetched)}, and has to return a dict of tensors [B, ...] by field name"
+                f"fetch of {self.what} returned {kind(fetched)}, and must return a dict of tensors [B, ...] by field name"
             )
         fields = {name: self._field(name, value, len(indices)) for name, value in fetched.items()}
         self._names = self._names or tuple(fields)
         if fields.keys() != set(self._names):
             raise DataError(
                 f"fetch of {self.what} returned the fields {', '.join(fields)}, and before {', '.join(self._names)}: "
-                "each batch has to have the same"
+                "each batch must have the same"
             )
         return fields
 
@@ -100,17 +100,17 @@ class CompleteSamples:
             )
         if not isinstance(value, Tensor):
             raise DataError(
-                f"fetch of {self.what} returned {kind(value)} as field {name!r}, and has to return a tensor, or an array of "
+                f"fetch of {self.what} returned {kind(value)} as field {name!r}, and must return a tensor, or an array of "
                 f"numbers, whose first dimension is that of the indices, {size}"
             )
         if value.ndim == 0 or len(value) != size:
             raise DataError(
-                f"fetch of {self.what} returned field {name!r} as {kind(value)} for {size} indices: its first dimension has "
-                f"to be {size}, one row for each sample"
+                f"fetch of {self.what} returned field {name!r} as {kind(value)} for {size} indices: its first dimension must "
+                f"be {size}, one row for each sample"
             )
         if not value.is_cpu:
             raise DataError(
-                f"fetch of {self.what} returned field {name!r} on {value.device}: it has to be on the CPU, the application "
+                f"fetch of {self.what} returned field {name!r} on {value.device}: it must be on the CPU, the application "
                 "brings batches to the device"
             )
         return value.detach()

@@ -1,4 +1,4 @@
-"""A run whose network a folder describes: wherever it lies, it has to say the same, to all ranks and when the run goes on."""
+"""A run whose network a folder describes: wherever it lies, it must say the same, to all ranks and when the run goes on."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path, llama: Path) -> Non
 
     assert "it has no config.json. Give a finished run, or a folder of transformers" in refused(tmp_path / "none")
     (tmp_path / "checkpoints").mkdir()
-    assert f"is a run that is not finished: `samerun export {tmp_path}` makes a folder" in refused(tmp_path)
+    assert f"is an unfinished run: `samerun export {tmp_path}` exports its newest checkpoint" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert f"transformers cannot load the model of {tmp_path}: " in refused(tmp_path)
     gpt2 = tmp_path / "gpt2"
@@ -158,4 +158,4 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path, llama: Path) -> Non
     assert f"{gpt2} has no tokenizer: put the files of the one there" in refused(gpt2)
     (gpt2 / "tokenizer.json").write_text("{")
     assert f"transformers cannot load the tokenizer of {gpt2}: " in refused(gpt2)
-    assert "--device moon is not to be had: " in refused(llama, "--device", "moon", error=DeviceError)
+    assert "--device moon is not available: " in refused(llama, "--device", "moon", error=DeviceError)

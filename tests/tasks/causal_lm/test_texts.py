@@ -139,7 +139,7 @@ BAD: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl.gz", b"nothing of the kind", {}, "a.jsonl.gz cannot be read to its end (Not a gzipped file"),
     ("a.jsonl.xz", b"nothing of the kind", {}, "a.jsonl.xz cannot be read to its end (Input format not supported"),
     ("a.parquet", b"nothing of the kind", {}, "a.parquet is no parquet file that can be read"),
-    ("a.doc", b"", {}, "a.doc is a file of no known kind (.txt, "),
+    ("a.doc", b"", {}, "a.doc is a file of an unknown kind (.txt, "),
     ("a.parquet", b"", {"columns": ("words",)}, "has no column 'words'; there are 'number', 'text'"),
     ("saved", b"", {"columns": ("words",)}, "has no column 'words'; there are 'text'"),
     ("saved", b"", {"split": "more"}, "saved cannot be opened (--split more)"),

@@ -116,7 +116,7 @@ def test_parts_of_what_is_mended_are_kept(book: Path, tmp_path: Path, capsys: py
     bad.write_text('{"text": "good"}\n\n{"text": 3}\n{"text": null}\n')
     told = ["tokenize", str(book / "a.jsonl"), str(bad), "--out", str(tmp_path / "out"), "--workers", "1"]
     with pytest.raises(
-        DataError, match=r"bad\.jsonl, line 3: column 'text' holds no text, but int\. Mend it, or leave such rows"
+        DataError, match=r"bad\.jsonl, line 3: column 'text' holds no text, but int\. Fix it, or leave such rows"
     ):
         main(told)
     assert not (tmp_path / "out").exists()
@@ -175,7 +175,7 @@ def test_nothing_is_replaced_and_two_do_not_write_one_folder(tmp_path: Path) -> 
     with kept_for(tmp_path / "out"), pytest.raises(DataError, match="out is being written by another process"):
         main(command)
     assert main(command) == 0
-    with pytest.raises(DataError, match="out is there already, and nothing is replaced"):
+    with pytest.raises(DataError, match="out already exists, and nothing is replaced"):
         main(command)
 
 

@@ -71,7 +71,7 @@ def test_a_damaged_picture_is_named(copied: Callable[[str], Path], pictures: Pat
     change(file, at=file.read_bytes().index(first), to=bytes(len(first) // 2))
     what = {
         "webdataset": rf"00000000\.jpg of {file} \(sample 0\) cannot be read as an image",
-        "tfrecord": rf"the record at byte 0 of {file} is damaged or cut \(its CRC is another\); replace the file",
+        "tfrecord": rf"the record at byte 0 of {file} is damaged or cut \(its CRC differs\); replace the file",
         "hdf5": rf"sample 0 of {file} cannot be read as an image",
         "lmdb": rf"record 00000000 of {path}/train\.lmdb cannot be read as an image",
     }
@@ -123,7 +123,7 @@ A_PICTURE, A_LABEL = ("a.jpg", PICTURE), ("a.cls", b"1")
         ([A_PICTURE], r"the sample a of {} has the members jpg, but must have one picture \(jpg, .*\) and one cls"),
         ([A_LABEL, ("b.cls", b"1")], r"the sample a of {} has the members cls, but must"),
         ([("a.l.jpg", b""), ("a.r.jpg", b""), A_LABEL], r"the sample a of {} has the members l\.jpg, r\.jpg, cls, but"),
-        ([A_PICTURE, ("a.cls", b"ant")], r"a\.cls of {} holds b'ant', not the number of a class; mend it or leave it out"),
+        ([A_PICTURE, ("a.cls", b"ant")], r"a\.cls of {} holds b'ant', not the number of a class; fix it or leave it out"),
         ([NAMED, A_PICTURE, ("a.cls", b"3")], r"sample 0 of the train split of .* has label 3, but .* must be in 0\.\.2"),
         ([A_PICTURE, ("a.cls", b"99999999")], r"the train split of .* holds 99999999; labels are 0 up to"),
         ([("__classes__", b"ant bee"), A_PICTURE, A_LABEL], r"__classes__ of {} is b'ant bee', not a JSON list"),

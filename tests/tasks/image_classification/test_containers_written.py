@@ -52,13 +52,13 @@ def test_a_container_appears_whole_or_not_at_all(pictures: Path, tmp_path: Path,
         WRITERS[source](tmp_path, "train", CLASSES, interrupted())
     assert not seen()
     assert not list(tmp_path.glob(".*"))
-    with pytest.raises(DataError, match=r"^x has label 3, but labels must be in 0\.\.2; mend it$"):
+    with pytest.raises(DataError, match=r"^x has label 3, but labels must be in 0\.\.2; fix it$"):
         WRITERS[source](tmp_path, "train", CLASSES, [Record("x", b"", "jpg", 3)])
     with pytest.raises(DataError, match=r"^there are no samples to write$"):
         WRITERS[source](tmp_path, "train", CLASSES, [])
     WRITERS[source](tmp_path, "train", CLASSES, records(pictures / "train"))
     assert seen()
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train.* is there already; remove it, or write to another folder$"):
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.* already exists; remove it, or write to another folder$"):
         WRITERS[source](tmp_path, "train", CLASSES, records(pictures / "train"))
 
 

@@ -137,7 +137,7 @@ def test_pixels_become_pictures_in_a_folder(tmp_path: Path) -> None:
 
 def test_nothing_is_replaced_and_a_failed_pack_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(DataError, match=r"out is there already, and packing replaces nothing"):
+    with pytest.raises(DataError, match=r"out already exists, and packing replaces nothing"):
         main(["pack", str(folder), "--to", "imagefolder", "--out", str(tmp_path / "out")])
     (folder / "train/cat/0.JPEG").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"^sample 0 cannot be read as an image"):

@@ -172,7 +172,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, compress: bool) -> N
             grown[name, turn] = peak_anonymous_bytes(lambda recipe=recipe: look_at_all(recipe)) / 2**20
     held_mib = 100_000 * 28 * 28 / 2**20
     assert held_mib > 70
-    # A few pieces of 4 MiB while it is unpacked, however many there are; what is there already needs none.
+    # A few pieces of 4 MiB while it is unpacked, however many there are; what already exists needs none.
     assert grown["large", "first"] < grown["small", "first"] + 8, grown
     assert grown["large", "first"] < 24, grown
     assert grown["large", "later"] < 8, grown

@@ -156,6 +156,6 @@ def test_a_list_in_use_that_is_no_more_is_said(tmp_path: Path, cache: Path) -> N
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, cache: Path) -> None:
     folder = write(tmp_path / "pictures", "a/0.png")
-    with pytest.raises(DataError, match=rf"^{folder}/b cannot be read \(No such file or directory\); mend it or leave it out$"):
+    with pytest.raises(DataError, match=rf"^{folder}/b cannot be read \(No such file or directory\); fix it or leave it out$"):
         pictures_below(folder, "ab")
     assert not list(cache.glob("*.tmp"))

@@ -364,7 +364,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
         open_data(recipe(tmp_path / "broken"))
     (tmp_path / "notes.txt").write_text("no pictures")
     with pytest.raises(
-        DataError, match=r"notes\.txt is a file of no known kind \(\.parquet, \.arrow\); give one of these, or a"
+        DataError, match=r"notes\.txt is a file of an unknown kind \(\.parquet, \.arrow\); give one of these, or a"
     ):
         open_data(recipe(tmp_path / "notes.txt"))
     with pytest.raises(DataError, match=r"no/such/folder cannot be opened: Couldn't find any data file"):

@@ -309,7 +309,7 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "train/ant/0.jpg").unlink()
     (tmp_path / "train/ant/0.jpg").symlink_to("nowhere.jpg")
-    with pytest.raises(DataError, match=r"train/ant/0\.jpg cannot be read \(No such file or directory\); mend it or leave"):
+    with pytest.raises(DataError, match=r"train/ant/0\.jpg cannot be read \(No such file or directory\); fix it or leave"):
         open_data(recipe(tmp_path))
 
 

@@ -64,9 +64,7 @@ def test_the_least_task_has_all_that_the_application_asks_for() -> None:
     assert task.matched(samples, {}) is samples
     with pytest.raises(DataError, match=r'facts \{\}, and the model was made for \{"classes": 3\}'):
         task.matched(samples, {"classes": 3})
-    with pytest.raises(
-        RecipeError, match=r"my_task.py does not say what its model makes of a file: give Least a method predict"
-    ):
+    with pytest.raises(RecipeError, match=r"my_task.py cannot predict from a file: give Least a method predict"):
         task.predict(model, [], top=1)
 
 
@@ -146,7 +144,7 @@ def loss_of(compute: Any) -> Any:
     return {"loss": lambda self, model, batch: compute(model, batch["x"])}
 
 
-RULE = "under FSDP2 and ZeRO their weights are elsewhere. Put what has weights"
+RULE = "under FSDP2 and ZeRO their weights are sharded. Put everything with weights"
 BROKEN_LOSSES = {
     "not called": (lambda model, x: Loss(x.mean().requires_grad_(), 2), f"Mine.loss has not called the model: .*{RULE}"),
     "called twice": (lambda model, x: Loss((model(x) + model(x)).mean(), 2), f"called the model a second time .*{RULE}"),
@@ -155,9 +153,9 @@ BROKEN_LOSSES = {
     "parameters": (lambda model, x: Loss(sum(model.parameters()), 2), "Mine.loss uses model.parameters"),
     "a tensor": (
         lambda model, x: model(x).mean(),
-        r"Mine.loss returned a Tensor \[\] of float32, and has to return Loss\(mean",
+        r"Mine.loss returned a Tensor \[\] of float32, and must return Loss\(mean",
     ),
-    "nothing": (lambda model, x: None, "Mine.loss returned None, and has to return Loss"),
+    "nothing": (lambda model, x: None, "Mine.loss returned None, and must return Loss"),
     "no scalar": (
         lambda model, x: Loss(model(x), 2),
         r"the mean of Mine.loss is a Tensor \[2\] of float32, and .* take .mean\(\)",
@@ -185,7 +183,7 @@ BROKEN_TASKS: dict[str, tuple[dict[str, Any], str]] = {
         {"loss": lambda self, batch: None},
         r"Mine.loss in my_task.py is called as loss\(model, batch\): write def",
     ),
-    "no method": ({"score": 3}, "score of Mine in my_task.py is a int, and has to be a method"),
+    "no method": ({"score": 3}, "score of Mine in my_task.py is a int, and must be a method"),
     "no monitor": ({"monitor": "loss"}, r"monitor of Mine in my_task.py is 'loss': give a score and the good end of it"),
 }
 
@@ -200,11 +198,11 @@ def test_a_task_that_cannot_be_called_is_refused_at_once(case: str) -> None:
 def test_what_is_not_as_it_should_be_is_told_at_the_first_call() -> None:
     batch = batch_of([0, 1])
     valid = batch["samples"] >= 0
-    with pytest.raises(TrainingError, match=r"Mine.ready returned None, and has to return the batch, a dict"):
+    with pytest.raises(TrainingError, match=r"Mine.ready returned None, and must return the batch, a dict"):
         with_(ready=lambda self, batch, draw: None).ready(batch, None, Form())
-    with pytest.raises(TrainingError, match=r"Mine.model returned None, and has to return a torch.nn.Module"):
+    with pytest.raises(TrainingError, match=r"Mine.model returned None, and must return a torch.nn.Module"):
         with_(model=lambda self, facts: None).model({})
-    with pytest.raises(TrainingError, match=r"Mine.score returned a dict, and has to return Scores"):
+    with pytest.raises(TrainingError, match=r"Mine.score returned a dict, and must return Scores"):
         with_(score=lambda self, model, batch, valid: {}).score(None, batch, valid)
     with pytest.raises(TrainingError, match=r"the rows of Mine.score are a Tensor \[4\] .* tensor \[2, R\]"):
         with_(score=lambda self, model, batch, valid: Scores({}, torch.zeros(4))).score(None, batch, valid)
@@ -213,7 +211,7 @@ def test_what_is_not_as_it_should_be_is_told_at_the_first_call() -> None:
         with_(finish=lambda self, sums, rows: {"rmse": 1.0}).finish({}, None)
     every = with_(score=lambda self, model, batch, valid: Scores({"loss": (model(batch["x"]).sum(), len(batch["x"]))}))
     with pytest.raises(
-        TrainingError, match=r"Mine.score counts padding: .* the sum and count of 'loss' are .* and 2.0, and have"
+        TrainingError, match=r"Mine.score counts padding: .* the sum and count of 'loss' are .* and 2.0, and must"
     ):
         every.try_score(every.model({}), batch_of([0, 1]), Form())
     mean = with_(score=lambda self, model, batch, valid: Scores({"loss": (model(batch["x"])[valid].mean(), valid.sum())}))

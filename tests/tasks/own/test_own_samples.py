@@ -60,8 +60,8 @@ def test_a_fingerprint_tells_data_apart() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "a tuple": (lambda at, draw: (at, at), "fetch of the training samples returned a tuple of 2, and has to return a dict"),
-    "a list": (lambda at, draw: {"y": [1, 2]}, "returned a list of 2 as field 'y', and has to return a tensor, or an array"),
+    "a tuple": (lambda at, draw: (at, at), "fetch of the training samples returned a tuple of 2, and must return a dict"),
+    "a list": (lambda at, draw: {"y": [1, 2]}, "returned a list of 2 as field 'y', and must return a tensor, or an array"),
     "words": (lambda at, draw: {"y": np.array(["a", "b"])}, r"returned a ndarray \[2\] of <U1 as field 'y'"),
     "no batch": (lambda at, draw: {"y": torch.zeros(7)}, r"field 'y' as a Tensor \[7\] of float32 for 2 indices: its first"),
     "a scalar": (lambda at, draw: {"y": torch.zeros(())}, r"field 'y' as a Tensor \[\] of float32 for 2 indices"),
@@ -91,7 +91,7 @@ def test_samples_that_are_none_are_told() -> None:
     seen = iter([{"x": torch.zeros(1)}, {"z": torch.zeros(1)}])
     samples = completed(Own(lambda at, draw: next(seen)), what="the test samples")
     samples.fetch(np.arange(1), None)
-    with pytest.raises(DataError, match="returned the fields z, and before x: each batch has to have the same"):
+    with pytest.raises(DataError, match="returned the fields z, and before x: each batch must have the same"):
         samples.fetch(np.arange(1), None)
 
 

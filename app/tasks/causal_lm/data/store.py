@@ -112,7 +112,7 @@ def check(folder: Path) -> None:
             while piece := file.read(1 << 20):
                 digest.update(piece)
         if digest.hexdigest() != entry["sha256"]:
-            raise DataError(f"{folder / name} has changed since it was written (its SHA-256 is another); {_AGAIN}")
+            raise DataError(f"{folder / name} has changed since it was written (its SHA-256 differs); {_AGAIN}")
 
 
 def _opened(folder: Path, split: str, said: Mapping[str, Any], entry: Mapping[str, Any]) -> Tokens:

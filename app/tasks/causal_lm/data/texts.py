@@ -71,7 +71,7 @@ class Texts:
     datasets: Mapping[str, Any] = field(default_factory=dict)
     """The opened data sets by name."""
     left_out: list[Path] = field(default_factory=list)
-    """Files in the folders that were given and that are of no known kind."""
+    """Files in the folders that were given and that are of an unknown kind."""
 
     @property
     def size_bytes(self) -> int:
@@ -106,8 +106,8 @@ def _found(source: str, asked: Asked, left_out: list[Path]) -> list[tuple[Kind, 
         kind = asked.kind or kind_of(path)
         if kind is None:
             known = ", ".join([*KINDS, *_BUILDERS])
-            raise DataError(f"{path} is a file of no known kind ({known}; all but the last three may end in .gz, .bz2, .xz or "
-                            ".zst too): say --format text, jsonl or parquet")  # fmt: skip
+            raise DataError(f"{path} is a file of an unknown kind ({known}; all but the last three may end in .gz, .bz2, .xz "
+                            "or .zst too): say --format text, jsonl or parquet")  # fmt: skip
         return [(kind, path)]
     if path.is_dir():
         if any(path.glob("state.json")) or (path / "dataset_dict.json").is_file():

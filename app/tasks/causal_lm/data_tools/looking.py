@@ -55,7 +55,7 @@ def look(what: str, overrides: Sequence[str], wanted: Wanted) -> str:
         if wanted.everything:
             store.check(folder)
         lines += [f"{folder}: tokens of {_named(store.about(folder)['tokenizer'])}", *table_of(store.about(folder))]
-        lines += [f"every file is what was written: {folder}"] if wanted.everything else []
+        lines += [f"the checksum of every file is right: {folder}"] if wanted.everything else []
     else:
         lines.append(f"{what}: tokens of {_named(there['train'].facts['tokenizer'])}")
     lines += ["", *_lengths(there)]

@@ -17,7 +17,7 @@ def as_text(out: Path, about: Mapping[str, Any], made: Made, *, workers: int, el
         lines.append(f"{kept}{count:,} x {what}")
     if made.not_read:
         lines.append(
-            f"not read: {len(made.not_read):,} files of no known kind, such as {made.not_read[0]} (--format reads all)"
+            f"not read: {len(made.not_read):,} files of an unknown kind, such as {made.not_read[0]} (--format reads all)"
         )
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     took = f"{elapsed_s:.1f} s by {workers} process{'es' if workers > 1 else ''}"

@@ -68,7 +68,7 @@ class Made(NamedTuple):
     left_out: Counter[str]
     """Rows by what they are."""
     not_read: list[Path]
-    """Files in the folders of the sources that are of no known kind."""
+    """Files in the folders of the sources that are of an unknown kind."""
     parts: int
     kept_parts: int
     """Those that an earlier command had made."""
@@ -98,7 +98,7 @@ def tokenize(out: Path, job: Job, workers: int) -> Made:
         DataError: `out` is there, a source cannot be read, or a split would be empty.
     """
     if out.exists() or out.is_symlink():
-        raise DataError(f"{out} is there already, and nothing is replaced: choose another --out, or remove it")
+        raise DataError(f"{out} already exists, and nothing is replaced: choose another --out, or remove it")
     try:
         with kept_for(out) as parts:
             made = _make(job, parts, workers)
@@ -172,7 +172,7 @@ def _readable(piece: Piece, found: Texts, job: Job, writer: PartWriter) -> Itera
 
 def _refuse(piece: Piece, number: int, why: str, job: Job, writer: PartWriter) -> None:
     if not job.skip_unreadable:
-        raise DataError(f"{text_files.place(piece, number)}: {why}. Mend it, or leave such rows out with --skip-unreadable")
+        raise DataError(f"{text_files.place(piece, number)}: {why}. Fix it, or leave such rows out with --skip-unreadable")
     writer.leave_out("unreadable row")
 
 

@@ -1,4 +1,4 @@
-"""A source from its other side: pictures as they are stored, and those that are decoded once instead of in each epoch."""
+"""Sources whose stored pictures are read as they are, or are decoded once instead of in each epoch."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class FileReader:
         try:
             return path.read_bytes()
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}); mend it or leave it out") from error
+            raise DataError(f"{path} cannot be read ({error.strerror}); fix it or leave it out") from error
 
     def head(self, index: int) -> bytes:
         """Return what the fingerprint covers of a picture's file: its size and its first bytes."""
@@ -68,7 +68,7 @@ class FileReader:
             with path.open("rb") as file:
                 return str(path.stat().st_size).encode() + b":" + file.read(FINGERPRINT_BYTES)
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}); mend it or leave it out") from error
+            raise DataError(f"{path} cannot be read ({error.strerror}); fix it or leave it out") from error
 
 
 def open_folder(recipe: Sections) -> Data:

@@ -89,7 +89,7 @@ def _records(opened: OwnHandle[OpenFile], images: Sequence[str], labels: Sequenc
     if targets.dtype.kind not in "iu" or len(targets) != len(image_set):
         raise DataError(
             f"{path}: {label_set.name} is {label_set.dtype} {list(label_set.shape)}, but must be whole numbers, one for "
-            f"each of the {len(image_set)} rows of {image_set.name}; mend it"
+            f"each of the {len(image_set)} rows of {image_set.name}; fix it"
         )
     return Hdf5Records(opened, _classes(file), targets.astype(np.int64), image_set.name, encoded)
 

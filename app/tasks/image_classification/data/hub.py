@@ -162,7 +162,7 @@ def _load_files(recipe: Sections, path: Path, names: dict[str, str] | None) -> A
     if path.is_file():
         if path.suffix not in BUILDERS:
             raise DataError(
-                f"data.path={path} is a file of no known kind ({', '.join(BUILDERS)}); give one of these, or a folder"
+                f"data.path={path} is a file of an unknown kind ({', '.join(BUILDERS)}); give one of these, or a folder"
             )
         return load_dataset(BUILDERS[path.suffix], data_files=str(path), split=splits)
     if recipe.data.hub_revision is not None:

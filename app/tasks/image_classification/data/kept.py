@@ -28,7 +28,7 @@ def keep(made_of: Sequence[object], size_bytes: int, read: Callable[[], Unstored
     Args:
         made_of: All that decides what `read` gives, as JSON has it: see `stamps`.
         size_bytes: About how many bytes its pictures take.
-        read: Called unless the split is there already.
+        read: Called unless the split already exists.
 
     Raises:
         DataError: The split cannot be read, or not be written where it is kept.

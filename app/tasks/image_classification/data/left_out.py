@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class UnreadableError(DataError):
-    """A sample cannot be read that has to be when its split is opened; `name` is what `data.leave_out` calls it."""
+    """A sample cannot be read that must be when its split is opened; `name` is what `data.leave_out` calls it."""
 
     def __init__(self, text: str, name: str = "") -> None:
         super().__init__(text)

@@ -194,7 +194,7 @@ def _files(folder: Path, name: str, dates_ns: dict[str, int]) -> Iterator[str]:
             with os.scandir(folder / name) as scan:
                 entries = [(entry.name, entry.is_dir()) for entry in scan]
         except OSError as error:
-            raise DataError(f"{folder / name} cannot be read ({error.strerror}); mend it or leave it out") from error
+            raise DataError(f"{folder / name} cannot be read ({error.strerror}); fix it or leave it out") from error
         found[name] = sorted(file for file, is_dir in entries if not is_dir)
         to_read += [f"{name}/{sub}" for sub, is_dir in entries if is_dir]
     for name, files in sorted(found.items()):

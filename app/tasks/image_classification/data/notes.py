@@ -1,4 +1,4 @@
-"""What a person would want to read of the data before a run: it is no mistake, and may not be what was meant."""
+"""Notes on the data before a run: not errors, but perhaps not what was meant."""
 
 from __future__ import annotations
 

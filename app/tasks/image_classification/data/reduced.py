@@ -42,7 +42,7 @@ class ReducedSource(PictureSource):
 
 
 def reduced(content: bytes, framing: Framing, draws: SampleDraws | None, *, channels: int) -> Tensor | None:
-    """Return the image of a sample, uint8 [channels, H, W], or None if its picture has to be decoded whole.
+    """Return the image of a sample, uint8 [channels, H, W], or None if its picture must be decoded whole.
 
     Args:
         content: Of the picture's file.

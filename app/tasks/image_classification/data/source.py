@@ -107,7 +107,7 @@ def check_labels(
         index = int(wrong[0])
         raise DataError(
             f"sample {number(index)} of {where} has label {int(labels[index])}, but labels must be in 0..{num_classes - 1} "
-            f"({wrong.size} of {labels.size} are not); mend the labels or leave those samples out"
+            f"({wrong.size} of {labels.size} are not); fix the labels or leave those samples out"
         )
 
 

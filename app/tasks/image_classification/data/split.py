@@ -129,7 +129,7 @@ def open_split(folder: Path) -> Split:
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{folder} is no whole split of arrays ({error}); pack it again, or correct data.path") from error
     if split.fingerprint != about["fingerprint"]:
-        raise DataError(f"{folder} has changed since it was written (its fingerprint is another); pack it again")
+        raise DataError(f"{folder} has changed since it was written (its fingerprint differs); pack it again")
     return split
 
 

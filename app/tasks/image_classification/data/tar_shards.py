@@ -99,7 +99,7 @@ def _rows(shard: Path) -> Iterator[Row]:
         if len(pictures) != 1 or len(labels) != 1:
             raise DataError(
                 f"the sample {key} of {shard} has the members {', '.join(member.extension for member in members)}, but must "
-                f"have one picture ({', '.join(PICTURES)}) and one {LABEL}; mend it or leave it out"
+                f"have one picture ({', '.join(PICTURES)}) and one {LABEL}; fix it or leave it out"
             )
         yield pictures[0].offset_bytes, pictures[0].size_bytes, labels[0]
 
@@ -132,5 +132,5 @@ def _key_and_extension(name: str) -> tuple[str, str]:
 def _label(file: BinaryIO, member: tarfile.TarInfo, shard: Path) -> int:
     text = os.pread(file.fileno(), member.size, member.offset_data).strip()
     if not text.isdigit() or len(text) > 18:
-        raise DataError(f"{member.name} of {shard} holds {text[:20]!r}, not the number of a class; mend it or leave it out")
+        raise DataError(f"{member.name} of {shard} holds {text[:20]!r}, not the number of a class; fix it or leave it out")
     return int(text)

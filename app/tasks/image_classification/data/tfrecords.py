@@ -108,7 +108,7 @@ def checked(piece: bytes, name: str) -> bytes:
     """Return the content of a record, given with the CRC that follows it. Raises DataError if that is of another content."""
     content, crc = piece[: -FOOTER.size], piece[-FOOTER.size :]
     if len(piece) < FOOTER.size or FOOTER.unpack(crc)[0] != masked_crc(content):
-        raise DataError(f"{name} is damaged or cut (its CRC is another); replace the file")
+        raise DataError(f"{name} is damaged or cut (its CRC differs); replace the file")
     return content
 
 
@@ -147,10 +147,10 @@ def read_classes(folder: Path) -> tuple[str, ...] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); mend it or remove it") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}); fix it or remove it") from error
     lines = [line.partition(":") for line in text.split("\n") if line]
     if [number for number, _, _ in lines] != [str(number) for number in range(len(lines))]:
-        raise DataError(f"{path} does not name the classes 0, 1, ... in order, as 0:ant; mend it or remove it")
+        raise DataError(f"{path} does not name the classes 0, 1, ... in order, as 0:ant; fix it or remove it")
     return tuple(name for _, _, name in lines)
 
 

@@ -149,7 +149,7 @@ def _checked(records: Iterable[Record], classes: Sequence[str]) -> Iterator[Reco
     record = None
     for record in records:
         if not 0 <= record.label < len(classes):
-            raise DataError(f"{record.key} has label {record.label}, but labels must be in 0..{len(classes) - 1}; mend it")
+            raise DataError(f"{record.key} has label {record.label}, but labels must be in 0..{len(classes) - 1}; fix it")
         yield record
     if record is None:
         raise DataError("there are no samples to write")
@@ -179,7 +179,7 @@ def _placed(folder: Path, pattern: str) -> Iterator[Path]:
     """
     taken = sorted(folder.glob(pattern))
     if taken:
-        raise DataError(f"{taken[0]} is there already; remove it, or write to another folder")
+        raise DataError(f"{taken[0]} already exists; remove it, or write to another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".samerun-", dir=folder) as temporary:

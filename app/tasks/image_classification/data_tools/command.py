@@ -153,7 +153,10 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     if command != "bench":
         count = cores.of_this_process(1)
         parser.add_argument(
+            "--workers",  # as everywhere else; --processes is what it was called
             "--processes",
+            dest="processes",
+            metavar="N",
             type=positive,
             default=count,
             help=f"processes that read and decode (default: {count}, the CPU cores here)",

@@ -1,4 +1,4 @@
-"""`samerun data pack`: a recipe's data written once more, in another format or smaller.
+"""`samerun data pack`: converts a recipe's data to another format, or shrinks its pictures.
 
 Samples keep their order, labels and classes, so that each keeps its number, except in an image folder, which numbers its
 samples by class and name. All is written under a temporary name and renamed at the end.
@@ -65,11 +65,11 @@ def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
     """Write both splits of a recipe's data and return the recipe values that read what was written, `key=value` each.
 
     Raises:
-        DataError: The folder is there already, cannot be written, or the data cannot be read.
+        DataError: The folder already exists, cannot be written, or the data cannot be read.
         RecipeError: Pictures are to become arrays, and no size is given for them.
     """
     if asked.out.exists() or asked.out.is_symlink():
-        raise DataError(f"{asked.out} is there already, and packing replaces nothing: choose another --out, or remove it")
+        raise DataError(f"{asked.out} already exists, and packing replaces nothing: choose another --out, or remove it")
     data = _open(recipe, asked)
     names = _names(recipe, data)
     try:
