@@ -50,7 +50,7 @@ def test_all_combinations_are_checked_before_the_first_run(tmp_path: Path, monke
         (["seed=1,2", "--preset", "none"], "none"),
         (["seed=1,2", "--processes", "7", "train.global_batch_size=64"], "7"),
         (["seed=1,2", "--explain"], "--explain is for one run"),
-        (["seed=1,2", "--no-such-option"], "--no-such-option: there is no such option"),
+        (["seed=1,2", "--no-such-option"], "--no-such-option: unknown option"),
         (["seed=1,2", "--run-dir", ""], "--run-dir is empty"),
     ],
 )
