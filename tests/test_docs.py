@@ -279,7 +279,7 @@ def test_presets_files_and_programs_for_clusters_exist() -> None:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    sentence = re.search(r"its exit code says of which kind it is: ([^.]*)\.", CLUSTERS)
+    sentence = re.search(r"Its exit code says what kind it is: ([^.]*)\.", CLUSTERS)
     assert sentence is not None
     codes = [int(code) for code in re.findall(r"(?:^|[,\n] ?)(\d+) (?:the|a|processes)\b", sentence[1])]
     assert codes == sorted(error.exit_code for error in SamerunError.__subclasses__())
