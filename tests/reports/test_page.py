@@ -210,7 +210,7 @@ def test_every_start_is_told_with_how_it_ended_and_the_time_since(digits_run: Pa
             f"{word}</span>",
             "killed or failed after step 40",
             'data-name="preset">fsdp2</td>',
-            'data-name="processes">17</td>',
+            'data-name="job">17</td>',
             "2 starts",
             "lost work",
         ):
