@@ -3,13 +3,15 @@
 RUN may be what `samerun export` wrote, or any folder of transformers with a language model: then `--recipe`, or `data.*`, says
 on which text.
 
-With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. The run's own recipe says which
-data; `data.*` overrides point it elsewhere. Classes of other data are matched with the run's by their names.
+With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. Under a preset that divides the
+model each reads its share, if the task draws its weights (`init`). The run's own recipe says which data; `data.*` overrides
+point it elsewhere. Classes of other data are matched with the run's by their names.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
@@ -64,6 +66,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     from app import building
     from app.checkpoints import chosen, model_file
     from app.data import held_out
+    from app.initial import filling
     from app.ranks.runtime import Runtime
 
     is_ours = (
@@ -72,7 +75,6 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     recipe = _recipe(arguments, is_ours=is_ours)
     at = recipe.task if task_file.is_own(recipe.task) else None
     place = chosen.best(arguments.run) if arguments.best else arguments.run
-    _, model, facts = model_file.load(place, at) if is_ours else (None, None, None)
     ranks = launched.data_ranks
     share = max(1, recipe.train.global_batch_size // ranks)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
@@ -82,13 +84,16 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     )
     task, data = building.open_data(runtime, recipe, to_train=False)
     split = arguments.split or next(reversed(data.scored), "train")
+    dtype = runtime.input_dtype(getattr(torch, recipe.train.dtype))
     with runtime.together():
         samples = _samples(recipe, data, split)
-        if model is None or facts is None:
-            model = task.of_folder(arguments.run, held_out.as_opened(data).train.facts)
-        else:
+        if is_ours:
+            built = functools.partial(filling.to_read_into, runtime, dtype)
+            _, model, facts = model_file.load(place, at, built=built)
             samples = held_out.mapped(samples, lambda opened: task.matched(opened, facts))
-    model = model.to(device=runtime.device, dtype=runtime.input_dtype(getattr(torch, recipe.train.dtype)))
+        else:
+            model = task.of_folder(arguments.run, held_out.as_opened(data).train.facts)
+    model = filling.to_evaluate(runtime, model, dtype)
     scores = building.evaluation_of(runtime, recipe, task, model, samples, split=split)()
     runtime.close()
     return scores

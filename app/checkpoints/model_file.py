@@ -7,7 +7,7 @@ needed for that.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,14 @@ def save(
     claim.write_json(run_folder.MODEL_CONFIG, dict(description))
 
 
-def load(run_dir: Path, task_at: str | None = None) -> tuple[Task, torch.nn.Module, Mapping[str, Any]]:
-    """Return a finished run's task, its trained model, in evaluation mode on the CPU, and the facts of its samples.
+def load(
+    run_dir: Path, task_at: str | None = None, *, built: Callable[[Task, Any], torch.nn.Module] = filling.whole_model
+) -> tuple[Task, torch.nn.Module, Mapping[str, Any]]:
+    """Return a finished run's task, its trained model, in evaluation mode, and the facts of its samples.
 
     `run_dir` may be a checkpoint: the model is then that of its moment, with what was trained beside frozen weights.
-    `task_at` is where the user's task file lies now; None: where it lay. Says on stderr if it was changed since.
+    `task_at` is where the user's task file lies now; None: where it lay. Says on stderr if it was changed since. `built` makes
+    the task's model for these facts, to read into; what it holds of it is read, by default all, on the CPU.
 
     Raises RunFolderError if the run is not finished or a file of it is broken.
     """
@@ -80,7 +83,7 @@ def load(run_dir: Path, task_at: str | None = None) -> tuple[Task, torch.nn.Modu
                 f"the task file of {run_dir} was {values['task']}, and is not there: give --task FILE, or task=FILE."
             )
         task, facts = tasks.of(recipe_keys.build(values)), described["facts"]
-        model = filling.whole_model(task, facts)
+        model = built(task, facts)
     except (AttributeError, KeyError, TypeError, ValueError, RecipeError) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise RunFolderError(

@@ -22,6 +22,7 @@ from app.checkpoints.piece import Piece
 from app.checkpoints.tensor_file import TensorFile
 from app.errors import CheckpointError
 from app.files import regular
+from app.initial import held
 from app.initial.region import Region
 from app.record import run_folder
 
@@ -68,23 +69,25 @@ def in_folder(folder: Path) -> Path | None:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, stored: Stored) -> None:
-    """Give a plain model its tensors, all of which must be there, and no other; it takes their precision.
+    """Give a model that is not prepared its tensors, all of which must be there, and no other.
 
-    A tensor of several names, as tied embeddings have, is stored once. Raises CheckpointError.
+    A rank that has a share of it reads that alone; a whole one takes their precision. A tensor of several names, as tied
+    embeddings have, is stored once. Raises CheckpointError.
     """
     dtypes = [it for it in stored.dtypes.values() if isinstance(it, torch.dtype) and it.is_floating_point]
-    if dtypes:
+    if dtypes and not held.is_divided(model):
         model.to(dtypes[0])
-    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    all_held = held.held(model)
+    tensors = {name: all_held[name] for name in model.state_dict(keep_vars=True)}
     there = {id(tensor) for name, tensor in tensors.items() if name in stored.shapes}
     for name in tensors.keys() | stored.shapes.keys():
         if name not in tensors:
             raise CheckpointError(f"the model has no {name}")
-        shape = tuple(tensors[name].shape)
+        shape = tensors[name].shape
         if stored.shapes.get(name, shape) != shape or (name not in stored.shapes and id(tensors[name]) not in there):
             raise CheckpointError(f"{name} is {stored.shapes.get(name, 'not there')} and must be {shape}")
     for name in stored.shapes:
-        stored.read_into(name, tensors[name].detach().view(-1))
+        stored.read_into(name, tensors[name].values, tensors[name].region)
 
 
 def open_stored(place: Path) -> Stored:

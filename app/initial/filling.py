@@ -6,7 +6,7 @@ one that has not is built whole on every process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,37 @@ def fill(runtime: Runtime, model: nn.Module, units: Units) -> str:
     Under FSDP2, ZeRO-3 and tensor parallelism a rank keeps its share of each unit. Raises RecipeError for what the task's
     `init` has not filled. Called by all ranks together.
     """
-    total, accelerator, strategy = _Total(), runtime.accelerator, runtime.launched.strategy
+    total = _Total()
+    _fill(runtime, model, units, total.add)
+    return as_text(total.of_all)
+
+
+def to_read_into(runtime: Runtime, dtype: torch.dtype, task: Task, facts: Mapping[str, Any]) -> nn.Module:
+    """Return the task's model with some weights, for others to be read into, in full precision under every preset.
+
+    Where the preset divides a model that is drawn by units, each rank has its share of it; one of a task without `init` is
+    whole. Called by all ranks together. Raises PresetError if it cannot be divided as asked.
+    """
+    model, units = made(task, facts, seed=0)
+    if units is not None:
+        if runtime.launched.tensor_parallel > 1:
+            tensor_parallel.check(model, runtime.launched.tensor_parallel)
+        with fsdp2.in_full_precision(runtime.accelerator):
+            _fill(runtime, model.to(dtype), units, lambda *_: None)
+    return model
+
+
+def to_evaluate(runtime: Runtime, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a model that was read into, ready to be called in this type on the device of this rank."""
+    if not is_divided(model):
+        return model.to(device=runtime.device, dtype=dtype)
+    gathers_itself = runtime.launched.strategy == "fsdp2"
+    prepared: nn.Module = model if gathers_itself else runtime.prepare(model)
+    return prepared
+
+
+def _fill(runtime: Runtime, model: nn.Module, units: Units, note: Callable[[str, Tensor], None]) -> None:
+    accelerator, strategy = runtime.accelerator, runtime.launched.strategy
     if runtime.launched.tensor_parallel > 1:
         assert runtime.mesh is not None
         if not fsdp2.can_divide(accelerator):
@@ -52,15 +82,14 @@ def fill(runtime: Runtime, model: nn.Module, units: Units) -> str:
                 "fsdp_cpu_ram_efficient_loading or fsdp_ignored_modules: leave these out"
             )
         tensor_parallel.divide(model, runtime.mesh["tp"])
-        fsdp2.fill(accelerator, model, units, total.add, runtime.mesh["dp_shard"])
+        fsdp2.fill(accelerator, model, units, note, runtime.mesh["dp_shard"])
     elif strategy == "fsdp2" and fsdp2.can_divide(accelerator):
-        fsdp2.fill(accelerator, model, units, total.add)
+        fsdp2.fill(accelerator, model, units, note)
     elif strategy == "deepspeed" and zero3.can_divide(accelerator):
-        zero3.fill(accelerator, model, units, total.add)
+        zero3.fill(accelerator, model, units, note)
     else:
-        whole.fill(model, units, total.add)
+        whole.fill(model, units, note)
     check_left(model)
-    return as_text(total.of_all)
 
 
 class _Total:

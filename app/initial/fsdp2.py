@@ -52,6 +52,18 @@ def by_layer(plugin: Any, blocks: Collection[str]) -> Iterator[None]:
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = before
 
 
+@contextmanager
+def in_full_precision(accelerator: Accelerator) -> Iterator[None]:
+    """Have what is divided inside the block compute in the type that its weights have."""
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        yield
+        return
+    before, plugin.mixed_precision_policy = plugin.mixed_precision_policy, None
+    yield
+    plugin.mixed_precision_policy = before
+
+
 class _Over:
     """An Accelerator as Accelerate's function sees it that divides a model by rows, with a mesh of its own."""
 

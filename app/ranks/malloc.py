@@ -12,14 +12,14 @@ from typing import Any
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6
 
 
-def keep_freed() -> None:
-    """Have malloc keep what is freed for the next allocation, instead of giving it back to the system.
+def keep_freed(*, most_bytes: int = 32 << 20) -> None:
+    """Have malloc keep what is freed for the next allocation, instead of giving it back to the system, unless it is larger.
 
     Tensors of some MB are mapped anew otherwise, and their pages cleared, in each operation of each step: a tenth to a quarter
-    of a convolutional network's step (docs/performance.md).
+    of a convolutional network's step (docs/performance.md). By default it is the largest that mallopt(3) takes.
     """
     if mallopt := _mallopt():
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that there may be (mallopt(3))
+        mallopt(_M_MMAP_THRESHOLD, most_bytes)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

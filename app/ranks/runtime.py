@@ -295,7 +295,8 @@ def _build_accelerator(
 def _accelerator_on_cpu(
     launched: Launched, settings: dict[str, Any], joining: InitProcessGroupKwargs, copies: ParallelismConfig | None
 ) -> Accelerator:
-    malloc.keep_freed()
+    # Weights that are gathered and freed again leave gaps which torch's aligned allocations do not fit: half a model more.
+    malloc.keep_freed(**({} if launched.strategy == "ddp" else {"most_bytes": 1 << 20}))
     # Accelerate imports DeepSpeed under any preset when it unwraps a model, and that warns of what is known here.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     if launched.strategy == "deepspeed":

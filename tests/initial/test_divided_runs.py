@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drawn_models import gpt2
-from processes import Started, accelerate, free_port, read_lines, train
+from processes import Started, accelerate, free_port, read, read_lines, run, train
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.multiproc
@@ -86,3 +88,51 @@ def test_the_weights_at_the_end_come_from_the_checkpoint_or_from_shares(tmp_path
         assert (tmp_path / preset / "model.safetensors").read_bytes() == expected
         left = [path.name for path in (tmp_path / preset).rglob("*") if "rank-" in path.name or "frozen.saf" in path.name]
         assert left == []
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a Llama of 67 million weights, 256 MiB."""
+    folder = tmp_path_factory.mktemp("wide")
+    for split in ("train", "val"):
+        (folder / f"{split}.bin").write_bytes((np.arange(17 * 40) % 250).astype(np.uint16).tobytes())
+    sizes = (
+        "model.hidden_size=512",
+        "model.layers=16",
+        "model.heads=8",
+        "model.intermediate_size=2048",
+        "model.vocab_size=258",
+    )
+    rest = ("data.sequence_length=16", "train.global_batch_size=4", "train.steps=1", "train.max_validation_samples=6")
+    quiet = ("optim.warmup_steps=null", "log.examples=0", "checkpoint.every_minutes=null")
+    words = ("--recipe", "lm_tiny", f"data.path={folder}", "model.architecture=llama", *sizes, *rest, *quiet)
+    train("cpu", folder / "run", *words).check()
+    return folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "processes", "sizes"),
+    [
+        ("fsdp2", 2, {}),
+        ("deepspeed_zero3", 2, {}),
+        ("hsdp", 4, {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}),
+        ("tensor_parallel", 2, {"PARALLELISM_CONFIG_TP_SIZE": "2"}),
+    ],
+)
+def test_an_evaluation_reads_into_each_process_its_share(
+    wide: Path, tmp_path: Path, preset: str, processes: int, sizes: dict[str, str]
+) -> None:
+    """The scores of one process; under FSDP2 with half of 256 MiB, units of 17 that are gathered, and what is imported.
+
+    Of ZeRO-3 DeepSpeed keeps up to 1e9 gathered elements from the second pass on, by its defaults.
+    """
+    evaluate = ("benchmarks.peaks_case", str(tmp_path), "evaluate", str(wide), "--json")
+    output = run(preset, processes, *evaluate, env=sizes).check().output
+    (scores,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert scores["samples"] == 6
+    assert scores["loss"] == pytest.approx(read(wide / "result.json")["validation_loss"], rel=1e-6)
+    peaks = [read(file)["evaluating"] for file in tmp_path.glob("*.json")]
+    print(f"MiB of each process: {peaks}")
+    assert len(peaks) == processes
+    assert preset != "fsdp2" or max(peaks) < 230
