@@ -275,7 +275,7 @@ def test_presets_files_and_programs_for_clusters_exist() -> None:
     }
     assert len(paths) >= 12
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
-    assert set(re.findall(r"\bsamerun ([a-z]+)\b", code)) == {"launch", "submit", "doctor", "evaluate", "predict"}
+    assert set(re.findall(r"\bsamerun ([a-z]+)\b", code)) == {"launch", "submit", "doctor", "evaluate", "predict", "sweep"}
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
