@@ -79,12 +79,34 @@ def test_a_model_without_blocks_is_refused(classes: Any, why: str) -> None:
         compute_blocks_again(Net(4), classes)
 
 
-@pytest.mark.multiproc
-def test_runs_are_the_same_under_every_preset_and_resume_with_and_without(tmp_path: Path) -> None:
+def recipe() -> tuple[str, ...]:
     sizes = ("model.architecture=gpt2", "model.hidden_size=32", "model.layers=3", "model.heads=2", "data.sequence_length=32")
     steps = ("train.global_batch_size=8", f"train.steps={STEPS}", "train.max_validation_samples=8", "log.every_steps=1")
     more = ("optim.lr=0.0003", "optim.warmup_steps=2", "model.dropout=0.1", f"checkpoint.every_steps={RESUMED}")
-    words, blocks = ("--recipe", "lm_tiny", *sizes, *steps, *more), "train.checkpoint_activations=blocks"
+    return ("--recipe", "lm_tiny", *sizes, *steps, *more)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_runs_are_the_same_under_the_other_presets(tmp_path: Path) -> None:
+    words, again = recipe(), "train.checkpoint_activations=blocks"
+    train("cpu", tmp_path / "kept", *words).check()
+    copies = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
+    others: dict[str, tuple[int, dict[str, str]]] = {
+        "multi_gpu": (2, {}), "deepspeed_zero1": (2, {}), "deepspeed_zero2": (2, {}), "hsdp": (4, copies),
+    }  # fmt: skip
+    for preset, (processes, env) in others.items():
+        train(preset, tmp_path / preset, *words, again, processes=processes, env=env).check()
+        for key in ("loss", "grad_norm"):
+            expected = [line[key] for line in read_lines(tmp_path / "kept" / "metrics.jsonl")]
+            assert len(expected) == STEPS
+            found = [line[key] for line in read_lines(tmp_path / preset / "metrics.jsonl")]
+            assert found == pytest.approx(expected, rel=1e-6), preset
+
+
+@pytest.mark.multiproc
+def test_runs_are_the_same_under_every_preset_and_resume_with_and_without(tmp_path: Path) -> None:
+    words, blocks = recipe(), "train.checkpoint_activations=blocks"
     train("cpu", tmp_path / "kept", *words).check()
     train("cpu", tmp_path / "again", *words, blocks, "train.max_micro_batch=4").check()
     train("fsdp2", tmp_path / "fsdp2", *words, blocks, processes=2).check()

@@ -85,7 +85,9 @@ CASES = {
     "ddp": ("multi_gpu", 2, ()),
     "zero3, computed again": ("deepspeed_zero3", 2, ("net.checkpointed=true",)),
     "fsdp2 with accumulation": ("fsdp2", 2, ("train.max_micro_batch=6",)),
+    "hsdp, two copies of two parts": ("hsdp", 4, ()),
 }
+SIZES = {"hsdp": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,7 @@ def reference(recipe: Path) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_one_process(recipe: Path, reference: Path, tmp_path: Path, case: str) -> None:
     preset, processes, keys = CASES[case]
-    train(preset, tmp_path, "--recipe", str(recipe), *keys, processes=processes).check()
+    train(preset, tmp_path, "--recipe", str(recipe), *keys, processes=processes, env=SIZES.get(preset)).check()
     assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)
 
 

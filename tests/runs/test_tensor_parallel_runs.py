@@ -76,3 +76,73 @@ def test_the_same_run(
     assert results[1] == pytest.approx(results[0], rel=tolerance)
     texts = [[line["text"] for line in read_lines(folder / "texts.jsonl")] for folder in (one, other)]
     assert texts[0] == texts[1]
+
+
+OWN = """
+import torch
+from torch import nn
+
+from app.task import Loss, Samples
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Net(nn.Module):
+    tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(Block() for _ in range(3)), nn.Linear(16, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).squeeze(-1)
+
+
+class Sines:
+    blocks = ("Block",)
+
+    def samples(self, split):
+        x = torch.randn(96, 16, generator=torch.Generator().manual_seed(len(split)))
+        return None if split == "test" else Samples.of({"x": x, "y": x.sin().sum(-1)})
+
+    def model(self, facts):
+        return Net()
+
+    def init(self, model, name, unit):
+        for part in unit.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+
+    def loss(self, model, batch):
+        return Loss.of((model(batch["x"]) - batch["y"]).square().sum(), len(batch["x"]))
+
+
+task = Sines
+"""
+
+
+def test_the_same_run_by_a_plan_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "sines.py").write_text(OWN)
+    rest = "optim: {name: adamw, lr: 0.003, clip_norm: 0.5}\nlog: {every_steps: 1}\n"
+    (tmp_path / "sines.yaml").write_text(f"task: sines.py\ntrain: {{global_batch_size: 16, steps: {STEPS}}}\n{rest}")
+    words = ("--recipe", str(tmp_path / "sines.yaml"))
+    train("cpu", tmp_path / "one", *words).check()
+    for processes in (2, 4):
+        folder = tmp_path / str(processes)
+        train("tensor_parallel", folder, *words, processes=processes, env={"PARALLELISM_CONFIG_TP_SIZE": "2"}).check()
+        for key in ("loss", "grad_norm"):
+            expected = [line[key] for line in read_lines(tmp_path / "one" / "metrics.jsonl")]
+            assert len(expected) == STEPS
+            assert [line[key] for line in read_lines(folder / "metrics.jsonl")] == pytest.approx(expected, rel=1e-5)
+        assert read(folder / "result.json")["validation_loss"] == pytest.approx(
+            read(tmp_path / "one" / "result.json")["validation_loss"], rel=1e-5
+        )
