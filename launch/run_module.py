@@ -11,6 +11,7 @@ into 1 by itself; torchrun's summary stays, a line after it names that process, 
 
 from __future__ import annotations
 
+import logging
 import runpy
 import signal
 import socket
@@ -52,6 +53,8 @@ def _run(module: str) -> None:
 
 
 def _launch_processes() -> None:
+    # DeepSpeed, which it imports, warns where there is no GPU; the ranks say that better, on their first line.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended while it starts, it would say where, in its imports
     try:
         _run(ACCELERATE)

@@ -7,7 +7,6 @@ error of one rank into the same error of all; `close` leaves no process hanging.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -34,7 +33,7 @@ from torch.distributed import DistNetworkError
 
 from app.errors import PresetError, TopologyError
 from app.place.launched import NO_FP16_ON_CPU, Launched
-from app.ranks import compiled_ops, compiling, deepspeed_settings, devices, malloc, mesh, numerics
+from app.ranks import compiled_ops, compiling, deepspeed_settings, devices, malloc, mesh, numerics, quiet
 from app.ranks.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
 from app.recipe.batching import BatchPlan
 
@@ -78,6 +77,7 @@ class Runtime:
             _await_head(launched)
         self._collective = _time_out(hang_timeout_s)
         on_cpu = _runs_on_cpu(launched)
+        quiet.set_up(on_cpu=on_cpu)
         try:
             store = self._compare_devices(on_cpu=on_cpu)
             with connecting(launched.rank):
@@ -297,8 +297,6 @@ def _accelerator_on_cpu(
 ) -> Accelerator:
     # Weights that are gathered and freed again leave gaps which torch's aligned allocations do not fit: half a model more.
     malloc.keep_freed(**({} if launched.strategy == "ddp" else {"most_bytes": 1 << 20}))
-    # Accelerate imports DeepSpeed under any preset when it unwraps a model, and that warns of what is known here.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     if launched.strategy == "deepspeed":
         # With cpu=True Accelerate would drop DeepSpeed; without a backend it would see one process where DeepSpeed sees all.
         joining.backend = "gloo"
@@ -306,7 +304,8 @@ def _accelerator_on_cpu(
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
         # Small models stay below DeepSpeed's threshold for sharding a parameter: 0 shards all, as large models are.
         settings["deepspeed_plugin"].deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return Accelerator(**settings)
+        with quiet.without_success():
+            return Accelerator(**settings)
     if launched.strategy == "fsdp2":
         plugin = settings["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         accelerator = Accelerator(cpu=True, **settings)

@@ -82,7 +82,7 @@ def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     """Run the processes of this node."""
     command = resolved.accelerate_argv()
     say(shlex.join(command))
-    told = meeting_key.without(resolved.times(environment).told(environment))
+    told = resolved.with_threads(meeting_key.without(resolved.times(environment).told(environment)))
     alone = resolved.alone(told)
     # Where `samerun launch` started this, it is the one that looks.
     folder = OutcomeFile(Path(resolved.run_dir)) if resolved.run_dir and ATTEMPT not in environment else None
@@ -135,7 +135,7 @@ def _attempts(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     times = resolved.times(environment)
     if resolved.job and times.ends_s is None:
         say(f"nothing tells when the job's time is over ({times.origin}), so the run cannot stop before it")
-    told = times.told(environment)
+    told = resolved.with_threads(times.told(environment))
     pass_on = signals.to_ranks if resolved.alone(told) is None else signals.to_rank
     if resolved.is_started_elsewhere:
         pass_on = signals.to_srun if resolved.start()[0] == "srun" else signals.to_itself

@@ -98,6 +98,11 @@ class Resolved:
         again = again or (self.job is not None and self.job.requeues > 0)
         return "auto" if again and Path(self.run_dir, "recipe.yaml").exists() else self.options.resume
 
+    def with_threads(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment with what torchrun would set under DeepSpeed, and say in six lines."""
+        is_torchruns = self.preset.strategy == "deepspeed" and self.topology.processes_per_node > 1
+        return {**({"OMP_NUM_THREADS": "1"} if is_torchruns and not self.is_started_elsewhere else {}), **environment}
+
     def times(self, environment: Mapping[str, str]) -> Times:
         """Return those of the job. What the environment holds comes from what started this task, or elsewhere from the user."""
         if self.job is None or (self.is_task and ATTEMPT in environment):

@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from installation import run_installed
+from processes import read
 
 from app.recipe import recipe_file
 from launch import cli, preset
@@ -47,3 +49,14 @@ def test_a_help_imports_neither_torch_nor_matplotlib(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", looked, command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: " in done.stdout
+
+
+@pytest.mark.multiproc
+def test_a_job_script_of_the_wheel_trains_in_another_folder(installed: Path, tmp_path: Path) -> None:
+    for name in ("local.sh", "multinode.sh", "multinode.pbs", "mpirun.sh"):
+        printed = run_installed(installed, ["samerun", "script", name], tmp_path).check().output
+        assert printed == (LAUNCH / name).read_text()
+        (tmp_path / name).write_text(printed)
+    words = ["--preset", "cpu", "--recipe", "digits", "--run-dir", "run", "--trackers", "none", "train.steps=2"]
+    run_installed(installed, ["sh", "local.sh", *words], tmp_path).check()
+    assert read(tmp_path / "run" / "result.json")["steps"] == 2

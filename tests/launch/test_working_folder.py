@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from installation import run_installed
-from processes import ONE_THREAD, REPOSITORY, Started, read
+from processes import REPOSITORY, Finished, Started, read
 
 from launch.run_module import program
 
@@ -28,9 +29,27 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.multiproc
 def test_a_run_is_ours(folder: Path) -> None:
-    command = [*program("launch.cli"), "launch", "--preset", "cpu", *TWO_STEPS]
-    Started(command, env=ONE_THREAD, cwd=folder).wait().check()
+    finished = started(folder, "--preset", "cpu", *TWO_STEPS)
     assert read(folder / "run" / "result.json")["steps"] == 2
+    assert others_lines(finished.output) == []
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "fsdp2"])
+def test_each_line_of_a_start_is_ours(preset: str, tmp_path: Path) -> None:
+    """No warning of a library that nobody can act upon, in a home without settings."""
+    finished = started(tmp_path, "--preset", preset, "--processes", "2", *TWO_STEPS, HOME=str(tmp_path))
+    assert others_lines(finished.output) == []
+
+
+def started(folder: Path, *words: str, **environment: str) -> Finished:
+    return Started([*program("launch.cli"), "launch", *words], env=environment, cwd=folder).wait().check()
+
+
+def others_lines(output: str) -> list[str]:
+    """The lines of a run that are not the launcher's own, nor the application's, which begin with the time."""
+    return [line for line in output.splitlines() if not re.match(r"samerun: |\d\d:\d\d:\d\d ", line)]
 
 
 def test_an_app_of_the_users_on_the_pythonpath_is_not_taken_for_ours(tmp_path: Path) -> None:
