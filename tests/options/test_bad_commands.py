@@ -36,9 +36,13 @@ def test_what_is_no_run(command: str, expected: tuple[str, str, int], place: str
     refused(["samerun", *command.format(place).split()], sentence, code)
 
 
-@pytest.mark.parametrize("command", ["report", "curves", "compare a", "timeline", "verify", "export", "watch", "data inspect"])
+@pytest.mark.parametrize("command", ["report", "curves", "compare", "timeline", "verify", "export", "watch", "data inspect"])
 def test_what_is_asked_for_and_missing(command: str, refused: Refused) -> None:
     refused(["samerun", *command.split()], "the following arguments are required", 2)
+
+
+def test_one_run_is_compared_with_nothing(refused: Refused) -> None:
+    refused(["samerun", "compare", "a"], "give two runs, or more", 2)
 
 
 @pytest.mark.parametrize(
