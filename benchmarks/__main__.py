@@ -32,11 +32,11 @@ from app.options.values import above_zero, names, numbers, positive
 from app.place.cores import machine
 from app.recipe import recipe_file
 from benchmarks import contestants, whole_runs
-from benchmarks.figures import AUGMENTED, LIMIT, LINEAR, Group, Result, Turn, results, table, versions, write
+from benchmarks.figures import AUGMENTED, LINEAR, REFERENCE, Group, Result, Turn, results, table, versions, write
 
-_HAND_WRITTEN = (LIMIT, "hand-written")
+_HAND_WRITTEN = (REFERENCE, "hand-written")
 _WARM_STEPS = 10
-"""Steps before anything is measured; from the same number of the limit's the length of a window is chosen."""
+"""Steps before anything is measured; from the same number of the reference's the length of a window is chosen."""
 _WINDOW_STEPS = 50
 """Windows are multiples of this: the steps between two logs of Samerun."""
 
@@ -165,7 +165,7 @@ def _compete(
             )
             started[entry.name] = stack.enter_context(one)
         ready = {entry.name: started[entry.name] for entry in entries if _is_ready(entry, started[entry.name], console)}
-        warm_s = {name: contestant.run(_WARM_STEPS).cpu_s for name, contestant in ready.items()}[LIMIT]
+        warm_s = {name: contestant.run(_WARM_STEPS).cpu_s for name, contestant in ready.items()}[REFERENCE]
         steps = _WINDOW_STEPS * max(1, math.ceil(options.window * _WARM_STEPS / warm_s / _WINDOW_STEPS))
         rows = []
         names = list(ready)
@@ -243,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
                         "threads, compare Samerun under DDP with a hand-written DDP loop (default: 1,2)")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=9, help="windows of each program that count (default: 9)")
     parser.add_argument("--window", type=above_zero, default=1.0, metavar="SECONDS",
-                        help="CPU time of the limit in a window, about (default: 1)")  # fmt: skip
+                        help="CPU time of the reference in a window, about (default: 1)")  # fmt: skip
     parser.add_argument("--peers", default="all", metavar="all|none|NAMES", help="comma-separated: accelerate, fabric, "
                         "lightning, transformers, timm, torchvision (default: all that are installed)")  # fmt: skip
     parser.add_argument("--augmented", action="store_true", help="also Samerun and Accelerate with the recipe's random crops "

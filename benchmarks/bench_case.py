@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks import peers, programs
-from benchmarks.figures import LIMIT
+from benchmarks.figures import REFERENCE
 from benchmarks.meter import Meter
 from benchmarks.work import Task, Work
 
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(int(threads))
     work = Work(Task(**json.loads(task)), Meter(Connection(int(descriptor))))
     own: dict[str, Callable[[Work], None]] = {
-        LIMIT: functools.partial(programs.hand_written, fused=True),
+        REFERENCE: functools.partial(programs.hand_written, fused=True),
         "hand-written": functools.partial(programs.hand_written, fused=None),
         "hand-written on a device": programs.on_device,
         "samerun": programs.samerun,

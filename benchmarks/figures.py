@@ -1,6 +1,6 @@
 """What the windows of `python -m benchmarks` say: medians, quartiles and ratios, as a table, as CSV and as JSON.
 
-A ratio is the hand-written fused loop's time divided by the program's, both of the same round: 1.00 is the limit, above is
+A ratio is the hand-written fused loop's time divided by the program's, both of the same round: 1.00 is the reference, above is
 faster. A program's own cost is the difference of the same two. How many times as long as Samerun it takes is of the same round
 too. Standard library; rich for the table.
 """
@@ -19,13 +19,15 @@ from typing import Any
 
 from rich.table import Table
 
-LIMIT = "hand-written, fused"
+REFERENCE = "hand-written, fused"
 """The program that all others are compared with: a loop over tensors in memory with the fused AdamW."""
 OURS, AUGMENTED = "samerun", " + augmentation"
 """Samerun's name, and what is added to that of a program that changes its images at random."""
 LINEAR = "linear"
 """A model of one matrix: so small that a step costs what the program around it costs."""
 REPORT, WINDOWS = "bench.json", "bench.csv"
+_MS = 1e3
+"""In microseconds, of which windows and reports are made: tables are in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,10 @@ class Spread:
         low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
         return cls(median, low, high)
 
-    def text(self, form: str) -> str:
-        """Write it, with each figure in this form."""
-        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+    def text(self, form: str, *, unit: float = 1.0) -> str:
+        """Write it, with each figure in this form and in this unit."""
+        median, low, high = self.median / unit, self.low / unit, self.high / unit
+        return f"{median:{form}} ({low:{form}} to {high:{form}})"
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,9 @@ class Result:
     """CPU time of a step, of one process, in us."""
     wall_us: Spread
     ratio: Spread
-    """Share of the limit's speed, by CPU time."""
+    """Share of the reference's speed, by CPU time."""
     own_us: Spread
-    """CPU time of a step beyond the limit's, in us."""
+    """CPU time of a step beyond the reference's, in us."""
     times_ours: Spread
     """CPU time of a step, divided by that of Samerun: of Samerun with augmentation, where the program has it."""
 
@@ -97,21 +100,21 @@ def results(rows: Sequence[Turn]) -> list[Result]:
     for row in rows:
         found.setdefault((row.group, row.program), {})[row.round] = row
     return [
-        _result(rounds, found[group, LIMIT], found[group, OURS + AUGMENTED * program.endswith(AUGMENTED)])
+        _result(rounds, found[group, REFERENCE], found[group, OURS + AUGMENTED * program.endswith(AUGMENTED)])
         for (group, program), rounds in found.items()
     ]
 
 
-def _result(rounds: Mapping[int, Turn], limits: Mapping[int, Turn], ours: Mapping[int, Turn]) -> Result:
-    pairs = [(row.cpu_us_per_step, limits[number].cpu_us_per_step) for number, row in rounds.items()]
+def _result(rounds: Mapping[int, Turn], references: Mapping[int, Turn], ours: Mapping[int, Turn]) -> Result:
+    pairs = [(row.cpu_us_per_step, references[number].cpu_us_per_step) for number, row in rounds.items()]
     first = next(iter(rounds.values()))
     return Result(
         first.group,
         first.program,
         cpu_us=Spread.of([own for own, _ in pairs]),
         wall_us=Spread.of([row.wall_us_per_step for row in rounds.values()]),
-        ratio=Spread.of([limit / own for own, limit in pairs]),
-        own_us=Spread.of([own - limit for own, limit in pairs]),
+        ratio=Spread.of([reference / own for own, reference in pairs]),
+        own_us=Spread.of([own - reference for own, reference in pairs]),
         times_ours=Spread.of([row.cpu_us_per_step / ours[number].cpu_us_per_step for number, row in rounds.items()]),
     )
 
@@ -122,18 +125,18 @@ def table(group: Group, of_group: Sequence[Result], batch: int) -> Table:
     For the linear model it says what the loop around it costs, for others how they compare with Samerun.
     """
     is_linear = group.model == LINEAR
-    fifth = "own us a step" if is_linear else f"times {OURS}'s\n(quartiles)"
+    fifth = "own ms a step" if is_linear else f"times {OURS}'s\n(quartiles)"
     made = Table(title=str(group), title_justify="left")
     made.add_column("program", no_wrap=True)
-    for heading in ("CPU us a step\n(quartiles)", "of the limit\n(quartiles)", fifth, "wall us\na step", "samples/s"):
+    for heading in ("CPU ms a step\n(quartiles)", "of the reference\n(quartiles)", fifth, "wall ms\na step", "samples/s"):
         made.add_column(heading, justify="right", no_wrap=True)
     for result in of_group:
         made.add_row(
             result.program,
-            result.cpu_us.text(",.0f"),
+            result.cpu_us.text(",.3f", unit=_MS),
             result.ratio.text(".3f"),
-            f"{result.own_us.median:+,.0f}" if is_linear else result.times_ours.text(".2f"),
-            f"{result.wall_us.median:,.0f}",
+            f"{result.own_us.median / _MS:+,.3f}" if is_linear else result.times_ours.text(".2f"),
+            f"{result.wall_us.median / _MS:,.3f}",
             f"{1e6 * batch / result.wall_us.median:,.0f}",
         )
     return made
@@ -153,7 +156,7 @@ def write(folder: Path, about: Mapping[str, Any], rows: Sequence[Turn], found: I
         by_group.setdefault(str(result.group), {})[result.program] = {
             "cpu_us_per_step": vars(result.cpu_us),
             "wall_us_per_step": vars(result.wall_us),
-            "share_of_limit": vars(result.ratio),
+            "share_of_reference": vars(result.ratio),
             "own_us_per_step": vars(result.own_us),
             "times_samerun": vars(result.times_ours),
             "cpu_us_per_step_of_rounds": times,

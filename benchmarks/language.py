@@ -20,7 +20,7 @@ from rich.console import Console
 from app.options.values import numbers, positive
 from app.place.cores import machine
 from benchmarks import contestants
-from benchmarks.figures import LIMIT, OURS, Group, Turn, results, table
+from benchmarks.figures import OURS, REFERENCE, Group, Turn, results, table
 from benchmarks.language_case import PROGRAMS
 from benchmarks.memory import status_bytes
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         for threads in options.threads:
             _compete(names, Path(place), threads, options, console)
         if options.memory:
-            for name in (LIMIT, OURS, *(["transformers"] if "transformers" in names else [])):
+            for name in (REFERENCE, OURS, *(["transformers"] if "transformers" in names else [])):
                 small, large = (_peak(name, network, Path(place), options.threads[0]) for network in (FEW, MANY))
                 console.print(f"{name}: {(large - small) / 2**20:,.0f} MiB more with 50,257 tokens than with 257", markup=False)
     console.print(machine(), markup=False, highlight=False)

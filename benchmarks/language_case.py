@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.tasks.causal_lm.data.embedded import open_embedded
-from benchmarks.figures import LIMIT, OURS
+from benchmarks.figures import OURS, REFERENCE
 from benchmarks.meter import Meter
 
 LR, DECAY, CLIP, FOREVER = 1e-3, 0.0, 1.0, 10**7
@@ -193,7 +193,7 @@ def litgpt(work: Work) -> None:
 
 
 PROGRAMS: dict[str, tuple[Callable[[Work], None], str]] = {
-    LIMIT: (lambda work: hand_written(work, fused=True), "torch"),
+    REFERENCE: (lambda work: hand_written(work, fused=True), "torch"),
     "hand-written": (hand_written, "torch"),
     OURS: (samerun, "torch"),
     "transformers": (transformers, "transformers"),

@@ -15,10 +15,10 @@ from processes import ONE_THREAD, Started, read
 import benchmarks.__main__
 from app.errors import RecipeError, RunFolderError, SamerunError, TrainingError
 from benchmarks import contestants
-from benchmarks.figures import LIMIT, LINEAR, Group, Spread, Turn, results
+from benchmarks.figures import LINEAR, REFERENCE, Group, Spread, Turn, results
 from benchmarks.gpu import photographs
 
-ALL = {LIMIT, "hand-written", "samerun"}
+ALL = {REFERENCE, "hand-written", "samerun"}
 
 
 @pytest.mark.multiproc
@@ -32,7 +32,7 @@ def test_a_small_bench_gives_a_whole_report(tmp_path):
     ((group, programs),) = report["results"].items()
     assert group == "linear, 1 process of 1 thread"
     assert programs.keys() == ALL
-    assert all(name in output for name in (group, "samerun", "own us a step"))
+    assert all(name in output for name in (group, "samerun", "own ms a step"))
     assert "global_batch_size=32" in report["command"]
     assert report["versions"]["torch"]
     with (tmp_path / "bench.csv").open() as file:
@@ -43,9 +43,9 @@ def test_a_small_bench_gives_a_whole_report(tmp_path):
         assert min(of_program) > 1.0
         assert of_program == pytest.approx(found["cpu_us_per_step_of_rounds"], abs=0.01)
         assert found["cpu_us_per_step"]["median"] == pytest.approx(statistics.median(of_program), abs=0.01)
-        limits = programs[LIMIT]["cpu_us_per_step_of_rounds"]
-        ratios = [limit / own for limit, own in zip(limits, found["cpu_us_per_step_of_rounds"], strict=True)]
-        assert found["share_of_limit"]["median"] == pytest.approx(statistics.median(ratios))
+        references = programs[REFERENCE]["cpu_us_per_step_of_rounds"]
+        ratios = [reference / own for reference, own in zip(references, found["cpu_us_per_step_of_rounds"], strict=True)]
+        assert found["share_of_reference"]["median"] == pytest.approx(statistics.median(ratios))
 
 
 @pytest.mark.multiproc
@@ -73,21 +73,25 @@ def test_starts_and_whole_commands_are_measured_without_a_peer_that_fails(tmp_pa
 
 @pytest.mark.multiproc
 def test_a_program_that_ends_between_its_turns_is_named(tmp_path):
-    task = {"program": LIMIT, "recipe": "digits", "model": LINEAR, "folder": str(tmp_path), "shape": [1, 8, 8, 10]}
-    with contestants.start("the limit", {**task, "overrides": []}, threads=1, log=tmp_path / "log") as contestant:
+    task = {"program": REFERENCE, "recipe": "digits", "model": LINEAR, "folder": str(tmp_path), "shape": [1, 8, 8, 10]}
+    with contestants.start("the reference", {**task, "overrides": []}, threads=1, log=tmp_path / "log") as contestant:
         contestant.take_first_step()
         assert contestant.run(10).cpu_s > 0
         (process,) = (child for child in psutil.Process().children() if "benchmarks.bench_case" in child.cmdline())
         process.kill()
         process.wait()
-        with pytest.raises(TrainingError, match="the limit failed before all of it was measured"):
+        with pytest.raises(TrainingError, match="the reference failed before all of it was measured"):
             contestant.run(10)
 
 
 def test_ratios_are_those_of_the_same_round():
     group = Group("linear", 1, 1)
     # The machine is ten times as slow in the second round, for both.
-    times = {LIMIT: (100.0, 1000.0, 100.0), "samerun": (125.0, 1250.0, 125.0), "samerun + augmentation": (200.0, 2000.0, 200.0)}
+    times = {
+        REFERENCE: (100.0, 1000.0, 100.0),
+        "samerun": (125.0, 1250.0, 125.0),
+        "samerun + augmentation": (200.0, 2000.0, 200.0),
+    }
     times |= {"fabric": (250.0, 2500.0, 1250.0), "fabric + augmentation": (300.0, 3000.0, 300.0)}
     rows = [Turn(group, name, number, 10, us, us) for name, all_us in times.items() for number, us in enumerate(all_us)]
     limit, ours, augmented, peer, augmented_peer = results(rows)
