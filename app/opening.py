@@ -108,7 +108,7 @@ def open_run_folder(  # noqa: PLR0913  (keyword-only after the parts)
             saved_since = _is_newer(ours.path, origin)
     if runtime.from_main(saved_since) and look_again is not None:
         origin = look_again() or origin
-    started, preset = Trackers(), launched_preset() if runtime.is_main else None
+    started, preset = Trackers(), launched_preset(runtime.launched.preset_file) if runtime.is_main else None
     with runtime.together():
         if ours is not None:
             logged = _take_up(ours, origin)

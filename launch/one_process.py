@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from app.place.environment import PRESET_FILE
 from app.place.topology import Topology
 from launch.preset import Preset, says_nothing
 from launch.run_module import program
@@ -54,6 +55,7 @@ def argv(
     told = variables(topology, preset, environment, mixed_precision=mixed_precision)
     if told is None:
         return None
+    told[PRESET_FILE] = str(preset.path)
     return ["env", *(f"{name}={value}" for name, value in told.items()), *program(module), *app_args]
 
 

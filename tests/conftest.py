@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,6 +73,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _warm_processes_end(_own_cache: None) -> Iterator[None]:
     yield
     end_warm()
+
+
+@pytest.fixture
+def own_imports() -> Iterator[None]:
+    """What a user's task file brings into this process is gone after the test: other tests have files of the same name."""
+    before = list(sys.path)
+    yield
+    added = set(sys.path) - set(before)
+    sys.path[:] = before
+    for name, module in list(sys.modules.items()):
+        if str(Path(getattr(module, "__file__", None) or "").parent) in added:
+            del sys.modules[name]
 
 
 @pytest.fixture

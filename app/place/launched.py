@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from app.errors import PresetError, TopologyError
 from app.place import degrees, started_ranks
-from app.place.environment import END_TIME, START_TIME, SUBMIT_TIME, check_threads, number, said
+from app.place.environment import END_TIME, PRESET_FILE, START_TIME, SUBMIT_TIME, check_threads, number, said
 from app.place.slurm_variables import JOB
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
@@ -62,6 +62,8 @@ class Launched:
     """When the allocation ends, in Unix seconds, where that is known."""
     visible_devices: str = ""
     """CUDA_VISIBLE_DEVICES."""
+    preset_file: str | None = None
+    """The preset, where `samerun launch` started this process itself and no command line above it names one."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What Accelerate still must be told by its environment: nothing where a launcher has."""
 
@@ -126,7 +128,12 @@ def read(environ: Mapping[str, str], *, started_by: Callable[[], Sequence[Sequen
     """
     check_threads(environ)
     launched = _read(environ, started_by)
-    return replace(launched, end_time_s=end_time_s(environ), visible_devices=environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return replace(
+        launched,
+        end_time_s=end_time_s(environ),
+        visible_devices=environ.get("CUDA_VISIBLE_DEVICES", ""),
+        preset_file=environ.get(PRESET_FILE),
+    )
 
 
 def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence[str]]]) -> Launched:

@@ -18,10 +18,11 @@ class PresetFile:
     text: str
 
 
-def launched_preset() -> PresetFile | None:
-    """Return the preset that `accelerate launch` read for this process, or None if it was started otherwise.
+def launched_preset(told: str | None) -> PresetFile | None:
+    """Return the preset that this process was started with, or None if it was started without one.
 
-    Accelerate hands on what the preset says, but not its name: the command line of the parent process has it.
+    `accelerate launch` hands on what the preset says, but not its name: the command line of the parent process has it.
+    `samerun launch`, where it starts the process itself, has `told` the file.
     """
     try:
         parent = psutil.Process().parent()
@@ -36,8 +37,12 @@ def launched_preset() -> PresetFile | None:
             path = Path(directory, word.partition("=")[2])
         else:
             continue
-        return PresetFile(path.stem, path.read_text()) if path.is_file() else None
-    return None
+        return _read(path)
+    return _read(Path(told)) if told else None
+
+
+def _read(path: Path) -> PresetFile | None:
+    return PresetFile(path.stem, path.read_text()) if path.is_file() else None
 
 
 def source_commit() -> str | None:

@@ -85,6 +85,7 @@ def test_the_card_is_one_of_the_hub_and_names_no_place(run: Path, tmp_path: Path
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("own_imports")
 def test_a_users_task_is_exported_by_its_example_or_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir, out = tmp_path / "run", tmp_path / "out"
     train("cpu", run_dir, "--recipe", "examples/regression.yaml", *SHORT, processes=1).check()

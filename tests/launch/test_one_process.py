@@ -114,6 +114,9 @@ def test_a_process_finds_what_it_would_under_a_real_launcher(name: str, tmp_path
         found.append(json.loads((tmp_path / "0.json").read_text()))
     both = [{key: value for key, value in each.items() if key not in OF_THE_MEETING} for each in found]
     assert both[0] == both[1]
+    started = one_process.argv(Topology(), used, [], clean_environment())
+    assert started is not None
+    assert f"SAMERUN_PRESET_FILE={used.path}" in started, "no command line above it names the preset"
 
 
 @pytest.mark.parametrize(

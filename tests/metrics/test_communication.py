@@ -127,6 +127,7 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")  # these are the names that FSDP2 calls
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_what_goes_into_a_gpus_stream_is_found(collective: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,5 +226,5 @@ def test_a_tracker_that_fails_later_is_switched_off_and_the_others_go_on(tmp_pat
     assert "cannot be written: File too large" in said
     trackers.log("metrics.jsonl", {"loss": 1.0}, step=4)
     trackers.finish()
-    assert [event.step for event in shown(tmp_path).Scalars("loss")] == [1]
+    assert [event.step for event in shown(tmp_path).Scalars("train/loss")] == [1]
     assert capsys.readouterr().out == ""

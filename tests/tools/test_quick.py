@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,10 @@ REALLY = ("rank", "a mean of means", "unused parameter")
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Iterator[Path]:
+def recipe(tmp_path: Path, own_imports: None) -> Path:
     (tmp_path / "table.py").write_text(TASK)
     (tmp_path / "table.yaml").write_text("task: table.py\ntrain: {global_batch_size: 16, steps: 6}\nlog: {every_steps: 1}\n")
-    yield tmp_path / "table.yaml"
-    sys.modules.pop("table", None)
-    if str(tmp_path) in sys.path:
-        sys.path.remove(str(tmp_path))
+    return tmp_path / "table.yaml"
 
 
 def examined(recipe: Path, *words: str) -> tuple[int, str]:

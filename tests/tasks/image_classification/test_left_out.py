@@ -132,6 +132,7 @@ def test_what_cannot_be_left_out_is_told(folder: Path, tmp_path: Path) -> None:
         main(["check", "--recipe", "lm_tiny", "--write", str(file)])
 
 
+@pytest.mark.usefixtures("own_imports")
 def test_every_task_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--recipe", "lm_tiny"]) == 0
     assert main(["check", "examples/regression.yaml"]) == 0

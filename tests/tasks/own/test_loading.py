@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,15 +58,11 @@ task = Line
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Iterator[Path]:
+def recipe(tmp_path: Path, own_imports: None) -> Path:
     (tmp_path / "line.py").write_text(LINE)
     (tmp_path / "helper_of_line.py").write_text("WORD = 1\n")
     (tmp_path / "line.yaml").write_text("task: line.py\ntrain: {global_batch_size: 16, steps: 6}\nlog: {every_steps: 1}\n")
-    yield tmp_path / "line.yaml"
-    for name in ("line", "helper_of_line"):
-        sys.modules.pop(name, None)
-    if str(tmp_path) in sys.path:
-        sys.path.remove(str(tmp_path))
+    return tmp_path / "line.yaml"
 
 
 def test_the_file_is_imported_under_its_own_name_and_its_folder_goes_last(recipe: Path) -> None:
