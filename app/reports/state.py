@@ -69,7 +69,9 @@ def _judged(run: PastRun, now: float) -> tuple[str, str, bool]:
         return "finished", f"before its last step, because {early}" if early else "all steps are done", True
     if outcome == "stopped":
         again = bool(run.outcome.get("go_on"))
-        return "stopped", f"after saving{because}{'; it is restarted automatically' if again else ''}", not again
+        # A start that resumes the run removes the outcome before its first line: then this is the end of the start before it.
+        is_over = bool(run.outcome) and not again
+        return "stopped", f"after saving{because}{'; it is restarted automatically' if again else ''}", is_over
     sign = last_sign(run)
     if sign is None:
         return "unknown", "no line tells when anything happened", False

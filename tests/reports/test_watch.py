@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from another_task import rainfall
 from processes import REPOSITORY, TIMEOUT_S, clean_environment, read_lines, start
 
 from app.errors import STOPPED, RunFolderError
+from app.reports import past_run
+from app.reports.state import state_of
 from app.reports.view import sparkline
 from launch.cli import main as samerun
 
@@ -62,6 +66,23 @@ def test_a_run_that_is_not_there_yet_is_followed_until_it_stops(tmp_path: Path) 
     assert steps == [f"step {line['step']}/100000" for line in metrics]
     assert f"loss {metrics[-1]['loss']:.4f}" in "".join(told)
     assert told[-1] == "stopped: after saving, because the file STOP was there"
+
+
+def test_a_run_that_is_taken_up_again_is_not_over(digits_run: Path, tmp_path: Path) -> None:
+    """The start that resumes it removes the outcome, and then imports and checks before it writes a line."""
+    folder = tmp_path / "run"
+    shutil.copytree(digits_run, folder)
+    (folder / "result.json").unlink()
+    *before, last = (folder / "ledger.jsonl").read_text().splitlines()
+    stopped = json.dumps(json.loads(last) | {"outcome": "stopped"})
+    (folder / "ledger.jsonl").write_text("\n".join([*before, stopped]) + "\n")
+    outcome = json.loads((folder / "outcome.json").read_text()) | {"outcome": "stopped", "reason": "SIGTERM came"}
+    for found, is_over in (({**outcome, "go_on": False}, True), ({**outcome, "go_on": True}, False), (None, False)):
+        (folder / "outcome.json").unlink()
+        if found is not None:
+            (folder / "outcome.json").write_text(json.dumps(found))
+        state = state_of(past_run.read(folder), time.time())
+        assert (state.word, state.is_over) == ("stopped", is_over)
 
 
 def test_on_a_terminal_it_is_drawn(digits_run: Path) -> None:
