@@ -19,8 +19,11 @@ def survive_failures(accelerator: Accelerator) -> None:
     if accelerator.state.dynamo_plugin.backend == DynamoBackend.NO:
         return
     import torch._dynamo  # takes a second, which only those who compile have to spend
+    import torch._functorch.config
 
     torch._dynamo.config.suppress_errors = True
+    # The backward pass is compiled with the forward pass: later, in the first step, a failure would end the run (torch 2.14).
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     # It counts its calls: traced, it would be compiled anew for every layer and pass, and that ends after eight times.
     SampleDropout.forward = torch.compiler.disable(SampleDropout.forward)  # type: ignore[method-assign]
     # Where torch says what it has suppressed, at length (torch 2.15).

@@ -235,7 +235,8 @@ def test_a_model_that_cannot_be_compiled_is_trained_as_it_is(tmp_path: Path) -> 
     processes.train("cpu", plain, *arguments).check()
     target = ("-m", "app.train", "--run-dir", str(uncompiled), "--trackers", "none", *arguments)
     command = accelerate("cpu", "--dynamo_backend", "inductor", target=target)
-    output = Started(command, env={"CXX": "/bin/false"}).wait().check().output
+    nothing_compiled_before = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    output = Started(command, env={"CXX": "/bin/false", **nothing_compiled_before}).wait().check().output
     assert output.count("torch.compile failed (InductorError: InvalidCxxCompiler") == 1
     assert "Traceback" not in output
     assert [line["loss"] for line in read_lines(uncompiled / "metrics.jsonl")] == [
