@@ -23,9 +23,11 @@ The text of an error says what is wrong, the value, where it came from and what 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import NoReturn
@@ -135,6 +137,25 @@ def leave_with(error: SamerunError, rank: int) -> NoReturn:
     print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
     sys.stdout.flush()
     os._exit(error.exit_code)
+
+
+def skip_destructors_if_failed() -> threading.Event:
+    """Return an event. Once it is set, this process ends with exit code 1 where Python would begin to destroy its objects.
+
+    To be called first of all: what others have registered with `atexit` runs before. After an error the traceback keeps the
+    model and its process group, and gloo, destroyed with work under way, aborts now and then ("terminate called without an
+    active exception"): the exit code would be that of SIGABRT, and a line of C++ the last of the log.
+    """
+    failed = threading.Event()
+
+    def end_at_once() -> None:
+        if failed.is_set():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    atexit.register(end_at_once)
+    return failed
 
 
 _OF_A_LOST_PEER = (

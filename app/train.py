@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.errors import STOPPED, PresetError, SamerunError, leave_with, let_the_first_be_seen
+from app.errors import STOPPED, PresetError, SamerunError, leave_with, let_the_first_be_seen, skip_destructors_if_failed
 from app.guard.lifeline import Lifeline, end_workers
 from app.options import tracker_names, train_options
 from app.place.environment import LAUNCHER
@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     words = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost yet: it ends without a traceback
+    failed = skip_destructors_if_failed()
     lifeline = Lifeline(os.environ).start()
     launched = Launched()
     try:
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         port = os.environ.get("MASTER_PORT")
         let_the_first_be_seen(error, store_port=int(port) if port else None)
         end_workers()
+        failed.set()
         raise
     if stopped and LAUNCHER not in os.environ:  # `samerun launch` learns of it from the run folder
         if launched.rank != 0:

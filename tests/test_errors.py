@@ -1,9 +1,10 @@
-"""What a process does whose peer is gone."""
+"""What a process does that fails, or whose peer is gone."""
 
 from __future__ import annotations
 
 import select
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -33,6 +34,27 @@ def test_who_lost_a_peer_hangs_up_on_the_others_at_once_and_speaks_later():
             assert not started.is_over()
             assert select.select([from_store], [], [], 0)[0] == []  # nothing to read, not its end either
             started.kill()
+
+
+FAILS = """
+import atexit, os
+from app.errors import skip_destructors_if_failed
+failed = skip_destructors_if_failed()
+atexit.register(print, "a tracker says goodbye", end="")
+class Group:
+    def __del__(self):
+        os.abort()
+group = Group()
+failed.set()
+raise RuntimeError("struck")
+"""
+
+
+def test_what_failed_destroys_nothing_and_has_its_traceback_last():
+    """gloo's destructors abort now and then."""
+    over = subprocess.run([sys.executable, "-c", FAILS], check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (over.returncode, over.stdout) == (1, "a tracker says goodbye")
+    assert over.stderr.endswith("\nRuntimeError: struck\n")
 
 
 TCP = "/pytorch/third_party/gloo/gloo/transport/tcp/"
