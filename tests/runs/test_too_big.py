@@ -20,9 +20,10 @@ pytestmark = [
     pytest.mark.skipif(memory_group.why_not() is not None, reason=str(memory_group.why_not())),
 ]
 
-LIMITS_GIB = {2: 6, 4: 11}
+LIMITS_GIB = {2: 7.25, 4: 11}
 """By the number of processes. Of 201M parameters AdamW's weights, gradients and moments are 3.0 GiB in each process, or 1.5
-where two divide them and 0.75 where four do. In float32 DeepSpeed keeps half as much again."""
+where two divide them. In float32 DeepSpeed keeps half as much again. On 2 processes data parallelism is killed in 7.5 GiB as
+well and trains in 8, ZeRO-3 trains in 6.5, and offload in 7."""
 MODEL = ("model.hidden_size=768", "model.layers=16", "model.heads=12", "model.intermediate_size=3072", "model.vocab_size=32000",
          "model.tie_embeddings=false")  # fmt: skip
 STEPS = 3
@@ -77,21 +78,21 @@ def small_buffers(folder: Path, **offload: dict[str, str]) -> str:
 @pytest.mark.parametrize(("processes", "said"), [(2, "lack of memory"), (4, "no batch is small enough")])
 def test_data_parallelism_ends_with_a_sentence(processes: int, said: str, recipe: tuple[str, ...], tmp_path: Path) -> None:
     """Two are killed; of four what they keep alone is more than there is, which is known before a weight is drawn."""
-    with memory_group.limited(LIMITS_GIB[processes] * 2**30) as group:
+    with memory_group.limited(int(LIMITS_GIB[processes] * 2**30)) as group:
         finished = launched_in(group, "multi_gpu", processes, tmp_path / "run", recipe)
     assert finished.returncode not in (0, None)
     assert said in finished.output
     assert "fsdp2" in finished.output, "what to change"
 
 
-@pytest.mark.parametrize(("way", "processes"), [("fsdp2", 2), ("zero3", 4), ("zero3_offload", 4)])
+@pytest.mark.parametrize("way", ["fsdp2", "zero3", "zero3_offload"])
 def test_what_divides_the_model_trains_as_one_process_does(
-    way: str, processes: int, recipe: tuple[str, ...], alone: list[float], tmp_path: Path
+    way: str, recipe: tuple[str, ...], alone: list[float], tmp_path: Path
 ) -> None:
     to_host = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")} if way == "zero3_offload" else {}
     preset = way if way == "fsdp2" else small_buffers(tmp_path, **to_host)
-    with memory_group.limited(LIMITS_GIB[processes] * 2**30) as group:
-        finished = launched_in(group, preset, processes, tmp_path / "run", recipe).check()
-        print(f"{way}: peak {group.peak_bytes / 2**30:.2f} of {LIMITS_GIB[processes]} GiB")
+    with memory_group.limited(int(LIMITS_GIB[2] * 2**30)) as group:
+        finished = launched_in(group, preset, 2, tmp_path / "run", recipe).check()
+        print(f"{way}: peak {group.peak_bytes / 2**30:.2f} of {LIMITS_GIB[2]} GiB")
     assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
     assert len(alone) == STEPS, finished.output
