@@ -66,7 +66,8 @@ def introduce(resolved: Resolved, environment: Mapping[str, str], say: Callable[
 def after_lack_of_memory(resolved: Resolved, environment: Mapping[str, str]) -> str:
     """Return what is said after a process was ended for lack of memory: what the plan said, and what to change."""
     launch = _launch(resolved)
-    return verdict.ended(kept.read(launch.recipe, environment), launch.way, resolved.plan.micro_batch)
+    # The kernel kills for the host's memory, with GPUs too: offloading to it, or more devices in it, would not help.
+    return verdict.ended(kept.read(launch.recipe, environment), launch.way, resolved.plan.micro_batch, on_cpu=True)
 
 
 def _launch(resolved: Resolved) -> Launch:
