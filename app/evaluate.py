@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import DataError, SamerunError, UsageError, leave_with
 from app.options import train_options
+from app.options.command_line import Parser
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
 from app.recipe import recipe_file, recipe_keys, task_file
@@ -36,7 +37,7 @@ _OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
 
 def main(argv: list[str] | None = None) -> None:
     """Print the scores of a finished run; ends the process with the error's exit code if that fails."""
-    parser = argparse.ArgumentParser(prog="samerun evaluate", description="Evaluate a finished run or an exported model.")
+    parser = Parser(prog="samerun evaluate", description="Evaluate a finished run or an exported model.")
     parser.add_argument("run", type=Path, help="run folder, exported model or transformers folder")
     parser.add_argument("--recipe", help="for a transformers folder: a recipe, by name or path, with the text to score")
     parser.add_argument(
@@ -48,9 +49,9 @@ def main(argv: list[str] | None = None) -> None:
     train_options.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the run's")
-    arguments = parser.parse_intermixed_args(argv)
     launched = Launched()
     try:
+        arguments = parser.parse_all(argv)
         launched = read(own_environment())
         scores = _score(launched, arguments)
     except SamerunError as error:
@@ -92,7 +93,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
             _, model, facts = model_file.load(place, at, built=built)
             samples = held_out.mapped(samples, lambda opened: task.matched(opened, facts))
         else:
-            model = task.of_folder(arguments.run, held_out.as_opened(data).train.facts)
+            model = task.of_folder(arguments.run, samples.facts)
     model = filling.to_evaluate(runtime, model, dtype)
     scores = building.evaluation_of(runtime, recipe, task, model, samples, split=split)()
     runtime.close()
@@ -106,13 +107,24 @@ def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
             raise UsageError(f"--recipe is for a folder of transformers: {arguments.run} has a recipe of its own")
         if not arguments.best:
             run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # what is no finished run is told as that
-        return recipe_file.load(str(arguments.run / run_folder.RECIPE), arguments.overrides).recipe
+        return _of_its_data(str(arguments.run / run_folder.RECIPE), arguments.overrides)
     kinds = recipe_keys.kinds(_OF_FOLDERS)
     said = {key: "null" for key, kind in kinds.items() if key.startswith("model.") and kind.optional}
     said |= {"task": _OF_FOLDERS, "model.path": str(arguments.run), "model.dropout": "0"}
     said |= {} if arguments.recipe else {"data.sequence_length": "null"}
     words = recipe_file.replaced([f"{key}={value}" for key, value in said.items()], arguments.overrides)
     return recipe_file.load(arguments.recipe or _RECIPE_OF_FOLDERS, words).recipe
+
+
+def _of_its_data(recipe: str, overrides: list[str]) -> Recipe:
+    """Return a run's recipe with overrides. Which samples are left out is said of the run's own data, and of no other."""
+    loaded = recipe_file.load(recipe, overrides).recipe
+    given = [word.partition("=")[0] for word in overrides]
+    left_out = getattr(getattr(loaded.sections, "data", None), "leave_out", None)
+    if left_out is None or "data.leave_out" in given or not {"data.path", "data.source"} & {*given}:
+        return loaded
+    sys.stderr.write(f"note: data.leave_out={left_out} is of the run's own data: it is not used for these\n")
+    return recipe_file.load(recipe, [*overrides, "data.leave_out=null"]).recipe
 
 
 def _samples(recipe: Recipe, data: Splits, split: str) -> Any:

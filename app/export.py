@@ -35,6 +35,7 @@ from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RunFolderError
 from app.files.lines import Lines
 from app.options import train_options
+from app.options.command_line import Parser
 from app.recipe import recipe_file, recipe_keys
 from app.record import card, run_folder
 from app.record.claim import sync
@@ -50,7 +51,7 @@ _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}
 
 def main(argv: Sequence[str]) -> int:
     """Run `samerun export` with these arguments and return its exit code. Raises CheckpointError and RunFolderError."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_all(argv)
     folder = (chosen.best if options.best else chosen.newest)(options.place)
     reader = Reader(folder)
     key = _chosen(reader, options.weights)
@@ -278,12 +279,11 @@ def _default_out(folder: Path, ending: str) -> Path:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun export",
         description="Write the weights of a checkpoint as a plain model.safetensors file, with the files that rebuild the "
         "model. Needs no GPU and little memory, whatever the size of the model.",
-        allow_abbrev=False,
     )
     parser.add_argument("place", type=Path, metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run folder (its newest "
         "complete checkpoint)")  # fmt: skip

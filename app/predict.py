@@ -5,19 +5,19 @@ The task knows what to do with a file. Pictures are brought to the size of the t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 from app.errors import SamerunError, leave_with
 from app.options import train_options
+from app.options.command_line import Parser
 from app.options.values import positive
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print what the model makes of each file; ends the process with the error's exit code if that fails."""
-    parser = argparse.ArgumentParser(prog="samerun predict", description="Predict new inputs with the model of a finished run.")
+    parser = Parser(prog="samerun predict", description="Predict new inputs with the model of a finished run.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("files", type=Path, nargs="+", metavar="file", help="input of the task; for image classification a "
         "picture in any format that Pillow reads")  # fmt: skip
@@ -27,12 +27,12 @@ def main(argv: list[str] | None = None) -> None:
     train_options.add_best(parser)
     parser.add_argument("--top", type=positive, default=3, help="how many answers to show, most likely first (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table: one object per line")
-    arguments = parser.parse_args(argv)
-    import torch  # here: the help need not wait for it
-
-    from app.checkpoints import chosen, model_file
-
     try:
+        arguments = parser.parse_all(argv)
+        import torch  # here: the help need not wait for it
+
+        from app.checkpoints import chosen, model_file
+
         run = chosen.best(arguments.run) if arguments.best else arguments.run
         task, model, _ = model_file.load(run, arguments.task)
         with torch.no_grad():

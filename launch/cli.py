@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from app.errors import SamerunError
+from app.options.command_line import Parser
 from app.place.inherited import own_environment
 from app.place.slurm_variables import is_in_step
 
@@ -21,9 +22,9 @@ from app.place.slurm_variables import is_in_step
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in _COMMANDS:
-        _parser().parse_args(arguments or ["--help"])  # ends the program: with the help, or naming what is not a command
     try:
+        if not arguments or arguments[0] not in _COMMANDS:
+            _parser().parse_all(arguments or ["--help"])  # ends here: with the help, or naming what is not a command
         return _run(arguments[0], arguments[1:])
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
@@ -66,7 +67,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "use the model": {
         "evaluate": ("app.evaluate", "main", "evaluate a finished run or an exported model"),
         "predict": ("app.predict", "main", "predict new inputs with the model of a finished run"),
-        "generate": ("app.tasks.causal_lm.generate", "main", "generate text with a language model, printed as it comes"),
+        "generate": ("app.generate", "main", "generate text with a language model, printed as it comes"),
         "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors file"),
     },
     "before something large": {
@@ -90,12 +91,12 @@ def _run(command: str, arguments: list[str]) -> int:
     return main_of(arguments) or 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     commands = "\n".join(
         f"{title}:\n" + "\n".join(f"  {name:8}  {text}" for name, (*_, text) in group.items()) + "\n"
         for title, group in _GROUPS.items()
     )
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="samerun",
         description="One Accelerate training loop: the same run on any machine.",
         epilog=f"{commands}\n`samerun COMMAND --help` tells more.",

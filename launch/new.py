@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from app.errors import UsageError
+from app.options.command_line import Parser
 
 _TEMPLATE = Path(__file__).parent / "template"
 _ENDING = ".template"
@@ -15,7 +15,7 @@ _ENDING = ".template"
 
 def new(argv: list[str]) -> int:
     """Write the folder. Raises UsageError if there is something in it, or it cannot be written."""
-    folder = Path(_parser().parse_args(argv).folder)
+    folder = Path(_parser().parse_all(argv).folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"{folder} exists and is not an empty folder: give another name")
@@ -32,12 +32,11 @@ def new(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun new",
         description="Create a project folder: task.py (your own network on your own data), recipe.yaml, a job script, a test "
         "and a README. It runs as it is.",
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", help="folder to create; it must be new or empty")
     return parser

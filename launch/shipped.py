@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from app.errors import UsageError
+from app.options.command_line import Parser
 from app.recipe import recipe_file
 from launch import preset
 
@@ -30,9 +30,9 @@ def script(argv: list[str]) -> int:
 
 def _show(argv: list[str], what: str, folder: Path, *patterns: str) -> int:
     command = f"samerun {what}" if what == "script" else f"samerun {what}s"
-    parser = argparse.ArgumentParser(prog=command, description=f"List the shipped {what}s, or print one.")
+    parser = Parser(prog=command, description=f"List the shipped {what}s, or print one.")
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"the {what} to print, for example to copy and change it")
-    name = parser.parse_args(argv).name
+    name = parser.parse_all(argv).name
     files = sorted(path for pattern in patterns for path in folder.glob(pattern))
     names = [path.name if what == "script" else path.stem for path in files]
     if name is None:

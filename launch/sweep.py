@@ -145,7 +145,6 @@ def _parser() -> Parser:
         epilog="Keys with several values are swept: `samerun sweep optim.lr=1e-3,3e-3 seed=1,2 train.epochs=5` starts four "
         "runs. A comma within brackets belongs to the value. `samerun submit --array` takes the same for jobs: "
         "'optim.lr=1e-3,3e-3;seed=1,2'. A failed run does not end the others.",
-        allow_abbrev=False,
     )
     parser.add_argument("--run-dir", metavar="D", help="folder of the run folders, each named by what differs (default: "
                         "runs/<recipe>-sweep)")  # fmt: skip

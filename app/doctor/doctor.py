@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from app.doctor.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_option
 from app.errors import SamerunError, TopologyError
 from app.guard.lifeline import Lifeline
+from app.options.command_line import Parser
 from app.options.values import above_zero
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> None:
     """Examine, print, and end the process: with exit code 1 if something is wrong, with an error's if it could not be done."""
-    options = _parse(sys.argv[1:] if argv is None else argv)
     launched = Launched()
     Lifeline(os.environ).start()
     head = os.environ.get("MASTER_ADDR", "localhost")
     try:
+        options = _parse(argv)
         launched = read(own_environment())
         waiting = partial(patience, launched=launched, seconds=options.patience, exit_code_file=options.exit_code_file)
         hosts, problems = _unreachable(launched, head, waiting, seconds=options.patience)
@@ -265,8 +266,8 @@ def _all_reduce_table(all_reduces: Sequence[AllReduce]) -> Any:
     return table
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
         prog="accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.doctor.doctor",
         description="Examine the machines and processes of a run before it.",
     )
@@ -276,7 +277,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                         "then a rank is stuck (default: 60)")  # fmt: skip
     parser.add_argument("--exit-code-file", metavar="FILE", help="write the exit code there, for each node, instead of ending "
                         "with it: a launcher would print a traceback for what is only bad news")  # fmt: skip
-    return parser.parse_args(argv)
+    return parser.parse_all(argv)
 
 
 if __name__ == "__main__":

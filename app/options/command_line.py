@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
@@ -45,32 +46,40 @@ _ACCELERATES = {
     "parallelism_config_tp_size": "--tensor-parallel",
     "parallelism_config_dp_replicate_size": "--replicas",
 }
+_OF_LAUNCHERS = {**_ACCELERATES, "num_processes": "--processes", "processes_per_node": "--processes-per-node"}
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises UsageError, one sentence, where the other prints its usage."""
+    """An `ArgumentParser` that raises UsageError, one sentence, where the other prints its usage; no option is abbreviated."""
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings` are those of `ArgumentParser`."""
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(f"{message.removeprefix('argument ')} (`{self.prog} --help` lists the options)")
 
-    def parse_all(self, argv: Sequence[str], *, also: Collection[str] = ()) -> argparse.Namespace:
-        """Parse options and positional arguments in any order. Raises UsageError for what is neither.
+    def parse_all(self, argv: Sequence[str] | None, *, also: Collection[str] = ()) -> argparse.Namespace:
+        """Parse options and positional arguments in any order; None: those of this program. Raises UsageError for others.
 
         `also` are options that the command has beside this parser's: one that was not meant may be near one of them.
         """
-        words = list(argv)
+        words = list(sys.argv[1:] if argv is None else argv)
         arguments, unknown = self.parse_known_intermixed_args(words)
         for word in unknown:
-            self.error(f"{word.partition('=')[0]}: unknown option; {self._meant(word, words, also)}")
+            if not word.startswith("-"):
+                self.error(f"{word}: one argument too many")
+            meant = self._meant(word, words, also)
+            self.error(f"{word.partition('=')[0]}: unknown option{meant and '; '}{meant}")
         self.refuse_empty(arguments)
         return arguments
 
     def refuse_empty(self, arguments: argparse.Namespace) -> None:
         """Raise UsageError for an option whose value is the empty text, as an unset variable of a shell makes it."""
-        for name, value in vars(arguments).items():
-            if value == "":
-                self.error(f"--{name.replace('_', '-')} is empty: give it a value or leave it out")
+        for action in self._actions:
+            if action.option_strings and getattr(arguments, action.dest, None) == "":
+                self.error(f"{action.option_strings[0]} is empty: give it a value or leave it out")
 
     def take_accelerates_words(self) -> None:
         """Take options by the names that `accelerate launch` has for them, and `num_processes`, which is that of all nodes."""
@@ -97,7 +106,8 @@ class Parser(argparse.ArgumentParser):
         after = words[words.index(word) + 1 :][:1]
         if not equals and after and not after[0].startswith("-") and "=" not in after[0]:
             value = after[0]
-        keys = recipe_keys.kinds(tasks.DEFAULT)
+        takes_values = any("key=value" in str(action.metavar) for action in self._actions)
+        keys = recipe_keys.kinds(tasks.DEFAULT) if takes_values else {}
         of_recipe = [key for key in keys if name in (key, key.rpartition(".")[2])]
         known = list(dict.fromkeys((*self.options(), *also)))
         if not of_recipe:
@@ -108,5 +118,10 @@ class Parser(argparse.ArgumentParser):
         if of_recipe:
             key = " or ".join(f"{key}={value or '...'}" for key in of_recipe)
             return f"values of the recipe are given as key=value: {key}"
+        launchers = [*_MEANT.get(name, ()), _OF_LAUNCHERS.get(name, f"--{name.replace('_', '-')}")]
+        if takes_values and (meant := next((option for option in launchers if option in _OF_LAUNCHERS.values()), None)):
+            return f"it is for what starts the processes, `samerun launch` or `accelerate launch`: {meant} {value or '...'}"
         close = difflib.get_close_matches(option.replace("_", "-"), known, n=2, cutoff=0.7)
-        return f"did you mean {' or '.join(close)}?" if close else "values of the recipe are given as key=value"
+        if close:
+            return f"did you mean {' or '.join(close)}?"
+        return "values of the recipe are given as key=value" if takes_values else ""

@@ -27,7 +27,6 @@ def parser(prog: str = "python -m app.train", *, keys_of: str | None = None) -> 
         "`accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.train ...`.",
         epilog=f"recipe keys of the task {keys_of}:\n\n" + recipe_file.reference(keys_of) if keys_of else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
     parser.add_argument("--run-dir", help="folder that the run writes to (default: runs/<recipe>-<time>)")

@@ -5,7 +5,6 @@ Of more runs, or as Markdown or CSV, it is the table of `samerun runs`, and a co
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -19,6 +18,7 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
+from app.options.command_line import Parser
 from app.options.values import tolerance
 from app.reports import past_run
 from app.reports import runs as runs_table
@@ -32,7 +32,7 @@ _WIDTH = 120  # of the tables where there is no terminal to fit into, in charact
 def main(argv: list[str]) -> int:
     """Compare runs from the command line; 0 only if they were the same run."""
     parser = _parser()
-    options = parser.parse_args(argv)
+    options = parser.parse_all(argv)
     if len(options.runs) < 2:
         parser.error("give two runs, or more")
     from app.reports import plots  # matplotlib takes half a second, which the help does not need
@@ -102,12 +102,11 @@ def _say(text: str) -> None:
     sys.stderr.write(f"samerun: {text}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun compare",
         description="Show what differs between two runs, and whether they are the same run (exit code 0) or not (1). More runs "
         "become a table with a row each, which shows the runs that are the same as the first.",
-        allow_abbrev=False,
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--format", choices=runs_table.FORMATS, default="table", help="output format; markdown and csv have a "

@@ -5,7 +5,6 @@ Reads run folders and nothing else. What a run does not have is a sentence on st
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.errors import RunFolderError
+from app.options.command_line import Parser
 from app.reports import past_run
 from app.reports.named_scores import quantities
 from app.reports.past_run import PastRun
@@ -26,7 +26,7 @@ _DPI = 150
 def main(argv: list[str]) -> int:
     """Draw the runs from the command line, and print the files that were written. Raises RunFolderError for none to draw."""
     parser = _parser()
-    options = parser.parse_args(argv)
+    options = parser.parse_all(argv)
     from app.reports import plots  # matplotlib takes half a second, which the help does not need
 
     runs = find(options.runs)
@@ -98,11 +98,10 @@ def _xs(text: str) -> Sequence[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun curves",
         description="Draw the loss and the score of runs, in training and in validation, as curves.pdf and curves.png.",
-        allow_abbrev=False,
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
     parser.add_argument(

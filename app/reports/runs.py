@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import RunFolderError
+from app.options.command_line import Parser
 from app.reports.curves import find
 from app.reports.named_scores import last_scores, words
 from app.reports.past_run import PastRun
@@ -24,7 +24,7 @@ FORMATS = ("table", "json", "csv", "markdown")
 
 def main(argv: list[str]) -> int:
     """Print the table. Raises RunFolderError if there are no runs, and for a column that none has."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_all(argv)
     found = find(options.folders)
     if not found:
         raise RunFolderError(
@@ -122,11 +122,10 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun runs",
         description="List runs: their states, their scores, and the recipe keys in which they differ.",
-        allow_abbrev=False,
     )
     parser.add_argument("folders", type=Path, nargs="*", default=[_FOLDERS], metavar="RUN",
                         help="run folder, or a folder of run folders (default: runs)")  # fmt: skip

@@ -5,12 +5,12 @@ The run does so itself at the end of `profile.steps`; this is for one that was e
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from app.errors import RunFolderError
+from app.options.command_line import Parser
 from app.profiling import merge
 from app.record import run_folder
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises RunFolderError if there is no profile.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="samerun timeline",
         description="Put the profiler traces of all ranks on one time axis, and show what overlaps and which rank is late.",
     )
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="RUN",
         help="folder of a run with profiler traces, trained with for example profile.steps=10:20",
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_all(argv)
     folder = arguments.run / run_folder.PROFILE
     if not folder.is_dir():
         raise RunFolderError(f"{arguments.run} has no profile (no folder {folder}): train with profile.steps=10:20 to get one.")

@@ -7,7 +7,6 @@ when the run does, or by Ctrl-C. A last line that is half written is looked at a
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from app.errors import RunFolderError
+from app.options.command_line import Parser
 from app.record import ledger
 from app.reports import past_run
 from app.reports.named_scores import scores, value_text, words
@@ -33,15 +33,13 @@ _READING_SHARE = 0.1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Follow a run until it ends; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="samerun watch", description="Follow a run in the terminal, from the files in its folder."
-    )
+    parser = Parser(prog="samerun watch", description="Follow a run in the terminal, from the files in its folder.")
     parser.add_argument("run", type=Path, help="run folder; it need not exist yet")
     parser.add_argument("--once", action="store_true", help="show the present state once and end")
     parser.add_argument(
         "--every", type=float, default=_EVERY_S, metavar="SECONDS", help=f"seconds between two updates (default: {_EVERY_S:g})"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_all(argv)
     if arguments.every <= 0:
         parser.error(f"--every is {arguments.every:g}: give a number of seconds above 0")
     console = Console(highlight=False)

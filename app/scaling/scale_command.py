@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import RunFolderError
+from app.options.command_line import Parser
 from app.options.values import names, numbers, positive, share
 from app.place import cores
 from app.recipe import recipe_file
@@ -41,7 +42,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun scale` with these arguments; 0 if no case is missing or failed. Raises SamerunError."""
-    options = _parser().parse_intermixed_args(argv)
+    options = _parser().parse_all(argv)
     source = Path(options.source or options.out or f"scale-{Path(options.recipe).stem}")
     if options.source and not source.is_dir():
         return _report(Path(options.out or f"scale-{source.stem}"), _of_times(source, options.efficiency), say)
@@ -217,14 +218,13 @@ def _report(folder: Path, found: Report, say: Callable[[str], None]) -> int:
     return 1 if missing else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun scale",
         usage="%(prog)s [options] [key=value ...]",
         description="Measure how a recipe scales. Run it for some steps on every number of devices, several times; report "
         "throughput, efficiency, cost, a fitted scaling law, and how many devices are worth using. The same command "
         "resumes an interrupted sweep.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, get_args
 
 from app import tasks
 from app.errors import DataError, RecipeError
+from app.options.command_line import Parser
 from app.options.values import positive
 from app.place import cores
 from app.recipe import recipe_file
@@ -22,7 +22,7 @@ _WITH_LEAVE_OUT = "image_classification"
 
 def main(argv: Sequence[str]) -> int:
     """Run `samerun data check` with these arguments and return its exit code. Raises SamerunError."""
-    options = _parser().parse_intermixed_args(argv)
+    options = _parser().parse_all(argv)
     recipe = _recipe(options.words)
     can_leave_out = recipe.task == _WITH_LEAVE_OUT
     if options.write is not None and not can_leave_out:
@@ -114,8 +114,8 @@ def _recipe(words: Sequence[str]) -> Recipe:
     return recipe_file.load(whats[0], overrides).recipe if is_recipe else recipe_of(whats[0], overrides)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun data check",
         description="Read every sample of all splits of a recipe once, as training would, and list the unreadable ones. The "
         "exit code is 6 if there are any that --write has not written down.",

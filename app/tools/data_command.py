@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app import tasks
+from app.options.command_line import Parser
 from app.recipe import recipe_file
 
 _PICTURES, _TEXTS = "image_classification", "causal_lm"
@@ -24,7 +25,7 @@ _COMMANDS = {
 def main(argv: Sequence[str]) -> int:
     """Run `samerun data` with these arguments and return its exit code. Raises SamerunError."""
     if not argv or argv[0] not in _COMMANDS:
-        _parser().parse_args(argv or ["--help"])  # ends the program
+        _parser().parse_all(argv or ["--help"])  # ends the program
     if argv[0] != "tokenize":  # every other command takes a recipe by this option, and these as a plain word too
         argv = [word.removeprefix("--recipe=") for word in argv if word != "--recipe"]
     if argv[0] == "check":
@@ -49,9 +50,9 @@ def _task_of(words: Sequence[str]) -> str:
     return _PICTURES
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     commands = "\n".join(f"  {name:8}  {text}" for name, (_, text) in _COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="samerun data",
         description=__doc__,
         epilog=f"commands:\n{commands}\n\n`samerun data COMMAND --help` tells more.",

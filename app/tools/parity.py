@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.errors import RecipeError, RunFolderError, TopologyError
+from app.options.command_line import Parser
 from app.options.values import names, numbers, positive, tolerance
 from app.place.topology import Topology
 from app.recipe import recipe_file
@@ -179,7 +180,7 @@ def summary_table(reference: Outcome, outcomes: Sequence[Outcome], *, tolerance:
 
 def main(argv: list[str]) -> int:
     """Run the comparison from the command line; 0 only if every case is the same run as the reference."""
-    options = _parser().parse_intermixed_args(argv)
+    options = _parser().parse_all(argv)
     if options.quick:
         return quick.main(options.recipe, options.overrides)
     refuse_own_keys(options.overrides, _OWN_KEYS)
@@ -292,13 +293,12 @@ def console_of(*, columns: int) -> Console:
     return Console() if sys.stdout.isatty() else Console(width=max(_SUMMARY_WIDTH, 30 + 24 * columns))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun parity",
         usage="%(prog)s [options] [key=value ...]",
         description="Run a recipe for a few steps under several presets and numbers of processes, one after the other. "
         "Compare losses, learning rates and samples with one process on the CPU, step by step.",
-        allow_abbrev=False,
     )
     parser.add_argument("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
     parser.add_argument(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from app.options.command_line import Parser
 from app.options.values import above_zero, names, numbers, positive, share
 from app.planning import devices
 from launch import preset as presets
@@ -16,20 +17,19 @@ from launch import preset as presets
 
 def main(argv: Sequence[str]) -> int:
     """Run `samerun plan` with these arguments; 0 if something fits. Raises SamerunError."""
-    options = _parser().parse_intermixed_args(argv)
+    options = _parser().parse_all(argv)
     from app.tools import planning  # only now torch
 
     return planning.main(options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="samerun plan",
         usage="%(prog)s [options] [key=value ...]",
         description="Estimate, for each preset, the memory per device and the communication per step of a recipe; name the "
         "cheapest preset that fits; and estimate the training time from an assumed utilisation. Needs no GPU, weights or "
         "data.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")

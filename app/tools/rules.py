@@ -9,13 +9,13 @@ Takes the recipe's steps as a run does, without a run folder. Each rank writes w
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from app.errors import SamerunError, leave_with
 from app.guard.lifeline import end_workers
+from app.options.command_line import Parser
 from app.place.inherited import own_environment
 from app.place.launched import Launched, read
 from app.recipe import recipe_file
@@ -25,13 +25,13 @@ from app.recipe.recipe_file import LoadedRecipe
 
 def main(argv: list[str] | None = None) -> None:
     """Examine the recipe's task; ends the process with the error's exit code if it cannot be trained."""
-    parser = argparse.ArgumentParser(prog="python -m app.tools.rules", allow_abbrev=False)
+    parser = Parser(prog="python -m app.tools.rules")
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args(argv)
     launched = Launched()
     try:
+        arguments = parser.parse_all(argv)
         launched = read(own_environment())
         _examine(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments.out)
     except SamerunError as error:

@@ -8,7 +8,6 @@ once. Works for a run that goes on, was killed, or was copied elsewhere: it read
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ import yaml
 from app.data.order import TrainBatches
 from app.errors import RecipeError, RunFolderError
 from app.files import yaml_text
+from app.options.command_line import Parser
 from app.recipe import recipe_keys
 from app.recipe.schema import Recipe
 from app.record import ledger, run_folder
@@ -90,13 +90,13 @@ class Verdict:
 
 def main(argv: list[str]) -> int:
     """Print the verdict and where the time went; return 0 if every batch was fed once, and 1 if not."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="samerun verify",
         description="Check in a run's ledger that every global batch was applied exactly once, and show where the time went.",
     )
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_all(argv)
     verdict, spent = verify(arguments.run)
     if arguments.json:
         time = {**asdict(spent), "wall_s": spent.wall_s, "goodput": spent.share}

@@ -97,7 +97,6 @@ def _parser() -> Parser:
         prog="samerun doctor",
         description="Check this machine, or all nodes of the current Slurm or PBS job: devices, all-reduce, clocks, network "
         "links, versions and the run folder. The exit code is 0 only if nothing is wrong.",
-        allow_abbrev=False,
     )
     parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
     parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation "

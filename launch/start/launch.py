@@ -296,7 +296,6 @@ def _parser() -> Parser:
         epilog="Other options and key=value are passed to app.train; `samerun train --help` lists them and all recipe keys. "
         "Accelerate's spellings work too: --config_file, --num_processes (over all nodes), --num_machines, "
         "--main_process_port, --mixed_precision, --parallelism_config_tp_size, --parallelism_config_dp_replicate_size.",
-        allow_abbrev=False,
     )
     parser.add_argument("--preset", help="name of a shipped preset, or path of an Accelerate config file (default: multi_node "
                         "for several nodes, multi_gpu for several processes on one, else single_gpu, or cpu where there is "

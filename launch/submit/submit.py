@@ -276,7 +276,6 @@ def _parser() -> Parser:
         description="Check a job, write its script to runs/submitted/ and submit it to Slurm or PBS. The job gets whole nodes.",
         epilog="The script of an array calls `samerun submit --task-of SWEEP RUN_FOLDERS ...`, which runs `samerun launch "
         "...` with the array task's combination of values.",
-        allow_abbrev=False,
     )
     parser.add_argument("--nodes", metavar="N", help="number of nodes")
     processes = parser.add_mutually_exclusive_group()

@@ -46,10 +46,12 @@ def test_one_run_is_compared_with_nothing(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["report x", "curves x", "compare x x", "timeline x", "verify x", "export x", "parity", "scale"]
-)
+    "command",
+    ["report x", "curves x", "compare x x", "timeline x", "verify x", "export x", "runs", "watch x", "new x", "recipes",
+     "generate x", "predict x y", "evaluate x", "plan", "parity", "scale", "train", "doctor", "data check x"],
+)  # fmt: skip
 def test_options_that_there_are_not(command: str, refused: Refused) -> None:
-    refused(["samerun", *command.split(), "--nonsense"], "unrecognized arguments: --nonsense", 2)
+    refused(["samerun", *command.split(), "--nonsense"], "--nonsense: unknown option", 2)
 
 
 WORDS: dict[str, tuple[str, int]] = {
@@ -100,6 +102,15 @@ def test_words(words: str, expected: tuple[str, int], refused: Refused, tmp_path
 
 
 PROGRAMS: dict[str, tuple[str, int]] = {
+    "samerun report x --uot page.html": ("--uot: unknown option; did you mean --out?", 2),
+    "samerun verify x y": ("y: one argument too many", 2),
+    "samerun runs --wide": ("--wide: unknown option (`samerun runs --help`", 2),
+    "samerun train --num_processes 4": ("`samerun launch` or `accelerate launch`: --processes 4", 2),
+    "samerun evaluate x --num_processes=2": ("`samerun launch` or `accelerate launch`: --processes 2", 2),
+    "app.evaluate folder --epochs 3": (
+        "--epochs: unknown option; values of the recipe are given as key=value: train.epochs=3",
+        2,
+    ),
     "app.train --lr 0.1": ("--lr: unknown option; values of the recipe are given as key=value: optim.lr=0.1", 2),
     "app.train --trackers wandbb": ("--trackers has 'wandbb': unknown tracker; did you mean wandb?", 9),
     "app.train --hang-timeout -1": ("'-1': expected a whole number, 0 or more", 2),

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import DataError, DeviceError, RunFolderError
+from app.options.command_line import Parser
 from app.options.values import not_negative, positive, share, tolerance
 
 if TYPE_CHECKING:
@@ -25,11 +26,10 @@ _MOST_TOKENS_OF_CHARACTER = 4
 """UTF-8 has no longer one."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `samerun generate` with these arguments and return its exit code. Raises SamerunError."""
-    options = _parser().parse_intermixed_args(argv)
+def run(options: argparse.Namespace, folder: Path) -> int:
+    """Write what the model of a folder makes of a text, as the options say, and return 0. Raises SamerunError."""
     device = _device(options.device)
-    model, tokenizer = load(options.folder)
+    model, tokenizer = load(folder)
     text = sys.stdin.read() if options.text is None else options.text
     tokens = _beginning(tokenizer, text)
     length = _length(model, tokens, options.max_tokens)
@@ -209,26 +209,26 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> Parser:
+    """Return the parser for its command line."""
+    made = Parser(
         prog="samerun generate",
         description="Generate text with a language model: of a finished run, from `samerun export`, or any transformers "
         "folder.",
-        allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="finished run, or transformers folder")
-    parser.add_argument("text", nargs="?", help="prompt (default: read from stdin)")
-    parser.add_argument(
+    made.add_argument("folder", type=Path, metavar="FOLDER", help="finished run, or transformers folder")
+    made.add_argument("text", nargs="?", help="prompt (default: read from stdin)")
+    made.add_argument(
         "--max-tokens", type=positive, default=200, metavar="N", help="most tokens to generate (default: %(default)s)"
     )
-    parser.add_argument("--temperature", type=tolerance, default=1.0, metavar="T", help="sampling temperature; 0: always the "
+    made.add_argument("--temperature", type=tolerance, default=1.0, metavar="T", help="sampling temperature; 0: always the "
         "most likely token; 1: the model's own probabilities (default: 1)")  # fmt: skip
-    parser.add_argument("--top-p", type=share, default=1.0, metavar="P", help="sample only from the most likely tokens that "
+    made.add_argument("--top-p", type=share, default=1.0, metavar="P", help="sample only from the most likely tokens that "
         "together have this probability (default: 1, all)")  # fmt: skip
-    parser.add_argument("--top-k", type=not_negative, default=0, metavar="K", help="sample only from the K most likely tokens "
+    made.add_argument("--top-k", type=not_negative, default=0, metavar="K", help="sample only from the K most likely tokens "
         "(default: 0, all)")  # fmt: skip
-    parser.add_argument("--seed", type=not_negative, default=0, metavar="S", help="seed of the sampling: it gives the same "
+    made.add_argument("--seed", type=not_negative, default=0, metavar="S", help="seed of the sampling: it gives the same "
         "text each time on one kind of device (default: 0)")  # fmt: skip
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: an accelerator if there is one)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: text, continuation, tokens, ended, seed")
-    return parser
+    made.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: an accelerator if there is one)")
+    made.add_argument("--json", action="store_true", help="print one JSON object: text, continuation, tokens, ended, seed")
+    return made

@@ -14,9 +14,10 @@ import torch
 from processes import REPOSITORY, clean_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from app import generate
 from app.errors import DataError, DeviceError, RunFolderError
-from app.tasks.causal_lm import generate
 from app.tasks.causal_lm.data.tokenizers import Bytes
+from app.tasks.causal_lm.generate import Written
 
 TEXT = "Call me Ishmäel"
 
@@ -80,7 +81,7 @@ def test_characters_are_written_when_they_are_whole(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for added in ("ß🙂é and a".encode(), b"\xf0\x9f\x99a", b"\xff\xfe\xe2\x82\xacx\xe2", b"\xc3"):
         pieces: list[str] = []
-        written = generate.Written(tokenizer, pieces.append)
+        written = Written(tokenizer, pieces.append)
         written.put(torch.tensor([list("Prömpt".encode())]))
         for byte in added:
             written.put(torch.tensor([byte]))
@@ -98,7 +99,7 @@ def test_a_space_that_a_token_begins_with_is_kept(tmp_path: Path) -> None:
     made = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "three": 2}, unk_token="three"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     pieces: list[str] = []
-    written = generate.Written(PreTrainedTokenizerFast(tokenizer_object=made), pieces.append)
+    written = Written(PreTrainedTokenizerFast(tokenizer_object=made), pieces.append)
     for token in ([[0]], [1], [2], [1]):
         written.put(torch.tensor(token))
     written.end()

@@ -16,7 +16,7 @@ from processes import REPOSITORY, clean_environment, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app import export
+from app import export, generate
 from app.checkpoints import model_file
 from app.errors import DataError
 from app.tasks.causal_lm import leaving
@@ -144,7 +144,7 @@ def test_evaluate_scores_any_folder_of_transformers_on_any_text(runs: Runs, tmp_
         (plain / name).write_bytes((ours / name).read_bytes())
     document = Bytes().document("Another text, of which there is little. " * 20)
     with writing(text, Bytes().about, Bytes().files(), token_bytes=Bytes().token_bytes) as writer:
-        for split in ("train", "test"):
+        for split in ("validation", "test"):  # and nothing to train on
             writer.append(split, document, np.array([len(document)]))
     tokens = torch.from_numpy(document.astype(np.int64))
     expected = perplexities(plain, [tokens[at : at + LENGTH + 1] for at in range(0, len(tokens) - 1, LENGTH)])
@@ -161,6 +161,23 @@ def test_evaluate_scores_any_folder_of_transformers_on_any_text(runs: Runs, tmp_
         done = subprocess.run(command, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, check=False)
         assert done.returncode == DataError.exit_code, done.stderr
         assert f"the text is of another tokenizer ({'0' * 32})" in done.stderr
+
+
+@pytest.mark.multiproc
+def test_the_best_of_a_run_goes_on_with_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As its export does, also before the run is finished."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    words = [word for word in SMALL if "evaluate" not in word]
+    train("cpu", run_dir, *words, "optim.lr=1", "optim.schedule=constant", "train.evaluate_every_steps=1",
+          "checkpoint.every_steps=1", "checkpoint.keep_best=true").check()  # fmt: skip
+    assert export.main([str(run_dir), "--best", "--out", str(out)]) == 0
+    (run_dir / "model.json").unlink()
+    told = []
+    for arguments in ([str(run_dir), "--best"], [str(out)], [str(run_dir)]):
+        capsys.readouterr()
+        assert generate.main([*arguments, "Call me", "--max-tokens", "20", "--device", "cpu"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] != told[2]
 
 
 def test_a_tokenizer_that_is_gone_or_another_is_said(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import read_lines, train
+from processes import read_lines, run, train
 from sources import check_contract, check_workers_and_pickling, everything
 
 from app.data.loader import Failure, Fetching
@@ -164,6 +164,14 @@ def test_one_and_two_processes_train_on_the_same_rest(folder: Path, tmp_path: Pa
     assert len(one) == 6
     assert np.allclose(one, two, atol=1e-5)
     assert (runs[0] / "samples.jsonl").read_text() == (runs[1] / "samples.jsonl").read_text()
+    sound = shutil.copytree(folder / "test", tmp_path / "sound/test", ignore=lambda *_: ["1.png"]).parent
+    for words_of, note in (
+        ([f"data.path={sound}"], True),
+        ([f"data.path={folder}", f"data.leave_out={file}"], False),
+        ([], False),
+    ):
+        scored = run("cpu", 1, "app.evaluate", str(runs[0]), *words_of).check()
+        assert (f"note: data.leave_out={file} is of the run's own data: it is not used for these" in scored.output) == note
     moved = file.rename(tmp_path / "elsewhere.txt")
     moved.write_text(moved.read_text() + "train/ant/2.jpg\n")
     again = train("cpu", runs[0], "--recipe", "imagefolder", f"data.leave_out={moved}", *words, "--resume", "auto", processes=1)

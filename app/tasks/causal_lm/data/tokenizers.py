@@ -263,7 +263,8 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "  # of an OSError the text is a sentence
+    return f"{kind}{error}".splitlines()[0][:200]
 
 
 def _letters() -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import UsageError
+from app.options.command_line import Parser
 from app.options.values import not_negative, positive, share
 from app.place import cores
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tokenize(argv: Sequence[str]) -> int:
-    options = _tokenize_parser().parse_intermixed_args(argv)
+    options = _tokenize_parser().parse_all(argv)
     _refuse_contradictions(options)
     started_s = time.perf_counter()
     from app.tasks.causal_lm.data.store import about
@@ -119,8 +120,8 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
         raise UsageError("; ".join(problems))
 
 
-def _tokenize_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _tokenize_parser() -> Parser:
+    parser = Parser(
         prog="samerun data tokenize", description="Tokenise text, or prompts and answers, into a token folder.", epilog=_SOURCES
     )
     add = parser.add_argument
@@ -175,7 +176,7 @@ def _tokenize_parser() -> argparse.ArgumentParser:
 
 
 def _inspect(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="samerun data inspect", description="Show what a token folder contains: its splits, lengths and rows as text."
     )
     add = parser.add_argument
@@ -201,7 +202,7 @@ def _inspect(argv: Sequence[str]) -> int:
         help="tokens per row, where rows are not packed and no recipe sets it (default: 256)",
     )
     add("--all", action="store_true", help="read every file of a token folder and verify its checksum")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_all(argv)
     from app.tasks.causal_lm.data_tools.looking import Wanted, look
 
     overrides = [word for word in options.words if "=" in word and not Path(word).exists()]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from app.errors import DataError, RecipeError
+from app.options.command_line import Parser
 from app.options.values import above_zero, positive
 from app.place import cores
 from app.recipe import recipe_file
@@ -24,9 +24,9 @@ def main(argv: Sequence[str]) -> int:
     """Run `samerun data` with these arguments and return its exit code. Raises SamerunError."""
     commands = {"inspect": _inspect, "pack": _pack, "bench": _bench}
     if not argv or argv[0] not in commands:
-        parser = argparse.ArgumentParser(prog="samerun data", description=__doc__)
+        parser = Parser(prog="samerun data", description=__doc__)
         parser.add_argument("command", choices=commands, help="`samerun data COMMAND --help` tells more")
-        parser.parse_args(argv or ["--help"])  # ends the program
+        parser.parse_all(argv or ["--help"])  # ends the program
     return commands[argv[0]](argv[1:])
 
 
@@ -78,7 +78,7 @@ def _inspect(argv: Sequence[str]) -> int:
         "--all", action="store_true", help="read every picture, not a sample of them, and list the unreadable ones"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table: one object per data set")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_all(argv)
     paths, overrides = _told(options.words)
     recipes = [recipe_of(what, overrides) for what in paths]
     from app.tasks.image_classification.data_tools import inspect
@@ -104,7 +104,7 @@ def _pack(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--longer", action="store_true", help="apply --max-side to the longer side")
     parser.add_argument("--quality", type=int, default=90, help="quality of shrunk JPEG and WebP files, 1..100 (default: 90)")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_all(argv)
     recipe = _one_recipe(options.words)
     problems = [
         f"{name} is {value}: it must be {limits[0]}..{limits[1]}"
@@ -133,7 +133,7 @@ def _bench(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--seconds", type=above_zero, default=2.0, help="how long to measure each part, about (default: 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_all(argv)
     recipe = _one_recipe(options.words)
     from dataclasses import asdict
 
@@ -146,8 +146,8 @@ def _bench(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"samerun data {command}", description=description)
+def _parser(command: str, description: str) -> Parser:
+    parser = Parser(prog=f"samerun data {command}", description=description)
     several = "WHAT ..." if command == "inspect" else "WHAT"
     parser.add_argument("words", nargs="+", metavar=f"{several} [key=value ...]", help=f"{_WHAT}; and recipe values")
     if command != "bench":

@@ -1,0 +1,27 @@
+"""A tool: `samerun generate` (app/tasks/causal_lm/generate.py), with `--best` from a run's best checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from app.options import train_options
+from app.tasks.causal_lm import generate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `samerun generate` with these arguments and return its exit code. Raises SamerunError."""
+    parser = generate.parser()
+    train_options.add_best(parser)
+    options = parser.parse_all(argv)
+    if not options.best:
+        return generate.run(options, options.folder)
+    from app import export  # here and below: the help need not wait for it
+    from app.checkpoints import chosen
+    from app.checkpoints.step_folders import Reader
+
+    reader = Reader(chosen.best(options.folder))
+    with tempfile.TemporaryDirectory(prefix="samerun-") as aside:  # a folder of transformers, for as long as it is needed
+        export.export(reader, Path(aside), key=reader.finished_key())
+        return generate.run(options, Path(aside))
