@@ -34,8 +34,8 @@ FLOORS: list[list[str]] = [
     ["app.loop", "app.opening"],
     ["app.session", "app.ending"],
     ["app.train"],
-    ["app.evaluate", "app.predict", "app.generate", "app.export", "app.reports"],
-    ["app.tools"],
+    ["app.evaluate", "app.predict", "app.export", "app.reports"],
+    ["app.tools", "app.generate"],
     ["app.scaling"],
     ["benchmarks"],
 ]
