@@ -35,7 +35,7 @@ FLOORS: list[list[str]] = [
     ["app.session", "app.ending"],
     ["app.train"],
     ["app.evaluate", "app.predict", "app.export", "app.reports"],
-    ["app.tools", "app.generate"],
+    ["app.tools"],
     ["app.scaling"],
     ["benchmarks"],
 ]

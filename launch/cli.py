@@ -67,7 +67,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "use the model": {
         "evaluate": ("app.evaluate", "main", "evaluate a finished run or an exported model"),
         "predict": ("app.predict", "main", "predict new inputs with the model of a finished run"),
-        "generate": ("app.generate", "main", "generate text with a language model, printed as it comes"),
+        "generate": ("app.tools.generate_command", "main", "generate text with a language model, printed as it comes"),
         "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors file"),
     },
     "before something large": {

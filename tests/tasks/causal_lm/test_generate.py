@@ -14,10 +14,10 @@ import torch
 from processes import REPOSITORY, clean_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from app import generate
 from app.errors import DataError, DeviceError, RunFolderError
 from app.tasks.causal_lm.data.tokenizers import Bytes
 from app.tasks.causal_lm.generate import Written
+from app.tools import generate_command as generate
 
 TEXT = "Call me Ishmäel"
 

@@ -16,13 +16,14 @@ from processes import REPOSITORY, clean_environment, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app import export, generate
+from app import export
 from app.checkpoints import model_file
 from app.errors import DataError
 from app.tasks.causal_lm import leaving
 from app.tasks.causal_lm.data import embedded
 from app.tasks.causal_lm.data.tokenizers import Bytes
 from app.tasks.causal_lm.data.writing import writing
+from app.tools import generate_command as generate
 
 LENGTH = 64
 SMALL = ("--recipe", "lm_tiny", "train.steps=3", f"data.sequence_length={LENGTH}", "model.layers=2", "model.hidden_size=32",
