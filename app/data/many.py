@@ -26,14 +26,7 @@ _work: Callable[[range], Any]
 def in_order(work: Callable[[range], R], size: int, *, piece: int, processes: int) -> Iterator[R]:
     """Yield what `work` returns for each piece of 0 .. size - 1, in order; a single process is this one.
 
-    Args:
-        work: From the numbers of a piece to its result, which is pickled.
-        size: Number of samples.
-        piece: Samples in a piece; the last has fewer.
-        processes: That do the work, each with one thread.
-
-    Raises:
-        DataError: A process was killed; also whatever `work` raises.
+    Results are pickled; each process has one thread. Raises DataError if a process was killed, and what `work` raises.
     """
     pieces = (range(start, min(start + piece, size)) for start in range(0, size, piece))
     if processes == 1:

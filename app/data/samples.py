@@ -82,12 +82,8 @@ class Samples(Protocol, metaclass=_Makes):
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
         """Return the fields of a batch, each [B, ...]. What is returned depends on the arguments alone.
 
-        Args:
-            indices: int64 [B], in 0 .. len - 1.
-            draw: Random numbers for these B samples; None: nothing is random, as in an evaluation.
-
-        Raises:
-            DataError: A sample cannot be read; the text names the file, or the split and the index.
+        `indices` are int64 [B], in 0 .. len - 1. `draw` gives random numbers for these samples; None: nothing is random, as in
+        an evaluation. Raises DataError if a sample cannot be read; the text names the file, or the split and the index.
         """
 
 

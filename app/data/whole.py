@@ -15,9 +15,7 @@ from pathlib import Path
 def made_whole(folder: Path) -> Iterator[Path]:
     """Give an empty folder beside `folder` to fill, and rename it when the block is done; remove it if the block fails.
 
-    Raises:
-        FileExistsError: There is a `folder` when the block is done: it stays as it is.
-        OSError: It cannot be made or renamed.
+    Raises OSError: FileExistsError if there is a `folder` when the block is done, which stays as it is.
     """
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:

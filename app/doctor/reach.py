@@ -46,11 +46,8 @@ def examine(
 ) -> tuple[list[str], list[BrokenLink]]:
     """Return the hosts in the order of their ranks, and every link between two of them that cannot be made, on all ranks.
 
-    Args:
-        launched: Its ranks are dealt to the nodes evenly, as Accelerate does.
-        head: Name and port of the launchers' store.
-        interface: Network interface that the run is told to use; None: the one that leads to `head`.
-        timeout_s: How long to wait for the other nodes; torch's own error is raised then.
+    `head` is name and port of the launchers' store. The ranks use `interface`; None: the one that leads to `head`. Raises
+    torch's own error if other nodes do not come within `timeout_s`.
     """
     store = dist.TCPStore(*head, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     firsts = range(0, launched.world_size, launched.local_world_size)

@@ -74,16 +74,13 @@ _PEAKS = {
 
 
 def of_training(model: torch.nn.Module, forward: Callable[[Callable[..., Any]], Any]) -> float:
-    """Return the floating-point operations of a forward and backward pass.
+    """Return the floating-point operations of a forward and backward pass of a whole `model`, on any device.
 
     Counts what is in matrix products and convolutions, each product and each sum as one; recomputation does not count. Of a
     transformer these are 6 N + 12 L H Q T a token: N weights in matrix products, and the two products of attention in L layers
     of H heads of Q numbers over T tokens, as in Chowdhery et al., PaLM, 2022, arXiv:2204.02311, appendix B. Attention counts
-    in full, as there, though a causal mask makes half of it needless, and a sliding window more.
-
-    Args:
-        model: on any device, whole: not yet divided among processes.
-        forward: calls what it is given, in the model's place, with inputs of torch's meta device, and returns the `Loss`.
+    in full, as there, though a causal mask makes half of it needless, and a sliding window more. `forward` calls what it is
+    given, in the model's place, with inputs of torch's meta device.
     """
     # On tensors without data: no arithmetic, memory or random numbers are spent.
     has_frozen = not all(parameter.requires_grad for parameter in model.parameters())

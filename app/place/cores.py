@@ -45,14 +45,9 @@ def lacks_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def share(environment: Mapping[str, str], local_world_size: int, *, bound: int, quota: float | None) -> int:
     """Return the cores of one of `local_world_size` processes of a node, at least 1.
 
-    Where Slurm started the processes one by one, each is bound to cores of its own and told their number; otherwise they share
-    what the process was bound to that started them.
-
-    Args:
-        environment: That of the process. A number that Slurm would not write counts as none.
-        local_world_size: Processes of the run on this node.
-        bound: Cores that this process may run on.
-        quota: Cores whose time all processes of the node may use together; None: no limit.
+    Where Slurm started the processes one by one, each is bound to cores of its own (`bound`) and told their number by
+    `environment`; otherwise they share what the process was bound to that started them. `quota` is how many cores' time all
+    processes of the node may use together; None: no limit.
     """
     slurm, in_step = Slurm(environment, STEP), is_in_step(environment)
     tasks = local_world_size if in_step and slurm.first(STEP.tasks_per_node) not in (None, 1) else 1

@@ -52,9 +52,7 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read a recipe: defaults < the recipe file < `key=value` overrides. A key may stand once in the file and once in those.
 
     Two keys of `recipe.ALTERNATIVES` say one thing in different units: one on the command line replaces the other in the file.
-
-    Raises:
-        RecipeError: everything that is wrong with the file, the overrides and the values, one problem a line.
+    Raises RecipeError with everything that is wrong, one problem a line.
     """
     path = _find(name_or_path)
     file = path.name if path.parent == SHIPPED else str(path)

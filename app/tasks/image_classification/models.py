@@ -27,10 +27,8 @@ _MAX_GROUPS = 8
 def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
     """Return the network on the CPU, in training mode, for images [B, C=channels, H, W] with (H, W) = image_size.
 
-    Its output is [B, K=num_classes]. The weights are drawn from torch's global generator, in float32.
-
-    Raises:
-        RecipeError: the name is unknown, or the network does not take images of this size.
+    Its output is [B, K=num_classes]. The weights are drawn from torch's global generator, in float32. Raises RecipeError if the
+    name is unknown, or the network does not take images of this size.
     """
     model: nn.Module
     if recipe.name == model_names.CONVNET:
@@ -42,12 +40,10 @@ def build(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int], nu
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float) -> torch.Tensor:
-    """Return the mean of the samples' cross-entropies, a scalar tensor in nats.
+    """Return the mean of the samples' cross-entropies, a scalar tensor in nats, computed in float32 at least.
 
-    Args:
-        logits: [B, K], computed with in float32 at least.
-        targets: class indices [B] int64, or probabilities [B, K].
-        label_smoothing: share of each target spread evenly over all classes, 0..1.
+    `logits` are [B, K]; `targets` are class indices [B] int64, or probabilities [B, K]. `label_smoothing` is the share of each
+    target that is spread evenly over all classes, 0..1.
     """
     if logits.dtype in HALF:
         logits = logits.float()

@@ -32,15 +32,10 @@ def is_nanogpt(folder: Path) -> bool:
 
 
 def open_nanogpt(folder: Path, split: str, vocab_size: int | None = None) -> Tokens | None:
-    """Return a split of a nanoGPT folder, mapped; None: it has none of this name.
+    """Return a split of a nanoGPT folder, mapped; None: it has none of this name, which test always is.
 
-    Args:
-        folder: With train.bin, and val.bin if there is a validation split.
-        split: train, validation or test, which there never is.
-        vocab_size: Tokens that there are; None: as many as the files use.
-
-    Raises:
-        DataError: A file is cut, empty or of another kind, or too large to look for its largest token.
+    Without `vocab_size` there are as many tokens as the files use. Raises DataError if a file is cut, empty or of another kind,
+    or too large to look for its largest token.
     """
     path = folder / FILES.get(split, "")
     if split not in FILES or not path.is_file():

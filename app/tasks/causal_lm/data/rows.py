@@ -41,16 +41,10 @@ class Rows:
     def __init__(
         self, split: Tokens, sequence_length: int | None, *, document_masks: bool = False, training: bool = False
     ) -> None:
-        """Take the rows of a split.
+        """Take the rows of a split, each with `sequence_length` targets; None: those that were packed.
 
-        Args:
-            split: Its tokens.
-            sequence_length: Targets in a row; None: that of packed rows.
-            document_masks: Whether a batch says which document each token is of.
-            training: Whether a short last row is left out.
-
-        Raises:
-            DataError: The split has not what is asked for.
+        With `document_masks` a batch says which document each token is of; `training` leaves a short last row out. Raises
+        DataError if the split has not what is asked for.
         """
         self.split, self.sequence_length = split, _length_of(split, sequence_length)
         self._masks, self._training = document_masks, training

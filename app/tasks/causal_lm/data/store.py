@@ -88,8 +88,7 @@ def about(folder: Path) -> dict[str, Any]:
 def open_split(folder: Path, split: str) -> Tokens | None:
     """Return a split of a token folder, mapped; None: it has none of this name.
 
-    Raises:
-        DataError: The folder is damaged, cut, of another format or no token folder at all.
+    Raises DataError if the folder is damaged, cut, of another format or no token folder at all.
     """
     said = about(folder)
     try:

@@ -24,11 +24,7 @@ _ROWS = 1000
 
 
 def rows(piece: Piece, asked: Asked, datasets: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the rows of a piece.
-
-    Raises:
-        DataError: The file cannot be read, or not to its end.
-    """
+    """Yield the rows of a piece. Raises DataError if the file cannot be read to its end."""
     path = Path(piece.path)
     try:
         if piece.kind == "datasets":

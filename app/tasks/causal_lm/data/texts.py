@@ -82,8 +82,7 @@ class Texts:
 def find(sources: Sequence[str], asked: Asked) -> Texts:
     """Look for what the sources name: files, folders, patterns with *, or data sets that the `datasets` library opens.
 
-    Raises:
-        DataError: There is nothing under a name, or it cannot be opened.
+    Raises DataError if there is nothing under a name, or it cannot be opened.
     """
     files: list[tuple[Kind, Path] | str] = []
     texts = Texts([], asked, {})

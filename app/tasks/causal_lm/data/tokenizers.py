@@ -58,16 +58,10 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """Return a tokenizer: `bytes`, a folder or a tokenizer.json, or a name of the hub.
+    """Return a tokenizer: `bytes`, a folder or a tokenizer.json, or a name of the hub, of a commit, branch or tag.
 
-    What is on this machine is taken first; the network is asked for what is not there.
-
-    Args:
-        name: As the recipe or the command has it.
-        revision: Commit, branch or tag of a name of the hub.
-
-    Raises:
-        DataError: There is none, or it has no end-of-text token.
+    What is on this machine is taken first; the network is asked for what is not there. Raises DataError if there is none, or
+    it has no end-of-text token.
     """
     return Bytes() if name == "bytes" else Transformers.load(name, revision)
 

@@ -31,18 +31,11 @@ def writing(
     sequence_length: int | None = None,
     answers: bool = False,
 ) -> Iterator[Writer]:
-    """Give what documents are appended to; when the block is done, `folder` is there.
+    """Give what documents are appended to; when the block is done, `folder` is there, which must not be before.
 
-    Args:
-        folder: Is made; there must be none.
-        tokenizer: What is known of it, as JSON holds it, with at least vocab_size and digest.
-        files: The tokenizer's files, by name.
-        token_bytes: int [vocab_size], bytes of text that each token stands for; None: not known.
-        sequence_length: Targets in a packed row; None: the rows are not packed.
-        answers: Whether not all tokens count as targets: each document then says which do.
-
-    Raises:
-        DataError: It cannot be written, or there is such a folder.
+    `tokenizer` is what is known of it, as JSON holds it, with at least vocab_size and digest; `files` are its files, by name.
+    `token_bytes` is int [vocab_size], bytes of text that each token stands for; None: not known. With a `sequence_length` the
+    rows are packed, of so many targets. With `answers` not all tokens count: each document says which do. Raises DataError.
     """
     try:
         if folder.exists():

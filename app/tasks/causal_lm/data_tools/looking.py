@@ -42,12 +42,7 @@ class Wanted:
 
 
 def look(what: str, overrides: Sequence[str], wanted: Wanted) -> str:
-    """Return what there is to see of a token folder, or of what a recipe trains on.
-
-    Raises:
-        RecipeError: The recipe is wrong.
-        DataError: There are no such tokens, or no such split or row.
-    """
+    """Return what there is to see of a token folder, or of what a recipe trains on. Raises RecipeError and DataError."""
     rows, folder = _opened(what, overrides, wanted)
     there = {split: found for split, found in rows.items() if found is not None}
     lines = []

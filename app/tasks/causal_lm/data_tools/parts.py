@@ -43,9 +43,7 @@ class Part(NamedTuple):
 def kept_for(out: Path) -> Iterator[Parts]:
     """Give the parts that are done of what becomes `out`, to this process alone.
 
-    Raises:
-        DataError: Another process is at it.
-        OSError: There can be no folder beside it.
+    Raises DataError if another process is at it, and OSError if there can be no folder beside it.
     """
     folder = out.with_name(f".{out.name}.parts")
     folder.mkdir(parents=True, exist_ok=True)

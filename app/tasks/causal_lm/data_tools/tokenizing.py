@@ -92,11 +92,7 @@ def columns_of(found: Texts) -> tuple[str, ...]:
 
 
 def tokenize(out: Path, job: Job, workers: int) -> Made:
-    """Write the token folder `out`, by so many processes.
-
-    Raises:
-        DataError: `out` is there, a source cannot be read, or a split would be empty.
-    """
+    """Write the token folder `out`. Raises DataError if it is there, a source cannot be read, or a split would be empty."""
     if out.exists() or out.is_symlink():
         raise DataError(f"{out} already exists, and nothing is replaced: choose another --out, or remove it")
     try:

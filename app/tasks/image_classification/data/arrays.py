@@ -93,21 +93,11 @@ class ArrayReader:
 
 
 def open_array(split: Split, *, recipe: Sections, training: bool, where: str, made_of: Sequence[object]) -> Source:
-    """Return the source of a split in arrays, checked.
+    """Return the source of a split in arrays, checked. `where` names it in errors; `made_of` tells it from any other (`keep`).
 
     With `data.image_size` (and another size stored) the images are resized, once for all processes of the machine, and
     cropped at the centre: bilinear with antialiasing. Only where the recipe asks for random resized crops are they cropped
-    when they are fetched.
-
-    Args:
-        split: Pictures, labels and classes.
-        recipe: What is learnt.
-        training: Whether this is the training split.
-        where: The split and where it came from, as errors name it.
-        made_of: What tells this split from any other, for keeping what is resized.
-
-    Raises:
-        DataError: A label is not that of a class, or there are no samples.
+    when they are fetched. Raises DataError if a label is not that of a class, or there are no samples.
     """
     check_labels(split.labels, len(split.classes), where=where)
     framing, identity = Framing.of(recipe, training=training), split.fingerprint

@@ -25,8 +25,7 @@ READ_CHUNK = 1000
 def decoded_once(source: Source) -> Source:
     """Return a source of pictures that are all of one size and not too many as one of arrays, kept decoded; others as they are.
 
-    Raises:
-        DataError: A picture cannot be read, or the arrays cannot be kept.
+    Raises DataError if a picture cannot be read, or the arrays cannot be kept.
     """
     if not isinstance(source, PictureSource) or source.made_of is None or source.framing.min_area is not None:
         return source

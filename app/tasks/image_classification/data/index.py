@@ -55,15 +55,10 @@ class Index:
 
 
 def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Row]]) -> Index:
-    """Return the index of the records of files, in their order.
+    """Return the index of the records of files, in their order; it is kept beside the first.
 
-    Args:
-        files: All of one folder or below it; the index is kept beside the first.
-        kind: All that decides, beside the files, what `read` gives.
-        read: Yields the records of a file; called for each file unless there is an index already.
-
-    Raises:
-        DataError: There are no records, the index can be kept nowhere, or what `read` raises.
+    `read` yields the records of a file, unless there is an index already. `kind` is all that decides, beside the files, what it
+    gives. Raises DataError if there are no records or the index can be kept nowhere, and what `read` raises.
     """
     name = _name(files, kind)
     folder = files[0].parent

@@ -24,13 +24,8 @@ _END = b"\xff\xd9"  # the marker at the end of every whole JPEG
 def decoded(picture: Image.Image, content: bytes, *, channels: int) -> Tensor | None:
     """Return the pixels, uint8 [channels, H, W], of the file `content`, or None if Pillow has to decode it.
 
-    Args:
-        picture: What Pillow has read of the file's header.
-        content: The file.
-        channels: 1 for grayscale, 3 for RGB.
-
-    Raises:
-        DataError: torchcodec is installed and cannot be loaded.
+    `picture` is what Pillow has read of its header; `channels` is 1 for grayscale, 3 for RGB. Raises DataError if torchcodec is
+    installed and cannot be loaded.
     """
     if not (is_plain(picture, content, channels=channels) and is_installed()):
         return None

@@ -25,13 +25,8 @@ SMALL_BYTES = 8 << 20
 def keep(made_of: Sequence[object], size_bytes: int, read: Callable[[], Unstored]) -> Split:
     """Return the split that `read` reads or makes: in memory if it is small, else from the file that it is kept in.
 
-    Args:
-        made_of: All that decides what `read` gives, as JSON has it: see `stamps`.
-        size_bytes: About how many bytes its pictures take.
-        read: Called unless the split already exists.
-
-    Raises:
-        DataError: The split cannot be read, or not be written where it is kept.
+    `made_of` is all that decides what `read` gives, as JSON has it (see `stamps`), and `size_bytes` about how many bytes its
+    pictures take. Raises DataError if the split cannot be read, or not be written where it is kept.
     """
     if size_bytes <= SMALL_BYTES:
         return read().in_memory()

@@ -93,10 +93,7 @@ class Listing:
 def pictures_below(folder: Path, classes: Sequence[str]) -> Listing:
     """Return the pictures below `folder`/CLASS for each of the classes; a label is the place of its class among them.
 
-    Where no list can be kept, it is made in memory.
-
-    Raises:
-        DataError: A folder cannot be read.
+    Where no list can be kept, it is made in memory. Raises DataError if a folder cannot be read.
     """
     name = hashlib.sha256(json.dumps([FORMAT, str(folder.resolve())]).encode()).hexdigest()[:32]
     try:

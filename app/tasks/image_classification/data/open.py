@@ -47,13 +47,9 @@ DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10
 
 
 def open_data(recipe: Sections) -> Data:
-    """Return the splits that a recipe asks for, from the node's own disk if it says so.
+    """Return the splits that a recipe asks for, from the node's own disk if it says so. Never touches the network.
 
-    Never touches the network.
-
-    Raises:
-        DataError: The data is missing, unreadable, or not what the recipe says.
-        RecipeError: The recipe lacks a key that this kind of data needs.
+    Raises DataError if the data is missing, unreadable, or not what the recipe says, and RecipeError if the recipe lacks a key.
     """
     return open_staged(staged(recipe))
 
@@ -81,11 +77,7 @@ def _reduced(source: Source, data: DataRecipe) -> Source:
 
 
 def open_stored(recipe: Sections) -> Data:
-    """Return the same splits with their pictures as they are stored: what `reader_of` reads is not brought to a size.
-
-    Raises:
-        DataError, RecipeError: As `open_data`.
-    """
+    """Return the same splits with their pictures as they are stored: what `reader_of` reads is not brought to a size."""
     data = located(recipe).data
     needs_size = data.source in ("imagefolder", "fakedata")  # the first for its batches, which nobody asks for here
     size = (data.image_size or 1) if needs_size else None
@@ -99,11 +91,7 @@ def download_data(recipe: Sections) -> None:
     """Download what the recipe needs, allows (data.download) and this machine lacks; for one process of each node.
 
     Nodes that share a disk take turns: whoever comes second finds the files there. Kinds of data that cannot be downloaded
-    are left to `open_data` to find or miss.
-
-    Raises:
-        DataError: It cannot be downloaded.
-        RecipeError: The recipe lacks a key that this kind of data needs.
+    are left to `open_data` to find or miss. Raises DataError if it cannot be downloaded, RecipeError if a key is missing.
     """
     recipe = located(recipe)
     source, root = recipe.data.source, Path(recipe.data.path or DOWNLOADS)

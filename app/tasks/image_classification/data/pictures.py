@@ -94,11 +94,8 @@ def decode(file: Path | BinaryIO, *, channels: int, name: str) -> Tensor:
     """Return the picture in an image file: uint8 [channels, H, W], grayscale if `channels` is 1, RGB if 3.
 
     By Pillow, or where it is installed torchcodec, which gives the same pixels of a JPEG sooner; torchvision's own decoders
-    are deprecated since 0.29 and will be removed. Orientation tags are ignored and palettes looked up, as torchvision's loader
-    does.
-
-    Raises:
-        DataError: The file cannot be decoded, is not 8 bits a channel, or is in colour where grayscale is expected.
+    are deprecated since 0.29. Orientation tags are ignored and palettes looked up, as torchvision's loader does. Raises
+    DataError if it cannot be decoded, is not 8 bits a channel, or is in colour where grayscale is expected.
     """
     try:
         with Image.open(file) as picture:

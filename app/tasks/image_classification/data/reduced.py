@@ -44,11 +44,7 @@ class ReducedSource(PictureSource):
 def reduced(content: bytes, framing: Framing, draws: SampleDraws | None, *, channels: int) -> Tensor | None:
     """Return the image of a sample, uint8 [channels, H, W], or None if its picture must be decoded whole.
 
-    Args:
-        content: Of the picture's file.
-        framing: How the picture becomes an image; needs image_size.
-        draws: The sample's; None: nothing is random.
-        channels: 1 for grayscale, 3 for RGB.
+    `content` is the picture's file. `framing` needs an image_size. Without `draws` nothing is random.
     """
     header = jpeg.header_of(content, channels=channels)
     if header is None:

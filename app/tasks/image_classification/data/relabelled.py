@@ -18,8 +18,7 @@ from app.tasks.image_classification.data.source import Source
 def relabelled(source: Source, classes: Sequence[str]) -> Source:
     """Return the source with the labels of a model whose classes these are.
 
-    Raises:
-        DataError: The model does not know one of the source's classes, or has two of one name.
+    Raises DataError if the model does not know one of the source's classes, or has two of one name.
     """
     known = tuple(classes)
     if known == source.classes:

@@ -44,11 +44,7 @@ class RowReader:
 
     @classmethod
     def of(cls, rows: Any, column: str, labels: np.ndarray, *, where: str) -> RowReader:
-        """Return a reader of a column of a `datasets.Dataset`.
-
-        Raises:
-            DataError: The column holds neither image files nor arrays.
-        """
+        """Return a reader of a column of a `datasets.Dataset`. Raises DataError if it holds neither image files nor arrays."""
         import datasets
 
         feature = rows.features[column]
@@ -126,8 +122,7 @@ class RowReader:
 def picture_of(value: Any, *, name: str) -> Tensor:
     """Return the picture, uint8 [C, H, W], in an array of numbers: [H, W], [H, W, C] or [C, H, W], with 1, 3 or 4 channels.
 
-    Raises:
-        DataError: The array is none of these, or its numbers are not whole and in 0..255.
+    Raises DataError if the array is none of these, or its numbers are not whole and in 0..255.
     """
     array = np.asarray(value)
     if value is None or (array.dtype.kind == "f" and np.isnan(array).all()):
@@ -151,15 +146,8 @@ def read_labels(splits: Sequence[Any], column: str, where: Sequence[str]) -> tup
     """Return the class names, and the labels of each split (int64 [N]), of which the first is for training.
 
     The classes are those of a ClassLabel column; else, of the training split, the sorted different strings, or 0 up to the
-    largest integer.
-
-    Args:
-        splits: Each a `datasets.Dataset`, the training split first.
-        column: Name of the column.
-        where: What errors call each split.
-
-    Raises:
-        DataError: A label is missing or not that of a class, or the column holds something else.
+    largest integer. `where` is what errors call each split, a `datasets.Dataset`. Raises DataError if a label is missing or not
+    that of a class, or the column holds something else.
     """
     columns = [_column(split, column, name) for split, name in zip(splits, where, strict=True)]
     train_names, *others = (getattr(split.features[column], "names", None) for split in splits)

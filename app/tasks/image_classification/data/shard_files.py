@@ -23,15 +23,9 @@ _NUMBER = re.compile(r"(\d+)(?:-of-(\d+))?(?=\D*$)")
 def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) -> list[Path]:
     """Return the files that hold a split, in order, none of a numbered set missing.
 
-    Args:
-        folder: Where they are, or the sub-folder of the split.
-        split: Name of the split, or a pattern.
-        key: The recipe's key that `split` comes from, as errors name it.
-        suffixes: What names of such files end with (".tar"); "" only for those that say `-of-`.
-
-    Raises:
-        NoSplitError: There are none.
-        DataError: One of a set is missing, or there is more than one set.
+    `split` is its name, or a pattern, and `key` the recipe's key that says it. `suffixes` are what names of such files end with
+    (".tar"); "" only for those that say `-of-`. Raises NoSplitError if there are none, DataError if one of a set is missing, or
+    there is more than one set.
     """
     is_pattern = any(sign in split for sign in "*?[{")
     try:

@@ -93,10 +93,8 @@ def check_labels(
 ) -> None:
     """Check that there are samples and that all labels (int [N]) are in 0 .. num_classes - 1.
 
-    `number` gives what a sample is called, from its place among the labels.
-
-    Raises:
-        DataError: They are not; the text says `where` ("the train split of ...") and names the first offending sample.
+    `number` gives what a sample is called, from its place among the labels. Raises DataError, which says `where` ("the train
+    split of ...") and names the first offending sample.
     """
     if labels.size == 0:
         raise DataError(f"{where} holds no samples")
@@ -126,15 +124,9 @@ def fingerprint(
 ) -> str:
     """Return a SHA-256, in hexadecimal, that tells two data sets apart without reading all of them.
 
-    It covers the class names, the number of samples, `listing` and the content of `samples` samples spread evenly from the
-    first to the last. It does not see a change of one image between those. Dates and absolute paths take no part.
-
-    Args:
-        classes: Name of each class.
-        size: Number of samples.
-        content: Returns the bytes that stand for the sample with a given index.
-        listing: What is known of every sample: all labels, as an array of integers, all relative paths, as bytes.
-        samples: How many samples' contents to cover.
+    It covers the class names, the number of samples, the `content` of `samples` samples spread evenly from the first to the
+    last, and `listing`: what is known of every sample, as all labels in an array, or all relative paths as bytes. It does not
+    see a change of one image between those. Dates and absolute paths take no part.
     """
     digest = hashlib.sha256()
 

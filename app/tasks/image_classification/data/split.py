@@ -93,11 +93,7 @@ def pictures_in_a_chunk(shape: tuple[int, ...]) -> int:
 
 
 def write_split(folder: Path, split: Unstored) -> None:
-    """Write a split into `folder`, which is made: whole or not at all.
-
-    Raises:
-        DataError: It cannot be written, or there is such a folder.
-    """
+    """Write a split into `folder`, which is made: whole or not at all. Raises DataError if it cannot be, or is there."""
     try:
         with made_whole(folder) as temporary:
             _write_npy(temporary / IMAGES, np.uint8, split.shape, split.chunks)
@@ -115,11 +111,7 @@ def write_split(folder: Path, split: Unstored) -> None:
 
 
 def open_split(folder: Path) -> Split:
-    """Return the split in a folder, mapped.
-
-    Raises:
-        DataError: A file is missing, of another layout, or not what was written.
-    """
+    """Return the split in a folder, mapped. Raises DataError if a file is missing, of another layout, or has changed."""
     try:
         about = json.loads((folder / ABOUT).read_text())
         if about["format"] != FORMAT:

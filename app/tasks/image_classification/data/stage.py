@@ -42,11 +42,7 @@ class _File(NamedTuple):
 
 
 def located(recipe: Sections) -> Sections:
-    """Return the recipe with data.path as it is called on this machine: `~` and variables filled in.
-
-    Raises:
-        RecipeError: A variable is not set here.
-    """
+    """Return the recipe with `~` and variables in data.path filled in. Raises RecipeError for a variable that is unset."""
     if recipe.data.path is None:
         return recipe
     return replace(recipe, data=replace(recipe.data, path=paths.filled_in("data.path", recipe.data.path)))
@@ -55,9 +51,8 @@ def located(recipe: Sections) -> Sections:
 def staged(recipe: Sections) -> Sections:
     """Return the recipe with data.path on the node's own disk, copied there now unless it is: see the module.
 
-    Raises:
-        RecipeError: There is no data.path, or a variable is not set here.
-        DataError: data.path is no file or folder, or the disk has no room for it or cannot be written.
+    Raises RecipeError without a data.path, or for a variable that is not set here, and DataError if data.path is no file or
+    folder, or the disk has no room for it or cannot be written.
     """
     recipe = located(recipe)
     if recipe.data.stage_to is None:

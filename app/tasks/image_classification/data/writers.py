@@ -172,11 +172,7 @@ def _in_shards(records: Iterator[Record], shard_bytes: int) -> Iterator[Iterator
 
 @contextmanager
 def _placed(folder: Path, pattern: str) -> Iterator[Path]:
-    """Give a temporary folder, and move what is in it into `folder` when the block is left without an error.
-
-    Raises:
-        DataError: `folder` has files of this pattern already, or cannot be written.
-    """
+    """Give a temporary folder, and move what is in it into `folder` when the block ends well. Raises DataError."""
     taken = sorted(folder.glob(pattern))
     if taken:
         raise DataError(f"{taken[0]} already exists; remove it, or write to another folder")

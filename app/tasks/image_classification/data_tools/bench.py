@@ -54,11 +54,7 @@ class Costs:
 
 
 def measure(recipe: Recipe, *, seconds: float) -> Costs:
-    """Return the costs of a recipe's training pictures, each part measured for about `seconds` with one thread.
-
-    Raises:
-        DataError, RecipeError: The data cannot be opened or read.
-    """
+    """Return the costs of a recipe's training pictures, each part measured for about `seconds` with one thread."""
     source = open_data(recipe.sections).train
     if len(source) < BATCH:
         raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")

@@ -33,9 +33,7 @@ def main(argv: Sequence[str]) -> int:
 def recipe_of(what: str, overrides: Sequence[str]) -> Recipe:
     """Return the recipe of a name or path of one, or one for the data in a folder or file, with the overrides.
 
-    Raises:
-        RecipeError: It is neither, or the recipe is wrong.
-        DataError: The kind of data cannot be told.
+    Raises RecipeError if it is neither, or wrong, and DataError if the kind of data cannot be told.
     """
     path = Path(what)
     if what in recipe_file.names() or path.suffix in (".yaml", ".yml"):

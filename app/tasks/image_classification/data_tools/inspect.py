@@ -47,15 +47,9 @@ class Seen:
 
 
 def inspect(recipe: Recipe, *, everything: bool, processes: int) -> dict[str, Any]:
-    """Return what there is to say of a recipe's data, by split; JSON has words for all of it.
+    """Return what there is to say of a recipe's data, by split: of all pictures with `everything`, else of a sample of them.
 
-    Args:
-        recipe: Whose data it is.
-        everything: Look at each picture, not at a sample of them.
-        processes: That read and decode.
-
-    Raises:
-        DataError, RecipeError: The data cannot be opened.
+    JSON has words for all of it. `processes` read and decode. Raises DataError or RecipeError if the data cannot be opened.
     """
     facts: dict[str, Any] = {"source": recipe.sections.data.source, "path": recipe.sections.data.path}
     for name, source in open_stored(recipe.sections).there.items():

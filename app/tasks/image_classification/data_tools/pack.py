@@ -64,9 +64,8 @@ class Packing:
 def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
     """Write both splits of a recipe's data and return the recipe values that read what was written, `key=value` each.
 
-    Raises:
-        DataError: The folder already exists, cannot be written, or the data cannot be read.
-        RecipeError: Pictures are to become arrays, and no size is given for them.
+    Raises DataError if the folder already exists, cannot be written, or the data cannot be read, RecipeError if pictures are to
+    become arrays, and no size is given for them.
     """
     if asked.out.exists() or asked.out.is_symlink():
         raise DataError(f"{asked.out} already exists, and packing replaces nothing: choose another --out, or remove it")
