@@ -75,7 +75,7 @@ def named(text: str) -> Device:
     of_kind = [each for each in names() if each.startswith(f"{name}-")]
     near = of_kind or difflib.get_close_matches(name, names(), 1, 0.5)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UsageError(f"--device is {text!r}: {meant}Known are {', '.join(names())}, or give its memory, as 24GiB")
+    raise UsageError(f"--device is {text!r}: {meant}Known are {', '.join(names())}, or give its memory, such as 24GiB")
 
 
 def size_of(text: str) -> int:

@@ -59,7 +59,7 @@ def lack_of_memory_named(runtime: Runtime, recipe: Recipe, environment: Mapping[
             memory=found[0] if found and device.type == "cuda" else None,
             on_cpu=device.type == "cpu",
         )
-        raise LackOfMemoryError(f"no memory was left on {device} ({type(error).__name__}: {error}); {said}") from error
+        raise LackOfMemoryError(f"{device} is out of memory ({type(error).__name__}: {error}); {said}") from error
 
 
 def is_lack_of_memory(error: BaseException) -> bool:

@@ -32,12 +32,14 @@ traced where it is asked for."""
 _FSDP2 = ("fsdp2", "hsdp", "tensor_parallel")
 
 LEFT_OUT = (
-    "what the libraries take on a GPU (the CUDA context, NCCL's buffers, workspaces of cuBLAS and cuDNN): 0 here, not "
-    "calibrated on a GPU",
-    "what torch's allocator cannot use for being in pieces",
-    "what a kernel takes for itself while it runs",
-    "evaluations, checkpoints and the building of the model, which are outside the steps",
-    "the gather of a whole weight of FSDP2 by gloo, on a CPU",
+    (
+        "memory of the libraries on a GPU (CUDA context, NCCL's buffers, workspaces of cuBLAS and cuDNN): "
+        "counted as 0, not calibrated on a GPU"
+    ),
+    "fragmentation in torch's allocator",
+    "the workspace of each kernel while it runs",
+    "evaluations, checkpoints and building the model, which happen outside the steps",
+    "on a CPU, FSDP2's gather of a whole weight through gloo",
 )
 """What an estimate does not hold."""
 

@@ -149,8 +149,8 @@ def batch_of(blueprint: Blueprint, size: int, form: Form) -> dict[str, Any]:
         example = blueprint.task.example(blueprint.facts, form)
     except NeedsData:
         raise RecipeError(
-            f"{type(blueprint.task).__name__} shows no batch without data, so its memory cannot be planned: give the task a "
-            "method example(self, facts, form) (docs/your-own-task.md)"
+            f"{type(blueprint.task).__name__} has no example batch, so its memory cannot be planned without "
+            "data: give the task a method example(self, facts, form) (docs/your-own-task.md)"
         ) from None
     two = len(example["samples"])
 

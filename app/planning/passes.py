@@ -118,8 +118,9 @@ def _of_step(
                 loss = blueprint.task.loss(call, batch).mean
             except ledger.NEEDS_NUMBERS as error:
                 raise RecipeError(
-                    f"{type(blueprint.task).__name__}.loss looks at numbers ({str(error).splitlines()[0]}), so its memory "
-                    "cannot be planned: work without .item() and conditions on tensors"
+                    f"{type(blueprint.task).__name__}.loss reads values of tensors "
+                    f"({str(error).splitlines()[0]}), so its memory cannot be planned: remove .item() and "
+                    "conditions on tensors"
                 ) from None
             watch.backward()
             loss.backward()

@@ -43,7 +43,7 @@ def draw(path: Path, told: Told) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:  # ValueError: an ending that is no kind of picture
-        raise UsageError(f"--plot is {path}: it cannot be written: {error}") from error
+        raise UsageError(f"--plot is {path}, which cannot be written: {error}") from error
 
 
 def shown_rows(advice: Advice) -> list[Row]:
@@ -76,8 +76,8 @@ def _panel(axes: Axes, told: Told, advice: Advice, rows: Sequence[Row]) -> None:
             )  # fmt: skip
             left += size
         says = f"{left:,.0f}, micro-batch {row.micro_batch}"
-        says += ", blocks again" if row.checkpoint_activations == BLOCKS else ""
-        says += f"; host {row.host / GIB:,.0f} a node" if row.host else ""
+        says += ", recomputed" if row.checkpoint_activations == BLOCKS else ""
+        says += f"; host {row.host / GIB:,.0f} per node" if row.host else ""
         is_cut = left > 0.97 * most
         axes.text(
             most * 0.99 if is_cut else left + most * 0.01, place, says, va="center", ha="right" if is_cut else "left",
@@ -91,4 +91,4 @@ def _panel(axes: Axes, told: Told, advice: Advice, rows: Sequence[Row]) -> None:
     axes.invert_yaxis()
     nodes = rows[0].way.nodes
     where = f"{advice.devices} device{'s' if advice.devices > 1 else ''}" + (f" on {nodes} nodes" if nodes > 1 else "")
-    axes.set_title(f"{where}; dashed: what {told.device.name} has; dotted: what may be planned", fontsize=9, loc="left")
+    axes.set_title(f"{where}; dashed: memory of {told.device.name}; dotted: the part planned with", fontsize=9, loc="left")

@@ -67,12 +67,12 @@ def lines(told: Told) -> Iterator[str]:
     yield ""
     seconds = told.checkpoint_bytes / told.disk_bytes_per_s
     yield (
-        f"a checkpoint: {told.checkpoint_bytes / 1e9:,.1f} GB, {time_of(seconds)} at {told.disk_bytes_per_s / 1e9:g} GB/s to "
-        "the disk (--disk-gb-s, assumed)"
+        f"one checkpoint: {told.checkpoint_bytes / 1e9:,.1f} GB, {time_of(seconds)} at "
+        f"{told.disk_bytes_per_s / 1e9:g} GB/s to disk (--disk-gb-s, assumed)"
     )
     yield (
-        f"assumed: {told.usable / told.device.memory:.0%} of a device's memory may be planned (--memory-utilization); the CUDA "
-        "context, NCCL and the allocator's fragments take the rest"
+        f"assumed: {told.usable / told.device.memory:.0%} of a device's memory is planned with "
+        "(--memory-utilization); the rest is left for the CUDA context, NCCL and fragmentation"
     )
     yield from _assumed(told)
     if any(row.host for advice in told.advice for row in advice.rows):
@@ -85,11 +85,11 @@ def _table(told: Told, advice: Advice) -> Iterator[str]:
     where = f"{advice.devices} device{'s' if advice.devices > 1 else ''}" + (f" on {nodes} nodes" if nodes > 1 else "")
     problems = list(dict.fromkeys(row.problem for row in advice.rows if row.problem))
     if not advice.is_planned:
-        yield f"{where}  cannot be: {'; '.join(problems) or 'no preset is for so many'}"
+        yield f"{where}  not possible: {'; '.join(problems) or 'no preset runs on this number of devices'}"
         return
     kinds = [kind for kind in KINDS if any(_gib(getattr(row.memory, kind, 0)) != _gib(0) for row in advice.rows)]
-    host = ["host of a node"] if any(row.host for row in advice.rows) else []
-    head = [where, "blocks again", *kinds, "total", *host, "", "micro-batch", "sent a step"]
+    host = ["host per node"] if any(row.host for row in advice.rows) else []
+    head = [where, "recomputed", *kinds, "total", *host, "", "micro-batch", "sent per step"]
     body = [_cells(told, row, kinds, with_host=bool(host)) for row in advice.rows if row.memory is not None]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     for cells in (head, *body):
@@ -125,7 +125,7 @@ def _concluded(told: Told, advice: Advice) -> Iterator[str]:
     if told.duration is not None:
         step, total = told.duration.step_s(best), told.duration.total_s(best)
         whole = "" if total is None else f", {time_of(total)} for all {told.duration.steps:,} steps"
-        yield f"  about {time_of(step)} a step{whole}"
+        yield f"  about {time_of(step)} per step{whole}"
     yield f"  {advice.command}"
 
 
@@ -139,7 +139,9 @@ def why(told: Told, advice: Advice) -> str:
         if row.memory is not None and is_too_large and row.checkpoint_activations == best.checkpoint_activations:
             least[row.way.preset] = row.memory.total
     if not least:
-        return "of those that fit, it divides the model least" if best.traffic.total else "one process sends nothing"
+        return (
+            "of the presets that fit, it shards the model least" if best.traffic.total else "one process needs no communication"
+        )
     needs = ", ".join(f"{preset} needs {_gib(total)}" for preset, total in least.items())
     return f"{needs} GiB, of {_gib(told.usable)}"
 
@@ -151,7 +153,7 @@ def remedy(advice: Advice) -> str:
     )
     if smallest is None or smallest.memory is None:
         return "; ".join(dict.fromkeys(row.problem for row in advice.rows if row.problem))
-    least = f"the least is {smallest.way.preset}{_again(smallest)}, {_gib(smallest.memory.total)} GiB"
+    least = f"the smallest is {smallest.way.preset}{_again(smallest)}, {_gib(smallest.memory.total)} GiB"
     if smallest.lacks_host:
         least += f", and {_gib(smallest.host)} GiB of a node's host memory"
         return f"{least}; take more nodes, nodes with more host memory, larger devices, or a smaller model"
@@ -160,20 +162,23 @@ def remedy(advice: Advice) -> str:
 
 def _of_host(told: Told) -> str:
     """What the column of the host's memory is held against, and what it leaves out."""
-    left_out = "without what Python, the libraries and the data take, and what pinned memory is rounded up by"
+    left_out = "without Python, the libraries, the data and the rounding of pinned memory"
     if told.host_memory is None or told.usable_host is None:
-        return f"host of a node: what is offloaded, {left_out}; not judged: say what a node has, as --host-memory 512GiB"
-    share = f"{_gib(told.usable_host)} of {_gib(told.host_memory)} GiB may be planned (--host-memory, --memory-utilization)"
-    return f"host of a node: what is offloaded, {left_out}; {share}"
+        return (
+            f"host per node: offloaded state only, {left_out}; whether it fits is not checked: give "
+            "--host-memory, such as 512GiB"
+        )
+    share = f"{_gib(told.usable_host)} of {_gib(told.host_memory)} GiB are planned with (--host-memory, --memory-utilization)"
+    return f"host per node: offloaded state only, {left_out}; {share}"
 
 
 def _assumed(told: Told) -> Iterator[str]:
     if told.duration is None:
-        yield f"how long it takes is not known: say a device by name for its FLOP/s, not {told.device.name}"
+        yield f"the training time is unknown: give --device a name, which has known FLOP/s, not {told.device.name}"
         return
     yield (
-        f"assumed: {told.duration.utilization:.0%} of {told.duration.peak / 1e12:,.0f} TFLOP/s a device (--mfu), and blocks "
-        "that are computed again add a third; what is sent is taken to overlap with that"
+        f"assumed: {told.duration.utilization:.0%} of {told.duration.peak / 1e12:,.0f} TFLOP/s per device "
+        "(--mfu); recomputing blocks adds a third; communication is assumed to overlap with computing"
     )
 
 
@@ -181,21 +186,21 @@ def _sent(told: Told, row: Row) -> str:
     """What a process sends in a step, and how that is counted."""
     way, formula = row.way, row.traffic.formula
     meant = {
-        "A": f"{row.accumulation} pass{'es' if row.accumulation > 1 else ''} a step",
+        "A": f"{row.accumulation} pass{'es' if row.accumulation > 1 else ''} per step",
         "N": f"{way.data_ranks} data-parallel processes",
-        "D": f"{way.data_ranks // way.replicas} processes that divide a copy of the model",
+        "D": f"{way.data_ranks // way.replicas} processes that share one copy of the model",
         "C": f"{way.replicas} copies",
         "t": f"{way.tensor_parallel} tensor-parallel processes",
         "e": f"{4 if told.precision == 'no' else 2} bytes",
         "P": f"{amount(told.trained)} trained parameters",
-        "n": "tokens of a pass",
+        "n": "tokens per pass",
         "H": "the model's width",
-        "L": "its blocks",
+        "L": "the number of blocks",
     }
     letters = set(re.sub("[a-z]{2,}", "", formula))  # those of the formula, not those of its words
     where = ", ".join(f"{letter} = {meaning}" for letter, meaning in meant.items() if letter in letters)
     parts = f", {_apart(row)}" if row.traffic.between or row.traffic.host else ""
-    return f"each process sends {row.traffic.total / 1e9:,.1f} GB a step{parts}: {formula}, with {where}"
+    return f"each process sends {row.traffic.total / 1e9:,.1f} GB per step{parts}: {formula}, with {where}"
 
 
 def _apart(row: Row) -> str:

@@ -47,8 +47,8 @@ def too_large_for_host(planned: Kept, processes: int, *, memory: int, where: str
 def never_fits(strategy: str, *, needed: int, memory: int, where: str, on_cpu: bool = False) -> str:
     """Return that no batch makes a run fit, and what to change: it takes `needed` bytes of the `memory` that is `where`."""
     return (
-        f"weights, gradients and optimizer state alone take {_gib(needed)} GiB of the {_gib(memory)} GiB that are {where}: no "
-        f"batch is small enough. Take {_more(strategy, on_cpu=on_cpu)}, or a smaller model"
+        f"weights, gradients and optimizer state alone take {_gib(needed)} GiB, and there are {_gib(memory)} "
+        f"GiB {where}: no batch is small enough. Take {_more(strategy, on_cpu=on_cpu)}, or a smaller model"
     )
 
 

@@ -78,7 +78,7 @@ def test_what_no_batch_makes_fit_is_refused_before_a_weight_is_drawn(
     finished = train(preset, tmp_path / "run", *arguments, processes=2)
     assert finished.returncode == LackOfMemoryError.exit_code, finished.output
     assert time.monotonic() - began_s < 60
-    said = re.search(r"LackOfMemoryError: .* alone take ([\d,.]+) GiB of the ([\d,.]+) GiB .*", finished.output)
+    said = re.search(r"LackOfMemoryError: .* alone take ([\d,.]+) GiB, and there are ([\d,.]+) GiB .*", finished.output)
     assert said is not None, finished.output
     # 96 layers of 12 H^2 and biases, 2048 positions and 256 bytes; weight, gradient and two moments of 4 bytes each.
     parameters = 96 * (12 * 12288**2 + 13 * 12288) + (2048 + 256 + 2) * 12288

@@ -82,8 +82,8 @@ def test_what_a_host_has_no_memory_for_is_marked_and_never_the_cheapest(
     monkeypatch.setenv("SAMERUN_CACHE", str(tmp_path))
     words = ["--devices", "2,8", "--nodes-of", "4", "--presets", "multi_gpu,deepspeed_zero3_offload"]
     said = _planned(capsys, *words)
-    assert "host of a node" in said
-    assert "not judged: say what a node has, as --host-memory 512GiB" in said
+    assert "host per node" in said
+    assert "whether it fits is not checked: give --host-memory, such as 512GiB" in said
     told = json.loads(_planned(capsys, *words, "--host-memory", "1MiB", "--json"))
     few, many = (next(row for row in of_number["rows"] if row["preset"].endswith("offload")) for of_number in told["devices"])
     assert few["host_of_a_node"] == pytest.approx(many["host_of_a_node"] * 2, rel=1e-3), "half of the model on each node"
@@ -101,7 +101,7 @@ def test_devices_that_cannot_divide_the_batch_are_a_line_and_the_others_are_plan
 ) -> None:
     monkeypatch.setenv("SAMERUN_CACHE", str(tmp_path))
     said = _planned(capsys, "--devices", "3,2", "--presets", "multi_gpu")
-    assert "3 devices  cannot be: train.global_batch_size is 64, which 3 processes cannot divide" in said
+    assert "3 devices  not possible: train.global_batch_size is 64, which 3 processes cannot divide" in said
     assert "use 1, 2, 4, 8, 16, 32 processes" in said
     assert "nothing fits" not in said
     assert "samerun launch --processes 2 --preset multi_gpu" in said
