@@ -139,22 +139,22 @@ def test_environments_of_a_process(name: str, value: str, refused: Refused, monk
 DATA: dict[str, tuple[str, int]] = {
     "inspect nowhere": ("nowhere is neither a recipe", 3),
     "inspect file": ("data.path=file is a file of an unknown kind", 6),
-    "inspect folder": ("folder holds no data of a known kind; say data.source=KIND", 6),
+    "inspect folder": ("folder contains no data of a known kind; give data.source=KIND", 6),
     "inspect pictures": ("a/1.png", 6),
     "inspect pictures data.test_split=test": ("pictures/test cannot be read (No such file or directory)", 6),
     "inspect tar": ("tar/train.tar cannot be read as a tar file", 6),
     "inspect hdf5": ("hdf5/train.h5 cannot be read", 6),
-    "inspect arrays": ("arrays/train is no whole split of arrays", 6),
+    "inspect arrays": ("arrays/train is not a complete split of arrays", 6),
     "inspect idx data.source=mnist": ("idx", 6),
     "inspect digits data.sourc=1": ("data.sourc (command line): there is no such key; did you mean data.source?", 3),
     "inspect digits seed=1 seed=2": ("seed is given twice", 3),
     "pack nowhere --to arrays --out out": ("nowhere is neither a recipe", 3),
     "pack digits --to zip --out out": ("--to: invalid choice: 'zip'", 2),
-    "pack digits --to arrays --out file": ("file already exists, and packing replaces nothing", 6),
+    "pack digits --to arrays --out file": ("file already exists, and pack replaces no files", 6),
     "pack digits": ("the following arguments are required: --to, --out", 2),
     "bench nowhere": ("nowhere is neither a recipe", 3),
     "bench digits --seconds 0": ("--seconds: '0': expected a number, more than 0", 2),
-    "bench pictures": ("the training split has 2 samples: at least 64 are measured", 3),
+    "bench pictures": ("the training split has 2 samples, and measuring needs at least 64", 3),
 }
 
 

@@ -126,10 +126,10 @@ def test_classes_of_other_data_are_matched_by_name(run: Path, some_digits: Path,
     (tmp_path / "other" / "test" / "9").rename(tmp_path / "other" / "test" / "nine")
     refused = evaluate(*there[:-1], f"data.path={tmp_path / 'other'}")
     assert refused.returncode == DataError.exit_code
-    assert "the model does not know 1 of the data's 3 classes: 'nine'. Its own are '0', '1', " in refused.output
+    assert "the model does not know 1 of the data's 3 classes: 'nine'. It knows '0', '1', " in refused.output
     assert "the data has no train split: give --split test" in evaluate(*there, "--split", "train").output
     refused = evaluate(*folder[:1], "data.image_size=8", f"data.path={some_digits}", "data.color=rgb")
-    assert "have 3 channels and 8x8 pixels, and the run was trained on 1 channels and 8x8 pixels" in refused.output
+    assert "have 3 channels and 8x8 pixels, but the run was trained on 1 channels and 8x8 pixels" in refused.output
 
 
 def test_predicting_a_picture(run: Path, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from app.tools.own_rules import CALLS, COUNT, FETCH, LOSS, READY
 from app.tools.seen import Pass, Seen, prints_of, read
 
 SAID = {
-    "global random state": "field 'x' of sample 0 of the training samples of table.py is not the same when",
-    "a generator of its own": "field 'x' of sample 0 of the training samples of table.py is not the same when",
+    "global random state": "field 'x' of sample 0 of the training samples of table.py differs when",
+    "a generator of its own": "field 'x' of sample 0 of the training samples of table.py differs when",
     "rank": "rule broken (fetch): x of sample ",
     "random in ready": "rule broken (ready): x of sample ",
     "a mean of means": "rule broken (loss): the loss of a batch is ",
@@ -110,7 +110,7 @@ def test_what_one_process_sees_of_a_broken_rule(recipe: Path, broken: str, rule:
 
 @pytest.mark.parametrize("broken", ["global random state", "a generator of its own"])
 def test_samples_that_are_others_when_they_are_fetched_again_are_refused_before(recipe: Path, broken: str) -> None:
-    with pytest.raises(DataError, match=r"field 'x' of sample \d+ of the training samples of table\.py is not the same when"):
+    with pytest.raises(DataError, match=r"field 'x' of sample \d+ of the training samples of table\.py differs when"):
         seen_alone(recipe, broken)
 
 

@@ -28,9 +28,9 @@ NAMES = {
     "positions": "max_position_embeddings",
     "tie_embeddings": "tie_word_embeddings",
 }
-"""transformers' common names of the keys; a configuration's `attribute_map` has its own."""
+"""transformers' common names for our keys; a configuration's `attribute_map` has the names of its own."""
 _OTHER_NAMES = {"intermediate_size": ("n_inner", "ffn_dim")}
-"""Where that map has none: gpt2, opt."""
+"""Names missing in that map: gpt2, opt."""
 _NO_PART = ("transformers_version", "_name_or_path")
 _DROPOUT = (
     "resid_pdrop", "embd_pdrop", "emb_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout", "residual_dropout",
@@ -39,7 +39,7 @@ _DROPOUT = (
 _NO_DROPOUT = (
     "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "activation_dropout", "layerdrop",
 )  # fmt: skip
-"""Those of attention are no modules, and skipped layers differ for each process."""
+"""Dropout inside attention is not a module, and each process skips other layers."""
 
 
 def config_of(recipe: ModelRecipe, *, vocab_size: int | None, sequence_length: int | None) -> Any:
@@ -96,14 +96,14 @@ def _read(recipe: ModelRecipe) -> dict[str, Any]:
             file = Path(folder) / "config.json"
         return dict(json.loads(file.read_text()).items())
     except FileNotFoundError as error:
-        hint = "set model.download=true, which fetches it once" if recipe.is_named else "give a folder of transformers"
-        raise RecipeError(f"model.path is {path}: there is no config.json ({error}): {hint}") from error
+        hint = "set model.download=true to download it once" if recipe.is_named else "give a transformers folder"
+        raise RecipeError(f"model.path is {path}: config.json is missing ({error}): {hint}") from error
     except (OSError, ValueError, AttributeError) as error:
         raise _is_none_of_transformers(recipe, error) from error
 
 
 def _is_none_of_transformers(recipe: ModelRecipe, error: Exception) -> RecipeError:
-    return RecipeError(f"model.path is {recipe.path}: its config.json is none of transformers: {error!r}")
+    return RecipeError(f"model.path is {recipe.path}: its config.json is not one of transformers: {error!r}")
 
 
 def download(recipe: ModelRecipe) -> None:
@@ -116,9 +116,7 @@ def download(recipe: ModelRecipe) -> None:
     try:
         hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision, local_files_only=why is not None)
     except Exception as error:  # whatever the network says
-        raise DataError(
-            f"the config.json of {recipe.path} cannot be downloaded ({why or error}): is there a network?"
-        ) from error
+        raise DataError(f"the config.json of {recipe.path} cannot be downloaded ({why or error}): check the network") from error
 
 
 def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int | None) -> Any:
@@ -133,7 +131,7 @@ def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int 
             (name for name in (kind.attribute_map.get(common, common), *_OTHER_NAMES.get(key, ())) if name in names), None
         )
         if own is None and key in recipe.chosen:
-            raise RecipeError(f"model.{key} is {value}, and {recipe.architecture or 'gpt2'} has no such number: remove it")
+            raise RecipeError(f"model.{key} is {value}, and {recipe.architecture or 'gpt2'} has no such setting: remove it")
         if own is not None and value is not None:
             values[own] = value
     if recipe.hidden_size and not recipe.intermediate_size and isinstance(getattr(default, "intermediate_size", None), int):
@@ -154,7 +152,7 @@ def _changed(recipe: ModelRecipe, names: Collection[str]) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(sorted(known))}"
-            raise RecipeError(f"model.settings has {name}, which this architecture does not know; {hint}")
+            raise RecipeError(f"model.settings has {name}, which this architecture does not have; {hint}")
     return recipe.more
 
 
@@ -163,7 +161,7 @@ def _made(kind: Any, values: Mapping[str, Any]) -> Any:
         return kind(**values)
     except Exception as error:  # transformers raises of its own
         why = str(error).splitlines()[-1].strip()
-        raise RecipeError(f"model.*: transformers takes no {kind.model_type} like that: {why}") from error
+        raise RecipeError(f"model.*: transformers refuses this {kind.model_type}: {why}") from error
 
 
 def _class_of_config(model_type: str) -> Any:
@@ -172,7 +170,7 @@ def _class_of_config(model_type: str) -> Any:
 
     if model_type not in HAVE or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, HAVE, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "gpt2, llama, qwen3, mistral and gemma are some"
+        hint = f"did you mean {' or '.join(near)}?" if near else "for example gpt2, llama, qwen3, mistral or gemma"
         raise RecipeError(f"model.architecture is {model_type}: transformers has no such causal language model; {hint}")
     return CONFIG_MAPPING[model_type]
 
@@ -185,14 +183,13 @@ def _positions(config: Any) -> int | None:
 def _check(config: Any, recipe: ModelRecipe, *, vocab_size: int | None, sequence_length: int | None) -> None:
     problems, most = [], _positions(config)
     if vocab_size and config.vocab_size < vocab_size:
-        problems.append(
-            f"the model knows {config.vocab_size} tokens (model.vocab_size), and the tokenizer has {vocab_size}: raise it"
-        )
+        problems.append(f"model.vocab_size is {config.vocab_size}, and the tokenizer has {vocab_size} tokens: raise it")
     if sequence_length and most and sequence_length > most:
         problems.append(
-            f"a row has {sequence_length} tokens, and the model takes {most} (model.positions): lower data.sequence_length"
+            f"a row has {sequence_length} tokens, and the model takes at most {most} (model.positions): lower "
+            "data.sequence_length"
         )
     if recipe.dropout and not any(hasattr(config, name) for name in _DROPOUT):
-        problems.append(f"model.dropout is {recipe.dropout}, and {config.model_type} has no such dropout: set 0")
+        problems.append(f"model.dropout is {recipe.dropout}, and {config.model_type} has no such dropout: set it to 0")
     if problems:
         raise RecipeError(*problems)

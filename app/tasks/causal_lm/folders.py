@@ -16,7 +16,7 @@ from app.tasks.causal_lm.data.tokenizers import Bytes, Transformers
 from app.tasks.causal_lm.sections import Sections
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-"""Files of which a tokenizer has at least one."""
+"""Every tokenizer has at least one of these files."""
 
 
 def open_folder(sections: Sections, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
@@ -38,7 +38,7 @@ def check_tokenizer(folder: Path, tokenizer: Mapping[str, Any]) -> None:
     digest = tokenizer.get("digest")
     if not digest or not has_tokenizer(folder):
         where = folder if digest else "the text"
-        sys.stderr.write(f"note: {where} has no tokenizer: the tokens are taken to be those that the model knows\n")
+        sys.stderr.write(f"note: {where} has no tokenizer: it is assumed that the tokens are those of the model\n")
         return
     if tokenizer["kind"] == "bytes":
         is_there = all(
@@ -49,6 +49,6 @@ def check_tokenizer(folder: Path, tokenizer: Mapping[str, Any]) -> None:
         is_same = Transformers.load(str(folder), None).about["digest"] == digest
     if not is_same:
         raise DataError(
-            f"the text is of another tokenizer ({digest}) than the one in {folder}: tokenise it with that one (samerun data "
-            "tokenize)"
+            f"the text was tokenised with another tokenizer ({digest}) than the one in {folder}: tokenise it "
+            "with that one (samerun data tokenize)"
         )

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 _HALF = "\ufffd"
-"""What the beginning of a character is decoded to."""
+"""An incomplete character is decoded to this."""
 _MOST_TOKENS_OF_CHARACTER = 4
-"""UTF-8 has no longer one."""
+"""Bytes of the longest UTF-8 character."""
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
@@ -60,8 +60,8 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     if not has_tokenizer(folder):
         raise RunFolderError(
-            f"{folder} has no tokenizer: put the files of the one there that the text was tokenised with (tokenizer.json, "
-            "tokenizer_config.json)"
+            f"{folder} has no tokenizer: copy the files of the tokenizer used for training there "
+            "(tokenizer.json, tokenizer_config.json)"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -107,9 +107,9 @@ class Written:
         # A token's text may depend on that before it (a space, half a character), so a few are decoded together.
         self._first = self._shown = 0
         self._characters = 0
-        """Those, from `_first` on, that were handed on or are of the prompt."""
+        """The text from `_first` on that was printed or belongs to the prompt."""
         self.text = ""
-        """All that was handed on."""
+        """All text printed so far."""
 
     def put(self, tokens: torch.Tensor) -> None:
         """Take the prompt, which comes first, or the next token."""
@@ -152,7 +152,7 @@ def _beginning(tokenizer: Any, text: str) -> list[int]:
     if not tokens:
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if first is None:
-            raise DataError("there is no prompt, and the tokenizer has no token to begin with: give a text")
+            raise DataError("there is no prompt, and the tokenizer has no beginning-of-text token: give a text")
         tokens = [first]
     return tokens
 
@@ -164,11 +164,11 @@ def _length(model: Any, tokens: list[int], wanted: int) -> int:
         return wanted
     if len(tokens) >= window:
         raise DataError(
-            f"the text has {len(tokens):,} tokens, and the model takes {window:,} with those that follow: shorten it"
+            f"the text has {len(tokens):,} tokens, and the model takes {window:,} including generated ones: shorten the text"
         )
     if wanted > (left := window - len(tokens)):
         sys.stderr.write(
-            f"note: at most {left:,} tokens follow: the model takes {window:,}, and the text has {len(tokens):,}\n"
+            f"note: at most {left:,} tokens will be generated: the model takes {window:,}, and the text has {len(tokens):,}\n"
         )
     return min(wanted, left)
 
@@ -194,10 +194,10 @@ def _device(name: str | None) -> torch.device:
 
 def _no_model(folder: Path) -> str:
     if (folder / "checkpoints").is_dir():
-        return f"{folder} is an unfinished run: `samerun export {folder}` exports its newest checkpoint"
+        return f"{folder} is an unfinished run: export its newest checkpoint with `samerun export {folder}`"
     if (folder / "model.json").is_file():
-        return f"{folder} has no language model: it has no config.json of transformers"
-    return f"{folder} is no folder of a language model: it has no config.json. Give a finished run, or a folder of transformers"
+        return f"{folder} contains no language model: it has no config.json of transformers"
+    return f"{folder} is not a folder of a language model: it has no config.json. Give a finished run, or a transformers folder"
 
 
 def _write(text: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from app.tasks.causal_lm import vocabulary
 
 IGNORED = -100
-"""The label of what does not count; that of torch and transformers."""
+"""The label of tokens that do not count, as in torch and transformers."""
 _HALF = (torch.bfloat16, torch.float16)
 _FEWEST_TOKENS = 256
 

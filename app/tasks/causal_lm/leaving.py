@@ -36,10 +36,14 @@ def tokenizer_files(data_path: str | None, tokenizer: Mapping[str, Any]) -> dict
     if data_path is None or not tokenizer.get("digest"):
         return {}
     folder = Path(paths.filled_in("data.path", data_path))
-    hint = "give weights alone (--out FILE.safetensors), or put it back" if not folder.exists() else "put the other one back"
+    hint = (
+        "export only the weights (--out FILE.safetensors), or put it back" if not folder.exists() else "put the other one back"
+    )
     said = store.about(folder)["tokenizer"] if folder.exists() else {}
     if said.get("digest") != tokenizer["digest"]:
-        raise DataError(f"{folder} has not the tokenizer that the model was trained with ({tokenizer['digest']}): {hint}")
+        raise DataError(
+            f"{folder} does not contain the tokenizer that the model was trained with ({tokenizer['digest']}): {hint}"
+        )
     return {name: (folder / store.TOKENIZER / name).read_bytes() for name in said["files"]}
 
 

@@ -17,7 +17,7 @@ from app.task import Adapters, LowRank
 from app.tasks.causal_lm.sections import ModelRecipe
 
 _NAME = "default"
-"""peft's own, for the one set of adapters that there is."""
+"""peft's default name for a single set of adapters."""
 
 
 def add(model: nn.Module, recipe: ModelRecipe) -> None:
@@ -78,4 +78,4 @@ def _peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise RecipeError('model.lora_rank is given, which needs peft: pip install "samerun[lora]"') from error
+        raise RecipeError('model.lora_rank is set, which needs peft: pip install "samerun[lora]"') from error

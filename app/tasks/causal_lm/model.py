@@ -71,7 +71,9 @@ def _with_loss(recipe: ModelRecipe, facts: Mapping[str, Any], made: Callable[[An
     is_plain = config.model_type in PLAIN
     if recipe.head == "chunked" and not is_plain:
         known = ", ".join(sorted(PLAIN))
-        raise RecipeError(f"model.head is chunked, which is not for {config.model_type}: set auto or whole. It is for {known}")
+        raise RecipeError(
+            f"model.head is chunked, which does not work for {config.model_type}: set auto or whole. It works for {known}"
+        )
     config._attn_implementation = recipe.attention
     try:
         model = made(_class_of(_base_of(config)), config)
@@ -139,5 +141,5 @@ def _base_of(config: Any) -> Any:
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is None:
-        raise RecipeError(f"the network is a {config.model_type}, of which transformers has no causal language model")
+        raise RecipeError(f"the network is a {config.model_type}, for which transformers has no causal language model")
     return getattr(transformers, name)

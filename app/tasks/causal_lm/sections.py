@@ -109,7 +109,7 @@ class ModelRecipe:
 class Sections:
     """All that a recipe says of this task alone. Raises RecipeError for what cannot be."""
 
-    why_neighbours: ClassVar[str] = "each row is a sample of its own"
+    why_neighbours: ClassVar[str] = "each row is a sample"
     neighbours: ClassVar[int] = 1
     data: DataRecipe = field(default_factory=DataRecipe)
     model: ModelRecipe = field(default_factory=ModelRecipe)
@@ -157,7 +157,7 @@ def _of_adapters(model: ModelRecipe) -> list[str]:
     given = {"lora_alpha": model.lora_alpha, "lora_targets": model.lora_targets}
     alone = () if model.lora_rank else [key for key, value in given.items() if value is not None]
     return [
-        f"model.{key} is {given[key]!r}, which is for adapters, and model.lora_rank is null: set it, to 8 for instance"
+        f"model.{key} is {given[key]!r}, which is for adapters, but model.lora_rank is null: set it, for example to 8"
         for key in alone
     ]
 
@@ -165,15 +165,20 @@ def _of_adapters(model: ModelRecipe) -> list[str]:
 def _of_path(model: ModelRecipe) -> list[str]:
     said = ("architecture",) if model.architecture else ()
     problems = [
-        f"model.{key} is given, and model.path, whose config.json says it: remove one" for key in (*said, *model.chosen)
+        f"model.{key} and model.path are both set, and the config.json of model.path sets {key} too: remove one"
+        for key in (*said, *model.chosen)
     ]
     if not model.is_named:
         if model.revision is not None:
-            problems.append(f"model.revision is for a name of the hub, and model.path is {model.path}: remove it")
+            problems.append(
+                f"model.revision is for a model on the hub, but model.path is {model.path}, a folder here: remove "
+                "model.revision"
+            )
     elif model.revision is None or not re.fullmatch("[0-9a-f]{40}", model.revision):
         problems.append(
-            f"model.revision is {model.revision}: for {model.path} of the hub it must be a commit, all 40 hexadecimal "
-            "digits of it, because branches and tags move; if a folder is meant, there is none of that name"
+            f"model.revision is {model.revision}: for {model.path} on the hub it must be a commit, with all "
+            "40 hexadecimal digits, because branches and tags move; if model.path is meant to be a folder, "
+            "it does not exist"
         )
     return problems
 
@@ -181,18 +186,20 @@ def _of_path(model: ModelRecipe) -> list[str]:
 def _of_sizes(sections: Sections) -> list[str]:
     model, problems = sections.model, []
     if model.revision is not None:
-        problems.append("model.revision is for a name of the hub in model.path, and that is null: remove it")
+        problems.append("model.revision is for a model on the hub, but model.path is null: remove it")
     if model.hidden_size and model.heads and model.hidden_size % model.heads and "head_dim" not in str(model.settings):
         problems.append(
-            f"model.hidden_size is {model.hidden_size} and model.heads {model.heads}: the heads must divide the width"
+            f"model.hidden_size is {model.hidden_size} and model.heads {model.heads}: the width must be a multiple of the heads"
         )
     if model.heads and model.key_value_heads and model.heads % model.key_value_heads:
         problems.append(
-            f"model.heads is {model.heads} and model.key_value_heads {model.key_value_heads}: these must divide the heads"
+            f"model.heads is {model.heads} and model.key_value_heads {model.key_value_heads}: the heads must "
+            "be a multiple of these"
         )
     length = sections.data.sequence_length
     if length and model.positions and length > model.positions:
         problems.append(
-            f"data.sequence_length is {length} and model.positions {model.positions}: the model takes no longer row"
+            f"data.sequence_length is {length} and model.positions {model.positions}: a row must not be "
+            "longer than model.positions"
         )
     return problems

@@ -17,9 +17,9 @@ from app.tasks.causal_lm.data import nanogpt, store
 from app.tasks.causal_lm.data.tokenizers import Bytes, Tokenizer, open_tokenizer
 
 BEGINNING, ADDED = 32, 64
-"""Tokens at most of a row that are given, and that the model adds: so many forward passes."""
+"""Most tokens of a row that are given, and most that the model adds: each added token is a forward pass."""
 LARGEST = 1_000_000_000
-"""Parameters of the largest model that is asked: under ZeRO-3 and FSDP2 every pass gathers all of them."""
+"""Largest model, in parameters, that shows texts: under ZeRO-3 and FSDP2 every pass gathers all parameters."""
 
 
 def continuations(model: Callable[..., Any], tokens: Tensor) -> tuple[Tensor, Tensor]:

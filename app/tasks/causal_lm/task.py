@@ -68,11 +68,13 @@ class CausalLM:
         split, counted = rows.split, ""
         if split.documents is not None:
             counted = f" of {len(split.documents) - 1:,} documents"
-        cut = f"; {rows.dropped_targets} at the end make no whole row" if rows.dropped_targets else ""
+        cut = f"; the last {rows.dropped_targets} do not fill a row" if rows.dropped_targets else ""
         kind = split.tokenizer.get("name") or split.tokenizer.get("kind")
         return [
-            f"{len(split.tokens):,} tokens{counted} to train on, in {len(rows):,} rows of {rows.sequence_length}{cut}; "
-            f"tokenizer {kind}, {split.vocab_size:,} tokens"
+            (
+                f"{len(split.tokens):,} training tokens{counted}, in {len(rows):,} rows of "
+                f"{rows.sequence_length}{cut}; tokenizer {kind}, {split.vocab_size:,} tokens"
+            )
         ]
 
     def matched(self, samples: Rows, facts: Mapping[str, Any]) -> Rows:
@@ -80,8 +82,8 @@ class CausalLM:
         theirs, ours = samples.facts["tokenizer"].get("digest"), facts["tokenizer"].get("digest")
         if theirs != ours:
             raise DataError(
-                f"the text is of another tokenizer ({theirs}) than the model was trained with ({ours}): tokenise it with that "
-                "(samerun data tokenize)"
+                f"the text was tokenised with {theirs}, and the model was trained with {ours}: tokenise the "
+                "text with the model's tokenizer (samerun data tokenize)"
             )
         config = configuration.config_of(
             self._sections.model, vocab_size=facts["vocab_size"], sequence_length=facts["sequence_length"]
@@ -89,7 +91,7 @@ class CausalLM:
         most = getattr(config, "max_position_embeddings", None)
         if most and samples.sequence_length > most:
             raise DataError(
-                f"a row has {samples.sequence_length} tokens, and the model takes {most}: lower data.sequence_length"
+                f"a row has {samples.sequence_length} tokens, and the model takes at most {most}: lower data.sequence_length"
             )
         return samples
 
@@ -140,7 +142,7 @@ class CausalLM:
     def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
         """Return the scores, perplexity among them. Raises DataError if no token counts."""
         if not totals["loss"][1]:
-            raise DataError("no token of this text counts, so there is no score: are there answers in it?")
+            raise DataError("no token of this text counts, so there is no score: check that it contains answers")
         scores = {name: (total / count).item() for name, (total, count) in totals.items() if count}
         return {**scores, "perplexity": math.exp(min(scores["loss"], 700.0))}, {}
 

@@ -15,7 +15,7 @@ _ON_HUB = {
     "cifar100": "uoft-cs/cifar100",
 }
 _MOST_NAMED = 100
-"""Classes that are named here; of more, model.json has the names."""
+"""Class names listed here; model.json has them all."""
 
 
 def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
@@ -50,7 +50,7 @@ def _input(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
 `model(inputs)` takes float32 [N, {channels}, {height}, {width}]: {kind} pictures, {side}{width} x {height} pixels.
 Divide pixels 0..255 by 255, subtract the mean and divide by the standard
 deviation, of each channel or of all: mean {mean}; standard deviation {std}.
-The output, [N, {len(classes)}], has a logit for each class. Softmax makes probabilities of them.
+The output, [N, {len(classes)}], has a logit for each class. Softmax turns them into probabilities.
 
 Classes: {named}{more}.
 """

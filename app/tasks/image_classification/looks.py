@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 _SMALLEST_SIDE, _LARGEST_SIDE = 96, 224
-"""Of a sample, in pixels: smaller ones are enlarged, larger ones reduced. The largest is what most networks see."""
+"""Sizes of a shown sample, in pixels: others are scaled to these. The largest is what most networks see."""
 _MARGIN, _LINE = 4, 14
 """Between samples, and the height of a line of text, in pixels; the text of Pillow's own font is 11 pixels high."""
 

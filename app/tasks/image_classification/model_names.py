@@ -25,4 +25,4 @@ def problem(name: str) -> str | None:
         return None
     close = difflib.get_close_matches(name, known(), n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known())}"
-    return f"model.name is {name!r}: there is no such model; {hint}"
+    return f"model.name is {name!r}: no such model; {hint}"

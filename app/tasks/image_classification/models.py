@@ -60,7 +60,7 @@ def _convnet(recipe: ModelRecipe, *, channels: int, image_size: tuple[int, int],
     """
     height, width = (side // 4 for side in image_size)
     if height == 0 or width == 0:
-        raise RecipeError(f"model.name is convnet, which needs images of 4x4 pixels at least; these have {_size(image_size)}")
+        raise RecipeError(f"model.name is convnet, which needs images of at least 4x4 pixels; these have {_size(image_size)}")
     first, second = recipe.channels
     pool = {"max": nn.MaxPool2d, "average": nn.AvgPool2d}[recipe.pooling]
     activation = {"relu": nn.ReLU, "gelu": nn.GELU}[recipe.activation]
@@ -96,7 +96,7 @@ def _torchvision_model(name: str, *, channels: int, image_size: tuple[int, int],
     from torchvision import models as zoo
 
     if name not in zoo.list_models(module=zoo):
-        here = f"model.name is {name!r}: the torchvision that is installed, {torchvision.__version__}, has no such model"
+        here = f"model.name is {name!r}: the installed torchvision {torchvision.__version__} has no such model"
         raise RecipeError(model_names.problem(name) or here)
     try:
         model: nn.Module = zoo.get_model(name, weights=None, num_classes=num_classes, **_arguments(name, image_size))
@@ -110,7 +110,7 @@ def _arguments(name: str, image_size: tuple[int, int]) -> dict[str, Any]:
     """What a family of torchvision takes beyond the number of classes."""
     if name.startswith("vit_"):
         if image_size[0] != image_size[1]:
-            raise ValueError("this model takes square images")
+            raise ValueError("this model needs square images")
         return {"image_size": image_size[0]}
     if name.startswith("maxvit"):
         return {"input_size": image_size}
@@ -155,13 +155,14 @@ def _check_shapes(name: str, model: nn.Module, *, channels: int, image_size: tup
         raise _unsuitable(name, channels, image_size, error) from error
     finally:
         model.train()
-    assert logits.shape == (2, num_classes), f"{name} gave {logits.shape}"
+    assert logits.shape == (2, num_classes), f"{name} returned {logits.shape}"
 
 
 def _unsuitable(name: str, channels: int, image_size: tuple[int, int], error: Exception) -> RecipeError:
     return RecipeError(
-        f"model.name is {name}, which does not take images of {_size(image_size)} with {channels} channel(s) ({error}): "
-        "set data.image_size (torchvision's models are made for 224 or more), or choose another model.name"
+        f"model.name is {name}, which does not take images of {_size(image_size)} with {channels} channel(s) "
+        f"({error}): set data.image_size (torchvision's models expect 224 or more), or choose another "
+        "model.name"
     )
 
 

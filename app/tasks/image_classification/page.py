@@ -17,7 +17,7 @@ from app.record import run_folder
 
 TEMPLATE = Path(__file__).with_name("predictions.html.jinja")
 _TABLE_CLASSES = 12
-"""Up to so many classes the confusion matrix is a table of numbers; of more it is a picture."""
+"""Up to this many classes the confusion matrix is a table of numbers; beyond, it is a picture."""
 _SIDE_INCHES = 4.1
 
 
@@ -67,7 +67,7 @@ class Predicted:
     def told(self) -> str:
         """What the picture shows, for who cannot see it."""
         right = sum(count for (label, said), count in self.counts.items() if label == said)
-        return f"{len(self.classes)} classes; {right:,} of {sum(self.counts.values()):,} samples lie on the diagonal."
+        return f"{len(self.classes)} classes; {right:,} of {sum(self.counts.values()):,} samples are on the diagonal."
 
     @property
     def frequent_mistakes(self) -> list[tuple[str, str, int]]:
@@ -91,11 +91,11 @@ def read(folder: Path) -> Predicted | None:
         counts = {(int(label), int(said)): int(count) for label, said, count in told["pairs"]}
         left_out = int(told["samples_left_out"])
         if not all(0 <= index < len(classes) for pair in counts for index in pair):
-            raise ValueError(f"a class is not among the {len(classes)} of the file")
+            raise ValueError(f"a class is not one of the {len(classes)} in the file")
     except (LookupError, TypeError, ValueError) as error:
-        raise RunFolderError(f"{path} is not what a run writes: {type(error).__name__}: {error}.") from error
+        raise RunFolderError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
     gone = sum(picture.source is None for picture in (*spread, *mistakes))
-    complaints = [f"{gone} of the pictures that {path} names are missing or cannot be read."] if gone else []
+    complaints = [f"{gone} of the pictures listed in {path} are missing or unreadable."] if gone else []
     shown = {"spread": spread, "mistakes": mistakes}
     return Predicted(split=split, classes=classes, counts=counts, left_out=left_out, complaints=complaints, **shown)
 

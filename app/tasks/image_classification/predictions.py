@@ -20,9 +20,9 @@ from app.tasks.image_classification.data.source import Source, spread
 
 _SPREAD_PICTURES, _MISTAKEN_PICTURES = 6, 6
 _PICTURE_SIDE = 72
-"""Pixels. 12 pictures of noise, which nothing compresses, are less than 200 kB."""
+"""Pixels. 12 pictures of noise, the worst case for compression, take less than 200 kB."""
 _ALL_PAIRS_CLASSES, _MOST_PAIRS = 100, 1000
-"""Up to so many classes every pair of label and prediction is written down, of more the most frequent mistakes alone."""
+"""Up to this many classes every pair of label and prediction is recorded; beyond, only the most frequent mistakes."""
 
 
 class Prediction(NamedTuple):

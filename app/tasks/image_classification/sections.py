@@ -178,7 +178,9 @@ _DECODED = ("imagefolder", "huggingface", "webdataset", "hdf5", "lmdb", "tfrecor
 def _of_the_hub(data: DataRecipe) -> list[str]:
     problems = []
     if data.source != "huggingface" and (data.hub_config or data.hub_revision):
-        problems.append(f"data.hub_config and data.hub_revision are for data.source=huggingface, and it is {data.source}")
+        problems.append(
+            f"data.hub_config and data.hub_revision are for data.source=huggingface, and data.source is {data.source}"
+        )
     if data.hub_revision is not None and not re.fullmatch("[0-9a-f]{40}", data.hub_revision):
         problems.append(
             f"data.hub_revision is {data.hub_revision}: it must be a commit, all 40 hexadecimal digits of it, because branches "
@@ -197,11 +199,14 @@ def _contradictions(sections: Sections) -> list[str]:
     if data.resize_size is not None and data.image_size is not None and data.resize_size < data.image_size:
         problems.append(f"data.resize_size is {data.resize_size}: it must be at least data.image_size, {data.image_size}")
     if data.jpeg_decoder == "reduced" and data.image_size is None:
-        problems.append("data.jpeg_decoder=reduced needs data.image_size: the size in pixels that pictures are brought to")
+        problems.append("data.jpeg_decoder=reduced needs data.image_size: the size in pixels to resize pictures to")
     if data.leave_out is not None and data.source not in _DECODED:
-        problems.append(f"data.leave_out is for data.source={', '.join(_DECODED)}: {data.source} has no files to leave out")
+        problems.append(
+            f"data.leave_out is for data.source={', '.join(_DECODED)}: {data.source} has no files that could be left out"
+        )
     if len(data.mean) != len(data.std):
         problems.append(
-            f"data.mean has {len(data.mean)} values and data.std {len(data.std)}: one per channel each, or one for all"
+            f"data.mean has {len(data.mean)} values and data.std {len(data.std)}: give each one value per "
+            "channel, or one for all"
         )
     return problems

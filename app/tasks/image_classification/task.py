@@ -28,7 +28,7 @@ from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import Sections
 
 _FEW_LOGITS = 16_384
-"""Up to so many of a pass are kept as they are until the next log; of more, the largest of each sample alone."""
+"""Up to this many logits of a pass are kept until the next log; beyond, only the largest of each sample."""
 
 
 class ImageClassification:
@@ -44,7 +44,7 @@ class ImageClassification:
         self._facts: Mapping[str, Any] = {}
         self._preparation: Preparation | None = None
         self._inputs: Tensor | None = None
-        """Those of the last training batch: memory for the next one's."""
+        """The inputs of the last training batch; their memory is reused for the next batch."""
 
     @property
     def channels_last(self) -> bool:
@@ -83,8 +83,9 @@ class ImageClassification:
             samples.image_size != tuple(facts["image_size"]) and data.image_size is None
         ):
             raise DataError(
-                f"the pictures of data.source={data.source}, data.path={data.path} have {_kind(samples.facts)}, and the run "
-                f"was trained on {_kind(facts)}: data.color and data.image_size bring them there"
+                f"the pictures of data.source={data.source}, data.path={data.path} have "
+                f"{_kind(samples.facts)}, but the run was trained on {_kind(facts)}: set data.color and "
+                "data.image_size to match"
             )
         self._facts = facts
         return relabelled(samples, tuple(facts["classes"]))
@@ -172,7 +173,7 @@ class ImageClassification:
 
     def look(self, batch: Batch, most: int, title: str) -> tuple[str, Any]:
         """Return the first pictures of a training batch side by side, each over its label."""
-        assert self._preparation is not None, "no batch was made ready"
+        assert self._preparation is not None, "no batch was prepared"
         pixels = self._preparation.pixels(batch["inputs"][:most].detach()).cpu().numpy()
         texts = [looks.text_of(target, self._facts["classes"]) for target in batch["targets"][:most].detach().cpu()]
         return "augmented_batch", looks.grid(pixels, texts, title)

@@ -13,8 +13,9 @@ from app.errors import TrainingError
 from app.task import Form
 
 _RULE = (
-    "a loss must call model(...) once and use none of its submodules: under FSDP2 and ZeRO their weights are sharded. Put "
-    "everything with weights, or with several passes, into the forward of the module that model() returns"
+    "a loss must call model(...) exactly once and no submodule of it, because under FSDP2 and ZeRO their "
+    "weights are sharded. Move everything that has weights, or needs several passes, into forward() of the "
+    "module that model() returns"
 )
 
 
@@ -49,7 +50,7 @@ class Called:
     def check_called(self) -> None:
         """Raise TrainingError if the model was not called."""
         if self.times == 0:
-            raise TrainingError(f"{self._of} has not called the model: {_RULE}")
+            raise TrainingError(f"{self._of} did not call the model: {_RULE}")
 
     def _refuse(self, what: str) -> NoReturn:
         raise TrainingError(f"{self._of} {what}: {_RULE}")

@@ -56,7 +56,7 @@ class Complete:
         found = self._task.samples(split)
         if found is None:
             if split == "train":
-                raise DataError(f'{self._class}.samples("train") in {self._name} returned None: there must be some to train on')
+                raise DataError(f'{self._class}.samples("train") in {self._name} returned None: training needs samples')
             return None
         samples = completed(found, what=f"the {'training' if split == 'train' else split} samples of {self._name}")
         repeatable.check(samples, is_random=split == "train")
@@ -75,8 +75,9 @@ class Complete:
         ours, models = (json.dumps(dict(told), sort_keys=True) for told in (samples.facts, facts))
         if ours != models:
             raise DataError(
-                f"the samples have the facts {ours}, and the model was made for {models}: give it data like those of its "
-                f"training, or {self._name} a method matched(self, samples, facts), which returns them as the model takes them"
+                f"the samples have the facts {ours}, and the model was built for {models}: give it data like "
+                f"its training data, or add a method matched(self, samples, facts) to {self._name}, which "
+                "returns samples that fit the model"
             )
         return samples
 
@@ -86,9 +87,11 @@ class Complete:
         """Return the task's network."""
         network = self._task.model(facts)
         if not isinstance(network, nn.Module):
-            raise TrainingError(f"{self._class}.model returned {given.kind(network)}, and must return a torch.nn.Module")
+            raise TrainingError(f"{self._class}.model returned {given.kind(network)}, but must return a torch.nn.Module")
         if next(network.parameters(), None) is None:
-            raise TrainingError(f"{self._class}.model returned a {type(network).__name__} without parameters: nothing to train")
+            raise TrainingError(
+                f"{self._class}.model returned a {type(network).__name__} without parameters, so there is nothing to train"
+            )
         return network
 
     def head(self, model: nn.Module) -> str:
@@ -124,7 +127,7 @@ class Complete:
             return batch
         ready = self._task.ready(batch, draw)
         if not isinstance(ready, Mapping):
-            raise TrainingError(f"{self._class}.ready returned {given.kind(ready)}, and must return the batch, a dict")
+            raise TrainingError(f"{self._class}.ready returned {given.kind(ready)}, but must return the batch, a dict")
         return {**ready, "samples": batch["samples"], "numbers": batch["numbers"]}
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
@@ -145,8 +148,9 @@ class Complete:
         scores = given.scores(self._task.score(called, batch, valid), valid, of=f"{self._class}.score")
         if self._calls_of_score not in (None, called.times):
             raise TrainingError(
-                f"{self._class}.score called the model {called.times} times for this batch and {self._calls_of_score} times "
-                "for the one before: under FSDP2 and ZeRO all processes must call it equally often, for padding as well"
+                f"{self._class}.score called the model {called.times} times for this batch and "
+                f"{self._calls_of_score} times for the one before: under FSDP2 and ZeRO all processes must "
+                "call it equally often, also for padding"
             )
         self._calls_of_score = called.times
         return scores
@@ -168,9 +172,10 @@ class Complete:
         for name, sums in nothing.sums.items():
             if any(part.any() for part in sums[: 1 if self._has("finish") else 2]):  # NaN is not 0
                 raise TrainingError(
-                    f"{self._class}.score counts padding: where valid is False throughout, the sum and count of {name!r} are "
-                    f"{' and '.join(str(part.tolist()) for part in sums)}, and must be 0. Leave out what is not "
-                    "valid, as in ((error * valid).sum(), valid.sum()): how many are padding depends on the processes"
+                    f"{self._class}.score counts padding: for a batch with valid=False everywhere, the sum "
+                    f"and count of {name!r} are {' and '.join(str(part.tolist()) for part in sums)}, but must "
+                    "be 0. Mask out what is not valid, as in ((error * valid).sum(), valid.sum()): the "
+                    "amount of padding depends on the number of processes"
                 )
         if not self._has("finish"):
             self._check_monitor([name for name, (total, _) in scores.sums.items() if total.ndim == 0])
@@ -194,8 +199,8 @@ class Complete:
         """Return the task's own. Raises RecipeError without."""
         if not self._has("predict"):
             raise RecipeError(
-                f"{self._name} cannot predict from a file: give {self._class} a method "
-                "predict(self, model, inputs, *, top), which returns for each path of inputs a text and a dict"
+                f"{self._name} cannot predict from a file: give {self._class} a method predict(self, model, "
+                "inputs, *, top), which returns a text and a dict for each path in inputs"
             )
         return self._task.predict(model, inputs, top=top)  # type: ignore[no-any-return]
 
@@ -203,8 +208,8 @@ class Complete:
         if self.monitor[0] not in names:
             first = names[0] if names else "rmse"
             raise TrainingError(
-                f"the monitor of {self._class} is {self.monitor!r}, and its scores are {', '.join(names) or 'none'}: set "
-                f'monitor = ("{first}", "max") in {self._name}, or "min", whichever end of it is good'
+                f"the monitor of {self._class} is {self.monitor!r}, but its scores are {', '.join(names) or 'none'}: set "
+                f'monitor = ("{first}", "max") in {self._name}, or "min" if lower is better'
             )
 
     def _has(self, name: str) -> bool:

@@ -18,7 +18,7 @@ from app.recipe import task_file
 from app.tasks.own.complete import Complete
 
 _RUN = "run.json"
-"""Marks a run folder."""
+"""The file that marks a run folder."""
 _OURS = ("app", "launch")
 
 
@@ -57,13 +57,13 @@ def _module(path: Path) -> ModuleType:
     run = next((parent for parent in path.parents if (parent / _RUN).exists()), None)
     if run is not None:
         raise RecipeError(
-            f"task is {path}, which lies in the run folder {run}: code of a run folder is not run. Copy it elsewhere"
+            f"task is {path}, which is in the run folder {run}: code in a run folder is never executed. Copy it elsewhere"
         )
     if folder not in sys.path:
         sys.path.append(folder)
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not _is(spec.origin, path):
-        other = f": Python finds {spec.origin or 'another module'} by that name" if spec else ", which is no name of a module"
+        other = f", but Python finds {spec.origin or 'another module'} by that name" if spec else ", which is not a module name"
         raise RecipeError(f"task is {path}{other}. Give the file another name, such as my_{name.replace('-', '_')}.py")
     return importlib.import_module(name)
 

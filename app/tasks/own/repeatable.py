@@ -15,17 +15,18 @@ from app.tasks.own.samples import CompleteSamples, bits_of, evenly
 
 _FEW = 8
 _ROUNDING = 1e-4
-"""Share of the largest number of a sample by which rounding may change it where batches of other sizes are computed at once."""
-_RULE = "fetch must depend on its arguments alone, or the run changes with the number of processes and after a resume"
+"""Largest change by rounding when samples are computed in batches of other sizes, as a share of a sample's largest number."""
+_RULE = "fetch must depend only on its arguments, or the run changes with the number of processes and after a resume"
 _OF_FETCH = (
-    f"{_RULE}: no generator of its own, no state, no clock, nothing of the other samples of the batch. Take random numbers "
-    "from `draw`, as in draw.uniform('flip') [B], or have Samples.of(...) wrap a Dataset: it seeds Python's, NumPy's and "
-    "torch's global generators for each sample"
+    f"{_RULE}: it may use no random generator, state or clock, and nothing from other samples of the batch. "
+    "Take random numbers from `draw`, as in draw.uniform('flip') [B], or wrap a Dataset in Samples.of(...), "
+    "which seeds Python's, NumPy's and torch's global generators for each sample"
 )
 _OF_DATASET = (
-    f"{_RULE}. Python's, NumPy's and torch's global generators are seeded for each sample, so the data set has a generator of "
-    "its own (as numpy.random.default_rng() or torch.Generator() makes one, and albumentations keeps one), or it counts, looks "
-    "at the clock or keeps what it made before. Have __getitem__ make such a generator anew, seeded by torch.initial_seed()"
+    f"{_RULE}. Python's, NumPy's and torch's global generators are seeded for each sample, so the data set "
+    "has its own generator (made by numpy.random.default_rng() or torch.Generator(), or kept by "
+    "albumentations), or it counts, reads the clock, or keeps earlier results. Make such a generator in "
+    "__getitem__, seeded with torch.initial_seed()"
 )
 
 
@@ -65,7 +66,7 @@ def _compare(
         for index, left, right in zip(indices, one[name], other[name], strict=True):
             if not _are_same(left, right, rounding):
                 hint = _OF_DATASET if isinstance(samples.given, OfDataset) else _OF_FETCH
-                raise DataError(f"field {name!r} of sample {index} of {samples.what} is not the same when {how}. {hint}")
+                raise DataError(f"field {name!r} of sample {index} of {samples.what} differs when {how}. {hint}")
 
 
 def _are_same(left: Tensor, right: Tensor, rounding: float) -> bool:

@@ -18,9 +18,9 @@ from app.errors import DataError
 from app.tasks.own.given import kind
 
 _OURS = ("samples", "numbers")
-"""Fields that every batch has besides."""
+"""Fields that the application adds to every batch."""
 _LOOKED_AT = 64
-"""Samples that a fingerprint is made of."""
+"""Samples that enter a fingerprint."""
 
 
 def completed(given: Any, *, what: str) -> CompleteSamples:
@@ -37,20 +37,20 @@ class CompleteSamples:
         missing = [name for name in ("__len__", "fetch") if not hasattr(given, name)]
         if missing:
             raise DataError(
-                f"{what} are a {type(given).__name__}, which has no {missing[0]}: samples(split) returns Samples.of(...), or a "
-                "class with __len__(self) and fetch(self, indices, draw)"
+                f"{what} are a {type(given).__name__}, which has no {missing[0]}: samples(split) must return "
+                "Samples.of(...), or an object with __len__(self) and fetch(self, indices, draw)"
             )
         self.given, self.what = given, what
         self._names: tuple[str, ...] = ()
         if len(given) < 1:
-            raise DataError(f"{what} are none: their length is 0")
+            raise DataError(f"{what} are empty: their length is 0")
         self.facts: Mapping[str, Any] = getattr(given, "facts", {})
         try:
             json.dumps(self.facts)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"the facts of {what} are {self.facts!r}: they go into model.json, so they may hold texts, numbers, lists and "
-                f"dicts of such alone ({error})"
+                f"the facts of {what} are {self.facts!r}: they are written to model.json, so they may only "
+                f"contain texts, numbers, and lists and dicts of these ({error})"
             ) from None
         self.workers = bool(getattr(given, "workers", False))
 
@@ -80,14 +80,14 @@ class CompleteSamples:
         fetched = self.given.fetch(indices, draw)
         if not isinstance(fetched, Mapping) or not fetched:
             raise DataError(
-                f"fetch of {self.what} returned {kind(fetched)}, and must return a dict of tensors [B, ...] by field name"
+                f"fetch of {self.what} returned {kind(fetched)}, but must return a dict of tensors [B, ...] by field name"
             )
         fields = {name: self._field(name, value, len(indices)) for name, value in fetched.items()}
         self._names = self._names or tuple(fields)
         if fields.keys() != set(self._names):
             raise DataError(
-                f"fetch of {self.what} returned the fields {', '.join(fields)}, and before {', '.join(self._names)}: "
-                "each batch must have the same"
+                f"fetch of {self.what} returned the fields {', '.join(fields)}, and earlier "
+                f"{', '.join(self._names)}: each batch must have the same fields"
             )
         return fields
 
@@ -96,22 +96,22 @@ class CompleteSamples:
             value = torch.from_numpy(np.ascontiguousarray(value))
         if not isinstance(name, str) or name in _OURS:
             raise DataError(
-                f"fetch of {self.what} returned a field {name!r}: call it otherwise, {' and '.join(_OURS)} are taken"
+                f"fetch of {self.what} returned a field {name!r}: rename it, because the application uses {' and '.join(_OURS)}"
             )
         if not isinstance(value, Tensor):
             raise DataError(
-                f"fetch of {self.what} returned {kind(value)} as field {name!r}, and must return a tensor, or an array of "
-                f"numbers, whose first dimension is that of the indices, {size}"
+                f"fetch of {self.what} returned {kind(value)} as field {name!r}, but must return a tensor, or "
+                f"an array of numbers, with {size} as the first dimension, one row per index"
             )
         if value.ndim == 0 or len(value) != size:
             raise DataError(
-                f"fetch of {self.what} returned field {name!r} as {kind(value)} for {size} indices: its first dimension must "
-                f"be {size}, one row for each sample"
+                f"fetch of {self.what} returned field {name!r} as {kind(value)} for {size} indices: its first "
+                f"dimension must be {size}, one row per sample"
             )
         if not value.is_cpu:
             raise DataError(
-                f"fetch of {self.what} returned field {name!r} on {value.device}: it must be on the CPU, the application "
-                "brings batches to the device"
+                f"fetch of {self.what} returned field {name!r} on {value.device}: it must be on the CPU, "
+                "because the application copies batches to the device"
             )
         return value.detach()
 

@@ -102,7 +102,7 @@ def test_tokens_and_what_counts_are_those_of_trl(
     theirs = trl_makes(tmp_path / "trl", tokenizers[name], rows)
     assert ours(tmp_path, tokenizers[name], rows) == theirs
     said = capsys.readouterr().out
-    assert f"x example of more than {LENGTH + 1} tokens, cut there" in said
+    assert f"x example of more than {LENGTH + 1} tokens, truncated there" in said
     if name == "text":
         assert len(theirs) == len(PAIRS) - 1, "one has no room for its answer"
         assert "left out: 1 x example without an answer" in said
@@ -154,13 +154,13 @@ def test_packed_examples_are_whole_and_can_be_looked_at(
 
 
 UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
-    ("text", {"prompt": "a", "completion": 3}, "prompt holds str, completion holds int: it takes two texts"),
-    ("text", {"prompt": "a", "completion": "\ud800"}, "no UTF-8"),
-    ("marked", {"messages": ["hello"]}, "a message is str: it takes an object with role and content"),
+    ("text", {"prompt": "a", "completion": 3}, "prompt holds str, completion holds int: expected two texts"),
+    ("text", {"prompt": "a", "completion": "\ud800"}, "not UTF-8"),
+    ("marked", {"messages": ["hello"]}, "a message is str: expected an object with role and content"),
     ("marked", {"messages": [{"content": "hello"}]}, "a message has no role; it has 'content'"),
     ("refuses", {"messages": TALKS[0]}, r"the chat template refuses it \(TemplateError: no such roles\)"),
-    ("plain", {"messages": TALKS[2]}, "it begins with an answer, and the chat template has no"),
-    ("changes", {"messages": TALKS[1]}, "message 2: the chat template renders what is before it in another way"),
+    ("plain", {"messages": TALKS[2]}, "it begins with an answer, which cannot be found because the chat template has no"),
+    ("changes", {"messages": TALKS[1]}, "message 2: the chat template renders the messages before it differently"),
 ]
 
 

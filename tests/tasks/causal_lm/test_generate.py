@@ -124,8 +124,10 @@ def test_a_window_that_is_full_is_said(
     llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert generate.main([str(llama), "x" * 60, "--temperature", "0"]) == 0
-    assert "note: at most 4 tokens follow: the model takes 64, and the text has 60" in capsys.readouterr().err
-    with pytest.raises(DataError, match="the text has 64 tokens, and the model takes 64 with those that follow: shorten it"):
+    assert "note: at most 4 tokens will be generated: the model takes 64, and the text has 60" in capsys.readouterr().err
+    with pytest.raises(
+        DataError, match="the text has 64 tokens, and the model takes 64 including generated ones: shorten the text"
+    ):
         generate.main([str(llama), "x" * 64])
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert generate.main([str(llama), "--max-tokens", "3"]) == 0  # begins a document
@@ -149,14 +151,14 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path, llama: Path) -> Non
             generate.main([str(folder), "a", *more])
         return str(caught.value)
 
-    assert "it has no config.json. Give a finished run, or a folder of transformers" in refused(tmp_path / "none")
+    assert "it has no config.json. Give a finished run, or a transformers folder" in refused(tmp_path / "none")
     (tmp_path / "checkpoints").mkdir()
-    assert f"is an unfinished run: `samerun export {tmp_path}` exports its newest checkpoint" in refused(tmp_path)
+    assert f"is an unfinished run: export its newest checkpoint with `samerun export {tmp_path}`" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert f"transformers cannot load the model of {tmp_path}: " in refused(tmp_path)
     gpt2 = tmp_path / "gpt2"
     GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=8)).save_pretrained(gpt2)
-    assert f"{gpt2} has no tokenizer: put the files of the one there" in refused(gpt2)
+    assert f"{gpt2} has no tokenizer: copy the files of the tokenizer used for training there" in refused(gpt2)
     (gpt2 / "tokenizer.json").write_text("{")
     assert f"transformers cannot load the tokenizer of {gpt2}: " in refused(gpt2)
     assert "--device moon is not available: " in refused(llama, "--device", "moon", error=DeviceError)

@@ -183,7 +183,9 @@ def test_the_best_of_a_run_goes_on_with_a_text(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_tokenizer_that_is_gone_or_another_is_said(tmp_path: Path) -> None:
     tokenizer = {**Bytes().about, "kind": "transformers", "digest": "1" * 32}
-    with pytest.raises(DataError, match=r"text has not the tokenizer .* give weights alone \(--out FILE\.safetensors\)"):
+    with pytest.raises(
+        DataError, match=r"text does not contain the tokenizer .* export only the weights \(--out FILE\.safetensors\)"
+    ):
         leaving.tokenizer_files(str(tmp_path / "text"), tokenizer)
     document = Bytes().document("a text")
     with writing(tmp_path / "text", tokenizer, {"tokenizer.json": b"{}"}, token_bytes=None) as writer:

@@ -139,14 +139,14 @@ def test_the_sliding_window_is_seen() -> None:
         ({"architecture": "lama"}, "model.architecture is lama: transformers has no such causal language model; did you mean"),
         (
             {"settings": ("rms_norm_epsilon=1e-5",)},
-            "model.settings has rms_norm_epsilon, which this architecture does not know; did",
+            "model.settings has rms_norm_epsilon, which this architecture does not have; did",
         ),
-        ({"settings": ("rms_norm_eps=wide",)}, "model.*: transformers takes no llama like that"),
-        ({"vocab_size": 50}, "the model knows 50 tokens (model.vocab_size), and the tokenizer has 97"),
-        ({"positions": 16}, "a row has 24 tokens, and the model takes 16 (model.positions)"),
+        ({"settings": ("rms_norm_eps=wide",)}, "model.*: transformers refuses this llama:"),
+        ({"vocab_size": 50}, "model.vocab_size is 50, and the tokenizer has 97"),
+        ({"positions": 16}, "a row has 24 tokens, and the model takes at most 16 (model.positions)"),
         ({"dropout": 0.1}, "model.dropout is 0.1, and llama has no such dropout"),
-        ({"architecture": "gpt2", "key_value_heads": 2}, "model.key_value_heads is 2, and gpt2 has no such number"),
-        ({"architecture": "gemma2", "head": "chunked"}, "model.head is chunked, which is not for gemma2"),
+        ({"architecture": "gpt2", "key_value_heads": 2}, "model.key_value_heads is 2, and gpt2 has no such setting"),
+        ({"architecture": "gemma2", "head": "chunked"}, "model.head is chunked, which does not work for gemma2"),
         ({"attention": "flash_attention_2"}, "transformers refuses to build a llama with model.attention=flash_attention_2"),
     ],
 )
@@ -167,21 +167,21 @@ def test_a_folder_says_what_the_network_is(tmp_path: Path, monkeypatch: pytest.M
     assert (found.hidden_size, found.num_key_value_heads, found.sliding_window, found.attention_dropout) == (32, 2, 9, 0.0)
     assert isinstance(model.build(recipe, FACTS).get_output_embeddings(), Head)
     for text, problem in {
-        '{"model_type": "mistral", "hidden_size": "wide"}': "transformers takes no mistral like that",
-        '{"model_type": "bert"': "its config.json is none of transformers",
-        '{"hidden_size": 32}': "its config.json is none of transformers",
+        '{"model_type": "mistral", "hidden_size": "wide"}': "transformers refuses this mistral:",
+        '{"model_type": "bert"': "its config.json is not one of transformers",
+        '{"hidden_size": 32}': "its config.json is not one of transformers",
         '{"model_type": "clip"}': "transformers has no such causal language model",
     }.items():
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(RecipeError, match=problem):
             configuration.config_of(ModelRecipe(path="$WEIGHTS"), vocab_size=None, sequence_length=None)
-    with pytest.raises(RecipeError, match="layers is given, and"):
+    with pytest.raises(RecipeError, match="layers and model.path are both set"):
         Sections(model=ModelRecipe(path="$WEIGHTS", layers=3))
 
 
 def test_a_name_of_the_hub_is_looked_for_on_this_machine_alone() -> None:
     recipe = ModelRecipe(path="nobody/nothing", revision="0" * 40)
-    with pytest.raises(RecipeError, match=r"there is no config.json .* set model.download=true"):
+    with pytest.raises(RecipeError, match=r"config.json is missing .* set model.download=true"):
         configuration.config_of(recipe, vocab_size=None, sequence_length=None)
 
 

@@ -167,10 +167,10 @@ def test_what_rows_cannot_be_is_said(tmp_path: Path) -> None:
         Rows(written(tmp_path / "one", [[1]], None, None), 4)
     plain = written(tmp_path / "plain", [[1, 2, 39]], None, None)
     small = Tokens(plain.where, plain.tokens, 39, "", {})
-    with pytest.raises(DataError, match=r"row 0 .* has the token 39, and the vocabulary has 39"):
+    with pytest.raises(DataError, match=r"row 0 .* has the token 39, but the vocabulary has 39"):
         Rows(small, 2).fetch(np.array([0]), None)
     damaged = Tokens(plain.where, np.array([1, 2**31 + 5, 3], np.uint32), 100_000, "", {})
-    with pytest.raises(DataError, match=r"row 0 .* has the token 2147483653, and the vocabulary has 100000"):
+    with pytest.raises(DataError, match=r"row 0 .* has the token 2147483653, but the vocabulary has 100000"):
         Rows(damaged, 2).fetch(np.array([0]), None)
     with pytest.raises(DataError, match="document_masks"):
         Rows(small, 2, document_masks=True)

@@ -128,18 +128,18 @@ def cut(content: bytes) -> bytes:
 
 
 BAD: list[tuple[str, bytes, dict[str, Any], str]] = [
-    ("a.jsonl", lines() + b"{\n", {}, "no JSON (Expecting property name"),
-    ("a.jsonl", b'{"text": "\xff"}\n', {}, "no JSON ('utf-8' codec"),
-    ("a.jsonl", b"[1, 2]\n", {}, "no JSON object with columns, but list"),
-    ("a.jsonl", lines("words"), {}, "no column 'text'; there are 'number', 'words': name one with --column"),
-    ("a.txt", b"good\xff", {}, "no UTF-8 (invalid start byte 4 bytes further on): convert it"),
+    ("a.jsonl", lines() + b"{\n", {}, "not JSON (Expecting property name"),
+    ("a.jsonl", b'{"text": "\xff"}\n', {}, "not JSON ('utf-8' codec"),
+    ("a.jsonl", b"[1, 2]\n", {}, "not a JSON object with columns, but list"),
+    ("a.jsonl", lines("words"), {}, "no column 'text'; there are 'number', 'words': choose one with --column"),
+    ("a.txt", b"good\xff", {}, "not UTF-8 (invalid start byte 4 bytes further on): convert it"),
     ("a.jsonl.gz", cut(gzip.compress(lines())), {}, "a.jsonl.gz cannot be read to its end (Compressed file ended"),
     ("a.jsonl.zst", cut(two_frames(lines())), {}, "a.jsonl.zst cannot be read to its end (it ends within a frame"),
     ("a.jsonl.zst", b"nothing of the kind", {}, "a.jsonl.zst cannot be read to its end (zstd decompressor error"),
     ("a.jsonl.gz", b"nothing of the kind", {}, "a.jsonl.gz cannot be read to its end (Not a gzipped file"),
     ("a.jsonl.xz", b"nothing of the kind", {}, "a.jsonl.xz cannot be read to its end (Input format not supported"),
-    ("a.parquet", b"nothing of the kind", {}, "a.parquet is no parquet file that can be read"),
-    ("a.doc", b"", {}, "a.doc is a file of an unknown kind (.txt, "),
+    ("a.parquet", b"nothing of the kind", {}, "a.parquet is not a readable parquet file"),
+    ("a.doc", b"", {}, "a.doc has an unknown suffix (known: .txt, "),
     ("a.parquet", b"", {"columns": ("words",)}, "has no column 'words'; there are 'number', 'text'"),
     ("saved", b"", {"columns": ("words",)}, "has no column 'words'; there are 'text'"),
     ("saved", b"", {"split": "more"}, "saved cannot be opened (--split more)"),
@@ -166,10 +166,10 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, name: str, content: bytes, 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source, text in {
-        "nowhere/at/all": "nowhere/at/all: there is no such file or folder",
-        "nothing.jsonl": "nothing.jsonl: there is no such file or folder",
-        str(tmp_path / "*.jsonl"): "*.jsonl: no file has such a name",
-        str(tmp_path / "empty"): "empty has no file of texts in it (.txt, ",
+        "nowhere/at/all": "nowhere/at/all: no such file or folder",
+        "nothing.jsonl": "nothing.jsonl: no such file or folder",
+        str(tmp_path / "*.jsonl"): "*.jsonl: no file matches",
+        str(tmp_path / "empty"): "empty contains no text files (.txt, ",
     }.items():
         with pytest.raises(DataError) as caught:
             read([source])

@@ -116,14 +116,14 @@ def test_parts_of_what_is_mended_are_kept(book: Path, tmp_path: Path, capsys: py
     bad.write_text('{"text": "good"}\n\n{"text": 3}\n{"text": null}\n')
     told = ["tokenize", str(book / "a.jsonl"), str(bad), "--out", str(tmp_path / "out"), "--workers", "1"]
     with pytest.raises(
-        DataError, match=r"bad\.jsonl, line 3: column 'text' holds no text, but int\. Fix it, or leave such rows"
+        DataError, match=r"bad\.jsonl, line 3: column 'text' holds int, not text\. Correct it, or skip such rows"
     ):
         main(told)
     assert not (tmp_path / "out").exists()
     bad.write_text('{"text": "good"}\n\n{"text": "three"}\n{"text": null}\n')
     assert main(told) == 0
     assert texts_of(tmp_path / "out", "train", "bytes")[-2:] == ["good", "three"]
-    assert "3 of 4 parts were done before" in capsys.readouterr().out
+    assert "3 of 4 parts were already done" in capsys.readouterr().out
     bad.write_bytes(b'{"text": "good"}\n{"text": "\\ud800"}\n{\n{"text": "last"}')
     for workers in ("1", "2"):
         out = str(tmp_path / f"skipped{workers}")
@@ -145,17 +145,21 @@ REFUSED = [
     (
         ["--validation", "0.01", "--validation-source", "b"],
         UsageError,
-        "--validation takes training documents, and --validation-source",
+        "--validation uses training documents, and --validation-source",
     ),
-    (["--validation", "0.5", "--test", "0.5"], UsageError, "take all training documents"),
+    (["--validation", "0.5", "--test", "0.5"], UsageError, "use all training documents"),
     (["--sequence-length", "9"], UsageError, "--sequence-length is for packed rows"),
-    (["--column", "a,b"], UsageError, "--column a,b: it is one name"),
+    (["--column", "a,b"], UsageError, "--column a,b: expected one name"),
     (["--too-long", "leave-out"], UsageError, "--too-long is for --prompts"),
-    (["--prompts"], DataError, "the first row has the columns 'text', and neither prompt and completion nor messages"),
+    (["--prompts"], DataError, "the first row has the columns 'text', neither prompt and completion nor messages"),
     (["--prompts", "--column", "text,more"], DataError, "no column 'more'"),
-    (["--validation", "0.01"], DataError, r"the split validation would be empty: there are 2 documents in all \(shares: 0.01"),
-    (["--config", "en"], UsageError, "--config en: it is of data sets of the hub, and all sources are files"),
-    (["--validation-split", "held"], UsageError, "--validation-split held: it is of data sets with splits"),
+    (
+        ["--validation", "0.01"],
+        DataError,
+        r"the split validation would be empty: there are 2 documents in total \(shares: 0.01",
+    ),
+    (["--config", "en"], UsageError, "--config en: it is for data sets of the hub, and all sources are files"),
+    (["--validation-split", "held"], UsageError, "--validation-split held: it is for data sets with splits"),
     (["--column", "words"], DataError, r"a\.jsonl, line 1: no column 'words'; there are 'text'"),
 ]
 
@@ -175,7 +179,7 @@ def test_nothing_is_replaced_and_two_do_not_write_one_folder(tmp_path: Path) -> 
     with kept_for(tmp_path / "out"), pytest.raises(DataError, match="out is being written by another process"):
         main(command)
     assert main(command) == 0
-    with pytest.raises(DataError, match="out already exists, and nothing is replaced"):
+    with pytest.raises(DataError, match="out already exists, and no files are replaced"):
         main(command)
 
 
@@ -190,7 +194,7 @@ def test_inspect_goes_to_the_task_of_the_data(tmp_path: Path, capsys: pytest.Cap
     assert data_command.main(["inspect", "--recipe", "digits"]) == 0
     assert "data.source=digits" in capsys.readouterr().out
     for words in (["bench", "lm_tiny"], ["pack", "lm_tiny", "--to", "arrays", "--out", "no"], ["inspect", "digits", "lm_tiny"]):
-        with pytest.raises(RecipeError, match="lm_tiny is a recipe of the task causal_lm, and this is a tool for pictures"):
+        with pytest.raises(RecipeError, match="lm_tiny is a recipe for the task causal_lm, and this command is for pictures"):
             data_command.main(words)
     assert data_command.main(["inspect", "lm_tiny", "--rows", "1", "data.sequence_length=20"]) == 0
     assert "=== row 0 of train: 21 tokens, 20 count as targets, 1 document ===\nETYMOLOGY." in capsys.readouterr().out

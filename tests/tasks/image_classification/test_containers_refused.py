@@ -36,7 +36,10 @@ def test_what_is_missing_is_named(packed: dict[str, Path], tmp_path: Path, sourc
         opened(source, None)
     path = packed[source]
     refused(
-        source, path, rf"^{path} holds no .* data\.test_split=val.*; correct data\.path or data\.test_split", test_split="val"
+        source,
+        path,
+        rf"^{path} contains no .* data\.test_split=val.*; correct data\.path or data\.test_split",
+        test_split="val",
     )
     refused(source, tmp_path / "none", rf"^(data\.path=)?{tmp_path}/none .*; correct data\.path")
 
@@ -47,12 +50,12 @@ def test_splits_of_other_classes_are_refused(pictures: Path, packed: dict[str, P
         place = tmp_path / split
         WRITERS[source](place, split, classes, records(pictures / split))
     if source == "tfrecord":
-        with pytest.raises(DataError, match=rf"^{tmp_path}/train/labels\.txt names other classes than this split has"):
+        with pytest.raises(DataError, match=rf"^{tmp_path}/train/labels\.txt lists other classes than this split"):
             WRITERS[source](tmp_path / "train", "test", ("ant", "bee", "dog"), records(pictures / "test"))
         return
     for file in (tmp_path / "test").glob("test*"):
         file.rename(tmp_path / "train" / file.name)
-    refused(source, tmp_path / "train", r"^the classes of two splits differ: 3 \(ant, bee, cat\) in .*, 3 \(ant, bee, dog\)")
+    refused(source, tmp_path / "train", r"^two splits have different classes: 3 \(ant, bee, cat\) in .*, 3 \(ant, bee, dog\)")
 
 
 @pytest.mark.parametrize("source", FORMATS)
@@ -71,7 +74,7 @@ def test_a_damaged_picture_is_named(copied: Callable[[str], Path], pictures: Pat
     change(file, at=file.read_bytes().index(first), to=bytes(len(first) // 2))
     what = {
         "webdataset": rf"00000000\.jpg of {file} \(sample 0\) cannot be read as an image",
-        "tfrecord": rf"the record at byte 0 of {file} is damaged or cut \(its CRC differs\); replace the file",
+        "tfrecord": rf"the record at byte 0 of {file} is damaged or truncated \(its CRC differs\); replace the file",
         "hdf5": rf"sample 0 of {file} cannot be read as an image",
         "lmdb": rf"record 00000000 of {path}/train\.lmdb cannot be read as an image",
     }
@@ -120,15 +123,15 @@ A_PICTURE, A_LABEL = ("a.jpg", PICTURE), ("a.cls", b"1")
 @pytest.mark.parametrize(
     ("members", "sentence"),
     [
-        ([A_PICTURE], r"the sample a of {} has the members jpg, but must have one picture \(jpg, .*\) and one cls"),
-        ([A_LABEL, ("b.cls", b"1")], r"the sample a of {} has the members cls, but must"),
+        ([A_PICTURE], r"the sample a of {} has the members jpg, but needs exactly one picture \(jpg, .*\) and one cls"),
+        ([A_LABEL, ("b.cls", b"1")], r"the sample a of {} has the members cls, but needs"),
         ([("a.l.jpg", b""), ("a.r.jpg", b""), A_LABEL], r"the sample a of {} has the members l\.jpg, r\.jpg, cls, but"),
-        ([A_PICTURE, ("a.cls", b"ant")], r"a\.cls of {} holds b'ant', not the number of a class; fix it or leave it out"),
+        ([A_PICTURE, ("a.cls", b"ant")], r"a\.cls of {} holds b'ant', not a class number; correct or remove the sample"),
         ([NAMED, A_PICTURE, ("a.cls", b"3")], r"sample 0 of the train split of .* has label 3, but .* must be in 0\.\.2"),
-        ([A_PICTURE, ("a.cls", b"99999999")], r"the train split of .* holds 99999999; labels are 0 up to"),
+        ([A_PICTURE, ("a.cls", b"99999999")], r"the train split of .* holds 99999999; labels must be 0 to"),
         ([("__classes__", b"ant bee"), A_PICTURE, A_LABEL], r"__classes__ of {} is b'ant bee', not a JSON list"),
-        ([("readme", b"")], r"{}: there are no samples in it"),
-        ([], r"{}: there are no samples in it"),
+        ([("readme", b"")], r"{}: no samples found"),
+        ([], r"{}: no samples found"),
     ],
 )
 def test_a_tar_file_that_is_no_shard(tmp_path: Path, members: list[tuple[str, bytes]], sentence: str) -> None:
@@ -140,7 +143,9 @@ def test_damage_in_the_middle_of_a_tar_file_is_not_its_end(tmp_path: Path) -> No
     shard_of(tmp_path, *[(f"{index}.{kind}", b"1") for index in range(3) for kind in ("jpg", "cls")])
     change(tmp_path / "train.tar", at=2048, to=b"x" * 512)
     refused(
-        "webdataset", tmp_path, rf"^{tmp_path}/train\.tar cannot be read as a tar file \(it is damaged or cut at byte 2048\)"
+        "webdataset",
+        tmp_path,
+        rf"^{tmp_path}/train\.tar cannot be read as a tar file \(it is damaged or truncated at byte 2048\)",
     )
     (tmp_path / "train.tar").write_bytes(b"\x1f\x8b" + bytes(1000))
     refused(
@@ -151,10 +156,14 @@ def test_damage_in_the_middle_of_a_tar_file_is_not_its_end(tmp_path: Path) -> No
 def test_two_sets_of_shards_are_told_apart_by_a_pattern(packed: dict[str, Path], tmp_path: Path) -> None:
     for name in ("cats-train-000000.tar", "dogs-train-000000.tar"):
         shutil.copy(packed["webdataset"] / "train-000000.tar", tmp_path / name)
-    refused("webdataset", tmp_path, r"^data\.train_split=train may be .*dogs-train-000000\.tar .*; say which by a pattern")
+    refused(
+        "webdataset",
+        tmp_path,
+        r"^data\.train_split=train could be any of .*dogs-train-000000\.tar .*; choose one with a pattern",
+    )
     keys = {"train_split": "cats-*.tar", "test_split": "dogs-train-{000000..000001}.tar"}
     refused(
-        "webdataset", tmp_path, rf"^{tmp_path}/dogs-train-000001\.tar is missing; bring it, or leave its number out", **keys
+        "webdataset", tmp_path, rf"^{tmp_path}/dogs-train-000001\.tar is missing; copy it here, or exclude its number", **keys
     )
 
 
@@ -168,26 +177,33 @@ def test_tfrecords_that_cannot_be_read(copied: Callable[[str], Path], pictures: 
     train, *_ = opened("tfrecord", path, image_column="photo", label_column="kind", test_split="train")
     assert len(train) == 1
     change(shard, at=0, to=b"\xff")
-    refused("tfrecord", path, rf"^the record at byte 0 of {shard} does not begin as one \(its length's CRC is wrong\)")
+    refused("tfrecord", path, rf"^the record at byte 0 of {shard} is not a TFRecord \(the CRC of its length is wrong\)")
     content = b"no example"
     length = tfrecords.HEADER.pack(len(content), 0)[:8]
     crcs = [tfrecords.FOOTER.pack(tfrecords.masked_crc(part)) for part in (length, content)]
     shard.write_bytes(length + crcs[0] + content + crcs[1])
-    refused("tfrecord", path, rf"^the record at byte 0 of {shard} is no tf\.train\.Example")
+    refused("tfrecord", path, rf"^the record at byte 0 of {shard} is not a tf\.train\.Example")
     (path / "labels.txt").write_text("ant\nbee\n")
     refused(
-        "tfrecord", path, rf"^{path}/labels\.txt does not name the classes 0, 1, \.\.\. in order, as 0:ant", train_split="test"
+        "tfrecord",
+        path,
+        rf"^{path}/labels\.txt does not list the classes 0, 1, \.\.\. in order, as in 0:ant",
+        train_split="test",
     )
 
 
 @pytest.mark.parametrize(
     ("images", "labels", "sentence"),
     [
-        ({"name": "x", "data": [1]}, {}, r"has none of the datasets images, image, but labels, x; name one of these in data\."),
+        (
+            {"name": "x", "data": [1]},
+            {},
+            r"contains none of the datasets images, image, but labels, x; set data\.image_column to one of these",
+        ),
         ({"data": np.zeros((1, 8, 8), np.float32)}, {}, r"/images is float32 \[1, 8, 8\]; store picture files as uint8"),
         ({}, {"data": [0.5]}, r"/labels is float64 \[1\], but must be whole numbers, one for each of the 1 rows of /images"),
         ({}, {"data": [1, 2]}, r"/labels is int64 \[2\], but must be"),
-        ({"data": np.zeros((0, 8, 8), np.uint8)}, {"data": np.zeros(0, np.int64)}, r" holds no samples"),
+        ({"data": np.zeros((0, 8, 8), np.uint8)}, {"data": np.zeros(0, np.int64)}, r" has no samples"),
     ],
 )
 def test_hdf5_that_cannot_be_read(tmp_path: Path, images: dict, labels: dict, sentence: str) -> None:
@@ -209,13 +225,15 @@ def test_databases_that_cannot_be_read(tmp_path: Path) -> None:
     refused(
         "lmdb",
         tmp_path,
-        rf"^{path} holds 2 pictures, but its __labels__ are 0 bytes and its __len__ is b'0'; write",
+        rf"^{path} holds 2 pictures, but its __labels__ have 0 bytes and its __len__ is b'0'; write",
         test_split="train",
     )
     write_database(path, samples)
     with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:
         transaction.delete(lmdb_file.LABELS)
-    refused("lmdb", tmp_path, rf"^{path} has no record __labels__; write it as docs/containers\.md says", test_split="train")
+    refused(
+        "lmdb", tmp_path, rf"^{path} has no record __labels__; write it as described in docs/containers\.md", test_split="train"
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_container_appears_whole_or_not_at_all(pictures: Path, tmp_path: Path,
         WRITERS[source](tmp_path, "train", CLASSES, interrupted())
     assert not seen()
     assert not list(tmp_path.glob(".*"))
-    with pytest.raises(DataError, match=r"^x has label 3, but labels must be in 0\.\.2; fix it$"):
+    with pytest.raises(DataError, match=r"^x has label 3, but labels must be in 0\.\.2; correct it$"):
         WRITERS[source](tmp_path, "train", CLASSES, [Record("x", b"", "jpg", 3)])
     with pytest.raises(DataError, match=r"^there are no samples to write$"):
         WRITERS[source](tmp_path, "train", CLASSES, [])
@@ -83,7 +83,7 @@ def test_shards_are_numbered_and_read_in_order(
     # The other split had its fingerprint taken, and both have an index.
     assert len(os.listdir("/proc/self/fd")) <= before + containers.MOST_OPEN_FILES + FINGERPRINT_SAMPLES + 4  # noqa: PTH208
     (tmp_path / names.format(7, 180)).unlink()
-    refused(source, tmp_path, rf"^{tmp_path} lacks 1 of 180 shards of data\.train_split=train: {names.format(7, 180)}; bring")
+    refused(source, tmp_path, rf"^{tmp_path} lacks 1 of 180 shards of data\.train_split=train: {names.format(7, 180)}; copy")
     if source == "webdataset":  # as a writer that was killed while it renamed would leave them
         (tmp_path / "train-000000.tar").unlink()
         refused(source, tmp_path, r"lacks 2 of 180 shards .*: train-000000\.tar, train-000007\.tar")
@@ -157,6 +157,6 @@ def test_where_the_data_cannot_be_written_the_index_is_kept_in_the_cache(
     monkeypatch.setenv("SAMERUN_CACHE", str(path / "labels.txt"))
     shutil.rmtree(tmp_path / "cache" / "indexes")
     with pytest.raises(
-        DataError, match=rf"the index of {path} cannot be kept in {path} \(Is a directory\) nor in .*SAMERUN_CACHE"
+        DataError, match=rf"the index of {path} cannot be written to {path} \(Is a directory\) nor in .*SAMERUN_CACHE"
     ):
         opened("tfrecord", path)

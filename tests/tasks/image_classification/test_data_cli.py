@@ -137,7 +137,7 @@ def test_pixels_become_pictures_in_a_folder(tmp_path: Path) -> None:
 
 def test_nothing_is_replaced_and_a_failed_pack_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(DataError, match=r"out already exists, and packing replaces nothing"):
+    with pytest.raises(DataError, match=r"out already exists, and pack replaces no files"):
         main(["pack", str(folder), "--to", "imagefolder", "--out", str(tmp_path / "out")])
     (folder / "train/cat/0.JPEG").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"^sample 0 cannot be read as an image"):
@@ -169,11 +169,11 @@ def test_what_cannot_be_asked_is_said(folder: Path, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "out")]
     with pytest.raises(RecipeError, match=r"--quality is 101: it must be 1\.\.100"):
         main(["pack", str(folder), "--to", "imagefolder", "--quality", "101", *out])
-    with pytest.raises(RecipeError, match=r"--max-side is for files"):
+    with pytest.raises(RecipeError, match=r"--max-side is for formats that hold files"):
         main(["pack", str(folder), "--to", "arrays", "--max-side", "9", *out])
     with pytest.raises(RecipeError, match=r"nowhere is neither a recipe \(.*digits.*\) nor a path"):
         main(["inspect", "nowhere"])
-    with pytest.raises(DataError, match=r"holds no data of a known kind; say data\.source=KIND"):
+    with pytest.raises(DataError, match=r"contains no data of a known kind; give data\.source=KIND"):
         main(["inspect", str(tmp_path / "pictures/train/cat")])
 
 
@@ -215,7 +215,7 @@ def test_bench_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert fetch_us <= costs["cores_needed"] < fetch_us + 1
     assert main(["bench", str(folder), "--seconds", "0.05", "--images-per-s", "1e6"]) == 0
     assert "needs" in capsys.readouterr().out
-    with pytest.raises(RecipeError, match=r"the training split has 6 samples: at least 64"):
+    with pytest.raises(RecipeError, match=r"the training split has 6 samples, and measuring needs at least 64"):
         main(["bench", str(replace_links(folder)), "--seconds", "0.05"])
 
 

@@ -27,7 +27,7 @@ def test_of_the_shipped_data_there_is_nothing_to_say(pictures: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "words"), [(0, None), (100, "100 of the 103 classes have no training sample ('0', '1', '2'")]
+    ("first", "words"), [(0, None), (100, "100 of the 103 classes have no training samples ('0', '1', '2'")]
 )
 def test_labels_that_are_numbers_with_a_gap_are_told(tmp_path: Path, first: int, words: str | None) -> None:
     from datasets import Dataset  # here, so that a Python without it collects the other tests
@@ -41,7 +41,7 @@ def test_labels_that_are_numbers_with_a_gap_are_told(tmp_path: Path, first: int,
         return
     (note,) = said
     assert words in note
-    assert note.endswith("Number them from 0 on without gaps, or give the classes names")
+    assert note.endswith("Number classes from 0 without gaps, or name them")
 
 
 def test_pictures_of_a_kind_that_is_not_read_are_told(pictures: Path, tmp_path: Path) -> None:
@@ -53,11 +53,13 @@ def test_pictures_of_a_kind_that_is_not_read_are_told(pictures: Path, tmp_path: 
         (place / "notes.txt").touch()
         (place / ".DS_Store").touch()
         (note,) = notes("imagefolder", tmp_path / "data", image_size=24)
-        assert note.startswith(f"{tmp_path / 'data' / 'train'}: 3 .gif, 1 .txt are left out, by their names no pictures")
+        assert note.startswith(
+            f"{tmp_path / 'data' / 'train'}: 3 .gif, 1 .txt are left out, because their suffixes are not those of supported pictures"
+        )
     for path in place.iterdir():
         if path.suffix in (".jpg", ".png"):
             path.unlink()
     with pytest.raises(
-        DataError, match=rf"no picture in the class folder\(s\) {place.name} \(files of other kinds: 3 .gif, 1 .txt"
+        DataError, match=rf"there are no pictures in the class folder\(s\) {place.name} \(files of other kinds: 3 .gif, 1 .txt"
     ):
         notes("imagefolder", tmp_path / "data", image_size=24)

@@ -87,7 +87,9 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, kind: str) -> None:
 def test_images_and_labels_of_different_number(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     write_idx(tmp_path, "train-labels-idx1-ubyte", np.zeros(29))
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte holds 30 images, but \S+train-labels-idx1-ubyte 29 labels"):
+    with pytest.raises(
+        DataError, match=r"train-images-idx3-ubyte holds 30 images, but \S+train-labels-idx1-ubyte holds 29 labels"
+    ):
         open_data(recipe("mnist", tmp_path))
 
 
@@ -101,7 +103,7 @@ def test_an_illegal_label_is_named_with_its_sample(tmp_path: Path) -> None:
 
 def test_an_empty_split(tmp_path: Path) -> None:
     write_mnist(tmp_path, test_size=0)
-    with pytest.raises(DataError, match=r"the test split of .* holds no samples"):
+    with pytest.raises(DataError, match=r"the test split of .* has no samples"):
         open_data(recipe("mnist", tmp_path))
 
 

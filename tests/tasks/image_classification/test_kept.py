@@ -113,7 +113,9 @@ def test_a_changed_file_has_another_stamp(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SAMERUN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"file/splits, where .* cannot be used \(Not a directory\); set SAMERUN_CACHE"):
+    with pytest.raises(
+        DataError, match=r"file/splits, the cache for unpacked data, cannot be used \(Not a directory\); set SAMERUN_CACHE"
+    ):
         keep(["x"], PIXELS.nbytes, unstored)
 
 
@@ -141,7 +143,7 @@ def test_a_packed_split_is_a_source(tmp_path: Path) -> None:
     assert torch.equal(everything(resized)[0], everything(again)[0])
     assert len(list((tmp_path / "cache/splits").glob("*/images.npy"))) == 2, "each split is resized once"
     (tmp_path / "test/labels.npy").unlink()
-    with pytest.raises(DataError, match=r"test is no whole split of arrays .*pack it again"):
+    with pytest.raises(DataError, match=r"test is not a complete split of arrays .*pack it again"):
         open_data(Sections(data=data))
 
 

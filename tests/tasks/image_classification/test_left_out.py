@@ -121,10 +121,12 @@ def test_containers_name_samples_by_split_and_number(source: str, tmp_path: Path
 
 def test_what_cannot_be_left_out_is_told(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "bad.txt"
-    with pytest.raises(DataError, match=r"bad\.txt cannot be read \(No such file .*`samerun data check --write` makes such"):
+    with pytest.raises(
+        DataError, match=r"bad\.txt cannot be read \(No such file .*write the file with `samerun data check --write`"
+    ):
         opened("imagefolder", folder, file)
     file.write_text("train/ant/0.jpg\ntrain/ant/7.jpg\nant/1.png\n")
-    with pytest.raises(DataError, match=r"names ant/1\.png, train/ant/7\.jpg, and data\.path=\S+ has no such samples"):
+    with pytest.raises(DataError, match=r"lists ant/1\.png, train/ant/7\.jpg, and data\.path=\S+ has no such samples"):
         opened("imagefolder", folder, file)
     with pytest.raises(RecipeError, match=r"data\.leave_out is for data\.source=imagefolder, .*: digits has no files"):
         Sections(data=DataRecipe(leave_out="bad.txt"))

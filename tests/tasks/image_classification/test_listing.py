@@ -147,15 +147,15 @@ def test_a_list_in_use_that_is_no_more_is_said(tmp_path: Path, cache: Path) -> N
     pickled = pickle.dumps(pictures_below(folder, "ab"))
     (about,) = cache.glob("*/listing.json")
     about.write_text(json.dumps({**json.loads(about.read_text()), "listed_ns": 1}))
-    with pytest.raises(DataError, match="was made anew, for their folder has changed: start again"):
+    with pytest.raises(DataError, match="was replaced because their folder changed: start the run again"):
         pickle.loads(pickled)
     shutil.rmtree(cache)
-    with pytest.raises(DataError, match=r"is gone .* start again"):
+    with pytest.raises(DataError, match=r"is gone .* start the run again"):
         pickle.loads(pickled)
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, cache: Path) -> None:
     folder = write(tmp_path / "pictures", "a/0.png")
-    with pytest.raises(DataError, match=rf"^{folder}/b cannot be read \(No such file or directory\); fix it or leave it out$"):
+    with pytest.raises(DataError, match=rf"^{folder}/b cannot be read \(No such file or directory\); repair or remove it$"):
         pictures_below(folder, "ab")
     assert not list(cache.glob("*.tmp"))

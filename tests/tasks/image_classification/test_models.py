@@ -70,7 +70,7 @@ def test_convnet_takes_any_size_from_four_pixels_on():
     for height, width in ((4, 4), (8, 8), (9, 15), (28, 28)):
         model = models.build(ModelRecipe(), channels=2, image_size=(height, width), num_classes=7)
         assert model(torch.randn(3, 2, height, width)).shape == (3, 7)
-    with pytest.raises(RecipeError, match="4x4 pixels at least; these have 3x8"):
+    with pytest.raises(RecipeError, match="at least 4x4 pixels; these have 3x8"):
         models.build(ModelRecipe(), channels=1, image_size=(3, 8), num_classes=7)
 
 

@@ -34,7 +34,7 @@ def test_few_classes_are_a_table_and_many_a_picture(tmp_path: Path) -> None:
     assert many is not None
     assert many.confusion is None
     assert many.picture is not None
-    assert many.told == "30 classes; 91 of 105 samples lie on the diagonal."
+    assert many.told == "30 classes; 91 of 105 samples are on the diagonal."
 
 
 def test_a_matrix_of_which_not_all_is_known_is_not_drawn(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_page_has_the_picture(digits_run: Path, tmp_path: Path) -> None:
     without, _ = report.render(past_run.read(folder), now=0.0)
     html, complaints = report.render(past_run.read(left(folder, num_classes=30)), now=0.0)
     assert complaints == []
-    assert "91 of 105 samples lie on the diagonal" in html
+    assert "91 of 105 samples are on the diagonal" in html
     assert ".pictures li {" in html
     assert "Predictions on the test set" not in without
     assert ".pictures" not in without
@@ -57,6 +57,6 @@ def test_the_page_has_the_picture(digits_run: Path, tmp_path: Path) -> None:
 def test_what_is_no_count_is_refused(tmp_path: Path) -> None:
     path = left(tmp_path, num_classes=3) / "test_predictions" / "predictions.json"
     path.write_text(path.read_text().replace("[[0, 0, 3]", "[[0, 9, 3]"))
-    with pytest.raises(RunFolderError, match="a class is not among the 3 of the file"):
+    with pytest.raises(RunFolderError, match="a class is not one of the 3 in the file"):
         page.read(tmp_path)
     assert page.read(tmp_path / "nothing") is None

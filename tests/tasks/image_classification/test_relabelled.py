@@ -51,9 +51,9 @@ def test_samples_without_a_list_of_labels_are_numbered_anew() -> None:
 def test_a_class_that_the_model_does_not_know_is_named(crop: float | None) -> None:
     source = open_data(replace(recipe("digits", image_size=8), augment=AugmentRecipe(resized_crop_min_area=crop))).train
     with pytest.raises(
-        DataError, match=r"^the model does not know 1 of the data's 10 classes: '7'\. Its own are '0', .* and 1 more"
+        DataError, match=r"^the model does not know 1 of the data's 10 classes: '7'\. It knows '0', .* and 1 more"
     ):
         relabelled(source, [name for name in "0123456789" if name != "7"])
-    with pytest.raises(DataError, match=r"^the model has several classes of one name, .*: '3', '3'$"):
+    with pytest.raises(DataError, match=r"^the model has several classes with the same name, .*: '3', '3'$"):
         relabelled(source, [*"0123456789", "3"])
     assert np.array_equal(everything(relabelled(source, "x0123456789"))[1], everything(source)[1] + 1)

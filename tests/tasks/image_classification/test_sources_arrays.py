@@ -137,7 +137,7 @@ def test_nothing_is_downloaded_unasked_or_twice(tmp_path: Path, monkeypatch: pyt
 def test_a_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
     with pytest.raises(
-        DataError, match=rf"^data\.source={source} cannot be downloaded into {tmp_path}: .+\. Where there is no"
+        DataError, match=rf"^data\.source={source} cannot be downloaded into {tmp_path}: .+\. Without a network"
     ):
         download_data(recipe(source, tmp_path, download=True))
 
@@ -188,7 +188,8 @@ def test_cifar_in_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_missing_or_damaged_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        DataError, match=r"no folder \S+cifar-10-batches-py\. Unpack cifar-10-python\.tar\.gz .*data\.download=true"
+        DataError,
+        match=r"the folder \S+cifar-10-batches-py does not exist\. Unpack cifar-10-python\.tar\.gz .*data\.download=true",
     ):
         open_data(recipe("cifar10", tmp_path))
     write_cifar(tmp_path, monkeypatch, datasets.CIFAR10)

@@ -198,7 +198,7 @@ def test_sizes_may_differ_when_one_is_asked_for(tmp_path: Path) -> None:
         resized = F.resize(F.pil_to_tensor(row["image"]), [8], antialias=True)
         assert torch.equal(images[index], F.center_crop(resized, [8, 8]))
     assert not torch.equal(everything(train)[0], images)
-    with pytest.raises(DataError, match=r"^sample 3 of the train split of .* is 7x9 pixels .* 5x6 .* data\.image_size brings"):
+    with pytest.raises(DataError, match=r"^sample 3 of the train split of .* is 7x9 pixels .* 5x6 .* set data\.image_size"):
         open_data(recipe(path))
 
 
@@ -256,7 +256,7 @@ FOUR = list(pixels(4))
         ),
         (
             table({"image": FOUR, "label": ["a", "b", "a", "a"]}, {"image": FOUR, "label": ["a", "z", "a", "a"]}),
-            r"^sample 1 of the test split of \S+ has label 'z', which no training sample has; legal are 'a', 'b'$",
+            r"^sample 1 of the test split of \S+ has label 'z', which no training sample has; the labels are 'a', 'b'$",
         ),
         (
             table({"image": FOUR, "label": [0, None, 1, None]}),
@@ -264,11 +264,11 @@ FOUR = list(pixels(4))
         ),
         (
             table({"image": FOUR, "label": [0.5, 1, 1, 0]}),
-            r"^data\.label_column=label: the train split of \S+ holds double there; labels are",
+            r"^data\.label_column=label: the train split of \S+ holds double in that column; labels must be",
         ),
         (
             table({"image": FOUR, "label": [0, 1, 10**9, 0]}),
-            r"^data\.label_column=label: .* holds 1000000000; labels are 0 up to",
+            r"^data\.label_column=label: .* holds 1000000000; labels must be 0 to",
         ),
         (
             DatasetDict(train=pictures(3), test=pictures(3).cast_column("label", ClassLabel(names=["x", "y", "z"]))),
@@ -276,27 +276,27 @@ FOUR = list(pixels(4))
         ),
         (
             table({"image": [], "label": []}, features=PICTURES),
-            r"^data\.path=\S+: one of the splits train and test holds no samples$",
+            r"^data\.path=\S+: one of the splits train and test has no samples$",
         ),
-        (table({"image": ["a"], "label": [0]}), r"^data\.image_column=image: .* holds string there, not images"),
+        (table({"image": ["a"], "label": [0]}), r"^data\.image_column=image: .* holds string in that column, not images"),
         (
             table({"image": [*pixels(2), None], "label": [0, 1, 0]}),
-            r"^sample 2 of the train split of \S+ has no image; leave it out\. `samerun data check` lists",
+            r"^sample 2 of the train split of \S+ has no image; remove it\. `samerun data check` lists",
         ),
         (
             table(
                 {"image": [*pixels(2, shape=(4, 4)), None], "label": [0, 1, 0]},
                 features=Features({"image": Array2D((4, 4), "uint8"), "label": Value("int64")}),
             ),
-            r"^sample 2 of the train split of \S+ has no image; leave it out\. `samerun data check` lists",
+            r"^sample 2 of the train split of \S+ has no image; remove it\. `samerun data check` lists",
         ),
         (
             table({"image": [*pictures(2)["image"], None], "label": [0, 1, 0]}, features=PICTURES),
-            r"^sample 2 of the train split of \S+ has no image; leave it out\. `samerun data check` lists",
+            r"^sample 2 of the train split of \S+ has no image; remove it\. `samerun data check` lists",
         ),
         (table({"image": [[[1, 2], [3]]], "label": [0]}), r"^sample 0 of .* is an array with rows of different lengths; store"),
-        (table({"image": [[[0.5, 2], [3, 4]]], "label": [0]}), r"^sample 0 of .* is an array of float\d+; store whole numbers"),
-        (table({"image": [[[1, 256], [3, 4]]], "label": [0]}), r"^sample 0 of .* has numbers in 1\.\.256; store whole numbers"),
+        (table({"image": [[[0.5, 2], [3, 4]]], "label": [0]}), r"^sample 0 of .* is an array of float\d+; store integers"),
+        (table({"image": [[[1, 256], [3, 4]]], "label": [0]}), r"^sample 0 of .* has numbers in 1\.\.256; store integers"),
         (table({"image": [[1, 2, 3]], "label": [0]}), r"^sample 0 of .* has shape \(3,\); store \[H, W\]"),
         (table({"image": list(pixels(1, shape=(5, 5, 2))), "label": [0]}), r"^sample 0 of .* has shape \(5, 5, 2\); store"),
     ],
@@ -335,21 +335,19 @@ def test_a_picture_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_missing_columns_list_those_there_are(tmp_path: Path) -> None:
     path = save(tmp_path / "rows")
-    with pytest.raises(DataError, match=r"^data\.image_column=img: the train split of \S+ has the columns image, label; name"):
+    with pytest.raises(DataError, match=r"^data\.image_column=img: the train split of \S+ has the columns image, label; use"):
         open_data(recipe(path, image_column="img"))
-    with pytest.raises(DataError, match=r"^data\.label_column=fine: the train split of \S+ has the columns image, label; name"):
+    with pytest.raises(DataError, match=r"^data\.label_column=fine: the train split of \S+ has the columns image, label; use"):
         open_data(recipe(path, label_column="fine"))
 
 
 def test_missing_splits_list_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^data\.test_split=val: \S+ has the splits test, train; name one of these$"):
+    with pytest.raises(DataError, match=r"^data\.test_split=val: \S+ has the splits test, train; use one of these$"):
         open_data(recipe(save(tmp_path / "saved"), test_split="val"))
     with pytest.raises(DataError, match=r"data\.test_split=val: Unknown split \"val\"\. Should be one of \['train', 'test'\]"):
         open_data(recipe(as_parquet(tmp_path / "files"), test_split="val"))
     pictures().save_to_disk(tmp_path / "single")
-    with pytest.raises(
-        DataError, match=r"single is a single Dataset without splits; save a DatasetDict, with a split train in it$"
-    ):
+    with pytest.raises(DataError, match=r"single is a single Dataset without splits; save a DatasetDict with a split train$"):
         open_data(recipe(tmp_path / "single"))
 
 
@@ -364,7 +362,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
         open_data(recipe(tmp_path / "broken"))
     (tmp_path / "notes.txt").write_text("no pictures")
     with pytest.raises(
-        DataError, match=r"notes\.txt is a file of an unknown kind \(\.parquet, \.arrow\); give one of these, or a"
+        DataError, match=r"notes\.txt is a file of an unknown kind \(\.parquet, \.arrow\); use one of these, or a"
     ):
         open_data(recipe(tmp_path / "notes.txt"))
     with pytest.raises(DataError, match=r"no/such/folder cannot be opened: Couldn't find any data file"):
@@ -382,9 +380,7 @@ def test_a_path_is_needed() -> None:
 @pytest.mark.parametrize("name", ["mnist", "someone/something"])
 def test_an_unknown_name_is_one_sentence_without_the_network(name: str) -> None:
     before = (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity())
-    expected = (
-        rf"^data\.path={name} is no file or folder here, and the cache .* set data\.download=true to get it from the hub$"
-    )
+    expected = rf"^data\.path={name} is not a file or folder here, nor a data set in the cache .* set data\.download=true to download it from the hub$"
     with pytest.raises(DataError, match=expected):
         open_data(recipe(name))
     assert (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()) == before
@@ -444,7 +440,7 @@ def test_a_revision_is_what_was_asked_for_and_not_what_was_cached_last(tmp_path:
         in_the_cache(folder, commit)
     sizes = {commit: len(open_data(recipe("someone/Something", hub_revision=commit)).train) for commit in (older, newer)}
     assert sizes == {older: 9, newer: 4}
-    expected = rf"hub_revision={unknown} is not in the cache .* set data\.download=true to get it from the hub$"
+    expected = rf"hub_revision={unknown} is not in the cache .* set data\.download=true to download it from the hub$"
     with pytest.raises(DataError, match=expected):
         open_data(recipe("someone/Something", hub_revision=unknown))
 
@@ -454,7 +450,7 @@ def test_a_revision_of_several_configurations(tmp_path: Path) -> None:
     for config in ("large", "small"):
         in_the_cache(path, commit, config=config)
     assert len(open_data(recipe("someone/something", hub_revision=commit, hub_config="small")).test) == 4
-    with pytest.raises(DataError, match=r"has several configurations: name one of large, small in data\.hub_config$"):
+    with pytest.raises(DataError, match=r"has several configurations: set data\.hub_config to one of large, small$"):
         open_data(recipe("someone/something", hub_revision=commit))
     with pytest.raises(DataError, match=r"data\.hub_config=huge is not in the cache"):
         open_data(recipe("someone/something", hub_revision=commit, hub_config="huge"))
@@ -475,15 +471,19 @@ def test_what_has_no_configuration_or_revision(tmp_path: Path) -> None:
     saved, commit = save(tmp_path / "rows"), "a" * 40
     file = tmp_path / "rows.parquet"
     pictures().to_parquet(file)
-    with pytest.raises(RecipeError, match=r"is a folder that save_to_disk wrote, which has no configurations; leave it out"):
+    with pytest.raises(
+        RecipeError, match=r"is a folder that save_to_disk wrote, which has no configurations; remove data.hub_config"
+    ):
         open_data(recipe(saved, hub_config="large"))
-    with pytest.raises(RecipeError, match=r"is a file, which has no configurations; leave it out"):
+    with pytest.raises(RecipeError, match=r"is a file, which has no configurations; remove data.hub_config"):
         open_data(recipe(file, hub_config="large"))
-    with pytest.raises(RecipeError, match=r"is here, and only data sets of the hub have revisions; leave it out"):
+    with pytest.raises(
+        RecipeError, match=r"is a local path, and only data sets on the hub have revisions; remove data.hub_revision"
+    ):
         open_data(recipe(saved, hub_revision=commit))
     with pytest.raises(RecipeError, match=r"data\.hub_revision is main: it must be a commit, all 40 hexadecimal digits"):
         recipe("someone/something", hub_revision="main")
-    with pytest.raises(RecipeError, match=r"are for data\.source=huggingface, and it is digits"):
+    with pytest.raises(RecipeError, match=r"are for data\.source=huggingface, and data\.source is digits"):
         Sections(data=DataRecipe(hub_config="large"))
 
 

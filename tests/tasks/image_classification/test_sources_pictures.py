@@ -108,7 +108,7 @@ def test_grayscale_can_stay_grayscale(tmp_path: Path) -> None:
 
 def test_more_than_8_bits_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(DataError, match=r"^deep\.png has more than 8 bits a pixel \(mode I;16\)"):
+    with pytest.raises(DataError, match=r"^deep\.png has more than 8 bits per channel \(mode I;16\)"):
         decode(tmp_path / "deep.png", channels=3, name="deep.png")
 
 
@@ -240,7 +240,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         open_data(recipe(tmp_path / "none"))
     write_folder(tmp_path, splits=("train",))
     assert set(open_data(recipe(tmp_path)).there) == {"train"}
-    with pytest.raises(DataError, match=rf"{tmp_path}/test cannot be read .* data\.test_split name it"):
+    with pytest.raises(DataError, match=rf"{tmp_path}/test cannot be read .* data\.test_split is its name"):
         open_data(recipe(tmp_path, test_split="test"))
     assert len(open_data(recipe(tmp_path, test_split="train")).test) == 12
     (tmp_path / "test").write_text("a file")
@@ -255,7 +255,7 @@ def test_a_folder_with_a_test_split_alone_is_one_to_score_and_not_to_train_on(tm
     task = ImageClassification(recipe(tmp_path))
     assert len(task.samples("test")) == 12
     for asked in (lambda: task.samples("train"), lambda: len(opened.train), lambda: opened.train.classes):
-        with pytest.raises(DataError, match=rf"^{tmp_path}/train cannot be read .* data\.train_split name it$"):
+        with pytest.raises(DataError, match=rf"^{tmp_path}/train cannot be read .* data\.train_split is its name$"):
             asked()
 
 
@@ -263,14 +263,14 @@ def test_a_split_without_class_folders(tmp_path: Path) -> None:
     write_folder(tmp_path, splits=("train",))
     (tmp_path / "test").mkdir()
     picture(10, 10, seed=0).save(tmp_path / "test/stray.png")
-    with pytest.raises(DataError, match=rf"{tmp_path}/test holds no class folders"):
+    with pytest.raises(DataError, match=rf"{tmp_path}/test contains no class folders"):
         open_data(recipe(tmp_path))
 
 
 def test_classes_that_differ_are_named_both_ways(tmp_path: Path) -> None:
     write_folder(tmp_path, splits=("train",), classes=("ant", "bee", "cat"))
     write_folder(tmp_path, splits=("test",), classes=("bee", "cow", "dog"))
-    with pytest.raises(DataError, match=rf"ant, cat only in {tmp_path}/train; cow, dog only in {tmp_path}/test\. Give"):
+    with pytest.raises(DataError, match=rf"ant, cat only in {tmp_path}/train; cow, dog only in {tmp_path}/test\. Both need"):
         open_data(recipe(tmp_path))
 
 
@@ -287,7 +287,7 @@ def test_an_empty_class_is_named(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / split / "dog").mkdir()
         (tmp_path / split / "dog/notes.txt").write_text("no picture")
-    with pytest.raises(DataError, match=rf"{tmp_path}/train: no picture in the class folder\(s\) dog"):
+    with pytest.raises(DataError, match=rf"{tmp_path}/train: there are no pictures in the class folder\(s\) dog"):
         open_data(recipe(tmp_path))
 
 
@@ -301,7 +301,7 @@ def test_an_unreadable_picture_is_named_when_it_is_fetched(tmp_path: Path, kind:
     else:
         path.write_bytes(path.read_bytes()[:200] if kind == "truncated" else b"<html>not found")
     train.fetch(np.arange(4), None)
-    with pytest.raises(DataError, match=rf"^{path} cannot be read as an image \(.+\); replace it or leave it out$"):
+    with pytest.raises(DataError, match=rf"^{path} cannot be read as an image \(.+\); replace or remove it$"):
         train.fetch(np.arange(12), None)
 
 
@@ -309,7 +309,7 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "train/ant/0.jpg").unlink()
     (tmp_path / "train/ant/0.jpg").symlink_to("nowhere.jpg")
-    with pytest.raises(DataError, match=r"train/ant/0\.jpg cannot be read \(No such file or directory\); fix it or leave"):
+    with pytest.raises(DataError, match=r"train/ant/0\.jpg cannot be read \(No such file or directory\); repair or remove"):
         open_data(recipe(tmp_path))
 
 

@@ -93,9 +93,9 @@ def test_variables_are_filled_in(data: Path, tmp_path: Path, monkeypatch: pytest
     assert len(copies(tmp_path / "disk/here")) == 1
     with pytest.raises(RecipeError, match=r"^data\.path is \$NO_SUCH/x, and the environment here has no NO_SUCH"):
         open_data(recipe("$NO_SUCH/x", tmp_path))
-    with pytest.raises(DataError, match=r"elsewhere is no file or folder here"):
+    with pytest.raises(DataError, match=r"elsewhere is not a file or folder here"):
         open_data(recipe(tmp_path / "elsewhere", tmp_path / "disk"))
-    with pytest.raises(RecipeError, match=r"data\.stage_to is x, and there is no data\.path"):
+    with pytest.raises(RecipeError, match=r"data\.stage_to is x, but data\.path"):
         open_data(Sections(data=DataRecipe(stage_to="x")))
 
 

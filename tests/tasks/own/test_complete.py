@@ -62,7 +62,7 @@ def test_the_least_task_has_all_that_the_application_asks_for() -> None:
     assert task.head(model) == "2"
     assert not any(hasattr(task, name) for name in ("count", "look", "leave"))
     assert task.matched(samples, {}) is samples
-    with pytest.raises(DataError, match=r'facts \{\}, and the model was made for \{"classes": 3\}'):
+    with pytest.raises(DataError, match=r'facts \{\}, and the model was built for \{"classes": 3\}'):
         task.matched(samples, {"classes": 3})
     with pytest.raises(RecipeError, match=r"my_task.py cannot predict from a file: give Least a method predict"):
         task.predict(model, [], top=1)
@@ -144,25 +144,28 @@ def loss_of(compute: Any) -> Any:
     return {"loss": lambda self, model, batch: compute(model, batch["x"])}
 
 
-RULE = "under FSDP2 and ZeRO their weights are sharded. Put everything with weights"
+RULE = "under FSDP2 and ZeRO their weights are sharded. Move everything that has weights"
 BROKEN_LOSSES = {
-    "not called": (lambda model, x: Loss(x.mean().requires_grad_(), 2), f"Mine.loss has not called the model: .*{RULE}"),
+    "not called": (lambda model, x: Loss(x.mean().requires_grad_(), 2), f"Mine.loss did not call the model: .*{RULE}"),
     "called twice": (lambda model, x: Loss((model(x) + model(x)).mean(), 2), f"called the model a second time .*{RULE}"),
     "a submodule": (lambda model, x: Loss(model[0](x).mean(), 2), rf"Mine.loss uses model\[0\]: .*{RULE}"),
     "a weight": (lambda model, x: Loss(model(x).mean() + model.head.weight.norm(), 2), f"Mine.loss uses model.head: .*{RULE}"),
     "parameters": (lambda model, x: Loss(sum(model.parameters()), 2), "Mine.loss uses model.parameters"),
     "a tensor": (
         lambda model, x: model(x).mean(),
-        r"Mine.loss returned a Tensor \[\] of float32, and must return Loss\(mean",
+        r"Mine.loss returned a Tensor \[\] of float32, but must return Loss\(mean",
     ),
-    "nothing": (lambda model, x: None, "Mine.loss returned None, and must return Loss"),
+    "nothing": (lambda model, x: None, "Mine.loss returned None, but must return Loss"),
     "no scalar": (
         lambda model, x: Loss(model(x), 2),
-        r"the mean of Mine.loss is a Tensor \[2\] of float32, and .* take .mean\(\)",
+        r"the mean of Mine.loss is a Tensor \[2\] of float32, but .* use .mean\(\)",
     ),
     "detached": (lambda model, x: Loss(model(x).mean().detach(), 2), "the mean of Mine.loss has no gradient"),
     "no count": (lambda model, x: Loss(model(x).mean(), x), r"the count of Mine.loss is a Tensor \[2, 4\]"),
-    "no pair": (lambda model, x: Loss(model(x).mean(), 2, {"a": x}), r"gives 'a' as a Tensor \[2, 4\] .*give \(sum, count\)"),
+    "no pair": (
+        lambda model, x: Loss(model(x).mean(), 2, {"a": x}),
+        r"returned 'a' as a Tensor \[2, 4\] .*return \(sum, count\)",
+    ),
 }
 
 
@@ -177,14 +180,14 @@ def test_a_loss_that_breaks_a_rule_is_told_which(case: str) -> None:
 BROKEN_TASKS: dict[str, tuple[dict[str, Any], str]] = {
     "no loss": (
         {"loss": None},
-        r"Mine in my_task.py has no method loss: give it loss\(self, model, batch\), which returns Loss",
+        r"Mine in my_task.py has no method loss: add loss\(self, model, batch\), which returns Loss",
     ),
     "other arguments": (
         {"loss": lambda self, batch: None},
         r"Mine.loss in my_task.py is called as loss\(model, batch\): write def",
     ),
-    "no method": ({"score": 3}, "score of Mine in my_task.py is a int, and must be a method"),
-    "no monitor": ({"monitor": "loss"}, r"monitor of Mine in my_task.py is 'loss': give a score and the good end of it"),
+    "no method": ({"score": 3}, "score of Mine in my_task.py is a int, but must be a method"),
+    "no monitor": ({"monitor": "loss"}, r"monitor of Mine in my_task.py is 'loss': give a score, and whether"),
 }
 
 
@@ -198,20 +201,20 @@ def test_a_task_that_cannot_be_called_is_refused_at_once(case: str) -> None:
 def test_what_is_not_as_it_should_be_is_told_at_the_first_call() -> None:
     batch = batch_of([0, 1])
     valid = batch["samples"] >= 0
-    with pytest.raises(TrainingError, match=r"Mine.ready returned None, and must return the batch, a dict"):
+    with pytest.raises(TrainingError, match=r"Mine.ready returned None, but must return the batch, a dict"):
         with_(ready=lambda self, batch, draw: None).ready(batch, None, Form())
-    with pytest.raises(TrainingError, match=r"Mine.model returned None, and must return a torch.nn.Module"):
+    with pytest.raises(TrainingError, match=r"Mine.model returned None, but must return a torch.nn.Module"):
         with_(model=lambda self, facts: None).model({})
-    with pytest.raises(TrainingError, match=r"Mine.score returned a dict, and must return Scores"):
+    with pytest.raises(TrainingError, match=r"Mine.score returned a dict, but must return Scores"):
         with_(score=lambda self, model, batch, valid: {}).score(None, batch, valid)
     with pytest.raises(TrainingError, match=r"the rows of Mine.score are a Tensor \[4\] .* tensor \[2, R\]"):
         with_(score=lambda self, model, batch, valid: Scores({}, torch.zeros(4))).score(None, batch, valid)
-    told = r"monitor of Mine is \('loss', 'min'\), and its scores are rmse: set monitor = \(\"rmse\", \"max\"\) in my_task.py"
+    told = r"monitor of Mine is \('loss', 'min'\), but its scores are rmse: set monitor = \(\"rmse\", \"max\"\) in my_task.py"
     with pytest.raises(TrainingError, match=told):
         with_(finish=lambda self, sums, rows: {"rmse": 1.0}).finish({}, None)
     every = with_(score=lambda self, model, batch, valid: Scores({"loss": (model(batch["x"]).sum(), len(batch["x"]))}))
     with pytest.raises(
-        TrainingError, match=r"Mine.score counts padding: .* the sum and count of 'loss' are .* and 2.0, and must"
+        TrainingError, match=r"Mine.score counts padding: .* the sum and count of 'loss' are .* and 2.0, but must"
     ):
         every.try_score(every.model({}), batch_of([0, 1]), Form())
     mean = with_(score=lambda self, model, batch, valid: Scores({"loss": (model(batch["x"])[valid].mean(), valid.sum())}))

@@ -66,6 +66,6 @@ def test_nothing_that_reads_a_run_folder_runs_its_code(digits_run: Path, tmp_pat
     ):
         done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
         assert done.returncode != 0
-        assert "code of a run folder is not run" in done.stderr, (words, done.stderr)
+        assert "code in a run folder is never executed" in done.stderr, (words, done.stderr)
         assert not marker.exists(), words
     assert RecipeError.exit_code == done.returncode

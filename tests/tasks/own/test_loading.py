@@ -90,7 +90,7 @@ def test_code_of_a_run_folder_is_not_run(recipe: Path) -> None:
     hostile.mkdir()
     (hostile / "run.json").write_text("{}")
     (hostile / "line.py").write_text("raise SystemExit('run')\ntask = int\n")
-    with pytest.raises(RecipeError, match=r"lies in the run folder .*: code of a run folder is not run"):
+    with pytest.raises(RecipeError, match=r"is in the run folder .*: code in a run folder is never executed"):
         tasks.of(load(str(recipe), [f"task={hostile / 'line.py'}"]).recipe)
 
 

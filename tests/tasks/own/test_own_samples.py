@@ -60,14 +60,14 @@ def test_a_fingerprint_tells_data_apart() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "a tuple": (lambda at, draw: (at, at), "fetch of the training samples returned a tuple of 2, and must return a dict"),
-    "a list": (lambda at, draw: {"y": [1, 2]}, "returned a list of 2 as field 'y', and must return a tensor, or an array"),
+    "a tuple": (lambda at, draw: (at, at), "fetch of the training samples returned a tuple of 2, but must return a dict"),
+    "a list": (lambda at, draw: {"y": [1, 2]}, "returned a list of 2 as field 'y', but must return a tensor, or an array"),
     "words": (lambda at, draw: {"y": np.array(["a", "b"])}, r"returned a ndarray \[2\] of <U1 as field 'y'"),
     "no batch": (lambda at, draw: {"y": torch.zeros(7)}, r"field 'y' as a Tensor \[7\] of float32 for 2 indices: its first"),
     "a scalar": (lambda at, draw: {"y": torch.zeros(())}, r"field 'y' as a Tensor \[\] of float32 for 2 indices"),
     "ours": (
         lambda at, draw: {"samples": torch.zeros(2)},
-        "a field 'samples': call it otherwise, samples and numbers are taken",
+        "a field 'samples': rename it, because the application uses samples and numbers",
     ),
 }
 
@@ -81,17 +81,17 @@ def test_what_fetch_returns_is_looked_at(case: str) -> None:
 
 def test_samples_that_are_none_are_told() -> None:
     with pytest.raises(
-        DataError, match=r"the test samples are a list, which has no fetch: samples\(split\) returns Samples.of"
+        DataError, match=r"the test samples are a list, which has no fetch: samples\(split\) must return Samples.of"
     ):
         completed([1, 2], what="the test samples")
-    with pytest.raises(DataError, match="the test samples are none: their length is 0"):
+    with pytest.raises(DataError, match="the test samples are empty: their length is 0"):
         completed(Samples.of({"x": np.zeros((0, 2))}), what="the test samples")
-    with pytest.raises(DataError, match=r"facts of the test samples are .*they go into model\.json"):
+    with pytest.raises(DataError, match=r"facts of the test samples are .*they are written to model\.json"):
         completed(Samples.of({"x": np.zeros(2)}, facts={"mean": np.float32(1)}), what="the test samples")
     seen = iter([{"x": torch.zeros(1)}, {"z": torch.zeros(1)}])
     samples = completed(Own(lambda at, draw: next(seen)), what="the test samples")
     samples.fetch(np.arange(1), None)
-    with pytest.raises(DataError, match="returned the fields z, and before x: each batch must have the same"):
+    with pytest.raises(DataError, match="returned the fields z, and earlier x: each batch must have the same"):
         samples.fetch(np.arange(1), None)
 
 
@@ -112,25 +112,29 @@ RNG, COUNTS = np.random.default_rng(0), iter(range(1000))
 UNSTEADY: dict[str, tuple[Any, str, str]] = {
     "a generator": (
         lambda: Own(lambda at, draw: {"x": at * 1.0, "y": RNG.random(len(at))}),
-        "field 'y' of sample 0 of the training samples is not the same when the same samples with the same draws are fetched "
-        "again. fetch must depend on its arguments alone",
+        "field 'y' of sample 0 of the training samples differs when the same samples with the same draws are fetched "
+        "again. fetch must depend only on its arguments",
         r"Take random numbers from `draw`, as in draw.uniform\('flip'\) \[B\]",
     ),
-    "a counter": (lambda: Own(lambda at, draw: {"x": at + next(COUNTS)}), "field 'x' of sample 0 .* fetched again", "no state"),
+    "a counter": (
+        lambda: Own(lambda at, draw: {"x": at + next(COUNTS)}),
+        "field 'x' of sample 0 .* fetched again",
+        "state or clock",
+    ),
     "the place in the batch": (
         lambda: Own(lambda at, draw: {"x": at, "y": np.arange(len(at))}),
         "field 'y' of sample 0 .* fetched in another order",
-        "nothing of the other samples",
+        "nothing from other samples",
     ),
     "the batch": (
         lambda: Own(lambda at, draw: {"x": at - at.mean()}),
-        "field 'x' of sample 0 of the training samples is not the same when it is fetched alone",
-        "nothing of the other samples",
+        "field 'x' of sample 0 of the training samples differs when it is fetched alone",
+        "nothing from other samples",
     ),
     "a data set": (
         lambda: Samples.of(Restless(), names=("x", "y")),
         "field 'y' of sample 0 .* fetched again",
-        "the data set has a generator of its own .*Have __getitem__ make such a generator anew",
+        "the data set has its own generator .*Make such a generator in __getitem__",
     ),
 }
 

@@ -55,7 +55,7 @@ class Examples:
             return self._of_texts(*values)
         if not all(isinstance(value, list) for value in values):
             kinds = ", ".join(f"{name} holds {type(value).__name__}" for name, value in zip(self._columns, values, strict=True))
-            raise Unusable(f"{kinds}: it takes two texts, or lists of messages")
+            raise Unusable(f"{kinds}: expected two texts, or lists of messages")
         tools = row.get("tools")
         told = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
         parts = [[_message(message) for message in value] for value in values]
@@ -70,7 +70,7 @@ class Examples:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise Unusable(f"no UTF-8 ({error.reason})") from error
+            raise Unusable(f"not UTF-8 ({error.reason})") from error
         if self._library is None:
             return list(map(int, self._tokenizer.encode([text], special=True)[0]))
         ids: list[int] = self._library(text, verbose=False)["input_ids"]
@@ -91,14 +91,16 @@ class Examples:
             if message["role"] == "assistant":
                 if not number:
                     raise Unusable(
-                        "it begins with an answer, and the chat template has no {% generation %} marks to find it by"
+                        "it begins with an answer, which cannot be found because the chat template has no {% "
+                        "generation %} marks"
                     )
                 before = self._rendered(messages[:number], told, add_generation_prompt=True)["input_ids"]
                 after = self._rendered(messages[: number + 1], told)["input_ids"]
                 if not (len(before) <= len(after) and whole[: len(before)] == before and whole[: len(after)] == after):
                     raise Unusable(
-                        f"message {number}: the chat template renders what is before it in another way than within the "
-                        "whole, so that the answer cannot be found: put {% generation %} marks into the template"
+                        f"message {number}: the chat template renders the messages before it differently than "
+                        "within the whole conversation, so the answer cannot be found: put {% generation "
+                        "%} marks into the template"
                     )
                 counted[len(before) : len(after)] = True
         return Example(np.array(whole, np.int32), counted)
@@ -118,8 +120,8 @@ class Examples:
     def _rendered(self, messages: list[Message], told: Mapping[str, Any], **options: Any) -> Any:
         if self._library is None or not self._library.chat_template:
             raise DataError(
-                "messages need a tokenizer with a chat template, and this one has none: take that of a model that was trained "
-                "for conversations, or columns with a prompt and a completion as texts"
+                "messages need a tokenizer with a chat template, and this one has none: use the tokenizer of "
+                "a chat model, or columns with a prompt and a completion as texts"
             )
         try:
             return self._library.apply_chat_template(messages, tokenize=True, return_dict=True, **{**told, **options})
@@ -140,7 +142,7 @@ def _after(prompt: list[int], whole: list[int]) -> Example:
 def _message(message: Any) -> Message:
     """Return a message as templates take it; ShareGPT's `from` and `value` are `role` and `content`."""
     if not isinstance(message, dict):
-        raise Unusable(f"a message is {type(message).__name__}: it takes an object with role and content")
+        raise Unusable(f"a message is {type(message).__name__}: expected an object with role and content")
     there = {key: value for key, value in message.items() if value is not None}  # Arrow fills all up to the same keys
     if "role" not in there and "from" in there:
         role = there.pop("from")

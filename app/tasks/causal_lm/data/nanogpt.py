@@ -21,9 +21,9 @@ from app.tasks.causal_lm.data.store import ABOUT, Tokens, blocks_digest
 FILES = {"train": "train.bin", "validation": "val.bin"}
 _BLOCKS = 256
 _MOST_BYTES = 1 << 30
-"""Of larger files the largest token is not looked for: it would be read to its end by each process."""
+"""In larger files the largest token is not searched for: every process would have to read the whole file."""
 _LLM_C = (20240520, 20240801)
-"""With these numbers the files of llm.c begin, which have a header."""
+"""The first number of llm.c's files, which have a header."""
 
 
 def is_nanogpt(folder: Path) -> bool:
@@ -45,7 +45,7 @@ def open_nanogpt(folder: Path, split: str, vocab_size: int | None = None) -> Tok
     size = vocab_size or 1 + max(_largest(folder / name) for name in FILES.values() if (folder / name).is_file())
     tokenizer: dict[str, Any] = {
         "kind": "unknown",
-        "name": f"unknown (nanoGPT's files do not say; vocabulary: {said})",
+        "name": f"unknown (nanoGPT's files do not record it; vocabulary: {said})",
         "revision": None,
         "digest": None,
         "vocab_size": size,
@@ -68,9 +68,13 @@ def _mapped(path: Path) -> np.ndarray:
         with path.open("rb") as file:
             begin = file.read(4)
         if size % 2 or size < 4:
-            raise DataError(f"{path} has {size} bytes, which are no numbers of 16 bits: it is cut, or no file of nanoGPT")
+            raise DataError(
+                f"{path} has {size} bytes, not a whole number of 16-bit tokens: it is truncated, or not a file of nanoGPT"
+            )
         if struct.unpack("<i", begin)[0] in _LLM_C:
-            raise DataError(f"{path} has the header of llm.c, nanoGPT's have none: tokenise the texts (samerun data tokenize)")
+            raise DataError(
+                f"{path} has the header of llm.c, and nanoGPT's files have none: tokenise the texts (samerun data tokenize)"
+            )
         return np.asarray(np.memmap(path, "<u2", mode="r"))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}); correct data.path") from None
@@ -80,7 +84,7 @@ def _largest(path: Path) -> int:
     tokens, step = _mapped(path), 1 << 24
     if tokens.nbytes > _MOST_BYTES:
         raise DataError(
-            f"{path} does not say how many tokens there are, and is too large to look for the largest at each start: set "
-            "model.vocab_size (50257 for GPT-2's)"
+            f"{path} does not record the size of its vocabulary, and is too large to search for the largest "
+            "token at each start: set model.vocab_size (50257 for GPT-2)"
         )
     return max(int(tokens[at : at + step].max()) for at in range(0, len(tokens), step))

@@ -36,7 +36,7 @@ class Rows:
     """
 
     workers: ClassVar[bool] = False
-    remedy: ClassVar[str] = "copy the token folder to a disk of this machine"
+    remedy: ClassVar[str] = "copy the token folder to a local disk"
 
     def __init__(
         self, split: Tokens, sequence_length: int | None, *, document_masks: bool = False, training: bool = False
@@ -50,11 +50,11 @@ class Rows:
         self._masks, self._training = document_masks, training
         if document_masks and split.documents is None:
             raise DataError(
-                f"data.document_masks=true: {split.where} does not say where its documents begin; set it to false, or "
-                "tokenise the texts (samerun data tokenize)"
+                f"data.document_masks=true: {split.where} does not record where its documents begin; set it "
+                "to false, or tokenise the texts (samerun data tokenize)"
             )
         if len(split.tokens) < 2:
-            raise DataError(f"{split.where} has {len(split.tokens)} tokens; it takes at least 2 to predict one")
+            raise DataError(f"{split.where} has {len(split.tokens)} tokens; predicting one token needs at least 2")
         self._rows: _Concatenated | _Packed
         if split.packed is None:
             self._rows = _Concatenated(split, self.sequence_length, training=training)
@@ -121,8 +121,8 @@ class Rows:
         if int(unsigned.max(initial=0)) >= self.split.vocab_size:
             row = int(indices[(unsigned >= self.split.vocab_size).any(1).argmax()])
             raise DataError(
-                f"row {row} of {self.split.where} has the token {unsigned.max()}, and the vocabulary has "
-                f"{self.split.vocab_size}: the file is damaged, or the vocabulary is another one"
+                f"row {row} of {self.split.where} has the token {unsigned.max()}, but the vocabulary has "
+                f"{self.split.vocab_size}: the file is damaged, or belongs to another vocabulary"
             )
         if self._token_bytes is not None:
             of_each = self._token_bytes.take(tokens[:, 1:])
@@ -136,13 +136,13 @@ def _length_of(split: Tokens, asked: int | None) -> int:
     if split.packed is not None and stored is not None:
         if asked not in (None, stored):
             raise DataError(
-                f"data.sequence_length={asked}: the rows of {split.where} were packed for {stored}; leave the key out, or pack "
-                "them again (samerun data tokenize)"
+                f"data.sequence_length={asked}: the rows of {split.where} were packed for {stored}; remove "
+                "the key, or pack them again (samerun data tokenize)"
             )
         return stored
-    assert asked is not None, "rows that are not packed need a length"
+    assert asked is not None, "set it, because the rows are not packed"
     if asked < 1:
-        raise DataError(f"data.sequence_length={asked}: a row has at least 1 token")
+        raise DataError(f"data.sequence_length={asked}: a row needs at least 1 token")
     return asked
 
 

@@ -35,7 +35,7 @@ from app.errors import DataError
 from app.tasks.causal_lm.data.packing import Pieces
 
 FORMAT = 1
-"""Number of this layout, in tokens.json: another one is refused."""
+"""Version of this layout, in tokens.json; other versions are refused."""
 ABOUT, TOKENIZER, TOKEN_BYTES = "tokens.json", "tokenizer", "token_bytes.bin"
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 _AGAIN = "write it again (samerun data tokenize), or correct data.path"
@@ -77,7 +77,7 @@ def about(folder: Path) -> dict[str, Any]:
         said = json.loads((folder / ABOUT).read_text())
         version = said["format"]
     except FileNotFoundError:
-        raise DataError(f"{folder} is no token folder: it has no {ABOUT}; {_AGAIN}") from None
+        raise DataError(f"{folder} is not a token folder: it has no {ABOUT}; {_AGAIN}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / ABOUT} cannot be read ({error}); {_AGAIN}") from None
     if version != FORMAT:
@@ -95,7 +95,7 @@ def open_split(folder: Path, split: str) -> Tokens | None:
         entry = said["splits"].get(split)
         return None if entry is None else _opened(folder, split, said, entry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{folder / ABOUT} is not what was written ({type(error).__name__}: {error}); {_AGAIN}") from None
+        raise DataError(f"{folder / ABOUT} is damaged ({type(error).__name__}: {error}); {_AGAIN}") from None
 
 
 def check(folder: Path) -> None:
@@ -163,7 +163,7 @@ def _check_file(path: Path, written: Mapping[str, Any]) -> None:
         size = path.stat().st_size
         if size != written["bytes"]:
             raise DataError(
-                f"{path} has {size} bytes, and {written['bytes']} were written: it is cut or another file; {_AGAIN}"
+                f"{path} has {size} bytes instead of {written['bytes']}: it is truncated, or another file; {_AGAIN}"
             )
         seen = blocks_digest(path)
     except OSError as error:

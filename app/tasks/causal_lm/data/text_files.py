@@ -19,7 +19,7 @@ from app.errors import DataError
 from app.tasks.causal_lm.data.texts import COMPRESSED, Asked, Piece, no_column
 
 Row = tuple[int, Mapping[str, Any] | str]
-"""Where it is in its piece, for `place`, and its columns; or instead of these why it cannot be read."""
+"""A row's position in its piece, for `place`, and its columns, or the reason why it cannot be read."""
 _ROWS = 1000
 
 
@@ -37,7 +37,7 @@ def rows(piece: Piece, asked: Asked, datasets: Mapping[str, Any]) -> Iterator[Ro
             yield from _of_text(piece, path, asked)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(
-            f"{path} cannot be read to its end ({str(error) or type(error).__name__}): it is cut or damaged"
+            f"{path} cannot be read to its end ({str(error) or type(error).__name__}): it is truncated or damaged"
         ) from error
 
 
@@ -131,12 +131,12 @@ def _parsed(line: bytes, asked: Asked) -> Mapping[str, Any] | str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
-        return f"no JSON ({error})"
+        return f"not JSON ({error})"
     if not isinstance(row, dict):
-        return f"no JSON object with columns, but {type(row).__name__}: JSON lines have one object a line"
+        return f"not a JSON object with columns, but {type(row).__name__}: JSON lines need one object per line"
     for column in asked.columns:
         if column not in row:
-            return f"no column {column!r}; there are {', '.join(map(repr, row))}: name one with --column"
+            return f"no column {column!r}; there are {', '.join(map(repr, row))}: choose one with --column"
     return row
 
 
@@ -171,7 +171,7 @@ def _text(content: bytes, asked: Asked) -> Mapping[str, Any] | str:
     try:
         return {asked.columns[0] if asked.columns else "text": content.decode("utf-8-sig")}
     except UnicodeDecodeError as error:
-        return f"no UTF-8 ({error.reason} {error.start} bytes further on): convert it"
+        return f"not UTF-8 ({error.reason} {error.start} bytes further on): convert it"
 
 
 def _of_parquet(piece: Piece, asked: Asked) -> Iterator[Row]:

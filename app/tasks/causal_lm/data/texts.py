@@ -20,7 +20,7 @@ Kind = Literal["text", "jsonl", "parquet", "datasets"]
 KINDS: dict[str, Kind] = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
-"""What a file is, by its ending; before .gz, .bz2, .xz or .zst."""
+"""The kind of a file, by its suffix; before .gz, .bz2, .xz or .zst."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # What the `datasets` library reads by itself of what is a file.
 _BUILDERS = {".csv": "csv", ".arrow": "arrow"}
@@ -105,8 +105,8 @@ def _found(source: str, asked: Asked, left_out: list[Path]) -> list[tuple[Kind, 
         kind = asked.kind or kind_of(path)
         if kind is None:
             known = ", ".join([*KINDS, *_BUILDERS])
-            raise DataError(f"{path} is a file of an unknown kind ({known}; all but the last three may end in .gz, .bz2, .xz "
-                            "or .zst too): say --format text, jsonl or parquet")  # fmt: skip
+            raise DataError(f"{path} has an unknown suffix (known: {known}; all but the last three may also end in .gz, .bz2, "
+                ".xz or .zst): give --format text, jsonl or parquet")  # fmt: skip
         return [(kind, path)]
     if path.is_dir():
         if any(path.glob("state.json")) or (path / "dataset_dict.json").is_file():
@@ -116,15 +116,15 @@ def _found(source: str, asked: Asked, left_out: list[Path]) -> list[tuple[Kind, 
         left_out += [file for kind, file in kinds if kind is None]
         found: list[tuple[Kind, Path] | str] = [(kind, file) for kind, file in kinds if kind is not None]
         if not found:
-            raise DataError(f"{path} has no file of texts in it ({', '.join(KINDS)}): for others say --format text")
+            raise DataError(f"{path} contains no text files ({', '.join(KINDS)}): for other suffixes give --format text")
         return found
     if any(sign in source for sign in "*?["):
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - the pattern may be absolute
         if not matches:
-            raise DataError(f"{source}: no file has such a name")
+            raise DataError(f"{source}: no file matches")
         return [one for match in matches for one in _found(glob.escape(match) if match == source else match, asked, left_out)]
     if path.suffix in (*KINDS, *COMPRESSED, *_BUILDERS) or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise DataError(f"{source}: there is no such file or folder")
+        raise DataError(f"{source}: no such file or folder")
     return [source]
 
 
@@ -177,7 +177,7 @@ def _of_parquet(path: Path, stamp: str, most: int) -> Iterator[Piece]:
     try:
         about = pyarrow.parquet.read_metadata(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no parquet file that can be read: {_first_line(error)}") from None
+        raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
     sizes = [about.row_group(group).total_byte_size for group in range(about.num_row_groups)]
     start = size = 0
     for group, more in enumerate(sizes):
@@ -218,13 +218,13 @@ def _dataset(name: str, asked: Asked) -> Any:
         with offline.datasets_offline() if why else nullcontext():
             dataset = _loader(name, path, asked)()
     except (OSError, ValueError, DatasetsError) as error:
-        what = "cannot be opened" if path.exists() else "is no file or folder here, and the datasets library cannot open it"
+        what = "cannot be opened" if path.exists() else "is not a file or folder here, and the datasets library cannot open it"
         raise DataError(f"{name} {what} (--split {asked.split}): {why or _first_line(error)}") from error
     commits = {Path(file["filename"]).parent.name for file in dataset.cache_files}
     if re.fullmatch(r"[0-9a-f]{40}", asked.revision or "") and not path.exists() and commits != {asked.revision}:
         # Off the network the library takes what was cached last, whatever revision is asked for.
-        raise DataError(f"{name}: --revision {asked.revision} was asked for, and {', '.join(sorted(commits))} was opened "
-                        "from the cache; bring that revision where there is a network")  # fmt: skip
+        raise DataError(f"{name}: --revision {asked.revision} was asked for, and {', '.join(sorted(commits))} was opened from "
+            "the cache; download that revision on a machine with a network")  # fmt: skip
     missing = [column for column in asked.columns if column not in dataset.column_names]
     if missing:
         raise no_column(name, missing[0], dataset.column_names)
@@ -245,7 +245,7 @@ def _loader(name: str, path: Path, asked: Asked) -> Callable[[], Any]:
 
 def no_column(where: str, column: str, there: Sequence[str]) -> DataError:
     """Return what to say of a column that is not there."""
-    return DataError(f"{where} has no column {column!r}; there are {', '.join(map(repr, there))}: name one with --column")
+    return DataError(f"{where} has no column {column!r}; there are {', '.join(map(repr, there))}: choose one with --column")
 
 
 def _first_line(error: BaseException) -> str:

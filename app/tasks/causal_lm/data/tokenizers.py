@@ -22,9 +22,9 @@ from app.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
-"""Names of the end-of-text token, for a tokenizer.json alone, which does not say which it is."""
+"""Usual names of the end-of-text token: a tokenizer.json alone does not say which token it is."""
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path")
-"""What transformers writes of where a tokenizer came from: the same one has the same digest wherever it lies."""
+"""Keys that record where a tokenizer came from. The digest leaves them out: it must not depend on the place."""
 
 
 class Tokenizer(Protocol):
@@ -142,7 +142,7 @@ class Transformers:
         self.tokenizer, self._name, self._revision = tokenizer, name, revision
         self._eos = tokenizer.eos_token_id
         if self._eos is None:
-            raise DataError(f"the tokenizer {name} names no end-of-text token (eos_token): set it in its tokenizer_config.json")
+            raise DataError(f"the tokenizer {name} has no end-of-text token (eos_token): set it in its tokenizer_config.json")
         begun = tokenizer("a", add_special_tokens=True)["input_ids"][:1]
         self._bos = tokenizer.bos_token_id if begun == [tokenizer.bos_token_id] else None
 
@@ -162,8 +162,9 @@ class Transformers:
         except Exception as error:  # whatever a file that is none makes the library raise
             at = f" at the revision {revision}" if revision else ""
             raise DataError(
-                f"there is no tokenizer {name}{at} that transformers can load, neither here nor on the hub "
-                f"({_first_line(error)}); it is `bytes`, a folder or file with a tokenizer.json, or a name of the hub"
+                f"transformers cannot load a tokenizer {name}{at}, neither here nor from the hub "
+                f"({_first_line(error)}); give `bytes`, a folder or file with a tokenizer.json, or a name on "
+                "the hub"
             ) from error
         return cls(loaded, name, revision)
 

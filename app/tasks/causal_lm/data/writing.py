@@ -46,7 +46,7 @@ def writing(
             writer.finish(files, token_bytes)
     except OSError as error:
         raise DataError(
-            f"{folder} cannot be written: {error.strerror or error}. Free space there, or choose another place"
+            f"{folder} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
         ) from error
 
 
@@ -80,15 +80,15 @@ class Writer:
             counted: bool [n], where `answers`: which tokens count as targets.
             text_bytes: Bytes of the texts, together.
         """
-        assert int(np.sum(lengths)) == len(tokens), "lengths do not add up to the tokens"
+        assert int(np.sum(lengths)) == len(tokens), "the lengths do not add up to the number of tokens"
         assert np.all(np.asarray(lengths) > 0), "a document without tokens"
-        assert (counted is not None) == self._answers, "counted is needed where answers are, and only there"
+        assert (counted is not None) == self._answers, "counted is needed for answers, and only for them"
         if not len(tokens):
             return
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._tokenizer["vocab_size"]:
             raise DataError(
-                f"the tokenizer gave tokens in {tokens.min()}..{tokens.max()}, and says that its vocabulary has "
-                f"{self._tokenizer['vocab_size']}: give that of the tokens"
+                f"the tokenizer gave tokens in {tokens.min()}..{tokens.max()}, but its vocabulary has "
+                f"{self._tokenizer['vocab_size']} tokens: use the tokenizer of these tokens"
             )
         if split not in self._splits:
             self._splits[split] = _Split(self._folder, split, self._opened, answers=self._answers)
@@ -97,7 +97,7 @@ class Writer:
     def finish(self, files: Mapping[str, bytes], token_bytes: np.ndarray | None) -> None:
         """Write what is left, and tokens.json; `files` and `token_bytes` as in `writing`."""
         if not self._splits:
-            raise DataError("there are no tokens to write: no document has any text")
+            raise DataError("there are no tokens to write: all documents are empty")
         others: dict[str, _File] = {}
         if token_bytes is not None:
             assert len(token_bytes) == self._tokenizer["vocab_size"]

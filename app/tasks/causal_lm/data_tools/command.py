@@ -90,7 +90,7 @@ def _refuse_for_files(options: argparse.Namespace, datasets: set[str]) -> None:
     ):
         value = getattr(options, name[2:].replace("-", "_"))
         if value is not None and not are_there:
-            raise UsageError(f"{name} {value}: it is of {kind}, and all sources are files; leave it out")
+            raise UsageError(f"{name} {value}: it is for {kind}, and all sources are files; leave it out")
 
 
 def _unescaped(text: str) -> str:
@@ -103,19 +103,19 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
         said = [name for name in (split, f"{split}_source", f"{split}_split") if getattr(options, name)]
         if split in said and len(said) > 1:
             problems.append(
-                f"--{split} takes training documents, and --{said[1].replace('_', '-')} others: give one of the two"
+                f"--{split} uses training documents, and --{said[1].replace('_', '-')} uses others: give one of the two"
             )
     if (options.validation or 0) + (options.test or 0) >= 1:
-        problems.append("--validation and --test together take all training documents: give smaller shares")
+        problems.append("--validation and --test together use all training documents: give smaller shares")
     if options.sequence_length and not (options.pack or options.prompts):
         problems.append(
-            "--sequence-length is for packed rows (--pack, --prompts); of others the recipe says data.sequence_length"
+            "--sequence-length is for packed rows (--pack, --prompts); for other rows set data.sequence_length in the recipe"
         )
     columns = (options.column or "text").split(",")
     if len(columns) > (2 if options.prompts else 1) or not all(columns):
-        problems.append(f"--column {options.column}: it is one name, or with --prompts two with a comma: PROMPT,COMPLETION")
+        problems.append(f"--column {options.column}: expected one name, or with --prompts two: PROMPT,COMPLETION")
     if options.too_long != "cut" and not options.prompts:
-        problems.append("--too-long is for --prompts: longer texts become several pieces")
+        problems.append("--too-long is for --prompts: otherwise, longer texts are split into several pieces")
     if problems:
         raise UsageError("; ".join(problems))
 
@@ -208,7 +208,7 @@ def _inspect(argv: Sequence[str]) -> int:
     overrides = [word for word in options.words if "=" in word and not Path(word).exists()]
     paths = [word for word in options.words if word not in overrides]
     if len(paths) != 1:
-        raise UsageError(f"{' and '.join(paths) or 'nothing'} to look at: give one token folder or recipe")
+        raise UsageError(f"{' and '.join(paths) or 'nothing'} given: give one token folder or one recipe")
     wanted = Wanted(
         split=options.split,
         rows=options.rows,

@@ -50,7 +50,7 @@ def look(what: str, overrides: Sequence[str], wanted: Wanted) -> str:
         if wanted.everything:
             store.check(folder)
         lines += [f"{folder}: tokens of {_named(store.about(folder)['tokenizer'])}", *table_of(store.about(folder))]
-        lines += [f"the checksum of every file is right: {folder}"] if wanted.everything else []
+        lines += [f"{folder}: the checksums of all files are correct"] if wanted.everything else []
     else:
         lines.append(f"{what}: tokens of {_named(there['train'].facts['tokenizer'])}")
     lines += ["", *_lengths(there)]
@@ -131,7 +131,7 @@ def _row(rows: Rows, number: int, tokenizer: Tokenizer, wanted: Wanted) -> Itera
     of_document = fields.get("documents", np.zeros(rows.sequence_length, np.int32))
     of_document = np.concatenate([of_document, of_document[-1:]])[:size]
     begins = [0, *(np.flatnonzero(np.diff(of_document)) + 1).tolist(), size]
-    room = f", room for {rows.sequence_length + 1 - size:,} more" if size <= rows.sequence_length else ""
+    room = f", {rows.sequence_length + 1 - size:,} unused" if size <= rows.sequence_length else ""
     yield (
         f"=== row {number:,} of {wanted.split}: {size:,} tokens, {int(counted.sum()):,} count as targets, "
         f"{len(begins) - 1} document{'s' if len(begins) > 2 else ''}{room} ==="

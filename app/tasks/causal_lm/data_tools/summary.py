@@ -11,18 +11,18 @@ from app.tasks.causal_lm.data_tools.tokenizing import SPLITS, Made
 
 def as_text(out: Path, about: Mapping[str, Any], made: Made, *, workers: int, elapsed_s: float) -> str:
     """Return the numbers of each split, what was left out, and what it took."""
-    lines = [f"written to {out}; a recipe reads it with data.path={out}", *table_of(about)]
+    lines = [f"written to {out}; in a recipe, set data.path={out}", *table_of(about)]
     for what, count in sorted(made.left_out.items()):
-        kept = "" if what.endswith((", kept", ", cut there")) else "left out: "
+        kept = "" if what.endswith((", kept", ", truncated there")) else "left out: "
         lines.append(f"{kept}{count:,} x {what}")
     if made.not_read:
         lines.append(
-            f"not read: {len(made.not_read):,} files of an unknown kind, such as {made.not_read[0]} (--format reads all)"
+            f"not read: {len(made.not_read):,} files with an unknown suffix, such as {made.not_read[0]} (--format reads all)"
         )
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     took = f"{elapsed_s:.1f} s by {workers} process{'es' if workers > 1 else ''}"
     if made.kept_parts:
-        took += f"; {made.kept_parts} of {made.parts} parts were done before"
+        took += f"; {made.kept_parts} of {made.parts} parts were already done"
     speed = f"{made.megabytes / made.cpu_s:.2f} MB/s per core, " if made.cpu_s and made.megabytes else ""
     lines.append(f"{_size(size)} on disk; {speed}{took}")
     return "\n".join(lines) + "\n"
@@ -34,7 +34,7 @@ def _size(size_bytes: int) -> str:
 
 def table_of(about: Mapping[str, Any]) -> list[str]:
     """Return what tokens.json says of each split, as lines."""
-    head = ["", "documents", "tokens", "bytes", "bytes a token", *(["rows"] if about["packed"] else [])]
+    head = ["", "documents", "tokens", "bytes", "bytes per token", *(["rows"] if about["packed"] else [])]
     rows = [head]
     for split in SPLITS:
         if said := about["splits"].get(split):

@@ -86,15 +86,15 @@ def columns_of(found: Texts) -> tuple[str, ...]:
         if set(names) <= set(there):
             return names
     raise DataError(
-        f"--prompts: the first row has the columns {', '.join(map(repr, there))}, and neither prompt and completion nor "
-        "messages: name them with --column PROMPT,COMPLETION or --column MESSAGES"
+        f"--prompts: the first row has the columns {', '.join(map(repr, there))}, neither prompt and "
+        "completion nor messages: choose columns with --column PROMPT,COMPLETION or --column MESSAGES"
     )
 
 
 def tokenize(out: Path, job: Job, workers: int) -> Made:
     """Write the token folder `out`. Raises DataError if it is there, a source cannot be read, or a split would be empty."""
     if out.exists() or out.is_symlink():
-        raise DataError(f"{out} already exists, and nothing is replaced: choose another --out, or remove it")
+        raise DataError(f"{out} already exists, and no files are replaced: choose another --out, or remove it")
     try:
         with kept_for(out) as parts:
             made = _make(job, parts, workers)
@@ -102,7 +102,9 @@ def tokenize(out: Path, job: Job, workers: int) -> Made:
             parts.remove()
             return made
     except OSError as error:
-        raise DataError(f"{out} cannot be written: {error.strerror or error}. Free space there, or choose another") from error
+        raise DataError(
+            f"{out} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
+        ) from error
 
 
 def _make(job: Job, parts: Parts, workers: int) -> Made:
@@ -168,7 +170,7 @@ def _readable(piece: Piece, found: Texts, job: Job, writer: PartWriter) -> Itera
 
 def _refuse(piece: Piece, number: int, why: str, job: Job, writer: PartWriter) -> None:
     if not job.skip_unreadable:
-        raise DataError(f"{text_files.place(piece, number)}: {why}. Fix it, or leave such rows out with --skip-unreadable")
+        raise DataError(f"{text_files.place(piece, number)}: {why}. Correct it, or skip such rows with --skip-unreadable")
     writer.leave_out("unreadable row")
 
 
@@ -190,10 +192,10 @@ def _write_texts(rows: Iterator[Located], column: str, job: Job, writer: PartWri
         try:
             size = len(text.encode()) if isinstance(text, str) else None
         except UnicodeEncodeError as error:
-            _refuse(piece, number, f"no UTF-8 ({error.reason})", job, writer)
+            _refuse(piece, number, f"not UTF-8 ({error.reason})", job, writer)
             continue
         if size is None:
-            _refuse(piece, number, f"column {column!r} holds no text, but {type(text).__name__}", job, writer)
+            _refuse(piece, number, f"column {column!r} holds {type(text).__name__}, not text", job, writer)
             continue
         batch.append(text)
         sizes.append(size)
@@ -214,7 +216,7 @@ def _write_examples(rows: Iterator[Located], asked: Asked, job: Job, writer: Par
             _refuse(piece, number, str(error), job, writer)
             continue
         if len(tokens) > most:
-            writer.leave_out(f"example of more than {most:,} tokens{', cut there' if job.too_long == 'cut' else ''}")
+            writer.leave_out(f"example of more than {most:,} tokens{', truncated there' if job.too_long == 'cut' else ''}")
             if job.too_long == "leave-out":
                 continue
             tokens, counted = tokens[:most], counted[:most]
@@ -244,8 +246,9 @@ def _put_together(out: Path, job: Job, parts: Parts, left_out: Counter[str]) -> 
         for split in SPLITS:
             if split in wanted and not documents[split]:
                 raise DataError(
-                    f"the split {split} would be empty: there are {sum(documents.values())} documents in all (shares: "
-                    f"{job.shares[0]:g} for validation, {job.shares[1]:g} for test). Change the shares, or name other sources"
+                    f"the split {split} would be empty: there are {sum(documents.values())} documents in "
+                    f"total (shares: {job.shares[0]:g} for validation, {job.shares[1]:g} for test). Change "
+                    "the shares, or give other sources"
                 )
 
 

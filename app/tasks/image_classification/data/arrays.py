@@ -31,7 +31,7 @@ class ArraySource:
     """One split in arrays."""
 
     workers: ClassVar[bool] = False
-    remedy: ClassVar[str] = "have them copied to a disk of this machine (data.stage_to)"
+    remedy: ClassVar[str] = "copy them to a local disk (data.stage_to)"
     images: Images
     labels: np.ndarray
     """Of any integer type, [N], in 0 .. len(classes) - 1."""
@@ -140,14 +140,14 @@ def open_arrays(recipe: Sections) -> Data:
 
     def opened(name: str, _key: str) -> tuple[Path, Split]:
         if not (root / name).is_dir():
-            raise NoSplitError(f"{root / name} is no whole split of arrays (it is not there): pack it again")
+            raise NoSplitError(f"{root / name} is missing, so this is not a complete split of arrays: pack it again")
         return root / name, open_split(root / name)
 
     parts = each_split(data, opened)
     first, split = parts.there[0]
     for folder, other in parts.there:
         if other.classes != split.classes:
-            raise DataError(f"{first} and {folder} have different classes; pack all splits together")
+            raise DataError(f"{first} and {folder} have different classes; pack all splits in one command")
 
     def source(part: tuple[Path, Split], training: bool) -> Source:
         folder, own = part

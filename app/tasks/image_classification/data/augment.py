@@ -141,7 +141,7 @@ class Preparation:
 
     def _mixed(self, inputs: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return inputs and targets [B, num_classes], each mixed with its neighbour's: itself by its share, 0..1."""
-        assert len(inputs) % 2 == 0, f"pairs are mixed, but the micro-batch has {len(inputs)} samples"
+        assert len(inputs) % 2 == 0, f"mixing needs pairs, but the micro-batch has {len(inputs)} samples"
         height, width = inputs.shape[-2:]
         weights, shares = mixing_weights(draws.every(2), self._augment, height, width)
         neighbour = torch.arange(len(inputs), device=inputs.device) ^ 1
@@ -218,7 +218,7 @@ def _between(unit: Tensor, low: float, high: float) -> Tensor:
 def _per_channel(key: str, values: Sequence[float], channels: int) -> tuple[float, ...]:
     if len(values) not in (1, channels):
         raise RecipeError(
-            f"{key} has {len(values)} values, but the images have {channels} channel{'s' if channels > 1 else ''}: "
-            f"give one value for all, or {channels}"
+            f"{key} has {len(values)} values, but images have {channels} "
+            f"channel{'s' if channels > 1 else ''}: give one value for all, or {channels}"
         )
     return tuple(values) * (channels // len(values))

@@ -21,8 +21,9 @@ def open_cifar(recipe: Sections) -> Data:
     folder = root / kind.base_folder
     if not folder.is_dir():
         raise DataError(
-            f"data.source={recipe.data.source}: there is no folder {folder}. Unpack {kind.filename} into {root}, "
-            "point data.path at the folder it is unpacked in, or set data.download=true"
+            f"data.source={recipe.data.source}: the folder {folder} does not exist. Unpack {kind.filename} "
+            f"into {root}, set data.path to the folder that contains the unpacked one, or set "
+            "data.download=true"
         )
     train, test = (_split(kind, root, recipe=recipe, training=training) for training in (True, False))
     return Data(train, None, test)

@@ -98,7 +98,7 @@ def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Record
     """
     data = recipe.data
     if data.path is None:
-        raise RecipeError(f"data.source={data.source} needs data.path: the folder that holds the files of all splits")
+        raise RecipeError(f"data.source={data.source} needs data.path: the folder with the files of all splits")
     folder, left_out = Path(data.path), LeftOut(data)
 
     def opened(split: str, key: str) -> RecordReader:
@@ -139,8 +139,8 @@ def _classes(readers: Sequence[RecordReader]) -> tuple[str, ...]:
     for (names, where), (other, there) in pairwise(named):
         if names != other:
             raise DataError(
-                f"the classes of two splits differ: {len(names)} ({listed(names, 5)}) in {where}, {len(other)} "
-                f"({listed(other, 5)}) in {there}; write both with the same"
+                f"two splits have different classes: {len(names)} ({listed(names, 5)}) in {where}, "
+                f"{len(other)} ({listed(other, 5)}) in {there}; write both with the same classes"
             )
     return named[0][0] if named else tuple(numbers_up_to(int(readers[0].labels.max(initial=0)), readers[0].records.where))
 
@@ -152,7 +152,7 @@ def class_names(content: bytes, where: str) -> tuple[str, ...]:
     except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{where} is {content[:40]!r}, not a JSON list of the classes' names; write it again")
+        raise DataError(f"{where} is {content[:40]!r}, not a JSON list of class names; write it again")
     return tuple(names)
 
 
@@ -214,7 +214,9 @@ class Files:
         except OSError as error:
             raise DataError(f"{self.paths[number]} cannot be read ({error.strerror}); replace the file") from error
         if len(piece) < size_bytes:
-            raise DataError(f"{self.paths[number]} ends before byte {offset_bytes + size_bytes}: it was cut; replace the file")
+            raise DataError(
+                f"{self.paths[number]} is truncated: it ends before byte {offset_bytes + size_bytes}; replace the file"
+            )
         return piece
 
     def _descriptor(self, number: int) -> int:

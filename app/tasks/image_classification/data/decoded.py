@@ -48,7 +48,7 @@ def reader_of(source: Source) -> Reader:
 
 def _decoded(source: Source, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     step = min(READ_CHUNK, pictures_in_a_chunk(shape))
-    with progress("decoding the pictures, once", shape[0], "pictures") as advance:
+    with progress("decoding the pictures once", shape[0], "pictures") as advance:
         for start in range(0, shape[0], step):
             indices = np.arange(start, min(start + step, shape[0]))
             try:

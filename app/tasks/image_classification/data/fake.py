@@ -60,7 +60,7 @@ def open_fake(recipe: Sections) -> Data:
     data = recipe.data
     side = data.image_size
     if side is None:
-        raise RecipeError("data.source=fakedata needs data.image_size: the side in pixels of the images to make up")
+        raise RecipeError("data.source=fakedata needs data.image_size: the side in pixels of the generated images")
     shape = (data.fake_channels, side, side)
     sizes_and_offsets = ((data.fake_train_samples, 0), (data.fake_test_samples, data.fake_train_samples))
     train, test = (

@@ -59,7 +59,7 @@ class FileReader:
         try:
             return path.read_bytes()
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}); fix it or leave it out") from error
+            raise DataError(f"{path} cannot be read ({error.strerror}); repair or remove it") from error
 
     def head(self, index: int) -> bytes:
         """Return what the fingerprint covers of a picture's file: its size and its first bytes."""
@@ -68,7 +68,7 @@ class FileReader:
             with path.open("rb") as file:
                 return str(path.stat().st_size).encode() + b":" + file.read(FINGERPRINT_BYTES)
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}); fix it or leave it out") from error
+            raise DataError(f"{path} cannot be read ({error.strerror}); repair or remove it") from error
 
 
 def open_folder(recipe: Sections) -> Data:
@@ -79,8 +79,8 @@ def open_folder(recipe: Sections) -> Data:
     data = recipe.data
     if data.path is None or data.image_size is None:
         needed = {
-            "data.path": (data.path, "the folder that holds a folder for each split"),
-            "data.image_size": (data.image_size, "the side in pixels that pictures are brought to (224 is usual)"),
+            "data.path": (data.path, "the folder that contains a folder for each split"),
+            "data.image_size": (data.image_size, "the side in pixels to resize pictures to (usually 224)"),
         }
         raise RecipeError(*(f"data.source=imagefolder needs {key}: {why}" for key, (value, why) in needed.items() if not value))
     root, left_out = Path(data.path), LeftOut(data)
@@ -117,10 +117,10 @@ def _classes(folder: Path, key: str) -> list[str]:
         classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     except OSError as error:
         raise (NoSplitError if isinstance(error, FileNotFoundError) else DataError)(
-            f"{folder} cannot be read ({error.strerror}); data.path must hold a folder for each split, and {key} name it"
+            f"{folder} cannot be read ({error.strerror}); data.path must contain a folder for each split, and {key} is its name"
         ) from error
     if not classes:
-        raise DataError(f"{folder} holds no class folders; pictures belong in {folder}/<class>/")
+        raise DataError(f"{folder} contains no class folders; put pictures into {folder}/<class>/")
     return classes
 
 
@@ -130,7 +130,7 @@ def _difference(folders: list[Path], classes: list[list[str]]) -> str:
         only = sorted(set(classes[here]) - set(classes[there]))
         if only:
             parts.append(f"{listed(only, 5)} only in {folders[here]}")
-    return f"the class folders of two splits differ: {'; '.join(parts)}. Give both the same class folders"
+    return f"the class folders of two splits differ: {'; '.join(parts)}. Both need the same class folders"
 
 
 def _open_split(folder: Path, classes: tuple[str, ...], left_out: LeftOut, *, recipe: Sections, training: bool) -> Source:
@@ -145,7 +145,8 @@ def _open_split(folder: Path, classes: tuple[str, ...], left_out: LeftOut, *, re
         names = ", ".join(classes[index] for index in empty[:5])
         others = f" (files of other kinds: {counted(files.left_out)})" if files.left_out else ""
         raise DataError(
-            f"{folder}: no picture in the class folder(s) {names}{others}; fill them or remove them from both splits"
+            f"{folder}: there are no pictures in the class folder(s) {names}{others}; add pictures, or remove "
+            "these folders from both splits"
         )
     reader = FileReader(folder, files, channels=1 if recipe.data.color == "gray" else 3, prefix=prefix)
     return PictureSource(

@@ -71,7 +71,7 @@ def open_hdf5(recipe: Sections) -> Data:
 def _open_split(images: Sequence[str], labels: Sequence[str], folder: Path, split: str, key: str) -> Hdf5Records:
     path = next((place for suffix in ("", *SUFFIXES) if (place := folder / f"{split}{suffix}").is_file()), None)
     if path is None:
-        raise NoSplitError(f"{folder} holds no file {split}{SUFFIXES[0]} for {key}={split}; correct data.path or {key}")
+        raise NoSplitError(f"{folder} contains no file {split}{SUFFIXES[0]} for {key}={split}; correct data.path or {key}")
     with _reading(path, str(path)):
         return _records(OwnHandle(OpenFile, path), images, labels)
 
@@ -88,8 +88,8 @@ def _records(opened: OwnHandle[OpenFile], images: Sequence[str], labels: Sequenc
     targets = label_set[()].reshape(-1)
     if targets.dtype.kind not in "iu" or len(targets) != len(image_set):
         raise DataError(
-            f"{path}: {label_set.name} is {label_set.dtype} {list(label_set.shape)}, but must be whole numbers, one for "
-            f"each of the {len(image_set)} rows of {image_set.name}; fix it"
+            f"{path}: {label_set.name} is {label_set.dtype} {list(label_set.shape)}, but must be whole "
+            f"numbers, one for each of the {len(image_set)} rows of {image_set.name}; write it again"
         )
     return Hdf5Records(opened, _classes(file), targets.astype(np.int64), image_set.name, encoded)
 
@@ -131,8 +131,8 @@ def _dataset(file: Any, names: Sequence[str], path: Path, what: str) -> Any:
         if name in file and hasattr(file[name], "dtype"):
             return file[name]
     raise DataError(
-        f"{path} has none of the datasets {', '.join(names)}, but {', '.join(file) or 'nothing'}; "
-        f"name one of these in data.{what}_column"
+        f"{path} contains none of the datasets {', '.join(names)}, but {', '.join(file) or 'nothing'}; set "
+        f"data.{what}_column to one of these"
     )
 
 

@@ -25,7 +25,7 @@ from app.tasks.image_classification.data.split_names import NoSplitError, each_s
 from app.tasks.image_classification.sections import Sections
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
-"""The library's name for what reads a single file, by the file's suffix."""
+"""The name that the library has for the reader of a single file, by suffix."""
 
 
 def open_hub(recipe: Sections) -> Data:
@@ -75,14 +75,14 @@ def download_hub(recipe: Sections) -> None:
             load_dataset(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
-            f"data.path={path} is no file or folder here and cannot be downloaded from the hub: {why or first_line(error)}. "
-            "Where there is no network, bring the files and point data.path at them"
+            f"data.path={path} is not a file or folder here, and cannot be downloaded from the hub: "
+            f"{why or first_line(error)}. Without a network, copy the files here and set data.path to them"
         ) from error
 
 
 def _path(recipe: Sections) -> Path:
     if recipe.data.path is None:
-        raise RecipeError("data.source=huggingface needs data.path: a file, a folder or the name of a data set of the hub")
+        raise RecipeError("data.source=huggingface needs data.path: a file, a folder, or the name of a data set on the hub")
     return Path(recipe.data.path)
 
 
@@ -111,8 +111,8 @@ def _load(recipe: Sections, names: dict[str, str] | None) -> Any:
             return _load_saved(path, names) if names and _saved_splits(path) else _load_files(recipe, path, names)
     except ConnectionError as error:
         raise DataError(
-            f"data.path={path} is no file or folder here, and the cache of the datasets library has no data set of that "
-            "name; correct the path, or set data.download=true to get it from the hub"
+            f"data.path={path} is not a file or folder here, nor a data set in the cache of the datasets "
+            "library; correct the path, or set data.download=true to download it from the hub"
         ) from error
     except (OSError, ValueError, DatasetsError) as error:
         asked = ", ".join(f"data.{split}_split={name}" for split, name in (names or {}).items())
@@ -131,15 +131,15 @@ def _load_saved(path: Path, names: dict[str, str]) -> list[Any]:
     saved = _saved_splits(path)
     if saved == ["."]:
         raise DataError(
-            f"data.path={path} is a single Dataset without splits; save a DatasetDict, with a split {names['train']} in it"
+            f"data.path={path} is a single Dataset without splits; save a DatasetDict with a split {names['train']}"
         )
     for split, name in names.items():
         if name not in saved:
-            raise DataError(f"data.{split}_split={name}: {path} has the splits {', '.join(saved)}; name one of these")
+            raise DataError(f"data.{split}_split={name}: {path} has the splits {', '.join(saved)}; use one of these")
     try:
         return [load_from_disk(str(path / name)) for name in names.values()]
     except IndexError as error:  # what version 5.2 makes of a split that was empty when it was saved
-        raise DataError(f"data.path={path}: one of the splits {' and '.join(names.values())} holds no samples") from error
+        raise DataError(f"data.path={path}: one of the splits {' and '.join(names.values())} has no samples") from error
 
 
 def _refuse_for_files(recipe: Sections, path: Path) -> None:
@@ -147,10 +147,13 @@ def _refuse_for_files(recipe: Sections, path: Path) -> None:
     data = recipe.data
     if data.hub_config is not None and (path.is_file() or _saved_splits(path)):
         what = "a file" if path.is_file() else "a folder that save_to_disk wrote"
-        raise RecipeError(f"data.hub_config={data.hub_config}: {path} is {what}, which has no configurations; leave it out")
+        raise RecipeError(
+            f"data.hub_config={data.hub_config}: {path} is {what}, which has no configurations; remove data.hub_config"
+        )
     if data.hub_revision is not None and path.exists():
         raise RecipeError(
-            f"data.hub_revision={data.hub_revision}: {path} is here, and only data sets of the hub have revisions; leave it out"
+            f"data.hub_revision={data.hub_revision}: {path} is a local path, and only data sets on the hub "
+            "have revisions; remove data.hub_revision"
         )
 
 
@@ -162,7 +165,7 @@ def _load_files(recipe: Sections, path: Path, names: dict[str, str] | None) -> A
     if path.is_file():
         if path.suffix not in BUILDERS:
             raise DataError(
-                f"data.path={path} is a file of an unknown kind ({', '.join(BUILDERS)}); give one of these, or a folder"
+                f"data.path={path} is a file of an unknown kind ({', '.join(BUILDERS)}); use one of these, or a folder"
             )
         return load_dataset(BUILDERS[path.suffix], data_files=str(path), split=splits)
     if recipe.data.hub_revision is not None:
@@ -188,12 +191,12 @@ def _load_pinned(recipe: Sections, names: dict[str, str] | None) -> Any:
     if not found:
         config = f" and data.hub_config={data.hub_config}" if data.hub_config else ""
         raise DataError(
-            f"{of}{config} is not in the cache of the datasets library; correct them, or set data.download=true to get it from "
-            "the hub"
+            f"{of}{config} is not in the cache of the datasets library; correct it, or set data.download=true "
+            "to download it from the hub"
         )
     if len(found) > 1:
         configs = ", ".join(folder.parent.parent.name for folder in found)
-        raise DataError(f"{of} has several configurations: name one of {configs} in data.hub_config")
+        raise DataError(f"{of} has several configurations: set data.hub_config to one of {configs}")
     config, version, commit = found[0].parts[-3:]
     builder = Cache(repo_id=name, dataset_name=last, config_name=config, version=version, hash=commit)
     return builder.as_dataset() if names is None else [builder.as_dataset(split=split) for split in names.values()]
@@ -203,7 +206,7 @@ def _check_columns(rows: Any, recipe: Sections, where: str) -> None:
     named = {"data.image_column": recipe.data.image_column, "data.label_column": recipe.data.label_column}
     for key, column in named.items():
         if column not in rows.column_names:
-            raise DataError(f"{key}={column}: {where} has the columns {', '.join(rows.column_names)}; name one of these")
+            raise DataError(f"{key}={column}: {where} has the columns {', '.join(rows.column_names)}; use one of these")
 
 
 def _pins(recipe: Sections) -> list[np.ndarray]:

@@ -59,9 +59,9 @@ def open_idx(recipe: Sections) -> Data:
     files = find(recipe)
     if files is None:
         raise DataError(
-            f"data.source={name}: no folder has all four of its files ({', '.join(FILES)}; .gz or not). "
-            f"Looked in: {', '.join(str(place) for place in places(recipe))}. "
-            "Point data.path at the folder that has them, or set data.download=true"
+            f"data.source={name}: no folder contains all four files ({', '.join(FILES)}; .gz or not). Looked "
+            f"in: {', '.join(str(place) for place in places(recipe))}. Set data.path to the folder with these "
+            "files, or set data.download=true"
         )
     train, test = (
         open_array(
@@ -80,7 +80,7 @@ def _open_split(images: Path, labels: Path, classes: tuple[str, ...]) -> Split:
     """Return a split, mapped: plain pictures where they lie, compressed ones from where they are kept unpacked."""
     (count, height, width), targets = read_shape(images, 3), read_labels(labels)
     if count != len(targets):
-        raise DataError(f"{images} holds {count} images, but {labels} {len(targets)} labels; replace the files")
+        raise DataError(f"{images} holds {count} images, but {labels} holds {len(targets)} labels; replace the files")
     shape = (count, 1, height, width)
     if images.suffix != ".gz":
         return Split(Images.mapped(images, _header_bytes(3), shape), targets, classes)
@@ -103,8 +103,8 @@ def read_shape(path: Path, dimensions: int) -> tuple[int, ...]:
         start = file.read(header)
         if len(start) < header or struct.unpack_from(">I", start)[0] != magic:
             raise DataError(
-                f"{path} is not an idx file of {dimensions} dimension(s): it starts with 0x{start[:4].hex()}, "
-                f"not 0x{magic:08x}; replace the file"
+                f"{path} is not an idx file with {dimensions} dimension(s): it starts with "
+                f"0x{start[:4].hex()}, not 0x{magic:08x}; replace the file"
             )
     shape = struct.unpack_from(f">{dimensions}I", start, 4)
     if path.suffix != ".gz":

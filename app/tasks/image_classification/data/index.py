@@ -26,11 +26,11 @@ from app.data.turns import alone, cache_folder
 from app.errors import DataError
 
 _TOLD_EVERY = 256
-"""Records; looking up each takes some microseconds, and showing how far that has come as many."""
+"""Records between two updates of the progress line: an update takes about as long as looking up a record."""
 FORMAT = 1
-"""Number of this layout, part of the name: an index of another layout is not looked at."""
+"""Version of this layout, part of the file name: an index with another layout is ignored."""
 Row = tuple[int, int, int]
-"""Of a record: where its content begins in the file in bytes, its size in bytes, its label."""
+"""For each record: offset of its content in the file, size (both in bytes), label."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +81,8 @@ def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Ro
         else:
             return Index(place / name)
     raise DataError(
-        f"the index of {folder} cannot be kept in {' nor in '.join(problems + no_cache)}; "
-        "free space there, or set SAMERUN_CACHE to a folder that can be written"
+        f"the index of {folder} cannot be written to {' nor in '.join(problems + no_cache)}; free space "
+        "there, or set SAMERUN_CACHE to a writable folder"
     )
 
 
@@ -90,7 +90,7 @@ def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.n
     # 32 bytes a record; tuples in a list would take 200.
     numbers = array("q")
     total_bytes = sum(file.stat().st_size for file in files)
-    with progress(f"looking where the samples of {files[0].parent} are", total_bytes, "bytes") as advance:
+    with progress(f"indexing the samples of {files[0].parent}", total_bytes, "bytes") as advance:
         for number, file in enumerate(files):
             seen_bytes = 0
             for count, row in enumerate(read(file)):
@@ -100,7 +100,7 @@ def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.n
                     seen_bytes = row[0]
             advance(file.stat().st_size - seen_bytes)
     if not numbers:
-        raise DataError(f"{', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: there are no samples in it")
+        raise DataError(f"{', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: no samples found")
     return np.frombuffer(numbers, np.int64).reshape(-1, 4)
 
 
@@ -125,7 +125,7 @@ def _name(files: Sequence[Path], kind: str) -> str:
     try:
         stamps = [(status.st_size, status.st_mtime_ns) for status in (file.stat() for file in files)]
     except OSError as error:
-        raise DataError(f"{error.filename} cannot be read ({error.strerror}); replace it") from error
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}); replace the file") from error
     names = [os.path.relpath(file, files[0].parent) for file in files]
     return f".samerun-index-{_digest(FORMAT, kind, *names)}-{_digest(*stamps)}"
 

@@ -65,8 +65,8 @@ def decoder() -> Callable[..., Any]:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
         raise DataError(
-            f"torchcodec is installed and cannot be loaded ({str(error).strip().splitlines()[0]}); install the version that is "
-            "made for this torch, or uninstall it"
+            f"torchcodec is installed but cannot be loaded ({str(error).strip().splitlines()[0]}); install "
+            "the version built for this torch, or uninstall it"
         ) from error
     decode: Callable[..., Any] = decode_jpeg
     return decode

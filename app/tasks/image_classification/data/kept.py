@@ -77,6 +77,6 @@ def _make(folder: Path, read: Callable[[], Unstored]) -> Split:
 
 def _unusable(folder: str, error: OSError) -> str:
     return (
-        f"{folder}, where data is kept once it is unpacked, cannot be used ({error.strerror or error}); set SAMERUN_CACHE to a "
-        "folder that can be written, best on a disk of this machine"
+        f"{folder}, the cache for unpacked data, cannot be used ({error.strerror or error}); set "
+        "SAMERUN_CACHE to a writable folder, best on a local disk"
     )

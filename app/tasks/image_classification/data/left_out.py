@@ -50,7 +50,7 @@ class Rest:
 
     def __init__(self, gone: Iterable[int] = ()) -> None:
         self.gone = np.array(sorted(gone), dtype=np.int64)
-        """Numbers of those that are."""
+        """Their sample numbers."""
         self._before = self.gone - np.arange(len(self.gone))  # how many stay before each of them
 
     def place(self, index: int) -> int:
@@ -87,8 +87,9 @@ class LeftOut:
         """Raise DataError unless every name was found."""
         if self._missing:
             raise DataError(
-                f"data.leave_out={self._file} names {listed(sorted(self._missing), 5)}, and data.path={self._path} has no such "
-                "samples in this recipe's splits: correct the names, or have `samerun data check --write` make the file anew"
+                f"data.leave_out={self._file} lists {listed(sorted(self._missing), 5)}, and "
+                f"data.path={self._path} has no such samples in this recipe's splits: correct the names, or "
+                "write the file again with `samerun data check --write`"
             )
 
 
@@ -101,7 +102,8 @@ def names_in(data: DataRecipe) -> frozenset[str]:
         lines = file.read_text(encoding="utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
     except OSError as error:
         raise DataError(
-            f"data.leave_out={data.leave_out} cannot be read ({error.strerror}): `samerun data check --write` makes such a file"
+            f"data.leave_out={data.leave_out} cannot be read ({error.strerror}): correct the path, or write "
+            "the file with `samerun data check --write`"
         ) from error
     return frozenset(line for line in lines if line.strip() and not line.startswith("# "))
 
@@ -117,4 +119,4 @@ def digest(data: DataRecipe) -> dict[str, str]:
 def as_text(found: Iterable[tuple[str, str]]) -> str:
     """Return the content of such a file: names, and what is wrong with each, or nothing."""
     told = [f"# {why.splitlines()[0]}\n{name}\n" if why else f"{name}\n" for name, why in found]
-    return "# samples that are left out: data.leave_out of a recipe names this file\n" + "".join(told)
+    return "# samples to leave out: set data.leave_out of a recipe to this file\n" + "".join(told)

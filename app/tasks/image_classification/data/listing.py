@@ -27,11 +27,11 @@ from app.data.whole import remove_remains
 from app.errors import DataError
 
 FORMAT = 2
-"""Number of this layout, part of the name that a list is kept under."""
+"""Version of this layout, part of the list's file name."""
 _COLUMNS: dict[str, type[np.generic]] = {"names.bin": np.uint8, "ends.bin": np.int64, "labels.bin": np.int64}
 _ABOUT = "listing.json"
 _TICK_NS = 2 * 10**9
-"""The coarsest step of a file system's dates: within it a folder may change again and keep its date."""
+"""The coarsest resolution of modification times: a folder that changes twice within it may keep its time."""
 
 
 class Listing:
@@ -45,7 +45,7 @@ class Listing:
         self.labels = columns[2]
         """int64 [N]."""
         self.left_out = left_out
-        """How many files are no pictures by the ending of their names, by that ending, hidden ones aside."""
+        """Number of files that are not pictures, by suffix; without hidden files."""
         self._ends, self._kept = columns[1], kept  # where each path ends in `names`, int64 [N]
 
     @classmethod
@@ -56,9 +56,14 @@ class Listing:
             found_ns, left_out = about["listed_ns"], about["left_out"]
             columns = [_mapped(place / name, kind) for name, kind in _COLUMNS.items()]
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{place}, a list of pictures that was in use, is gone ({error}): start again") from error
+            raise DataError(
+                f"{place}, the list of pictures that this run uses, is gone ({error}): start the run again"
+            ) from error
         if found_ns != listed_ns:
-            raise DataError(f"{place}, a list of pictures in use, was made anew, for their folder has changed: start again")
+            raise DataError(
+                f"{place}, the list of pictures that this run uses, was replaced because their folder changed: "
+                "start the run again"
+            )
         return cls(columns, left_out, (place, listed_ns))
 
     @classmethod
@@ -191,7 +196,7 @@ def _files(folder: Path, name: str, dates_ns: dict[str, int]) -> Iterator[str]:
             with os.scandir(folder / name) as scan:
                 entries = [(entry.name, entry.is_dir()) for entry in scan]
         except OSError as error:
-            raise DataError(f"{folder / name} cannot be read ({error.strerror}); fix it or leave it out") from error
+            raise DataError(f"{folder / name} cannot be read ({error.strerror}); repair or remove it") from error
         found[name] = sorted(file for file, is_dir in entries if not is_dir)
         to_read += [f"{name}/{sub}" for sub, is_dir in entries if is_dir]
     for name, files in sorted(found.items()):

@@ -67,7 +67,7 @@ def open_lmdb(recipe: Sections) -> Data:
 def _open_split(folder: Path, split: str, key: str) -> LmdbRecords:
     path = next((place for place in (folder / split, folder / f"{split}.lmdb") if place.exists()), None)
     if path is None:
-        raise NoSplitError(f"{folder} holds no database {split}.lmdb for {key}={split}; correct data.path or {key}")
+        raise NoSplitError(f"{folder} contains no database {split}.lmdb for {key}={split}; correct data.path or {key}")
     opened = database(path)
     opened.close()  # it may have been written again since
     try:
@@ -85,8 +85,8 @@ def _records(opened: Database) -> LmdbRecords:
         entries = transaction.stat()["entries"] - 2 - (classes is not None)
     if length != b"%d" % entries or len(stored) != LABEL_TYPE.itemsize * entries:
         raise DataError(
-            f"{opened.path} holds {entries} pictures, but its __labels__ are {len(stored)} bytes and its __len__ is "
-            f"{length[:20]!r}; write it as docs/containers.md says"
+            f"{opened.path} holds {entries} pictures, but its __labels__ have {len(stored)} bytes and its "
+            f"__len__ is {length[:20]!r}; write it as described in docs/containers.md"
         )
     names = None if classes is None else class_names(classes, f"__classes__ of {opened.path}")
     return LmdbRecords(opened, names, np.frombuffer(stored, LABEL_TYPE).astype(np.int64))
@@ -100,7 +100,7 @@ class Database(OwnHandle[Any]):
 
 
 _DATABASES: WeakValueDictionary[tuple[Path, int], Database] = WeakValueDictionary()
-"""Those that have readers here, by path and inode. LMDB opens a database once in a process: all readers of it share it."""
+"""Open databases by path and inode. LMDB allows one handle per process, so all readers share it."""
 
 
 def database(path: Path) -> Database:
@@ -141,12 +141,12 @@ def _check_size(opened: Database) -> None:
     file = path / "data.mdb" if path.is_dir() else path
     size_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if file.stat().st_size < size_bytes:
-        raise DataError(f"{file} was cut: it has {file.stat().st_size} bytes, and {size_bytes} were written; replace it")
+        raise DataError(f"{file} is truncated: it has {file.stat().st_size} of {size_bytes} bytes; replace it")
 
 
 def _value(opened: Database, key: bytes) -> bytes:
     with _reading(opened) as transaction:
         value: bytes | None = transaction.get(key)
     if value is None:
-        raise DataError(f"{opened.path} has no record {key.decode()}; write it as docs/containers.md says")
+        raise DataError(f"{opened.path} has no record {key.decode()}; write it as described in docs/containers.md")
     return value

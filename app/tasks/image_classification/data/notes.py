@@ -22,21 +22,21 @@ def notes_on(data: Data) -> list[str]:
         if empty.size:
             named = ", ".join(repr(classes[index]) for index in empty[:_NAMED])
             notes.append(
-                f"{empty.size} of the {len(classes)} classes have no training sample ({named}"
-                f"{' and others' if empty.size > _NAMED else ''}), and the model has an output for each"
+                (
+                    f"{empty.size} of the {len(classes)} classes have no training samples "
+                    f"({named}{' and others' if empty.size > _NAMED else ''}), but the model has an output "
+                    "for each"
+                )
                 + (_NUMBERED if classes == tuple(map(str, range(len(classes)))) else "")
             )
     for source in data.there.values():
         reader = reader_of(source)
         if isinstance(reader, FileReader) and reader.files.left_out:
             notes.append(
-                f"{reader.folder}: {counted(reader.files.left_out)} are left out, by their names no pictures of a kind that is "
-                "read here: convert them, to .png for instance, if they are to be used"
+                f"{reader.folder}: {counted(reader.files.left_out)} are left out, because their suffixes are "
+                "not those of supported pictures: to use them, convert them, for example to .png"
             )
     return notes
 
 
-_NUMBERED = (
-    ": numbers as labels are the classes from 0 up to the largest. Number them from 0 on without gaps, "
-    "or give the classes names"
-)
+_NUMBERED = ": integer labels stand for the classes 0 to the largest label. Number classes from 0 without gaps, or name them"

@@ -41,8 +41,8 @@ OPEN: Mapping[str, Callable[[Sections], Data]] = {
     "lmdb": open_lmdb,
     "tfrecord": open_tfrecords,
 }
-"""What opens both splits, by data.source. All raise RecipeError for a key that is needed and not given, and DataError for data
-that is missing, unreadable or not what it must be."""
+"""The functions that open all splits, by data.source. They raise RecipeError for a missing key, and DataError for data
+that is missing, unreadable or wrong."""
 DOWNLOAD_FILES = {"mnist": download_idx, "fashion_mnist": download_idx, "cifar10": download_cifar, "cifar100": download_cifar}
 
 
@@ -70,8 +70,8 @@ def _reduced(source: Source, data: DataRecipe) -> Source:
     """Return the source, decoding no more of a JPEG file than its image needs. Raises RecipeError if it holds pixels."""
     if not isinstance(source, PictureSource) or reading(source.read.file, getattr(source.read, "name", str))(0) is None:
         raise RecipeError(
-            f"data.jpeg_decoder is reduced, and data.source={data.source} holds pixels, not files: leave it out, "
-            "since there is nothing to decode"
+            f"data.jpeg_decoder is reduced, and data.source={data.source} holds pixels, so there is nothing "
+            "to decode: remove data.jpeg_decoder"
         )
     return ReducedSource(**{field.name: getattr(source, field.name) for field in fields(source)})
 
@@ -105,6 +105,6 @@ def download_data(recipe: Sections) -> None:
                 DOWNLOAD_FILES[source](recipe)
         except (OSError, RuntimeError) as error:
             raise DataError(
-                f"data.source={source} cannot be downloaded into {root}: {first_line(error)}. "
-                "Where there is no network, bring the files and point data.path at them"
+                f"data.source={source} cannot be downloaded into {root}: {first_line(error)}. Without a "
+                "network, copy the files here and set data.path to them"
             ) from error

@@ -45,8 +45,7 @@ class PictureSource:
 
     workers: ClassVar[bool] = True
     remedy: ClassVar[str] = (
-        "make the pictures smaller once (samerun data pack --max-side), or have them copied to a disk of this machine "
-        "(data.stage_to)"
+        "shrink the pictures once (samerun data pack --max-side), or copy them to a local disk (data.stage_to)"
     )
     read: Reader
     size: int
@@ -83,7 +82,11 @@ class PictureSource:
     def _other_shape(self, index: int, image: Tensor) -> str:
         channels, height, width = image.shape
         expected_height, expected_width = self.image_size
-        remedy = "data.image_size brings pictures to one size" if channels == self.channels else "store all pictures alike"
+        remedy = (
+            "set data.image_size, which resizes all pictures"
+            if channels == self.channels
+            else "store all pictures in the same way"
+        )
         return (
             f"sample {index} of {self.where} is {width}x{height} pixels with {channels} channel(s), but the first training "
             f"sample is {expected_width}x{expected_height} with {self.channels}; {remedy}"
@@ -107,13 +110,13 @@ def decode(file: Path | BinaryIO, *, channels: int, name: str) -> Tensor:
     except DataError:
         raise
     except Exception as error:  # each of Pillow's decoders has its own: OSError, SyntaxError, struct.error, ...
-        raise DataError(
-            f"{name} cannot be read as an image ({type(error).__name__}: {error}); replace it or leave it out"
-        ) from error
+        raise DataError(f"{name} cannot be read as an image ({type(error).__name__}: {error}); replace or remove it") from error
     if picture.mode[0] in "IF":
-        raise DataError(f"{name} has more than 8 bits a pixel (mode {picture.mode}); store it with 8 bits")
+        raise DataError(f"{name} has more than 8 bits per channel (mode {picture.mode}); store it with 8 bits")
     if channels == 1 and not is_gray(picture):
-        raise DataError(f"{name} is in colour (mode {picture.mode}) in a grayscale data set; store all pictures alike")
+        raise DataError(
+            f"{name} is in colour (mode {picture.mode}) in a grayscale data set; store all pictures in the same way"
+        )
     # By way of RGBA the colours are the same, without the warning of going to RGB at once.
     plain = picture.convert("RGBA") if picture.mode == "P" and "transparency" in picture.info else picture
     mode = "L" if channels == 1 else "RGB"

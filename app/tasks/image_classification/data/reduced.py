@@ -19,7 +19,7 @@ from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.pictures import PictureSource
 
 _SCALES = (8, 4, 2)
-"""The pixels of a side of which libjpeg makes one."""
+"""The factors by which libjpeg can reduce a side while decoding."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

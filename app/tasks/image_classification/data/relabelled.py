@@ -59,13 +59,14 @@ def _labels_by_name(classes: Sequence[str], known: Sequence[str]) -> list[int]:
     other = [repr(name) for name in classes if name not in known]
     if other:
         raise DataError(
-            f"the model does not know {len(other)} of the data's {len(classes)} classes: {listed(other)}. Its own are "
-            f"{listed([repr(name) for name in known])}. Classes are matched by name: name those of the data so, or leave the "
-            "others out"
+            f"the model does not know {len(other)} of the data's {len(classes)} classes: {listed(other)}. It "
+            f"knows {listed([repr(name) for name in known])}. Classes are matched by name: rename the classes "
+            "of the data, or leave the unknown ones out"
         )
     repeated = [repr(name) for name in known if list(known).count(name) > 1]
     if repeated:
         raise DataError(
-            f"the model has several classes of one name, so those of other data cannot be matched by name: {listed(repeated)}"
+            "the model has several classes with the same name, so classes of other data cannot be matched by "
+            f"name: {listed(repeated)}"
         )
     return [list(known).index(name) for name in classes]

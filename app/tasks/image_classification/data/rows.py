@@ -53,7 +53,9 @@ class RowReader:
             return cls(rows.cast_column(column, datasets.Image(decode=False)), labels, where, encoded=True)
         is_bytes = getattr(feature, "dtype", None) in ("binary", "large_binary")
         if isinstance(feature, datasets.Value) and not is_bytes:
-            raise DataError(f"data.image_column={column}: {where} holds {feature.dtype} there, not images; name another column")
+            raise DataError(
+                f"data.image_column={column}: {where} holds {feature.dtype} in that column, not images; use another column"
+            )
         return cls(rows if is_bytes else rows.with_format("numpy"), labels, where, encoded=is_bytes)
 
     def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
@@ -82,7 +84,7 @@ class RowReader:
         try:
             return file.read_bytes() if isinstance(file, Path) else file.getvalue()
         except OSError as error:
-            raise DataError(f"{name} cannot be read ({error.strerror}); replace it or leave it out") from error
+            raise DataError(f"{name} cannot be read ({error.strerror}); replace or remove it") from error
 
     def file(self, index: int) -> bytes | None:
         """Return an encoded picture's file, and nothing of arrays. Raises DataError if it cannot be read."""
@@ -105,7 +107,7 @@ class RowReader:
         """Return an encoded picture's file, and how an error names it."""
         name = self._name(index)
         if value is None:
-            raise DataError(f"{name} has no image; leave it out")
+            raise DataError(f"{name} has no image; remove it")
         content = value if isinstance(value, bytes) else value["bytes"]
         if content is not None:
             return io.BytesIO(content), name
@@ -126,10 +128,10 @@ def picture_of(value: Any, *, name: str) -> Tensor:
     """
     array = np.asarray(value)
     if value is None or (array.dtype.kind == "f" and np.isnan(array).all()):
-        raise DataError(f"{name} has no image; leave it out")
+        raise DataError(f"{name} has no image; remove it")
     if array.dtype.kind not in "iu":
         kind = "with rows of different lengths" if array.dtype.kind == "O" else f"of {array.dtype}"
-        raise DataError(f"{name} is an array {kind}; store whole numbers in 0..255 (uint8)")
+        raise DataError(f"{name} is an array {kind}; store integers in 0..255 (uint8)")
     if array.ndim == 2:
         array = array[None]
     elif array.ndim == 3 and array.shape[2] in CHANNELS:
@@ -138,7 +140,7 @@ def picture_of(value: Any, *, name: str) -> Tensor:
         raise DataError(f"{name} has shape {array.shape}; store [H, W], [H, W, C] or [C, H, W], with C one of {CHANNELS}")
     if array.size == 0 or array.min() < 0 or array.max() > 255:
         found = f"numbers in {array.min()}..{array.max()}" if array.size else "no pixels"
-        raise DataError(f"{name} has {found}; store whole numbers in 0..255 (uint8)")
+        raise DataError(f"{name} has {found}; store integers in 0..255 (uint8)")
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.uint8))
 
 
@@ -154,7 +156,7 @@ def read_labels(splits: Sequence[Any], column: str, where: Sequence[str]) -> tup
     for other, name in zip(others, where[1:], strict=True):
         if other != train_names:
             raise DataError(
-                f"data.label_column={column}: {where[0]} has the classes {train_names}, {name} {other}; make them the same"
+                f"data.label_column={column}: {where[0]} has the classes {train_names}, {name} has {other}; make them the same"
             )
     if train_names is not None:
         names = train_names
@@ -174,11 +176,12 @@ def _column(rows: Any, column: str, where: str) -> np.ndarray:
     if values.null_count:
         index = values.is_null().to_pylist().index(True)
         raise DataError(
-            f"sample {index} of {where} has no label ({values.null_count} of {len(values)} have none); leave those samples out"
+            f"sample {index} of {where} has no label ({values.null_count} of {len(values)} have none); remove these samples"
         )
     if not str(values.type).startswith(("int", "uint", "string", "large_string")):
         raise DataError(
-            f"data.label_column={column}: {where} holds {values.type} there; labels are ClassLabel, integers or strings"
+            f"data.label_column={column}: {where} holds {values.type} in that column; labels must be "
+            "ClassLabel, integers or strings"
         )
     return np.asarray(values.to_numpy())
 
@@ -186,7 +189,7 @@ def _column(rows: Any, column: str, where: str) -> np.ndarray:
 def numbers_up_to(highest: int, where: str) -> list[str]:
     """Return the names of classes that have none: 0 up to the largest label. Raises DataError if that can be no label."""
     if highest >= MOST_CLASSES:
-        raise DataError(f"{where} holds {highest}; labels are 0 up to the number of classes - 1")
+        raise DataError(f"{where} holds {highest}; labels must be 0 to the number of classes - 1")
     return [str(label) for label in range(highest + 1)]
 
 
@@ -195,7 +198,7 @@ def _numbered(labels: np.ndarray, names: list[str], where: str) -> np.ndarray:
     for index, label in enumerate(labels.tolist()):
         if label not in numbers:
             raise DataError(
-                f"sample {index} of {where} has label {label!r}, which no training sample has; "
-                f"legal are {', '.join(map(repr, names[:20]))}{' ...' if len(names) > 20 else ''}"
+                f"sample {index} of {where} has label {label!r}, which no training sample has; the labels are "
+                f"{', '.join(map(repr, names[:20]))}{' ...' if len(names) > 20 else ''}"
             )
     return np.array([numbers[label] for label in labels.tolist()], dtype=np.int64)

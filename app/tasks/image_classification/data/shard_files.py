@@ -43,8 +43,8 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
         likely = f"{split}{suffixes[0]}, {split}-000000{suffixes[0]} and so on, and a sub-folder {split}"
         there = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
         raise NoSplitError(
-            f"{folder} holds no files of {key}={split}: looked for {split if is_pattern else likely}, found "
-            f"{listed(there, 5) or 'nothing'}; correct data.path or {key}"
+            f"{folder} contains no files for {key}={split}: looked for {split if is_pattern else likely}, "
+            f"found {listed(there, 5) or 'nothing'}; correct data.path or {key}"
         )
     if not is_pattern:
         found.sort(key=lambda file: _number(file) or (0, 0))
@@ -55,7 +55,7 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
 def _expanded(pattern: str) -> list[str]:
     if "{" not in pattern:
         return [pattern]
-    with extra("braces in the name of a split", "braceexpand"):
+    with extra("braces in the name of the split", "braceexpand"):
         from braceexpand import braceexpand
     return list(braceexpand(pattern))
 
@@ -64,7 +64,7 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
     if any(sign in pattern for sign in "*?["):
         return sorted(folder.glob(pattern))
     if not (folder / pattern).is_file():
-        raise DataError(f"{folder / pattern} is missing; bring it, or leave its number out of the pattern")
+        raise DataError(f"{folder / pattern} is missing; copy it here, or exclude its number from the pattern")
     return [folder / pattern]
 
 
@@ -89,7 +89,8 @@ def _check_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> None:
     numbers = [_number(file) for file in files]
     if len(sets) > 1 or (None in numbers and len(files) > 1):
         raise DataError(
-            f"{what} may be {listed([file.name for file in sets.values()], 5)} in {files[0].parent}; say which by a pattern"
+            f"{what} could be any of {listed([file.name for file in sets.values()], 5)} in {files[0].parent}; "
+            "choose one with a pattern"
         )
     present = [number[0] for number in numbers if number]
     totals = {number[1] for number in numbers if number}
@@ -97,7 +98,7 @@ def _check_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> None:
         return
     if len(totals) > 1:
         raise DataError(
-            f"{files[0].parent} holds sets of {listed(sorted(map(str, totals)), 5)} shards of {what}; leave one of them"
+            f"{files[0].parent} contains sets of {listed(sorted(map(str, totals)), 5)} shards for {what}; keep one of them"
         )
     total = totals.pop()
     wanted = range(total) if total else range(0 if starts_at_0 else present[0], present[-1] + 1)
@@ -105,8 +106,8 @@ def _check_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> None:
     if missing:
         names = [_renumbered(files[0].name, number) for number in missing]
         raise DataError(
-            f"{files[0].parent} lacks {len(missing)} of {len(wanted)} shards of {what}: {listed(names, 5)}; bring them, "
-            "or name those to be read by a pattern"
+            f"{files[0].parent} lacks {len(missing)} of {len(wanted)} shards of {what}: {listed(names, 5)}; "
+            "copy them here, or choose the shards to read with a pattern"
         )
 
 

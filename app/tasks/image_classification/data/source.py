@@ -22,7 +22,7 @@ from app.errors import DataError
 FINGERPRINT_SAMPLES = 64
 _LISTING_CHUNK = 1 << 16
 DOWNLOADS = "data"
-"""The folder for downloads, and where they are looked for, if data.path names no other."""
+"""The folder of downloads, unless data.path says another."""
 
 
 class Source(Samples, Protocol):
@@ -97,15 +97,16 @@ def check_labels(
     split of ...") and names the first offending sample.
     """
     if labels.size == 0:
-        raise DataError(f"{where} holds no samples")
+        raise DataError(f"{where} has no samples")
     if labels.min() >= 0 and labels.max() < num_classes:
         return
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if wrong.size:
         index = int(wrong[0])
         raise DataError(
-            f"sample {number(index)} of {where} has label {int(labels[index])}, but labels must be in 0..{num_classes - 1} "
-            f"({wrong.size} of {labels.size} are not); fix the labels or leave those samples out"
+            f"sample {number(index)} of {where} has label {int(labels[index])}, but labels must be in "
+            f"0..{num_classes - 1} ({wrong.size} of {labels.size} are not); correct the labels, or remove "
+            "these samples"
         )
 
 

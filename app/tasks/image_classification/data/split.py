@@ -27,9 +27,9 @@ from app.tasks.image_classification.data.source import fingerprint
 
 IMAGES, LABELS, ABOUT = "images.npy", "labels.npy", "split.json"
 FORMAT = 1
-"""Number of this layout, in split.json: another one is refused."""
+"""Version of this layout, in split.json; other versions are refused."""
 CHUNK_BYTES = 4 << 20
-"""Pictures that are read, resized or written in one go: bounds what building a split needs, however large it is."""
+"""Pictures that are read, resized or written at a time, which bounds the memory for building a split of any size."""
 
 
 class Images:
@@ -106,7 +106,7 @@ def write_split(folder: Path, split: Unstored) -> None:
                 os.fsync(file.fileno())
     except OSError as error:
         raise DataError(
-            f"{folder} cannot be written: {error.strerror or error}. Free space there, or choose another place"
+            f"{folder} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
         ) from error
 
 
@@ -119,7 +119,7 @@ def open_split(folder: Path) -> Split:
         labels = np.asarray(np.load(folder / LABELS, mmap_mode="r"))
         split = Split(_mapped(folder), labels, tuple(about["classes"]))
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder} is no whole split of arrays ({error}); pack it again, or correct data.path") from error
+        raise DataError(f"{folder} is not a complete split of arrays ({error}); pack it again, or correct data.path") from error
     if split.fingerprint != about["fingerprint"]:
         raise DataError(f"{folder} has changed since it was written (its fingerprint differs); pack it again")
     return split

@@ -58,11 +58,11 @@ def staged(recipe: Sections) -> Sections:
     if recipe.data.stage_to is None:
         return recipe
     if recipe.data.path is None:
-        raise RecipeError(f"data.stage_to is {recipe.data.stage_to}, and there is no data.path to copy: give it")
+        raise RecipeError(f"data.stage_to is {recipe.data.stage_to}, but data.path, the data to copy, is not set: set it")
     source = Path(recipe.data.path)
     folder = Path(paths.filled_in("data.stage_to", recipe.data.stage_to))
     if not source.exists():
-        raise DataError(f"data.path={source} is no file or folder here, so it cannot be copied to data.stage_to={folder}")
+        raise DataError(f"data.path={source} is not a file or folder here, so it cannot be copied to data.stage_to={folder}")
     files = sorted(_files(source))
     told = repr((str(source.resolve()), files)).encode()
     try:
@@ -72,8 +72,8 @@ def staged(recipe: Sections) -> Sections:
                 _copy(source, place, files)
     except OSError as error:
         raise DataError(
-            f"{source} cannot be copied to data.stage_to={folder}: {error.strerror or error}. Name a folder on a disk of the "
-            "node that can be written, or leave data.stage_to out"
+            f"{source} cannot be copied to data.stage_to={folder}: {error.strerror or error}. Choose a "
+            "writable folder on a local disk of the node, or remove data.stage_to"
         ) from error
     inside = place / source.name  # the name itself may tell what it is, by its ending
     return replace(recipe, data=replace(recipe.data, path=str(inside)))
@@ -101,8 +101,9 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
     disk = place.parent.parent
     if total_bytes + _SPARE_BYTES > free_bytes:
         raise DataError(
-            f"{source} takes {total_bytes / 1e9:.2f} GB, and data.stage_to={disk} has {free_bytes / 1e9:.2f} GB free: "
-            "name a larger disk, shrink the pictures (`samerun data pack`), or leave data.stage_to out"
+            f"{source} takes {total_bytes / 1e9:.2f} GB, and data.stage_to={disk} has {free_bytes / 1e9:.2f} "
+            "GB free: choose a larger disk, shrink the pictures (`samerun data pack`), or remove "
+            "data.stage_to"
         )
     # Where there are no locks, another process may have been first.
     with suppress(FileExistsError), made_whole(place) as temporary:

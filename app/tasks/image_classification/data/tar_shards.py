@@ -29,7 +29,7 @@ from app.tasks.image_classification.sections import Sections
 CLASSES = "__classes__"
 LABEL = "cls"
 PICTURES = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")
-"""What the names of pictures end with, as in torchvision's ImageFolder."""
+"""Suffixes of pictures, as in torchvision's ImageFolder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +98,9 @@ def _rows(shard: Path) -> Iterator[Row]:
         labels = [member.label for member in members if member.label is not None]
         if len(pictures) != 1 or len(labels) != 1:
             raise DataError(
-                f"the sample {key} of {shard} has the members {', '.join(member.extension for member in members)}, but must "
-                f"have one picture ({', '.join(PICTURES)}) and one {LABEL}; fix it or leave it out"
+                f"the sample {key} of {shard} has the members "
+                f"{', '.join(member.extension for member in members)}, but needs exactly one picture "
+                f"({', '.join(PICTURES)}) and one {LABEL}; correct or remove it"
             )
         yield pictures[0].offset_bytes, pictures[0].size_bytes, labels[0]
 
@@ -115,7 +116,7 @@ def _members(shard: Path) -> Iterator[_Member]:
                     yield _Member(key, extension, member.offset_data, member.size, label)
             # Damage after the first header is the end to tarfile; the true end is a block of zeros.
             if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"it is damaged or cut at byte {tar.offset}")
+                raise tarfile.ReadError(f"it is damaged or truncated at byte {tar.offset}")
     except (tarfile.TarError, OSError) as error:
         raise DataError(
             f"{shard} cannot be read as a tar file ({first_line(error)}); replace it, or unpack it if it is compressed"
@@ -132,5 +133,5 @@ def _key_and_extension(name: str) -> tuple[str, str]:
 def _label(file: BinaryIO, member: tarfile.TarInfo, shard: Path) -> int:
     text = os.pread(file.fileno(), member.size, member.offset_data).strip()
     if not text.isdigit() or len(text) > 18:
-        raise DataError(f"{member.name} of {shard} holds {text[:20]!r}, not the number of a class; fix it or leave it out")
+        raise DataError(f"{member.name} of {shard} holds {text[:20]!r}, not a class number; correct or remove the sample")
     return int(text)

@@ -95,7 +95,9 @@ def _rows(features: Features, shard: Path) -> Iterator[Row]:
             while header := file.read(HEADER.size):
                 name = f"the record at byte {offset_bytes} of {shard}"
                 if len(header) < HEADER.size or HEADER.unpack(header)[1] != masked_crc(header[:8]):
-                    raise DataError(f"{name} does not begin as one (its length's CRC is wrong); replace or decompress the file")
+                    raise DataError(
+                        f"{name} is not a TFRecord (the CRC of its length is wrong); replace or decompress the file"
+                    )
                 size_bytes: int = HEADER.unpack(header)[0]
                 example = checked(file.read(size_bytes + FOOTER.size), name)
                 yield offset_bytes + HEADER.size, size_bytes, encoded_and_label(example, features, name)[1]
@@ -108,7 +110,7 @@ def checked(piece: bytes, name: str) -> bytes:
     """Return the content of a record, given with the CRC that follows it. Raises DataError if that is of another content."""
     content, crc = piece[: -FOOTER.size], piece[-FOOTER.size :]
     if len(piece) < FOOTER.size or FOOTER.unpack(crc)[0] != masked_crc(content):
-        raise DataError(f"{name} is damaged or cut (its CRC differs); replace the file")
+        raise DataError(f"{name} is damaged or truncated (its CRC differs); replace the file")
     return content
 
 
@@ -127,14 +129,14 @@ def encoded_and_label(content: bytes, features: Features, name: str) -> tuple[by
     try:
         found = example_class().FromString(content).features.feature
     except DecodeError as error:
-        raise DataError(f"{name} is no tf.train.Example ({error}); replace the file") from error
+        raise DataError(f"{name} is not a tf.train.Example ({error}); replace the file") from error
     images = [found[key].bytes_list.value for key in features.image if key in found]
     labels = [found[key].int64_list.value for key in features.label if key in found]
     if not images or not labels or len(images[0]) != 1 or len(labels[0]) != 1:
         raise DataError(
-            f"{name} has the features {', '.join(sorted(found)) or 'none'}, but needs {' or '.join(features.image)} with a "
-            f"picture's file and {' or '.join(features.label)} with a whole number; name them in data.image_column and "
-            "data.label_column"
+            f"{name} has the features {', '.join(sorted(found)) or 'none'}, but needs "
+            f"{' or '.join(features.image)} with an encoded picture and {' or '.join(features.label)} with an "
+            "integer; set data.image_column and data.label_column"
         )
     return images[0][0], labels[0][0]
 
@@ -147,10 +149,10 @@ def read_classes(folder: Path) -> tuple[str, ...] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); fix it or remove it") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}); repair or remove it") from error
     lines = [line.partition(":") for line in text.split("\n") if line]
     if [number for number, _, _ in lines] != [str(number) for number in range(len(lines))]:
-        raise DataError(f"{path} does not name the classes 0, 1, ... in order, as 0:ant; fix it or remove it")
+        raise DataError(f"{path} does not list the classes 0, 1, ... in order, as in 0:ant; correct or remove it")
     return tuple(name for _, _, name in lines)
 
 

@@ -26,13 +26,13 @@ from app.tasks.image_classification.data import hdf5, lmdb_file, tar_shards, tfr
 from app.tasks.image_classification.data.source import first_line
 
 SHARD_BYTES = 1 << 30
-"""About the size of a shard: large enough to be read in one go, and a thousandth of a large data set."""
+"""Approximate size of a shard: large enough to read efficiently, and a thousandth of a large data set."""
 BATCH = 128
-"""Records that are held in memory, to be written at once."""
+"""Records collected in memory before they are written."""
 HDF5_CHUNK = 64
-"""Rows in a chunk, of which the whole is looked at for one."""
+"""Rows per chunk; reading one row reads its whole chunk."""
 LMDB_BYTES = 1 << 40
-"""Most that a database may hold; only addresses are reserved for it."""
+"""Largest size of a database; it reserves address space only."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def write_webdataset(
                 _add(tar, tar_shards.CLASSES, json.dumps(list(classes)).encode())
                 for index, record in shard:
                     if record.extension not in tar_shards.PICTURES:
-                        raise DataError(f"{record.key}.{record.extension} is no picture ({', '.join(tar_shards.PICTURES)})")
+                        raise DataError(f"{record.key}.{record.extension} is not a picture ({', '.join(tar_shards.PICTURES)})")
                     _add(tar, f"{index:08d}.{record.extension}", record.encoded)
                     _add(tar, f"{index:08d}.{tar_shards.LABEL}", str(record.label).encode())
 
@@ -149,7 +149,7 @@ def _checked(records: Iterable[Record], classes: Sequence[str]) -> Iterator[Reco
     record = None
     for record in records:
         if not 0 <= record.label < len(classes):
-            raise DataError(f"{record.key} has label {record.label}, but labels must be in 0..{len(classes) - 1}; fix it")
+            raise DataError(f"{record.key} has label {record.label}, but labels must be in 0..{len(classes) - 1}; correct it")
         yield record
     if record is None:
         raise DataError("there are no samples to write")
@@ -227,10 +227,10 @@ def _write_classes(folder: Path, classes: Sequence[str]) -> None:
     path = folder / tfrecords.CLASSES
     known = tfrecords.read_classes(folder)
     if known not in (None, tuple(classes)):
-        raise DataError(f"{path} names other classes than this split has; write both splits with the same")
+        raise DataError(f"{path} lists other classes than this split; write both splits with the same classes")
     broken = [name for name in classes if "\n" in name or "\r" in name]
     if broken:
-        raise DataError(f"the class {broken[0]!r} has a line break in its name, for which {path.name} has no place; rename it")
+        raise DataError(f"the class {broken[0]!r} has a line break in its name, which {path.name} cannot store; rename it")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = "".join(f"{number}:{name}\n" for number, name in enumerate(classes))
     temporary.write_text(text, encoding="utf-8", errors="surrogateescape")

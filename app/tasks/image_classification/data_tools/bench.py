@@ -57,7 +57,7 @@ def measure(recipe: Recipe, *, seconds: float) -> Costs:
     """Return the costs of a recipe's training pictures, each part measured for about `seconds` with one thread."""
     source = open_data(recipe.sections).train
     if len(source) < BATCH:
-        raise RecipeError(f"the training split has {len(source)} samples: at least {BATCH} are measured")
+        raise RecipeError(f"the training split has {len(source)} samples, and measuring needs at least {BATCH}")
     with _one_thread():
         order = _indices(recipe, source)
         batches = [next(order) for _ in range(_fitting(_fetching(recipe, source), order, seconds))]
@@ -86,13 +86,15 @@ def as_text(costs: Costs, images_per_s: float | None) -> str:
     parts = {"reading": costs.read_us, "decoding": costs.decode_us, "framing or look-up": costs.frame_us}
     lines = ["one core, by CPU time         us a picture   share"]
     lines += [f"  {name:26} {us:12,.1f} {us / costs.fetch_us:8.0%}" for name, us in parts.items()]
-    lines += [f"  {'all that a worker does':26} {costs.fetch_us:12,.1f}          {1e6 / costs.fetch_us:,.0f} pictures/s a core"]
+    lines += [f"  {'total of a worker':26} {costs.fetch_us:12,.1f}          {1e6 / costs.fetch_us:,.0f} pictures/s a core"]
     lines += [f"  {'augmenting, if on the CPU':26} {costs.augment_us:12,.1f}"]
     how = f"{costs.workers} worker process{'es' if costs.workers != 1 else ''}" if costs.workers else "no workers"
-    lines += [f"as training is fed, {how} on {own_cores} cores: {costs.with_workers_per_s:,.0f} pictures/s"]
+    lines += [f"as in training, {how} on {own_cores} cores: {costs.with_workers_per_s:,.0f} pictures/s"]
     if images_per_s is not None:
         needed = costs.cores_for(images_per_s)
-        lines += [f"a device that takes {images_per_s:,.0f} pictures/s needs {needed} such core{'s' if needed > 1 else ''}"]
+        lines += [
+            (f"a device that trains on {images_per_s:,.0f} pictures/s needs {needed} such core{'s' if needed > 1 else ''}")
+        ]
     return "\n".join(lines) + "\n"
 
 

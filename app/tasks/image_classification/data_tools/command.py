@@ -15,9 +15,9 @@ from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 
 FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")
-"""What `pack` writes."""
+"""Formats that `pack` writes."""
 _TASK = "image_classification"
-_WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is found out unless data.source=KIND says it"
+_WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is detected unless data.source=KIND is given"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,10 +39,10 @@ def recipe_of(what: str, overrides: Sequence[str]) -> Recipe:
     if what in recipe_file.names() or path.suffix in (".yaml", ".yml"):
         recipe = recipe_file.load(what, overrides).recipe
         if recipe.task != _TASK:
-            raise RecipeError(f"{what} is a recipe of the task {recipe.task}, and this is a tool for pictures")
+            raise RecipeError(f"{what} is a recipe for the task {recipe.task}, and this command is for pictures")
         return recipe
     if not path.exists():
-        raise RecipeError(f"{what} is neither a recipe ({', '.join(recipe_file.names())}, or a .yaml file) nor a path of data")
+        raise RecipeError(f"{what} is neither a recipe ({', '.join(recipe_file.names())}, or a .yaml file) nor a path to data")
     said = [override for override in overrides if override.startswith("data.source=")]
     found = [] if said else [f"data.source={_kind(path)}"]
     return recipe_file.load("imagefolder", recipe_file.replaced([f"data.path={path}", *found], overrides)).recipe
@@ -67,7 +67,7 @@ def _kind(path: Path) -> str:
     for kind, names in patterns.items():
         if any(next(path.glob(name), None) for name in names):
             return kind
-    raise DataError(f"{path} holds no data of a known kind; say data.source=KIND ({', '.join(patterns)})")
+    raise DataError(f"{path} contains no data of a known kind; give data.source=KIND ({', '.join(patterns)})")
 
 
 def _inspect(argv: Sequence[str]) -> int:
@@ -127,9 +127,9 @@ def _bench(argv: Sequence[str]) -> int:
         "--images-per-s",
         type=above_zero,
         metavar="N",
-        help="pictures per second that a device trains on; tells how many CPU cores feed it",
+        help="pictures per second that a device trains on; shows how many CPU cores it needs",
     )
-    parser.add_argument("--seconds", type=above_zero, default=2.0, help="how long to measure each part, about (default: 2)")
+    parser.add_argument("--seconds", type=above_zero, default=2.0, help="approximate time to measure each part (default: 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_all(argv)
     recipe = _one_recipe(options.words)
@@ -167,12 +167,12 @@ def _told(words: Sequence[str]) -> tuple[list[str], list[str]]:
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     paths = [word for word in words if word not in overrides]
     if not paths:
-        raise RecipeError(f"there is nothing to look at: give {_WHAT}")
+        raise RecipeError(f"nothing is given: give {_WHAT}")
     return paths, overrides
 
 
 def _one_recipe(words: Sequence[str]) -> Recipe:
     paths, overrides = _told(words)
     if len(paths) > 1:
-        raise RecipeError(f"{' and '.join(paths)} are given: one at a time")
+        raise RecipeError(f"{' and '.join(paths)} are given: give one")
     return recipe_of(paths[0], overrides)

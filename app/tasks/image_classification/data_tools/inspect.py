@@ -19,7 +19,7 @@ from app.tasks.image_classification.data.pictures import Reader, format_of
 from app.tasks.image_classification.data.source import Source, spread
 
 SAMPLED = 512
-"""Pictures of a split that are looked at, unless all are."""
+"""Pictures examined per split, unless --all is given."""
 _PIECE = 16
 # Classes that are listed by name.
 _LISTED = 20
@@ -56,7 +56,7 @@ def inspect(recipe: Recipe, *, everything: bool, processes: int) -> dict[str, An
         indices = range(len(source)) if everything else spread(len(source), SAMPLED)
         seen = Seen()
         look = _looking(reader_of(source), indices)
-        with progress(f"looking at {name}", len(indices), "pictures") as advance:
+        with progress(f"reading {name}", len(indices), "pictures") as advance:
             for some in in_order(look, len(indices), piece=_PIECE, processes=processes):
                 seen.add(some)
                 advance(len(some.heights) + len(some.unreadable))
@@ -134,7 +134,7 @@ def as_text(facts: dict[str, Any]) -> str:
     lines = [f"data.source={facts['source']}" + (f" data.path={facts['path']}" if facts["path"] else "")]
     lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(by_class[0]) > len(listed):
-        lines.append(f"  and {len(by_class[0]) - len(listed)} classes more (--json lists all)")
+        lines.append(f"  and {len(by_class[0]) - len(listed)} more classes (--json lists all)")
     for split in splits:
         lines += [f"unreadable in {split}: {text}" for text in facts[split]["unreadable"]]
     return "\n".join(lines) + "\n"

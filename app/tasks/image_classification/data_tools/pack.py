@@ -68,7 +68,7 @@ def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
     become arrays, and no size is given for them.
     """
     if asked.out.exists() or asked.out.is_symlink():
-        raise DataError(f"{asked.out} already exists, and packing replaces nothing: choose another --out, or remove it")
+        raise DataError(f"{asked.out} already exists, and pack replaces no files: choose another --out, or remove it")
     data = _open(recipe, asked)
     names = _names(recipe, data)
     try:
@@ -84,7 +84,7 @@ def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
             os.sync()
     except OSError as error:
         raise DataError(
-            f"{asked.out} cannot be written: {error.strerror or error}. Free space there, or choose another"
+            f"{asked.out} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
         ) from error
     return (
         f"data.source={asked.to}",
@@ -114,7 +114,9 @@ def _open(recipe: Recipe, asked: Packing) -> Data:
     if asked.to != "arrays":
         return open_stored(recipe.sections)
     if asked.shrinking is not None:
-        raise RecipeError("--max-side is for files; for arrays data.image_size=N says the size that all pictures get")
+        raise RecipeError(
+            "--max-side is for formats that hold files; for arrays set data.image_size=N, the size of all pictures"
+        )
     augment = replace(recipe.sections.augment, resized_crop_min_area=None)
     return OPEN[recipe.sections.data.source](located(replace(recipe.sections, augment=augment)))
 
@@ -188,7 +190,9 @@ def _stored(reader: Reader, index: int) -> tuple[bytes, int]:
         return file, int(reader.labels[index])
     ((picture, label),) = reader([index])
     if len(picture) not in (1, 3):
-        raise DataError(f"sample {index} has {len(picture)} channels, which no picture file keeps as they are: pack to arrays")
+        raise DataError(
+            f"sample {index} has {len(picture)} channels, which no picture format stores without loss: use --to arrays"
+        )
     pixels = picture.permute(1, 2, 0).numpy()
     content = io.BytesIO()
     Image.fromarray(pixels[..., 0] if len(picture) == 1 else pixels).save(content, "PNG")
@@ -216,14 +220,12 @@ def shrunk(content: bytes, shrinking: Shrinking, *, name: str) -> bytes:
             plain.resize((width, height), Image.Resampling.LANCZOS).save(written, kind, quality=shrinking.quality)
             return written.getvalue()
     except Exception as error:  # each of Pillow's decoders has its own
-        raise DataError(
-            f"{name} cannot be read as an image ({type(error).__name__}: {error}); replace it or leave it out"
-        ) from error
+        raise DataError(f"{name} cannot be read as an image ({type(error).__name__}: {error}); replace or remove it") from error
 
 
 def extension_of(content: bytes) -> str:
     """Return the usual extension, without the dot, of a picture's file: jpg, png, ... Raises DataError if it is none."""
     kind = format_of(content)
     if kind is None:
-        raise DataError("a file is no picture: `samerun data inspect --all` names each that cannot be read")
+        raise DataError("a file is not a picture: `samerun data inspect --all` lists all unreadable files")
     return {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
