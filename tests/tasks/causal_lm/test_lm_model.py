@@ -175,7 +175,7 @@ def test_a_folder_says_what_the_network_is(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(RecipeError, match=problem):
             configuration.config_of(ModelRecipe(path="$WEIGHTS"), vocab_size=None, sequence_length=None)
-    with pytest.raises(RecipeError, match="layers and model.path are both set"):
+    with pytest.raises(RecipeError, match="are both set"):
         Sections(model=ModelRecipe(path="$WEIGHTS", layers=3))
 
 

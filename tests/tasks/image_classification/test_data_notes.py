@@ -54,7 +54,8 @@ def test_pictures_of_a_kind_that_is_not_read_are_told(pictures: Path, tmp_path: 
         (place / ".DS_Store").touch()
         (note,) = notes("imagefolder", tmp_path / "data", image_size=24)
         assert note.startswith(
-            f"{tmp_path / 'data' / 'train'}: 3 .gif, 1 .txt are left out, because their suffixes are not those of supported pictures"
+            f"{tmp_path / 'data' / 'train'}: 3 .gif, 1 .txt are left out, because their suffixes are not those "
+            f"of supported pictures"
         )
     for path in place.iterdir():
         if path.suffix in (".jpg", ".png"):

@@ -380,7 +380,7 @@ def test_a_path_is_needed() -> None:
 @pytest.mark.parametrize("name", ["mnist", "someone/something"])
 def test_an_unknown_name_is_one_sentence_without_the_network(name: str) -> None:
     before = (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity())
-    expected = rf"^data\.path={name} is not a file or folder here, nor a data set in the cache .* set data\.download=true to download it from the hub$"
+    expected = rf"^data\.path={name} is not a file or folder here, nor a data set in the cache .* download it from the hub$"
     with pytest.raises(DataError, match=expected):
         open_data(recipe(name))
     assert (datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()) == before
