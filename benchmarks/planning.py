@@ -65,8 +65,6 @@ class Figure:
     case: Measured
     predicted: int
     measured: int
-    run: int
-    """At any time until then, the building of the model included."""
 
     @property
     def error(self) -> float:
@@ -118,11 +116,7 @@ def main(argv: list[str]) -> int:
     wanted = parser.parse_args(argv).cases or [case.name for case in CASES]
     if unknown := set(wanted) - {case.name for case in CASES}:
         parser.error(f"there is no case {', '.join(sorted(unknown))}: there is {', '.join(case.name for case in CASES)}")
-    lines = [
-        "| case | processes, preset | precision | predicted MiB | measured MiB | error | with building MiB |",
-        "|---" * 7 + "|",
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("| case | predicted MiB | measured MiB | error |\n" + "|---" * 4 + "|\n")
     for figure in (figure_of(case) for case in CASES if case.name in wanted):
         sys.stdout.write(_row(figure) + "\n")
         sys.stdout.flush()
@@ -133,7 +127,7 @@ def main(argv: list[str]) -> int:
 def figure_of(case: Measured) -> Figure:
     """Train a case and plan it. Raises RecipeError if the training fails."""
     measured = trained(case)
-    return Figure(case, predicted(case), max(it["steps"] for it in measured), max(it["run"] for it in measured))
+    return Figure(case, predicted(case), max(it["steps"] for it in measured))
 
 
 def predicted(case: Measured, device: Literal["cpu", "cuda"] = "cpu") -> int:
@@ -175,10 +169,8 @@ def trained(case: Measured, device: Literal["cpu", "cuda"] = "cpu") -> list[dict
 
 
 def _row(figure: Figure) -> str:
-    case = figure.case
-    mib = [f"{count / _MIB:,.1f}" for count in (figure.predicted, figure.measured)]
-    start = f"| {case.name} | {case.processes}, {case.strategy} | {case.precision} | {' | '.join(mib)}"
-    return f"{start} | {100 * figure.error:+.1f} % | {figure.run / _MIB:,.1f} |"
+    predicted_mib, measured_mib = (f"{count / _MIB:,.1f}" for count in (figure.predicted, figure.measured))
+    return f"| {figure.case.name} | {predicted_mib} | {measured_mib} | {100 * figure.error:+.1f} % |"
 
 
 if __name__ == "__main__":

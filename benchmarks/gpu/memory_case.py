@@ -21,22 +21,20 @@ _STEPS = 3
 def main(argv: list[str]) -> None:
     """Train for three steps, and write FOLDER/0.json.
 
-    It has `steps` (the most bytes within steps), `reserved` (those taken from the driver by then), `run` (the most at any time
-    until then) and `count`.
+    It has `steps` (the most bytes within steps), `reserved` (those taken from the driver by then) and `count`.
     """
     folder, *words = argv
-    take, taken, before = loop._take_step, 0, 0
+    take, taken = loop._take_step, 0
 
     def counted(*arguments: Any) -> Any:
-        nonlocal taken, before
+        nonlocal taken
         if taken == 0:
-            before = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         step = take(*arguments)
         taken += 1
         if taken == _STEPS:
             most, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            found = {"steps": most, "reserved": reserved, "run": max(before, most), "count": taken}
+            found = {"steps": most, "reserved": reserved, "count": taken}
             Path(folder, "0.json").write_text(json.dumps(found))
             os._exit(0)  # what comes after the steps takes longer, and is not asked for
         return step
