@@ -166,7 +166,7 @@ def write(folder: Path, about: Mapping[str, Any], rows: Sequence[Turn], found: I
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that take part and are installed."""
-    packages = ("torch", "torchvision", "accelerate", "lightning", "transformers", "timm", "safetensors")
+    packages = ("torch", "torchvision", "accelerate", "deepspeed", "lightning", "transformers", "timm", "safetensors")
     return {name: version(name) for name in packages if importlib.util.find_spec(name)}
 
 

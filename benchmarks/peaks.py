@@ -1,27 +1,29 @@
 """`python -m benchmarks.peaks`: the most memory of its own that a rank has while a model of 334 million weights is trained.
 
-Under FSDP2 and ZeRO-3, on 2 and 4 processes: while the model is built and prepared, trained, saved, the result written, the run
-taken up again, then in `samerun export` and `app.evaluate`. Each figure is anonymous memory (RssAnon of proc(5)) less what the
-process had before, its libraries, of the rank with most. Beside it stands its share: the tensors that it has to keep then.
+Under presets that shard, on 2 and 4 processes: while the model is built and prepared, trained, saved, the result written, the
+run taken up again, then in `samerun export` and `app.evaluate`. Each figure is anonymous memory (RssAnon of proc(5)) less what
+the process had before, its libraries, of the rank with most. Beside it stands its share: the tensors that it has to keep then.
+`hsdp` has two copies of the model, as on two nodes, and needs 4 processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from app import export
 from app.options.values import names, numbers
+from app.place.cores import machine
+from app.place.topology import Topology
+from benchmarks.figures import versions
 from benchmarks.memory import peak_anonymous_bytes
+from launch import preset
+from launch.node_command import accelerate_argv
 
 _HIDDEN, _LAYERS, _INNER, _VOCABULARY, _LENGTH = 1024, 16, 4096, 32000, 16
 _WEIGHTS = 2 * _VOCABULARY * _HIDDEN + _LAYERS * (4 * _HIDDEN**2 + 3 * _HIDDEN * _INNER + 2 * _HIDDEN) + _HIDDEN
@@ -29,6 +31,7 @@ _MIB = 4 * _WEIGHTS / 2**20
 """Of the weights in float32."""
 _LARGEST_MIB = 4 * _VOCABULARY * _HIDDEN / 2**20
 """Of the largest unit, an embedding."""
+_PRESETS = ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")
 _PARTS = {
     "building": 1,
     "preparing": 1,
@@ -43,32 +46,37 @@ weights and the moments to memory that it keeps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print the table as Markdown. Raises RuntimeError, with its last words, if a run fails."""
+    """Measure, and print a table for each number of ranks. Raises RuntimeError, with its last words, if a run fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peaks", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--presets", type=names, default=["fsdp2", "deepspeed_zero3"], help="comma-separated")
+    parser.add_argument("--presets", type=names, default=[*_PRESETS], help="comma-separated names or files")
     parser.add_argument("--ranks", type=numbers, default=[2, 4], help="comma-separated (default: 2,4)")
     options = parser.parse_args(argv)
-    columns = {}
-    for preset in options.presets:
-        for ranks in options.ranks:
-            with tempfile.TemporaryDirectory() as folder:
-                columns[preset, ranks] = _measured(preset, ranks, Path(folder))
-    Console(width=120).print(_table(columns), markup=False)
+    sys.stdout.write(f"{_title()}\n")
+    for ranks in options.ranks:
+        presets = [name for name in options.presets if ranks > _copies(name)]
+        sys.stdout.write("\n".join(_table(presets, ranks)) + "\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"\n{machine()}; {', '.join(f'{name} {number}' for name, number in versions().items())}.\n")
     return 0
 
 
-def _measured(preset: str, ranks: int, folder: Path) -> dict[str, float]:
+def _copies(name: str) -> int:
+    """How many copies of the model the ranks hold together."""
+    return 2 if name == "hsdp" else 1
+
+
+def _measured(name: str, ranks: int, folder: Path) -> dict[str, float]:
     """Return MiB by part, of the rank with most."""
     run_dir = folder / "run"
     tokens = folder / "tokens"
     tokens.mkdir()
-    for name in ("train.bin", "val.bin"):  # as nanoGPT has them, 16 bits a token
-        (tokens / name).write_bytes(bytes(range(125)) * 2 * (_LENGTH + 1))
+    for file in ("train.bin", "val.bin"):  # as nanoGPT has them, 16 bits a token
+        (tokens / file).write_bytes(bytes(range(125)) * 2 * (_LENGTH + 1))
     words = ["--trackers", "none", "--run-dir", str(run_dir), "--recipe", "lm_tiny", f"data.path={tokens}", *_recipe()]
-    found = _peaks(preset, ranks, folder, "train", words)
-    again = _peaks(preset, ranks, folder, "train", [*words, "--resume", "auto"])
+    found = _peaks(name, ranks, folder, "train", words)
+    again = _peaks(name, ranks, folder, "train", [*words, "--resume", "auto"])
     found |= {"resuming": again["resuming"], "ending without a checkpoint": again["ending"]}
-    found |= _peaks(preset, ranks, folder, "evaluate", [str(run_dir), "--json"])
+    found |= _peaks(name, ranks, folder, "evaluate", [str(run_dir), "--json"])
     exported = peak_anonymous_bytes(lambda: _exported(run_dir))
     return found | {"exporting": exported / 2**20}
 
@@ -82,17 +90,16 @@ def _recipe() -> list[str]:
     ]  # fmt: skip
 
 
-def _peaks(preset: str, ranks: int, folder: Path, what: str, words: Sequence[str]) -> dict[str, float]:
+def _peaks(name: str, ranks: int, folder: Path, what: str, words: Sequence[str]) -> dict[str, float]:
     out = Path(tempfile.mkdtemp(dir=folder))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{preset}.yaml")
-    group = ("--num_processes", str(ranks), "--main_process_port", str(port))
-    target = ("-m", "benchmarks.peaks_case", str(out), what)
-    done = subprocess.run([*start, *group, *target, *words], capture_output=True, text=True, check=False)
+    topology = Topology(processes_per_node=ranks, origins={"processes_per_node": "--ranks"})
+    copies = {"dp_replicate_size": _copies(name)} if _copies(name) > 1 else {}
+    command = accelerate_argv(
+        topology, preset.load(name), [str(out), what, *words], module="benchmarks.peaks_case", sizes=copies
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{what} under {preset} on {ranks} processes failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{what} under {name} on {ranks} processes failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     of_ranks = [json.loads(file.read_text()) for file in out.glob("*.json")]
     return {part: max(of_rank[part] for of_rank in of_ranks) for part in of_ranks[0]}
 
@@ -102,14 +109,20 @@ def _exported(run_dir: Path) -> None:
         raise RuntimeError(f"samerun export of {run_dir} failed")
 
 
-def _table(columns: dict[tuple[str, int], dict[str, float]]) -> Table:
-    table = Table("MiB", *(f"{preset} x{ranks}" for preset, ranks in columns), title=_title())
+def _table(presets: Sequence[str], ranks: int) -> Iterator[str]:
+    """Measure presets on so many ranks; yield the lines of a table."""
+    columns = {}
+    for name in presets:
+        with tempfile.TemporaryDirectory() as folder:
+            columns[name] = _measured(name, ranks, Path(folder))
+    yield f"\n| {ranks} ranks | {' | '.join(Path(name).stem for name in presets)} |"
+    yield "|---" * (len(presets) + 1) + "|"
     for part in (*_PARTS, "ending without a checkpoint", "exporting"):
-        if all(part in found for found in columns.values()):
-            shares = [f" of {_PARTS[part] * _MIB / ranks:.0f}" if part in _PARTS else "" for _, ranks in columns]
-            peaks = [f"{found[part]:.0f}" for found in columns.values()]
-            table.add_row(part, *(peak + share for peak, share in zip(peaks, shares, strict=True)))
-    return table
+        cells = []
+        for name, found in columns.items():
+            share = _PARTS.get(part, 0) * _MIB * _copies(name) / ranks
+            cells.append(f"{found[part]:,.0f}" + (f" of {share:,.0f}" if share else ""))
+        yield f"| {part} | {' | '.join(cells)} |"
 
 
 def _title() -> str:
