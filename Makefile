@@ -81,6 +81,7 @@ $(RUN)/python:
 
 # torch comes from the registry with its GPU libraries, several GB; they run on CPU as well.
 $(VENV)/.installed: pyproject.toml | $(RUN)/python
+	@echo "installing: torch with its GPU libraries is several GB, which takes some minutes"
 	$(RUN)/python -m pip install --quiet --editable .
 	@touch $@
 

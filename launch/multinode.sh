@@ -1,5 +1,5 @@
 #!/bin/sh
-# Train on several machines with Slurm:
+# Train on several machines with Slurm.
 #     sbatch --account=A --partition=P [--nodes=N] launch/multinode.sh --preset multi_node --recipe digits [key=value ...]
 # When its time is over, the run saves and the job is run again, until it is finished (samerun launch --max-requeues).
 # Whole nodes with all they have. Any line is replaced by the same option before the script's name; to share nodes:

@@ -40,10 +40,12 @@ def main(argv: list[str]) -> int:
 def rows_of(runs: Sequence[PastRun], *, now: float) -> list[Row]:
     """Return for each run its folder, state, steps done and wanted, what of its recipe others have otherwise, and its scores.
 
+    A key that only runs of one task have is compared among these.
+
     `now` is in Unix seconds. Every row has every column; None: the run has none.
     """
     recipes = [_flat(run.recipe) for run in runs]
-    differ = [key for key in _keys(recipes) if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes)]
+    differ = [key for key in _keys(recipes) if len({str(recipe[key]) for recipe in recipes if key in recipe}) > 1]
     scores = [_main_scores(run) for run in runs]
     rows = []
     for run, recipe, own in zip(runs, recipes, scores, strict=True):
@@ -102,14 +104,29 @@ def write(rows: Sequence[Row], form: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table()
-    for head, key in zip(heads, rows[0], strict=True):
+    console, table = Console() if sys.stdout.isatty() else Console(width=160), Table()
+    gone = _too_wide([*map(list, zip(heads, *cells, strict=True))], list(rows[0]), console.width)
+    heads, *cells = [[cell for at, cell in enumerate(line) if at not in gone] for line in (heads, *cells)]
+    for head, key in zip(heads, (key for at, key in enumerate(rows[0]) if at not in gone), strict=True):
         table.add_column(
             escape(head), justify="right" if _is_score(key, rows) or key in ("step", "of") else "left", overflow="fold"
         )
     for line in cells:
         table.add_row(*map(escape, line))
-    (Console() if sys.stdout.isatty() else Console(width=160)).print(table)
+    console.print(table)
+    if gone:
+        hidden = ", ".join(key for at, key in enumerate(rows[0]) if at in gone)
+        console.print(f"too wide to show, and also different: {hidden} (--format csv has all)", markup=False, highlight=False)
+
+
+def _too_wide(columns: list[list[str]], keys: list[str], width: int) -> set[int]:
+    """Return which columns of recipe keys to leave out, from the last, so that each of the others has a line for itself."""
+    widths = [3 + max(map(len, column)) for column in columns]
+    gone = set[int]()
+    for at in reversed([at for at, key in enumerate(keys) if "." in key]):
+        if 1 + sum(each for other, each in enumerate(widths) if other not in gone) > width:
+            gone.add(at)
+    return gone
 
 
 def _is_score(key: str, rows: Sequence[Row]) -> bool:
