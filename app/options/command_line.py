@@ -8,10 +8,8 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from app import tasks
 from app.errors import UsageError
 from app.options.values import positive
-from app.recipe import recipe_keys
 
 # What other programs call it: the first that the command has is named. `key=` is of the recipe.
 _MEANT: dict[str, tuple[str, ...]] = {
@@ -101,6 +99,9 @@ class Parser(argparse.ArgumentParser):
         return [option for option in self._option_string_actions if option.startswith("--") and option[2:] not in hidden]
 
     def _meant(self, word: str, words: Sequence[str], also: Collection[str]) -> str:
+        from app import tasks
+        from app.recipe import recipe_keys  # here: the help need not wait for it
+
         option, equals, value = word.partition("=")
         name = option.lstrip("-").replace("-", "_")
         after = words[words.index(word) + 1 :][:1]
