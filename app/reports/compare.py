@@ -23,6 +23,7 @@ from app.options.values import tolerance
 from app.reports import past_run
 from app.reports import runs as runs_table
 from app.reports.comparison import DECIDING_STEPS, TOLERANCE, Comparison, compare
+from app.reports.curves import say
 from app.reports.past_run import PastRun
 
 _SAME = "same run as the first"
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     runs = [past_run.read(folder) for folder in options.runs]
     for run in runs:
         for complaint in run.complaints:
-            _say(complaint)
+            say(complaint)
     found = [compare(runs[0], other, tolerance=options.tolerance) for other in runs[1:]]
     if len(found) > 1 or options.format in ("csv", "markdown"):
         same = ["", *({True: "yes", False: "no", None: "not known"}[it.is_same] for it in found)]
@@ -96,10 +97,6 @@ def _difference(one: Any, other: Any) -> str:
     if not all(isinstance(value, (int, float)) for value in (one, other)):
         return ""
     return f"{other - one:+,.6g}" + (f" ({other / one - 1:+.2%})" if one else "")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"samerun: {text}\n")
 
 
 def _parser() -> Parser:

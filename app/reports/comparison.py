@@ -19,7 +19,7 @@ from app.record import ledger, run_folder
 from app.record.goodput import account
 from app.record.loss_curves import relative_differences
 from app.reports.named_scores import quantities, scores
-from app.reports.past_run import PastRun
+from app.reports.past_run import PastRun, flat
 
 Pair = tuple[Any, Any]
 _ABSENT = "absent"
@@ -157,7 +157,7 @@ class Comparison:
 
 def compare(one: PastRun, other: PastRun, *, tolerance: float) -> Comparison:
     """Compare two runs. `tolerance` is the largest relative difference of losses that are still the same."""
-    presets = [_flat(run.preset) for run in (one, other)]
+    presets = [flat(run.preset) for run in (one, other)]
     return Comparison(
         recipe=_different(_learnt(one), _learnt(other)) if one.recipe and other.recipe else None,
         not_learnt=tuple(key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str)),
@@ -174,7 +174,7 @@ def _learnt(run: PastRun) -> dict[str, Any]:
     """The recipe by key. Of a task's file it tells the name and what stands in it, not where it lies."""
     digest = run.about.get("task_digest", "none")
     own = {"task": task_file.name_of(str(run.recipe["task"]))} if "task" in run.recipe else {}
-    return {**_flat(run.recipe), **own, **({} if digest == "none" else {"the task's files": digest})}
+    return {**flat(run.recipe), **own, **({} if digest == "none" else {"the task's files": digest})}
 
 
 def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float) -> LossDifferences:
@@ -242,7 +242,7 @@ def _machines(run: PastRun) -> dict[str, Any]:
     starts = [event for event in run.events if isinstance(event, ledger.Start)]
     if starts:
         told |= {"starts": len(starts), "training_samples": starts[-1].training_samples, "total_steps": starts[-1].total_steps}
-    return told | _flat({"versions": run.about.get("versions", {})})
+    return told | flat({"versions": run.about.get("versions", {})})
 
 
 def _results(run: PastRun) -> dict[str, Any]:
@@ -259,14 +259,6 @@ def _results(run: PastRun) -> dict[str, Any]:
         "compute_s": spent.compute_s if spent else None,
         "wall_s": spent.wall_s if spent else None,
     }
-
-
-def _flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Nested values by `section.key`."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{section}{key}.") if isinstance(value, Mapping) else {f"{section}{key}": value}
-    return found
 
 
 def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:

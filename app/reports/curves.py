@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     runs = find(options.runs)
     for run in runs:
         for complaint in run.complaints:
-            _say(complaint)
+            say(complaint)
     drawn = [run for run in runs if run.metrics or run.evaluations]
     if not drawn:
         folders = ", ".join(map(str, options.runs))
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"argument --x: {','.join(unknown)!r}: expected some of {','.join(known)}, with commas between them")
     page, notes = plots.page(drawn, xs=xs)
     for note in notes:
-        _say(note)
+        say(note)
     files = _write(page, options.out / "curves", "pdf", "png")
     if options.each:
         for run, name in zip(drawn, plots.labels(drawn), strict=True):
@@ -66,7 +66,7 @@ def find(places: Iterable[Path]) -> list[PastRun]:
             try:
                 runs.setdefault(folder.resolve(), past_run.read(folder))
             except RunFolderError as error:
-                _say(str(error))
+                say(str(error))
     return list(runs.values())
 
 
@@ -90,7 +90,8 @@ def _write(figure: Figure, stem: Path, *endings: str) -> list[Path]:
     return files
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Say it to who types the command."""
     sys.stderr.write(f"samerun: {text}\n")
 
 

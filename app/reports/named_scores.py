@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from app.files.lines import is_finite
 from app.reports.past_run import PastRun
-from app.reports.state import is_number
 
 LOSS = "loss"
 SPLITS = ("validation", "test")
@@ -38,7 +38,7 @@ def scores(run: PastRun, line: Mapping[str, Any]) -> dict[str, float]:
     """Return the scores in a line of evaluations or a result, those of a split first by which the run is judged."""
     first = [key_of(split, run.monitor[0]) for split in SPLITS] if run.monitor else []
     keys = [key for key in dict.fromkeys([*first, *line]) if split_of(key) and key not in _SAMPLES]
-    return {key: line[key] for key in keys if is_number(line.get(key))}
+    return {key: line[key] for key in keys if is_finite(line.get(key))}
 
 
 def split_of(key: str) -> str | None:

@@ -79,6 +79,14 @@ class PastRun:
         return size // batch * batch if size and isinstance(batch, int) and batch > 0 else None
 
 
+def flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return nested values by `section.key`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{section}{key}.") if isinstance(value, Mapping) else {f"{section}{key}": value}
+    return found
+
+
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds something that a run writes at its start."""
     names = (run_folder.RUN, run_folder.METRICS, run_folder.RECIPE, run_folder.LEDGER)

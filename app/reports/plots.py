@@ -23,6 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from app.files.lines import is_finite
 from app.record import ledger, run_folder
 from app.reports.named_scores import FOLLOWED, LOSS, is_share, key_of, quantities, words
 from app.reports.past_run import Line, PastRun
@@ -61,7 +62,7 @@ def curve(run: PastRun, part: Part, quantity: str, *, x: X = "epoch") -> Curve:
     """Return one curve of a run, without the points that have no value or no place."""
     lines: Sequence[Line] = run.metrics if part == "training" else run.evaluations
     key = quantity if part == "training" else key_of(part, quantity)
-    lines = [line for line in lines if _is_number(line.get(key))]
+    lines = [line for line in lines if is_finite(line.get(key))]
     if not lines:
         return Curve(x=[], y=[], notes=[f"{run.name}: no {part} {words(quantity)} is recorded."])
     places, note = {"epoch": _epochs, "time": _seconds}[x](run, lines) if x in ("epoch", "time") else _seen(run, lines, x)
@@ -105,7 +106,7 @@ def course_of(run: PastRun) -> X:
 
 def _epochs(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
     size = run.samples_per_epoch
-    if size and all(_is_number(line.get("samples_seen")) for line in lines):
+    if size and all(is_finite(line.get("samples_seen")) for line in lines):
         return [line["samples_seen"] / size for line in lines], ""
     note = f"{run.name}: how many samples an epoch has is not recorded; lines stand where their epoch begins."
     return [_number(line, "epoch") for line in lines], note
@@ -118,32 +119,17 @@ def _seen(run: PastRun, lines: Sequence[Line], what: str) -> tuple[list[float | 
 
 def _seconds(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
     times = [_number(line, "time") for line in lines]
-    if all(time is None for time in times):
-        return _training_seconds(run, lines)
     begin_s = next((event.launched for event in run.events if isinstance(event, ledger.Start)), None)
     note = f"{run.name}: lines without a time are left out." if None in times else ""
     if begin_s is None:
-        begin_s = min(time for line in (*run.metrics, *run.evaluations) if (time := _number(line, "time")) is not None)
+        every = [_number(line, "time") for line in (*run.metrics, *run.evaluations)]
+        begin_s = min((time for time in every if time is not None), default=0.0)
         note = f"{run.name}: when it was started is not recorded; its time begins with its first line."
     return [None if time is None else time - begin_s for time in times], note
 
 
-def _training_seconds(run: PastRun, lines: Sequence[Line]) -> tuple[list[float | None], str]:
-    """The seconds spent training, for lines that have no time: those of older versions."""
-    known = {line["step"]: line["training_s"] for line in run.metrics if _is_number(line.get("training_s"))}
-    spent_s = list(known.values())
-    if spent_s != sorted(spent_s):  # it begins anew with every start
-        return [None] * len(lines), f"{run.name}: its lines have no time, and it was started several times: not drawn."
-    note = f"{run.name}: its lines have no time; drawn by the time spent training, without start, evaluations and saves."
-    return [known.get(line["step"]) for line in lines], note
-
-
 def _number(line: Line, key: str) -> float | None:
-    return float(line[key]) if _is_number(line.get(key)) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(line[key]) if is_finite(line.get(key)) else None
 
 
 def labels(runs: Sequence[PastRun]) -> list[str]:

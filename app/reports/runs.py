@@ -14,7 +14,7 @@ from app.errors import RunFolderError
 from app.options.command_line import Parser
 from app.reports.curves import find
 from app.reports.named_scores import last_scores, words
-from app.reports.past_run import PastRun
+from app.reports.past_run import PastRun, flat
 from app.reports.state import state_of
 
 Row = dict[str, Any]
@@ -44,7 +44,7 @@ def rows_of(runs: Sequence[PastRun], *, now: float) -> list[Row]:
 
     `now` is in Unix seconds. Every row has every column; None: the run has none.
     """
-    recipes = [_flat(run.recipe) for run in runs]
+    recipes = [flat(run.recipe) for run in runs]
     differ = [key for key in _keys(recipes) if len({str(recipe[key]) for recipe in recipes if key in recipe}) > 1]
     scores = [_main_scores(run) for run in runs]
     rows = []
@@ -64,14 +64,6 @@ def _main_scores(run: PastRun) -> dict[str, float]:
 
 def _keys(values: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for one in values for key in one))
-
-
-def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe by their names on a command line."""
-    found: dict[str, Any] = {}
-    for section, value in recipe.items():
-        found |= {f"{section}.{key}": it for key, it in value.items()} if isinstance(value, Mapping) else {section: value}
-    return found
 
 
 def _in_order(rows: list[Row], key: str, *, reverse: bool) -> list[Row]:

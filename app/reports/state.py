@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
+from app.files.lines import is_finite
 from app.record import ledger
 from app.reports.past_run import PastRun
 
@@ -87,13 +87,8 @@ def patience_s(metrics: Sequence[Any]) -> float:
     return max(PATIENCE_S, 10 * statistics.median(gaps)) if gaps else PATIENCE_S
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value of a line is a finite number."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def _times(lines: Sequence[Any]) -> list[float]:
-    return [line["time"] for line in lines if is_number(line.get("time"))]
+    return [line["time"] for line in lines if is_finite(line.get("time"))]
 
 
 def duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from app.errors import RunFolderError
+from app.files.lines import is_finite
 from app.record import goodput as accounting
 from app.record import ledger, run_folder
 from app.reports.named_scores import (
@@ -28,8 +29,8 @@ from app.reports.named_scores import (
     value_text,
     words,
 )
-from app.reports.past_run import PastRun
-from app.reports.state import State, duration, is_number, moment
+from app.reports.past_run import PastRun, flat
+from app.reports.state import State, duration, moment
 
 Row = tuple[str, str]
 
@@ -241,7 +242,7 @@ def named(run: PastRun) -> list[Named]:
     tables = []
     for key, values in run.result.items():
         below = values.items() if isinstance(values, dict) else ()
-        known = {str(name): float(value) for name, value in below if is_number(value)}
+        known = {str(name): float(value) for name, value in below if is_finite(value)}
         if known:
             tables.append(_named(key, known))
     return tables
@@ -261,13 +262,7 @@ def _named(key: str, known: Mapping[str, float]) -> Named:
 
 def recipe(run: PastRun) -> list[Row]:
     """Return every key of the resolved recipe with its value."""
-    rows: list[Row] = []
-    for section, values in run.recipe.items():
-        if isinstance(values, dict):
-            rows += [(f"{section}.{key}", _plain(value)) for key, value in values.items()]
-        else:
-            rows.append((str(section), _plain(values)))
-    return rows
+    return [(key, _plain(value)) for key, value in flat(run.recipe).items()]
 
 
 def _plain(value: Any) -> str:

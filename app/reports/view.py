@@ -11,10 +11,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from app.files.lines import is_finite
 from app.record import ledger, run_folder
 from app.reports.named_scores import scores, value_text, words
 from app.reports.past_run import Line, PastRun
-from app.reports.state import State, duration, is_number, moment
+from app.reports.state import State, duration, moment
 
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _SPARKS = 32
@@ -45,7 +46,7 @@ def view(run: PastRun, state: State, now: float) -> RenderableType:
 def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableType]]:
     last = run.metrics[-1] if run.metrics else {}
     rows: list[tuple[str, RenderableType]] = [("steps", _progress(run, state))]
-    if run.unit != run_folder.UNIT and is_number(last.get(f"{run.unit}_seen")):
+    if run.unit != run_folder.UNIT and is_finite(last.get(f"{run.unit}_seen")):
         rows.append((run.unit, f"{last[f'{run.unit}_seen']:,} seen"))
     remaining_s = None if state.word != "running" else remaining(run, state)
     if remaining_s is not None:
@@ -57,7 +58,7 @@ def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableT
     rows += _told(run.metrics, "learning_rate", "learning rate", "{:.3g}".format)
     for key in scores(run, run.evaluations[-1]) if run.evaluations else ():
         rows += _told(run.evaluations, key, words(key), partial(value_text, key))
-    shares = [f"{name} {percent(last[key])}" for key, name in _SHARES.items() if is_number(last.get(key))]
+    shares = [f"{name} {percent(last[key])}" for key, name in _SHARES.items() if is_finite(last.get(key))]
     if shares:
         rows.append(("time", ", ".join(shares)))
     saved = [event for event in run.events if isinstance(event, ledger.Saved)]
@@ -72,7 +73,7 @@ def _rows(run: PastRun, state: State, now: float) -> list[tuple[str, RenderableT
 
 def _progress(run: PastRun, state: State) -> RenderableType:
     line = run.metrics[-1] if run.metrics else {}
-    epoch = f", epoch {line['epoch'] + 1}" if is_number(line.get("epoch")) else ""
+    epoch = f", epoch {line['epoch'] + 1}" if is_finite(line.get("epoch")) else ""
     if not state.total_steps:
         return f"{state.step:,}{epoch}"
     told = f"{state.step:,} of {state.total_steps:,} ({percent(state.step / state.total_steps)}){epoch}"
@@ -83,7 +84,7 @@ def _progress(run: PastRun, state: State) -> RenderableType:
 
 def _told(lines: Sequence[Line], key: str, name: str, text: Callable[[float], str]) -> list[tuple[str, RenderableType]]:
     """A row with the last value of a column and its course, if it has any values."""
-    values = [float(line[key]) for line in lines if is_number(line.get(key))]
+    values = [float(line[key]) for line in lines if is_finite(line.get(key))]
     if not values:
         return []
     both = Table.grid(padding=(0, 2))
@@ -104,7 +105,7 @@ def sparkline(values: Sequence[float], width: int = _SPARKS) -> str:
 def remaining(run: PastRun, state: State) -> float | None:
     """Return the seconds until the last step, at the pace of the last lines of this start; None where that is not known."""
     start_s = max((event.time for event in run.events if isinstance(event, ledger.Start)), default=0.0)
-    recent = [line for line in run.metrics[-_RECENT_LINES:] if is_number(line.get("time")) and line["time"] >= start_s]
+    recent = [line for line in run.metrics[-_RECENT_LINES:] if is_finite(line.get("time")) and line["time"] >= start_s]
     if len(recent) < 2 or not state.total_steps:
         return None
     seconds, steps = recent[-1]["time"] - recent[0]["time"], recent[-1]["step"] - recent[0]["step"]

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.live import Live
 
 from app.errors import RunFolderError
+from app.files.lines import is_finite
 from app.options.command_line import Parser
 from app.record import ledger
 from app.reports import past_run
 from app.reports.named_scores import scores, value_text, words
 from app.reports.past_run import Line, PastRun
-from app.reports.state import State, is_number, state_of
+from app.reports.state import State, state_of
 from app.reports.view import percent, view
 
 _EVERY_S = 2.0
@@ -118,7 +119,7 @@ class Lines:
     def _new(self, name: str, lines: Sequence[Line], told: Callable[[Line], str]) -> list[tuple[float, str]]:
         new = [line for line in lines if line["step"] > self._steps[name]]
         self._steps[name] = max([self._steps[name], *(line["step"] for line in new)])
-        return [(line["time"] if is_number(line.get("time")) else time.time(), told(line)) for line in new]
+        return [(line["time"] if is_finite(line.get("time")) else time.time(), told(line)) for line in new]
 
 
 def _start(event: ledger.Start) -> str:
@@ -133,7 +134,7 @@ def metrics_line(line: Line, total_steps: int | None, unit: str) -> str:
     parts = [f"step {line['step']}{of}"]
     speed = {f"{unit}_per_s": lambda value: f"{value:,.0f} {unit}/s"}
     for key, told in {**_METRICS, **speed, **_WAITING}.items():
-        if is_number(line.get(key)):
+        if is_finite(line.get(key)):
             parts.append(told(line[key]))
     if line.get("skipped_steps"):
         parts.append(f"skipped steps: {', '.join(map(str, line['skipped_steps']))}")

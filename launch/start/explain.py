@@ -65,12 +65,8 @@ def _rows_of_degrees(resolved: Resolved) -> Iterator[tuple[str, object, str]]:
     degrees, world_size = resolved.degrees, resolved.topology.world_size
     if degrees.tensor_parallel > 1:
         yield "tensor_parallel", degrees.tensor_parallel, _origin_of_size(resolved, "tp_size")
-        yield "data_ranks", resolved.plan.data_ranks, "world_size / tensor_parallel"
-    yield (
-        "data_ranks",
-        resolved.plan.data_ranks,
-        "world_size / tensor_parallel" if degrees.tensor_parallel > 1 else "world_size",
-    )
+    divided = " / tensor_parallel" if degrees.tensor_parallel > 1 else ""
+    yield "data_ranks", resolved.plan.data_ranks, f"world_size{divided}"
     if degrees.replicas > 1:
         origin = _origin_of_size(resolved, "dp_replicate_size")
         yield "replicas", degrees.replicas, f"{origin}; each is sharded over {world_size // degrees.replicas} processes"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from app.reports.past_run import PastRun
 @pytest.fixture
 def copied(digits_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(digits_run, tmp_path / "copied"))
-
-
-def rewritten(path: Path, *without: str) -> None:
-    """Take keys out of every line, as an older version did not write them."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({key: line[key] for key in line.keys() - {*without}}) + "\n" for line in lines))
 
 
 def test_points_stand_where_they_belong(digits_run: Path) -> None:
@@ -50,16 +43,6 @@ def test_test_scores_stand_where_there_are_none_of_validation(digits_run: Path) 
 
     assert parts(set()) == parts({"test_loss"}) == parts({"validation_loss", "test_loss"}) == ["training", "validation"]
     assert parts({"validation_loss"}) == ["training", "test"]
-
-
-def test_older_lines_are_drawn_by_the_time_spent_training(copied: Path) -> None:
-    rewritten(copied / "metrics.jsonl", "time")
-    run = past_run.read(copied)
-    found = plots.curve(run, "training", "loss", x="time")
-    assert list(found.x) == [line["training_s"] for line in run.metrics]
-    assert "no time" in found.notes[0]
-    rewritten(copied / "metrics.jsonl", "training_s")
-    assert plots.curve(past_run.read(copied), "training", "loss", x="time").y == []
 
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "ledger.jsonl", "evaluations.jsonl"])

@@ -22,12 +22,7 @@ _WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is d
 
 def main(argv: Sequence[str]) -> int:
     """Run `samerun data` with these arguments and return its exit code. Raises SamerunError."""
-    commands = {"inspect": _inspect, "pack": _pack, "bench": _bench}
-    if not argv or argv[0] not in commands:
-        parser = Parser(prog="samerun data", description=__doc__)
-        parser.add_argument("command", choices=commands, help="`samerun data COMMAND --help` tells more")
-        parser.parse_all(argv or ["--help"])  # ends the program
-    return commands[argv[0]](argv[1:])
+    return {"inspect": _inspect, "pack": _pack, "bench": _bench}[argv[0]](argv[1:])
 
 
 def recipe_of(what: str, overrides: Sequence[str]) -> Recipe:
