@@ -5,15 +5,13 @@ Nothing passes through memory in larger chunks than CHUNK_BYTES. Standard librar
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.data.whole import Hashed, sha256_of
 from app.errors import CheckpointError
-from app.files import regular
 from app.record.run_folder import refusal
 
 CHUNK_BYTES = 16 * 2**20
@@ -25,7 +23,7 @@ class Stamp:
 
     size_bytes: int
     sha256: str
-    """Hexadecimal, as `sha256sum` prints it. On processors with instructions for it SHA-256 is the fastest of hashlib's."""
+    """On processors with instructions for it the fastest hash of hashlib's."""
 
 
 @contextmanager
@@ -44,25 +42,19 @@ def write_bytes(path: Path, content: bytes) -> Stamp:
 
 def write_chunks(path: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> Stamp:
     """Write a file of these parts, taken one by one, and wait until the disk has it. Raises CheckpointError."""
-    size_bytes, digest = 0, hashlib.sha256()
-    with telling(path, "written"), path.open("wb") as file:
+    with telling(path, "written"), path.open("wb") as opened:
+        file = Hashed(opened)
         for chunk in chunks:
             file.write(chunk)
-            digest.update(chunk)
-            size_bytes += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return Stamp(size_bytes, digest.hexdigest())
+        return Stamp(sha256=file.finish(), size_bytes=file.size_bytes)
 
 
 def check(path: Path, stamp: Stamp) -> None:
     """Raise CheckpointError, naming the file, if it is missing, of another size or of other content than it was written."""
     check_size(path, stamp)
-    digest = hashlib.sha256()
-    with telling(path, "read"), regular.opened(path) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    if digest.hexdigest() != stamp.sha256:
+    with telling(path, "read"):
+        found = sha256_of(path)
+    if found != stamp.sha256:
         raise CheckpointError(f"{path} has changed since it was written (its SHA-256 differs): it cannot be used.")
 
 

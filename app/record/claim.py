@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from app.data.whole import sync
 from app.errors import RunFolderError
 from app.files import regular
 from app.files.lines import Lines, is_count, parsed
@@ -323,15 +324,3 @@ def _write_all(handle: int, content: bytes) -> None:
         with suppress(OSError):
             os.ftruncate(handle, size_bytes)
         raise
-
-
-def sync(path: Path) -> None:
-    """Wait until the disk has what is in a file, or the names in a folder. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # fsync(2): this file system has no fsync for folders
-            raise
-    finally:
-        os.close(handle)

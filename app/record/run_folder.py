@@ -33,10 +33,10 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from app.data.whole import file_made_whole
 from app.errors import RunFolderError
 from app.files import regular
 from app.files.lines import Lines, is_count, parsed
@@ -170,13 +170,10 @@ def last_steps(path: Path) -> dict[str, int]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is never seen half-written, as tools do beside a run. Raises RunFolderError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
+        with file_made_whole(path) as temporary:
+            temporary.write_text(text)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise RunFolderError(refusal(path, "written", error)) from error
 
 

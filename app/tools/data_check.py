@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from app import tasks
+from app.data.whole import file_made_whole
 from app.errors import DataError, RecipeError
 from app.options.command_line import Parser
 from app.options.values import positive
@@ -91,10 +92,9 @@ def _write(path: Path, recipe: Recipe, found: Mapping[str, str]) -> int:
     from app.tasks.image_classification.data import left_out
 
     before = [(name, "") for name in sorted(left_out.names_in(recipe.sections.data))]
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(left_out.as_text([*before, *found.items()]), encoding="utf-8", errors="surrogateescape")
-        temporary.replace(path)
+        with file_made_whole(path) as temporary:
+            temporary.write_text(left_out.as_text([*before, *found.items()]), encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise DataError(f"--write {path} cannot be written ({error.strerror}): name another file") from error
     return len(before) + len(found)

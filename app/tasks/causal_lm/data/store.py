@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from app.data.whole import sha256_of
 from app.errors import DataError
 from app.tasks.causal_lm.data.packing import Pieces
 
@@ -106,11 +107,7 @@ def check(folder: Path) -> None:
         files.update(entry["files"])
     for name, entry in files.items():
         _check_file(folder / name, entry)
-        digest = hashlib.sha256()
-        with (folder / name).open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-        if digest.hexdigest() != entry["sha256"]:
+        if sha256_of(folder / name) != entry["sha256"]:
             raise DataError(f"{folder / name} has changed since it was written (its SHA-256 differs); {_AGAIN}")
 
 

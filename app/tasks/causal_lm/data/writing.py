@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from app.data.whole import made_whole
+from app.data.whole import Hashed, made_whole
 from app.errors import DataError
 from app.tasks.causal_lm.data.packing import packed
 from app.tasks.causal_lm.data.store import ABOUT, FORMAT, TOKEN_BYTES, TOKENIZER, blocks_digest
@@ -113,7 +112,7 @@ class Writer:
             "sequence_length": self._sequence_length,
             "answers": self._answers,
             "splits": {name: split.finish(self._sequence_length, token_bytes) for name, split in sorted(self._splits.items())},
-            "files": {name: file.finish() for name, file in others.items()},
+            "files": {name: file.told() for name, file in others.items()},
         }
         self._small(ABOUT, (json.dumps(about, indent=1) + "\n").encode()).finish()
 
@@ -123,24 +122,14 @@ class Writer:
         return file
 
 
-class _File:
-    """A file that is hashed while it is written."""
-
+class _File(Hashed):
     def __init__(self, path: Path, opened: ExitStack) -> None:
-        self._path, self._file = path, opened.enter_context(path.open("wb"))
-        self._sha256, self._bytes = hashlib.sha256(), 0
+        self._path = path
+        super().__init__(opened.enter_context(path.open("wb")))
 
-    def write(self, content: bytes | memoryview) -> None:
-        self._file.write(content)
-        self._sha256.update(content)
-        self._bytes += memoryview(content).nbytes
-
-    def finish(self) -> dict[str, Any]:
-        """Wait until the disk has it; return what tells it from another."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest(), "blocks": blocks_digest(self._path)}
+    def told(self) -> dict[str, Any]:
+        """Finish it; return what tells it from another."""
+        return {"bytes": self.size_bytes, "sha256": self.finish(), "blocks": blocks_digest(self._path)}
 
 
 class _Split:
@@ -174,10 +163,10 @@ class _Split:
 
     def finish(self, sequence_length: int | None, token_bytes: np.ndarray | None) -> dict[str, Any]:
         """Write what needs all documents; return what tokens.json says of the split."""
-        files = {"bin": self._tokens.finish(), "documents": self._documents.finish()}
+        files = {"bin": self._tokens.told(), "documents": self._documents.told()}
         if self._counted is not None:
             self._counted.write(np.packbits(self._left, bitorder="little").tobytes())
-            files["counted"] = self._counted.finish()
+            files["counted"] = self._counted.told()
         entry: dict[str, Any] = {"tokens": self.tokens, "documents": self._number, "bytes": self._text_bytes}
         if token_bytes is not None:
             entry["token_bytes"] = self._sum(token_bytes)
@@ -203,7 +192,7 @@ class _Split:
         for ending, array in (("pieces", spans.astype("<i8")), ("rows", rows.astype("<i8")), ("counts", counts.astype("<i4"))):
             file = self._file(ending)
             file.write(array.tobytes())
-            files[ending] = file.finish()
+            files[ending] = file.told()
         return {"rows": len(rows) - 1, "pieces": len(spans)}
 
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from app.data.turns import NO_LOCKS
-from app.data.whole import made_whole
+from app.data.whole import Hashed, made_whole, sha256_of
 from app.errors import DataError
 
 _ABOUT = "about.json"
@@ -71,7 +70,7 @@ class Parts:
         """Give what a part is written with; it is there when the block is done. Raises OSError."""
         with made_whole(self.folder / key) as temporary, ExitStack() as opened:
             names = ("tokens", "documents", *(["counted"] if answers else []))
-            writer = PartWriter({name: _Hashed(temporary / name, opened) for name in names}, dtype)
+            writer = PartWriter({name: Hashed(opened.enter_context((temporary / name).open("wb"))) for name in names}, dtype)
             yield writer
             about = {"files": {name: file.finish() for name, file in writer.files.items()}, "left_out": writer.left_out}
             (temporary / _ABOUT).write_text(json.dumps(about))
@@ -83,7 +82,7 @@ class Parts:
             return False
         try:
             files = json.loads((folder / _ABOUT).read_text())["files"]
-            is_whole = all(_sha256(folder / name) == digest for name, digest in files.items())
+            is_whole = all(sha256_of(folder / name) == digest for name, digest in files.items())
         except (OSError, ValueError, KeyError, AttributeError):
             is_whole = False
         if not is_whole:
@@ -109,7 +108,7 @@ class Parts:
 class PartWriter:
     """Appends documents to a part."""
 
-    def __init__(self, files: Mapping[str, _Hashed], dtype: str) -> None:
+    def __init__(self, files: Mapping[str, Hashed], dtype: str) -> None:
         self.files, self._dtype = files, dtype
         self.left_out: dict[str, int] = {}
 
@@ -125,26 +124,3 @@ class PartWriter:
         self.files["documents"].write(np.array([[*map(len, documents)], text_bytes], "<u8").T.tobytes())
         if counted:
             self.files["counted"].write(np.concatenate(counted).tobytes())
-
-
-class _Hashed:
-    """A file that is hashed while it is written."""
-
-    def __init__(self, path: Path, opened: ExitStack) -> None:
-        self._file, self._sha256 = opened.enter_context(path.open("wb")), hashlib.sha256()
-
-    def write(self, content: bytes) -> None:
-        self._file.write(content)
-        self._sha256.update(content)
-
-    def finish(self) -> str:
-        self._file.close()
-        return self._sha256.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    digest: Any = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return str(digest.hexdigest())

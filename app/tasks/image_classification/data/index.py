@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ import numpy as np
 
 from app.data.progress import progress
 from app.data.turns import alone, cache_folder
+from app.data.whole import file_made_whole
 from app.errors import DataError
 
 _TOLD_EVERY = 256
@@ -107,15 +107,8 @@ def _table(files: Sequence[Path], read: Callable[[Path], Iterable[Row]]) -> np.n
 def _write(place: Path, name: str, table: np.ndarray) -> None:
     """Write the index under its name, whole, and remove those of the same files as they were before. Raises OSError."""
     before = list(place.glob(f"{name.rpartition('-')[0]}-*"))
-    temporary = place / f"{name}.{secrets.token_hex(4)}.tmp"
-    try:
-        with temporary.open("wb") as file:
-            np.save(file, table)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(place / name)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with file_made_whole(place / name) as temporary, temporary.open("wb") as file:
+        np.save(file, table)
     for old in before:
         with suppress(OSError):  # of another user, or gone
             old.unlink()

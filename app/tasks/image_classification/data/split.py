@@ -13,7 +13,6 @@ mapped: the system reads what is looked at, once for all processes, and takes th
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.data.whole import made_whole
+from app.data.whole import made_whole, sync
 from app.errors import DataError
 from app.tasks.image_classification.data.source import fingerprint
 
@@ -100,10 +99,9 @@ def write_split(folder: Path, split: Unstored) -> None:
             _write_npy(temporary / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
             written = Split(_mapped(temporary), np.load(temporary / LABELS, mmap_mode="r"), split.classes)
             about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
-            with (temporary / ABOUT).open("w") as file:
-                file.write(json.dumps(about, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            (temporary / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+            for file in (IMAGES, LABELS, ABOUT):
+                sync(temporary / file)
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
@@ -133,7 +131,7 @@ def _mapped(folder: Path) -> Images:
 
 
 def _write_npy(path: Path, kind: type[np.generic], shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
-    """Write an array that comes in pieces along its first dimension, and wait until the disk has it."""
+    """Write an array that comes in pieces along its first dimension."""
     rows = 0
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
@@ -143,6 +141,4 @@ def _write_npy(path: Path, kind: type[np.generic], shape: tuple[int, ...], chunk
             assert chunk.shape[1:] == shape[1:], (chunk.shape, shape)
             file.write(np.ascontiguousarray(chunk).data)
             rows += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
     assert rows == shape[0], (rows, shape)

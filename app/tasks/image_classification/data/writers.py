@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from app.data.extras import extra
+from app.data.whole import file_made_whole, sync
 from app.errors import DataError
 from app.tasks.image_classification.data import hdf5, lmdb_file, tar_shards, tfrecords
 from app.tasks.image_classification.data.source import first_line
@@ -182,25 +183,16 @@ def _placed(folder: Path, pattern: str) -> Iterator[Path]:
             place = Path(temporary)
             yield place
             for file in place.rglob("*"):
-                _sync(file)
+                sync(file)
             for file in sorted(place.iterdir(), reverse=True):
                 file.rename(folder / file.name)
-        _sync(folder)
+        sync(folder)
     except OSError as error:
         raise DataError(_unwritable(folder, error.strerror or str(error))) from error
 
 
 def _unwritable(folder: Path, why: str) -> str:
     return f"{folder} cannot be written ({why}); free space there, or write to another folder"
-
-
-def _sync(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -231,8 +223,6 @@ def _write_classes(folder: Path, classes: Sequence[str]) -> None:
     broken = [name for name in classes if "\n" in name or "\r" in name]
     if broken:
         raise DataError(f"the class {broken[0]!r} has a line break in its name, which {path.name} cannot store; rename it")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = "".join(f"{number}:{name}\n" for number, name in enumerate(classes))
-    temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
-    _sync(temporary)
-    temporary.rename(path)
+    with file_made_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
