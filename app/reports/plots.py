@@ -137,7 +137,8 @@ def labels(runs: Sequence[PastRun]) -> list[str]:
     paths = [run.folder.resolve().parts for run in runs]
     depths = range(1, 1 + max(map(len, paths)))
     depth = next((depth for depth in depths if len({path[-depth:] for path in paths}) == len(runs)), 1)
-    words = [re.split(r"([-_/])", "/".join(path[-depth:])) for path in paths]  # a word, what separates it, a word, ...
+    separator = r"([_/]|(?<!\de)-)"  # 1e-3 is one word
+    words = [re.split(separator, "/".join(path[-depth:])) for path in paths]  # a word, what separates it, a word, ...
     for shared, rest in ((slice(2), slice(2, None)), (slice(-2, None), slice(-2))):
         while len(runs) > 1 and all(len(own) > 1 for own in words) and len({tuple(own[shared]) for own in words}) == 1:
             words = [own[rest] for own in words]

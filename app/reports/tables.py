@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from app.errors import RunFolderError
 from app.files.lines import is_finite
+from app.recipe.batching import BatchPlan
 from app.record import goodput as accounting
 from app.record import ledger, run_folder
 from app.reports.named_scores import (
@@ -180,9 +181,14 @@ def topology(run: PastRun) -> list[Row]:
         ("strategy", str(about.get("strategy", "not known"))),
         ("mixed precision", str(about.get("mixed_precision", "not known"))),
     ]
-    batch = [about.get(name) for name in ("micro_batch", "accumulation", "world_size", "global_batch_size")]
-    if all(isinstance(value, int) for value in batch):
-        rows.append(("global batch", "{3} samples = micro-batch {0} x accumulation {1} x {2} processes".format(*batch)))
+    shares: list[Any] = [about.get(name) for name in ("micro_batch", "accumulation", "world_size", "global_batch_size")]
+    if all(isinstance(value, int) and value > 0 for value in shares):
+        micro, passes, world, size = shares
+        divided = max(1, size // (micro * passes))
+        plan = BatchPlan(
+            global_batch_size=size, data_ranks=divided, accumulation=passes, tensor_parallel=max(1, world // divided)
+        )
+        rows.append(("global batch", str(plan).partition("global batch ")[2]))
     for key, name in (("resumed_from", "went on from"), ("init_from", "began with the weights of")):
         if about.get(key):
             rows.append((name, str(about[key])))

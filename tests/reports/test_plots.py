@@ -170,6 +170,7 @@ def test_a_score_is_a_number_and_an_accuracy_a_share(key: str, value: float, exp
         (["r/digits-1x8-adamw", "r/digits-4x2-adamw"], ["1x8", "4x2"]),
         (["r/run", "r/run-2"], ["run", "run-2"]),
         (["one/digits", "two/digits"], ["one", "two"]),
+        (["r/lr=1e-3", "r/lr=3e-3"], ["lr=1e-3", "lr=3e-3"]),
         (["r/digits"], ["digits"]),
         (["r/same", "r/same"], ["same (1)", "same (2)"]),
     ],
