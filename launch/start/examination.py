@@ -22,6 +22,7 @@ from app.errors import TopologyError
 from app.options.command_line import Parser
 from app.options.values import above_zero
 from app.place.topology import Topology
+from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.run_module import program
 from launch.schedulers import detect, local
@@ -83,7 +84,9 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         arguments += ["--json"] if options.json else []
         chosen = default_preset(topology, environment)
         # Without names of hosts no line begins with one: labels would spoil tables and JSON.
-        command = accelerate_argv(replace(topology, hosts=()), chosen, arguments, module="app.doctor.doctor")
+        topology, module = replace(topology, hosts=()), "app.doctor.doctor"
+        alone = one_process.argv(topology, chosen, arguments, environment, module=module)
+        command = alone or accelerate_argv(topology, chosen, arguments, module=module)
         # What torchrun puts into TMPDIR it leaves there when it is ended, as for another node that failed.
         told = {**meeting_key.without(environment), "TMPDIR": folder}
         ended = supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code

@@ -214,6 +214,14 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.multiproc
+def test_one_process_is_examined_without_a_word_of_other_libraries(tmp_path):
+    process = started("--run-dir", str(tmp_path / "runs"))
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output + errors
+    assert [line for line in errors.splitlines() if not line.startswith("samerun doctor: ")] == []
+
+
+@pytest.mark.multiproc
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the environment of a process that it did not start")
 def test_a_rank_that_gets_a_tenth_of_the_time_is_named(tmp_path):
     process = started("--processes", "2", "--run-dir", str(tmp_path))
