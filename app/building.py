@@ -30,7 +30,7 @@ from app.task import Form, Task
 
 Shown = Callable[[], list[tuple[str, str]]]
 _MOST_SHOWN = 4
-"""Samples of which texts are shown: every evaluation waits for them."""
+"""Number of samples whose texts are shown; every evaluation waits for them."""
 
 
 def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tuple[Task, Splits]:
@@ -75,7 +75,7 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tup
     launched = runtime.launched
     if recipe.train.dtype == "float64" and launched.strategy == "deepspeed":
         raise PresetError(
-            "train.dtype is float64, and DeepSpeed keeps its weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
+            "train.dtype is float64, but DeepSpeed keeps weights in float32: use multi_gpu.yaml or fsdp2.yaml, or float32."
         )
     runtime.seed(recipe.seed)
     model, units = filling.made(task, facts, seed=recipe.seed)

@@ -82,7 +82,7 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
     monitored, unit = training.task.monitor[0], training.task.unit
     speed = result[f"{unit}_per_s"]
     words = "".join(f"{scores.in_words(monitored)} on {scores.samples:,} samples; " for scores in ended.scores.values())
-    return f"{words}{'no step was left to take' if speed is None else f'{speed:,.0f} {unit}/s'}\nrun folder {opened.claim.path}"
+    return f"{words}{'no steps were left' if speed is None else f'{speed:,.0f} {unit}/s'}\nrun folder {opened.claim.path}"
 
 
 def _named(evaluations: Iterable[Evaluation]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
     """Return the recipe that says which data: the run's own, or for a folder of transformers another without its network."""
     if is_ours:
         if arguments.recipe is not None:
-            raise UsageError(f"--recipe is for a folder of transformers: {arguments.run} has a recipe of its own")
+            raise UsageError(f"--recipe is for a transformers folder: {arguments.run} has its own recipe")
         if not arguments.best:
             run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # what is no finished run is told as that
         return _of_its_data(str(arguments.run / run_folder.RECIPE), arguments.overrides)

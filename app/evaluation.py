@@ -85,7 +85,9 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
     freezing.set_training(model, mode=was_training)
     counted = int(runtime.reduce((torch.cat(numbers) >= 0).sum()))
     if counted != size:
-        raise DataError(f"the evaluation counted {counted} samples of a data set of {size}: the loader lost or repeated some.")
+        raise DataError(
+            f"the evaluation counted {counted} samples of a data set of {size}: the loader lost or repeated samples."
+        )
     gathered = _in_order(runtime, torch.cat(numbers), torch.cat(rows)) if rows else None
     # One's word for all: ranks decide by scores what they do next.
     scores, tables = runtime.from_main(task.finish(_over_ranks(runtime, totals), gathered))

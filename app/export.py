@@ -107,11 +107,14 @@ def _check_program(options: argparse.Namespace, reader: Reader, out: Path) -> No
     """Raise RunFolderError if there cannot be a program, or another is there that is not to be replaced."""
     if options.adapter or out.suffix == ".safetensors":
         with_it = "--adapter" if options.adapter else f"--out {out}"
-        raise RunFolderError(f"--to {options.to} writes the whole model into a folder: leave {with_it} out.")
+        raise RunFolderError(
+            f"--to {options.to} writes the whole model into a folder, and cannot be combined with {with_it}: "
+            f"leave {with_it} out."
+        )
     if reader.state["recipe"].get("task") in tasks.WITH_FOLDERS:
         raise RunFolderError(
-            f"--to {options.to} is not for language models: export the folder without it, and give that to `optimum-cli "
-            "export` (pip install optimum), which knows caches of keys and values."
+            f"--to {options.to} is not for language models: export the folder without it, and convert it with "
+            "`optimum-cli export` (pip install optimum), which supports key-value caches."
         )
     path = out / PROGRAMS[options.to]
     if path.exists() and not options.force:

@@ -124,10 +124,11 @@ def _log(run: Training, step: int) -> None:
     run.checkpoints.finish()
     samples = ", ".join(map(str, run.feed.samples_of(step - 1)[:8]))
     raise TrainingError(
-        f"the last {run.metrics.skipped_in_row} steps up to step {step} were skipped, each for a loss or gradient that is "
-        f"not finite or a spike, and train.max_skipped_steps is {most} (learning rate {rate:g}; "
-        f"{run.steps.verdict}; the last batch has the samples {samples}, ...). {run.checkpoints.latest}. Lower optim.lr, "
-        "lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike, or look at these samples."
+        f"the last {run.metrics.skipped_in_row} steps up to step {step} were skipped because loss or gradient "
+        f"was not finite or a spike, and train.max_skipped_steps is {most} (learning rate {rate:g}; "
+        f"{run.steps.verdict}; the last batch has the samples {samples}, ...). {run.checkpoints.latest}. "
+        "Lower optim.lr, lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike, or look "
+        "at these samples."
     )
 
 

@@ -76,7 +76,9 @@ def find_checkpoint(  # noqa: PLR0913  (keyword-only after the parts)
         return None
     with runtime.together():
         if folder is None:
-            raise CheckpointError(f"--resume is {resume}, and there is no checkpoint: give auto, never, or the path of one.")
+            raise CheckpointError(
+                f"--resume is {resume}, where there is no checkpoint: give auto, never, or the path of a checkpoint."
+            )
         sources = tasks.sources(loaded.recipe.task)
         return check_same_run(folder, loaded.recipe, data.facts, length, sources=sources, may_differ=changed_task)
 
@@ -158,7 +160,7 @@ def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
         try:
             told = run_folder.read_json(earlier)
         except RunFolderError as error:
-            print(f"note: {error} It is written anew, without what the run began with.", flush=True)  # noqa: T201
+            print(f"note: {error} It is written again, without the values of the run's first start.", flush=True)  # noqa: T201
     begun_with = {"init_from": told["init_from"]} if "init_from" in told else {}
     return {**begun_with, "resumed_from": str(origin.folder), "resumed_step": origin.step}
 

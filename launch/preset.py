@@ -191,7 +191,7 @@ def _find(name_or_path: str) -> Path:
         return path
     what = "there is no such file" if path.suffix or len(path.parts) > 1 else "there is no preset and no file of that name"
     if path.exists():
-        raise PresetError(f"preset {name_or_path}: that is not a text file; give an Accelerate config file, or a name")
+        raise PresetError(f"preset {name_or_path}: it is not a text file; give an Accelerate config file, or a name")
     other = _OTHER_NAMES.get(path.stem.lower())
     near = f"did you mean {other}? There is {', '.join(names())}" if other else _suggest(path.stem, names())
     raise PresetError(f"preset {name_or_path}: {what}; {near}")

@@ -21,7 +21,7 @@ def newest(place: Path) -> Path:
     folder, damaged = files.newest(place)
     if folder is None:
         raise CheckpointError(
-            "\n".join([*damaged, f"{place} is not a checkpoint and contains no complete one: give another path."])
+            "\n".join([*damaged, f"{place} is not a checkpoint and contains no complete checkpoint: give another path."])
         )
     for sentence in damaged:
         sys.stderr.write(f"passed over: {sentence}\n")
@@ -37,11 +37,11 @@ def best(place: Path) -> Path:
     found = Reader(latest).state["best"]
     if found is None:
         raise CheckpointError(
-            f"{latest} knows of no best checkpoint: its run had no checkpoint.keep_best=true, or was not evaluated before it. "
-            "Leave --best out."
+            f"{latest} records no best checkpoint: the run had no checkpoint.keep_best=true, or no evaluation "
+            "before this checkpoint. Leave --best out."
         )
     folder = files.path_of(latest.absolute().parents[1], found["step"])
     if not files.is_checkpoint(folder):
-        raise CheckpointError(f"{folder}, the best checkpoint of {place}, is not there any more. Leave --best out.")
+        raise CheckpointError(f"{folder}, the best checkpoint of {place}, no longer exists. Leave --best out.")
     files.verify(folder)
     return folder

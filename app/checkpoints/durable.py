@@ -55,7 +55,7 @@ def check(path: Path, stamp: Stamp) -> None:
     with telling(path, "read"):
         found = sha256_of(path)
     if found != stamp.sha256:
-        raise CheckpointError(f"{path} has changed since it was written (its SHA-256 differs): it cannot be used.")
+        raise CheckpointError(f"{path} has changed since it was written (its SHA-256 differs), so it cannot be used.")
 
 
 def check_size(path: Path, stamp: Stamp) -> None:
@@ -67,6 +67,4 @@ def check_size(path: Path, stamp: Stamp) -> None:
             raise CheckpointError(f"{path} is missing: its checkpoint cannot be used.") from None
     if size_bytes != stamp.size_bytes:
         how = "is truncated" if size_bytes < stamp.size_bytes else "has grown"
-        raise CheckpointError(
-            f"{path} {how}: it has {size_bytes} bytes, and {stamp.size_bytes} were written. It cannot be used."
-        )
+        raise CheckpointError(f"{path} {how}: it has {size_bytes} of {stamp.size_bytes} bytes. It cannot be used.")

@@ -65,8 +65,9 @@ def _take_up(reader: Reader, frozen: Mapping[str, Held]) -> None:
     if differing:
         shown = ", ".join(differing[:_MOST_NAMED]) + (", ..." if len(differing) > _MOST_NAMED else "")
         raise CheckpointError(
-            f"{reader.folder} is of a run that froze {len(before)} parameters, and this one freezes {len(now)}; of one are "
-            f"{shown} alone. Freeze what it froze (train.freeze, or the task's model), or start a new run in another --run-dir."
+            f"{reader.folder} belongs to a run that froze {len(before)} parameters, and this run freezes "
+            f"{len(now)}; only one of them freezes {shown}. Freeze the same parameters (train.freeze, or the "
+            "task's model), or start a new run in another --run-dir."
         )
     for name, it in frozen.items():
         reader.read_into(Piece(WEIGHT, name, it.shape, it.region, it.values))

@@ -33,7 +33,7 @@ _MOST_NAMED = 8
 _ELEMENTS = 1 << 20
 """Read at a time where nothing is kept."""
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-"""What DistributedDataParallel, torch.compile and Lightning put before every name."""
+"""Prefixes that DistributedDataParallel, torch.compile and Lightning add to every name."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def take_up(
         said, read = _load(model, merged.as_here(stored, adapters), name, task.head(model), allow)
     weights = {"initial weights": held.digest(model, runtime.gather)}
     if held.is_divided(model):
-        weights[f"{name}, as this node reads it"] = _digest_of_node(runtime, read)
+        weights[f"{name}, as read on this node"] = _digest_of_node(runtime, read)
     handshake.check_agreement(runtime.gather, runtime.device, weights)
     _say(runtime, said)
     return Initial(name)
@@ -102,8 +102,8 @@ def _find(runtime: Runtime, place: Path) -> Path:
     found: Path | None = file or checkpoint.find(runtime, place)
     if found is None:
         raise CheckpointError(
-            f"train.init_from is {place}: give a safetensors or .pth file, a checkpoint, or a folder with one or with a "
-            f"{' or '.join(IN_FOLDERS[:2])}. It is none of these."
+            f"train.init_from is {place}, which is not a source of weights: give a safetensors or .pth file, "
+            f"a checkpoint, or a folder that contains one or a {' or '.join(IN_FOLDERS[:2])}."
         )
     return found
 
@@ -126,9 +126,9 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise CheckpointError(
-            f"the weights of {place} are of another model: {'; '.join(wrong[:_MOST_NAMED])}{more}. Only the last layer, "
-            f"{head}, may differ, and what train.init_allow names: describe that model in the recipe (model.*, data.*), or "
-            "choose other weights."
+            f"the weights of {place} belong to another model: {'; '.join(wrong[:_MOST_NAMED])}{more}. Only "
+            f"the last layer, {head}, and the names in train.init_allow may differ: describe that model in "
+            "the recipe (model.*, data.*), or choose other weights."
         )
     layers = {_layer(name) for name in differing}
     taken = {name: it for name, it in tensors.items() if not (name in free and _layer(name) in layers)}
@@ -138,7 +138,7 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
     parts = [f"{len(taken)} tensors taken", *_conversions(taken, stored)]
     # A layer that is not there as it must be stays new as a whole.
     if new := [differing.get(name, name) for name in tensors if name not in taken]:
-        parts.append(f"{len(new)} new, of the seed: {_listed(new)}")
+        parts.append(f"{len(new)} initialized from the seed: {_listed(new)}")
     if left := [name for name in stored.shapes if name not in tensors]:
         parts.append(f"{len(left)} left out: {_listed(left)}")
     read = stored.renamed({name: name for name in taken})
@@ -164,14 +164,14 @@ def _digest_of_node(runtime: Runtime, read: Stored) -> str:
 def _difference(name: str, tensors: Mapping[str, Held], stored: Stored) -> str:
     """Say how what is stored differs from what the model has; nothing: it can be taken."""
     if name not in tensors:
-        return f"{name} is not in this run's"
+        return f"{name} is not in this run's model"
     if name not in stored.shapes:
-        return f"{name} is not there"
+        return f"{name} is not in the file"
     (shape, dtype), here = (stored.shapes[name], stored.dtypes[name]), tensors[name]
     if shape != here.shape:
-        return f"{name} is {shape} there and {here.shape} here"
+        return f"{name} is {shape} in the file and {here.shape} in the model"
     if isinstance(dtype, torch.dtype) and here.dtype.is_floating_point and not dtype.is_floating_point:
-        return f"{name} is of {_word(dtype)} there and of {_word(here.dtype)} here"
+        return f"{name} is {_word(dtype)} in the file and {_word(here.dtype)} in the model"
     return ""
 
 
@@ -194,7 +194,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = freezing.near(pattern, list(dict.fromkeys(names)))
-            raise RecipeError(f"train.init_allow has {pattern!r}, which matches no weight, here or there: {near}")
+            raise RecipeError(f"train.init_allow has {pattern!r}, which matches no weight in the model or the file: {near}")
 
 
 def _conversions(taken: Mapping[str, Held], stored: Stored) -> list[str]:

@@ -64,7 +64,7 @@ class Stored:
         open_yet: list[Region] = []
         for region, file in self.ranges:
             if region.start > reach:
-                return f"elements {reach} to {region.start - 1} are in no file"
+                return f"elements {reach} to {region.start - 1} are missing from all files"
             open_yet = [other for other in open_yet if other.end > region.start] if region.start < reach else []
             for other in open_yet:
                 if both := next(region.overlaps(other), None):
@@ -72,10 +72,10 @@ class Stored:
             open_yet.append(region)
             reach, count = max(reach, region.end), count + region.count
         if reach < size:
-            return f"elements {reach} to {size - 1} are in no file"
+            return f"elements {reach} to {size - 1} are missing from all files"
         if reach > size:
-            return f"it has {size} elements, and {reach} are in files"
-        return f"{size - count} of its {size} elements are in no file" if count < size else None
+            return f"it has {size} elements, and the files have {reach}"
+        return f"{size - count} of its {size} elements are missing from all files" if count < size else None
 
     def near(self, wanted: Region) -> Iterator[tuple[Region, str]]:
         """Yield the ranges that may have some of the wanted elements."""
@@ -115,17 +115,16 @@ def put_together(final: Path, entries: Sequence[FileEntry]) -> Tensors:
             stored = tensors.setdefault(part.key, {}).setdefault(part.name, Stored(part.shape, part.dtype, []))
             if (stored.shape, stored.dtype) != (part.shape, part.dtype):
                 raise CheckpointError(
-                    f"{final} cannot be written: {part.key} of {part.name} is {stored.dtype} {stored.shape} on one rank "
-                    f"and {part.dtype} {part.shape} in {entry.file}. The checkpoints before it are as they were."
+                    f"{final} cannot be written: {part.key} of {part.name} is {stored.dtype} {stored.shape} "
+                    f"on one rank and {part.dtype} {part.shape} in {entry.file}. Earlier checkpoints are "
+                    "unchanged."
                 )
             if part.region.count:
                 stored.ranges.append((part.region, entry.file))
     for key, name, stored in _each(tensors):
         stored.ranges.sort(key=lambda part: (part[0].start, part[1]))
         if problem := stored.problem():
-            raise CheckpointError(
-                f"{final} cannot be written: of {key} of {name}, {problem}. The checkpoints before it are as they were."
-            )
+            raise CheckpointError(f"{final} cannot be written: {key} of {name}: {problem}. Earlier checkpoints are unchanged.")
     return tensors
 
 
@@ -179,14 +178,14 @@ def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
         try:
             raw = regular.content(path)
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{path} is missing: {folder} is not a checkpoint that can be used.") from None
+            raise CheckpointError(f"{path} is missing: {folder} is not a usable checkpoint.") from None
     if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):
-        raise CheckpointError(f"{path} is truncated or has changed since it was written: its checkpoint cannot be used.")
+        raise CheckpointError(f"{path} is truncated or has changed since it was written, so its checkpoint cannot be used.")
     content = json.loads(raw)
     if content["format"] not in (FORMAT, WITH_COLUMNS):
         raise CheckpointError(
-            f"{path} is of format {content['format']}, and this version reads formats {FORMAT} and {WITH_COLUMNS}: use the "
-            "version that wrote it."
+            f"{path} has format {content['format']}, and this version reads formats {FORMAT} and "
+            f"{WITH_COLUMNS}: use the version of Samerun that wrote it."
         )
     stamps = {file: Stamp(it["bytes"], it["sha256"]) for file, it in content["files"].items()}
     tensors = {
@@ -198,5 +197,5 @@ def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
     }
     for key, name, stored in _each(tensors):
         if problem := stored.problem():
-            raise CheckpointError(f"{path} is inconsistent: of {key} of {name}, {problem}. Its checkpoint cannot be used.")
+            raise CheckpointError(f"{path} is inconsistent: {key} of {name}: {problem}. Its checkpoint cannot be used.")
     return stamps, tensors

@@ -80,19 +80,21 @@ def load(
             values["task"] = task_file.located(task_at, Path())
         elif task_file.is_own(str(values["task"])) and not Path(str(values["task"])).exists():
             raise RunFolderError(
-                f"the task file of {run_dir} was {values['task']}, and is not there: give --task FILE, or task=FILE."
+                f"the task file of {run_dir} was {values['task']}, which no longer exists: give its new place "
+                "with --task FILE, or task=FILE."
             )
         task, facts = tasks.of(recipe_keys.build(values)), described["facts"]
         model = built(task, facts)
     except (AttributeError, KeyError, TypeError, ValueError, RecipeError) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise RunFolderError(
-            f"{about} does not say what the model is: {why}. It is broken, or of another version of Samerun, which can read it."
+            f"{about} does not describe the model: {why}. It is damaged, or was written by another version of "
+            "Samerun: use that version."
         ) from error
     try:
         stored_weights.fill(model, stored_weights.open_stored(path))
     except CheckpointError as error:
-        raise RunFolderError(f"{path} does not hold the weights of the model that {about} describes: {error}") from error
+        raise RunFolderError(f"{path} does not contain the weights of the model described in {about}: {error}") from error
     if described.get("task_digest", "none") != tasks.digest(str(values["task"])):
-        sys.stderr.write(f"note: {values['task']}, or a file it imports, is not what {run_dir} was trained with\n")
+        sys.stderr.write(f"note: {values['task']}, or a file it imports, has changed since {run_dir} was trained\n")
     return task, model.eval(), facts

@@ -19,7 +19,7 @@ from app.ranks.runtime import Runtime
 
 _SHOWN = 3
 """Differences that a message names."""
-_REMEDY = "Use one of accelerate_configs/, unchanged, and see whether it starts."
+_REMEDY = "Try an unchanged preset of accelerate_configs/."
 
 
 def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards, *, dtype: torch.dtype) -> None:
@@ -33,27 +33,27 @@ def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards
         stepper, stepped = shards.stepper, shards.stepped()
         if type(stepper) is not rule.kind:
             asked, found = _called(rule.kind), _described(stepper)
-            raise PresetError(f"the recipe's optimizer is {asked} (optim.name), and {found} would step. {_REMEDY}")
+            raise PresetError(f"the recipe's optimizer is {asked} (optim.name), but {found} would be used. {_REMEDY}")
         differences = [*_detached(optimizer, stepper), *(it for one in stepped for it in _differences(one, rule, dtype))]
         if differences:
             shown = "; ".join(differences[:_SHOWN])
             more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-            raise PresetError(f"the optimizer that would step is not the recipe's: {shown}{more}. {_REMEDY}")
+            raise PresetError(f"the prepared optimizer differs from the recipe's: {shown}{more}. {_REMEDY}")
     _check_each_is_stepped_once(runtime, rule, stepped)
 
 
 def _detached(optimizer: Any, stepper: torch.optim.Optimizer) -> Iterator[str]:
     given, used = optimizer.param_groups, stepper.param_groups
     if [id(group) for group in given] != [id(group) for group in used]:
-        yield f"the learning rate of a step is given to {len(given)} groups, and other {len(used)} would step"
+        yield f"learning rates are set on {len(given)} parameter groups, but {len(used)} other groups would be used"
 
 
 def _differences(stepped: Stepped, rule: Rule, dtype: torch.dtype) -> Iterator[str]:
     if not stepped.settings:
-        yield f"nothing steps on {stepped.name}"
+        yield f"no optimizer updates {stepped.name}"
         return
     factor = rule.lr_factors.get(stepped.name, 1.0)
-    decay = rule.weight_decays.get(stepped.name, "nothing, for it is not trained")
+    decay = rule.weight_decays.get(stepped.name, "nothing, because it is not trained")
     wanted = {**rule.settings, "lr": rule.settings["lr"] * factor, "lr_factor": factor, "weight_decay": decay}
     for setting, value in wanted.items():
         found = stepped.settings.get(setting, "not set")
@@ -76,10 +76,10 @@ def _check_each_is_stepped_once(runtime: Runtime, rule: Rule, stepped: list[Step
         if count != size
     ]
     if wrong:
-        more = f" and so on for {len(wrong) - _SHOWN} other parameters" if len(wrong) > _SHOWN else ""
+        more = f" and {len(wrong) - _SHOWN} more parameters" if len(wrong) > _SHOWN else ""
         raise PresetError(
-            f"the {runtime.launched.world_size} processes would not step on each parameter once: together they step on "
-            f"{', '.join(wrong[:_SHOWN])}{more}. {_REMEDY}"
+            f"the {runtime.launched.world_size} processes would not update each parameter once: together they "
+            f"update {', '.join(wrong[:_SHOWN])}{more}. {_REMEDY}"
         )
 
 

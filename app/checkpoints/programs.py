@@ -72,8 +72,8 @@ class Written:
     def __str__(self) -> str:
         sizes = " and ".join(map(str, _SIZES))
         return (
-            f"it takes {', '.join(self.inputs)}. For {sizes} samples its outputs are the model's: they differ by "
-            f"{self.furthest:.1e} of the largest, and {_TOLERANCE[self.to]:g} is allowed"
+            f"its inputs are {', '.join(self.inputs)}. For {sizes} samples its outputs differ from the "
+            f"model's by at most {self.furthest:.1e} of the largest ({_TOLERANCE[self.to]:g} is allowed)"
         )
 
     @property
@@ -136,8 +136,8 @@ def call_of(task: Task, model: nn.Module, facts: Mapping[str, Any], form: Form) 
     if not tensors or any(tensor.ndim == 0 or len(tensor) != len(whole["samples"]) for tensor in tensors):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "none"
         raise RunFolderError(
-            f"the model is called with tensors of the shapes {shapes} for {len(whole['samples'])} samples. Only a model whose "
-            "inputs are all [B, ...] can be exported for any number of samples: leave --to out"
+            f"the model is called with tensors of the shapes {shapes} for {len(whole['samples'])} samples. "
+            "Only a model whose inputs are all [B, ...] can be exported for any batch size: leave --to out"
         )
     fields = {id(field): name for name, field in whole.items()}
     return Call(args, kwargs, tuple(fields.get(id(tensor), f"input_{at}") for at, tensor in enumerate(tensors)))
@@ -153,7 +153,7 @@ def _torch(model: nn.Module, call: Call, path: Path) -> Callable[[Call], Any]:
 def _onnx(model: nn.Module, call: Call, path: Path) -> Callable[[Call], Any]:
     size_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     if size_bytes > _ONNX_BYTES:
-        raise RunFolderError(f"the model has {size_bytes / 1e9:.1f} GB, and a file of ONNX holds 2: export it --to torch")
+        raise RunFolderError(f"the model has {size_bytes / 1e9:.1f} GB, and an ONNX file holds at most 2: use --to torch")
     import onnxruntime
 
     made = torch.onnx.export(_exported(model, call), dynamo=True, input_names=list(call.names), verbose=False)
@@ -199,15 +199,15 @@ def _compare(model: nn.Module, run: Callable[[Call], Any], call: Call, *, to: st
     size = len(call.tensors[0])
     if [it.shape for it in expected] != [it.shape for it in found]:
         shapes = " and ".join(str([list(it.shape) for it in part]) for part in (expected, found))
-        raise RunFolderError(f"exported to {to}, the model has outputs of other shapes for {size} samples: {shapes}")
+        raise RunFolderError(f"exported to {to}, the model returns other shapes for {size} samples: {shapes}")
     worst = 0.0
     for ours, theirs in zip(expected, found, strict=True):
         scale = ours.double().abs().max().clamp(min=1e-12)
         worst = max(worst, ((theirs.double() - ours.double()).abs().max() / scale).nan_to_num(nan=torch.inf).item())
     if worst > _TOLERANCE[to]:
         raise RunFolderError(
-            f"exported to {to}, the model computes something else: for {size} samples its outputs differ by {worst:.1e} of the "
-            f"largest, and {_TOLERANCE[to]:g} is allowed. Nothing is written"
+            f"exported to {to}, the model computes other values: for {size} samples its outputs differ by "
+            f"{worst:.1e} of the largest, and {_TOLERANCE[to]:g} is allowed. Nothing was written"
         )
     return worst
 

@@ -27,7 +27,9 @@ def file_of(name: str, *, download: bool) -> Path:
         known = [str(it) for weights in map(models.get_model_weights, models.list_models()) for it in weights]
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else "its documentation lists them"
-        raise CheckpointError(f"train.init_from is torchvision:{name}: this torchvision has no such weights; {hint}") from None
+        raise CheckpointError(
+            f"train.init_from is torchvision:{name}: the installed torchvision has no such weights; {hint}"
+        ) from None
     return cached(url, download=download)
 
 
@@ -42,15 +44,15 @@ def cached(url: str, *, download: bool) -> Path:
         return path
     if not download:
         raise CheckpointError(
-            f"{path}, the published weights of train.init_from, is not there, and downloads are off: set train.download=true, "
-            f"or put {url} there"
+            f"{path}, the published weights of train.init_from, does not exist, and downloads are off: set "
+            f"train.download=true, or save {url} there"
         )
     digest = torch.hub.HASH_REGEX.search(path.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), digest[1] if digest else None, progress=False)
     except (OSError, RuntimeError) as error:  # a RuntimeError is of the digest
-        raise CheckpointError(f"{url} cannot be downloaded to {path}: {error}. Try again, or put the file there") from error
+        raise CheckpointError(f"{url} cannot be downloaded to {path}: {error}. Try again, or save the file there") from error
     return path
 
 

@@ -59,16 +59,17 @@ def check_same_run(
     differing = [*_differing_keys(state["recipe"], recipe), *_differing_data(state["data"], data)]
     if differing:
         raise CheckpointError(
-            f"{folder} is of another run: {'; '.join(differing)}. Undo these changes, or start a new run in another --run-dir."
+            f"{folder} belongs to another run: {'; '.join(differing)}. Undo these changes, or start a new run "
+            "in another --run-dir."
         )
     if not may_differ:
         _check_sources(folder, state.get("task_sources", {}), sources)
     step: int = state["step"]
     if step > length.total_steps:
         raise CheckpointError(
-            f"{folder} has {step} steps done, and this run is to have {length.total_steps} ({_length_key(recipe.train)}): no "
-            f"step is left. Give train.steps={step} or more, or --resume with an earlier "
-            "checkpoint and another --run-dir."
+            f"{folder} is at step {step}, and this run has {length.total_steps} steps "
+            f"({_length_key(recipe.train)}): no step is left. Give train.steps={step} or more, or --resume from an "
+            "earlier checkpoint with another --run-dir."
         )
     before = replace(recipe.train, epochs=state["recipe"]["train.epochs"], steps=state["recipe"]["train.steps"])
     return Resumed(folder, step, _other_rates(recipe, before, length, step))
@@ -105,10 +106,13 @@ def _check_sources(folder: Path, before: Mapping[str, str], now: Mapping[str, st
             n=1,
         )
     ]
-    more = [f"... and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
+    more = [f"... and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
     raise CheckpointError(
-        f"{folder} is of a run whose task was another: {', '.join(changed)} changed since. Undo the change, start a new run "
-        "in another --run-dir, or give --changed-task if the change does not affect training.\n"
+        (
+            f"{folder} belongs to a run with another version of the task: {', '.join(changed)} changed since. "
+            "Undo the change, start a new run in another --run-dir, or give --changed-task if the change does "
+            "not affect training.\n"
+        )
         + "\n".join([*lines[:_MOST_LINES], *more])
     )
 
@@ -148,9 +152,9 @@ def _other_rates(recipe: Recipe, before: TrainRecipe, length: Length, step: int)
         for total_steps in (steps_before, length.total_steps)
     )
     return (
-        f"the run is {length.total_steps:,} steps long now ({_length_key(recipe.train)}) and was {steps_before:,} "
-        f"({_length_key(before)}): under optim.schedule={recipe.optim.schedule} that moves every learning rate from step "
-        f"{max(step, first) + 1:,} on, where it is {now:.4g} and would have been {was:.4g}"
+        f"the run is {length.total_steps:,} steps long ({_length_key(recipe.train)}) instead of "
+        f"{steps_before:,} ({_length_key(before)}): under optim.schedule={recipe.optim.schedule} this changes "
+        f"all learning rates from step {max(step, first) + 1:,} on, where it is {now:.4g} instead of {was:.4g}"
     )
 
 

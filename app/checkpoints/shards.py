@@ -173,7 +173,7 @@ class Shards:
             for state in (self.stepper.state.get(tensor) for tensor in self._stepped)
             if state
         ]
-        assert all(count == counts[0] for count in counts), f"some parameters were stepped more often than others: {counts}"
+        assert all(count == counts[0] for count in counts), f"some parameters were updated more often than others: {counts}"
         return counts[0] if counts else {}
 
     def allocate_state(self, keys: Collection[str], scalars: Mapping[str, float]) -> None:
@@ -261,8 +261,9 @@ def _owned(piece: Piece, copies: int, copy: int) -> Piece:
 def _other_optimizer(optimizer: torch.optim.Optimizer, expected: Collection[str], found: Collection[str]) -> str:
     theirs, ours = (" and ".join(sorted(keys)) or "nothing" for keys in (expected, found))
     return (
-        f"the checkpoint holds {theirs} for each weight, and this run's optimizer, {type(optimizer).__name__}, keeps {ours}: "
-        "resume with the optimizer that wrote it (optim.name, optim.momentum, optim.settings)."
+        f"the checkpoint holds {theirs} for each weight, but this run's optimizer, "
+        f"{type(optimizer).__name__}, uses {ours}: resume with the optimizer of the checkpoint (optim.name, "
+        "optim.momentum, optim.settings)."
     )
 
 
@@ -290,8 +291,8 @@ def _partitions(zero: Any) -> list[torch.Tensor]:
     flats: list[torch.Tensor] | None = None if on_nvme else getattr(zero, name, None)
     if flats is None:
         raise PresetError(
-            f"DeepSpeed keeps the weights in a {type(zero).__name__}, or on NVMe, where checkpoints and averages of weights "
-            "cannot reach them: use zero_stage 1, 2 or 3, and offload to the CPU if at all."
+            f"DeepSpeed keeps the weights in a {type(zero).__name__}, or on NVMe, where checkpoints and "
+            "weight averages cannot access them: use zero_stage 1, 2 or 3, and offload only to the CPU."
         )
     return flats
 

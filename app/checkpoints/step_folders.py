@@ -169,7 +169,7 @@ def _check_arrived(path: Path, stamp: Stamp) -> None:
         check_size(path, stamp)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{path} is not what its rank has just written: the run folder must be on a file system that all nodes share."
+            f"{path} differs from what its rank has just written: the run folder must be on a file system that all nodes share."
         ) from error
 
 
@@ -321,16 +321,16 @@ class Reader:
     def _find(self, piece: Piece) -> Stored:
         names = self._of(piece.key)
         if not names:
-            raise CheckpointError(f"{self.folder} has no {piece.key!r} of any parameter: it has {', '.join(self._tensors)}.")
+            raise CheckpointError(f"{self.folder} has no {piece.key!r} for any parameter; it has {', '.join(self._tensors)}.")
         stored = names.get(piece.name)
         if stored is None:
             raise CheckpointError(
-                f"{self.folder} has no {piece.key!r} of {piece.name}: it has it of {len(names)} other parameters."
+                f"{self.folder} has no {piece.key!r} for {piece.name}, but for {len(names)} other parameters."
             )
         if stored.shape != tuple(piece.shape):
             raise CheckpointError(
-                f"{piece.name} has the shape {tuple(piece.shape)} in this run's model and {stored.shape} in {self.folder}: "
-                "that is a checkpoint of another model."
+                f"{piece.name} has the shape {tuple(piece.shape)} in this run's model and {stored.shape} in "
+                f"{self.folder}: the checkpoint belongs to another model."
             )
         assert piece.values.shape == (piece.region.count,), piece.name
         assert 0 <= piece.region.start <= piece.region.end <= prod(stored.shape), piece.name

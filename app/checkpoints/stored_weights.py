@@ -85,7 +85,7 @@ def fill(model: torch.nn.Module, stored: Stored) -> None:
             raise CheckpointError(f"the model has no {name}")
         shape = tensors[name].shape
         if stored.shapes.get(name, shape) != shape or (name not in stored.shapes and id(tensors[name]) not in there):
-            raise CheckpointError(f"{name} is {stored.shapes.get(name, 'not there')} and must be {shape}")
+            raise CheckpointError(f"{name} is {stored.shapes.get(name, 'not there')} but must be {shape}")
     for name in stored.shapes:
         stored.read_into(name, tensors[name].values, tensors[name].region)
 
@@ -114,11 +114,11 @@ def _of_index(path: Path) -> Stored:
     try:
         file_of = {str(name): str(file) for name, file in json.loads(text)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of weights: it has no weight_map of names and files") from error
+        raise CheckpointError(f"{path} is not an index of weights: it has no weight_map from names to files") from error
     parts = {file: _of_file(path.parent / file) for file in sorted(set(file_of.values()))}
     for name, file in file_of.items():
         if name not in parts[file].shapes:
-            raise CheckpointError(f"{path} says that {name} is in {file}, and it is not there")
+            raise CheckpointError(f"{path} says that {name} is in {file}, but it is not")
     return Stored(
         {name: parts[file].shapes[name] for name, file in file_of.items()},
         {name: parts[file].dtypes[name] for name, file in file_of.items()},
@@ -133,8 +133,8 @@ def _of_pickle(path: Path) -> Stored:
     except Exception as error:  # a broken pickle may raise anything (Python's documentation of `pickle`)
         why = str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"{path} cannot be read as weights alone ({why}). What torch.save makes of a state_dict() can be: save that, where "
-            "the file was made"
+            f"{path} cannot be loaded as weights only ({why}). Save model.state_dict() with torch.save, on "
+            "the machine that made the file"
         ) from error
     remarks = []
     while isinstance(saved, Mapping) and not any(map(torch.is_tensor, saved.values())):
@@ -146,9 +146,9 @@ def _of_pickle(path: Path) -> Stored:
     tensors = {str(key): it for key, it in saved.items() if torch.is_tensor(it)} if isinstance(saved, Mapping) else {}
     if not tensors:
         found = f"a mapping of {', '.join(map(str, list(saved)[:8]))}" if isinstance(saved, Mapping) else type(saved).__name__
-        raise CheckpointError(f"{path} has no tensors by name, alone or in {', '.join(_NESTED)}: it holds {found}")
+        raise CheckpointError(f"{path} has no tensors by name, at the top or in {', '.join(_NESTED)}: it holds {found}")
     if len(saved) > len(tensors):
-        remarks.append(f"without {len(saved) - len(tensors)} entries that are no tensors")
+        remarks.append(f"without {len(saved) - len(tensors)} entries that are not tensors")
     return Stored(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         {name: tensor.dtype for name, tensor in tensors.items()},

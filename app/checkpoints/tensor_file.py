@@ -45,12 +45,12 @@ _NAMES = {name: ours for ours, name in _TORCH_NAMES.items()}
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 OF_TORCH = {"format": "pt"}
-"""The metadata that libraries ask of a file before they take it for torch's."""
+"""Metadata by which libraries recognise a file as torch's."""
 
 _READ_OVER_BYTES = 2**16
-"""What lies between two runs of elements is read with them up to this: one read of a disk costs more."""
+"""Gaps up to this size are read along: a second read would cost more."""
 _MOST_HEADER_BYTES = 100_000_000
-"""As in safetensors itself: what is longer is no header."""
+"""The limit of safetensors itself."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def dtype_of(name: str, tensor: torch.Tensor) -> str:
     """Return the dtype of a tensor as safetensors names it. Raises CheckpointError for one that cannot be saved."""
     dtype = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise CheckpointError(f"{name} is of {tensor.dtype}, which cannot be saved: {', '.join(_NAMES)} can.")
+        raise CheckpointError(f"{name} is {tensor.dtype}, which cannot be saved; supported: {', '.join(_NAMES)}.")
     return dtype
 
 
@@ -155,18 +155,20 @@ class TensorFile:
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(it["shape"]) for name, it in header.items()}
             self._offsets: dict[str, tuple[int, int]] = {name: tuple(it["data_offsets"]) for name, it in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._broken("its header is none") from error
+            raise self._broken("its header is invalid") from error
         if max((end for _, end in self._offsets.values()), default=0) != size_bytes - self._data_start:
-            raise self._broken(f"it has {size_bytes} bytes, which is not what its header says")
+            raise self._broken(f"it has {size_bytes} bytes, and its header says another size")
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[bytearray]:
         """Yield the bytes of the elements start .. stop - 1 of a flattened tensor, in chunks of whole elements."""
         dtype = self.dtypes[name]
         if dtype not in _ITEM_BYTES:
-            raise CheckpointError(f"{name} in {self.path} is of {dtype}, which cannot be read: {', '.join(_ITEM_BYTES)} can.")
+            raise CheckpointError(
+                f"{name} in {self.path} is {dtype}, which cannot be read; supported: {', '.join(_ITEM_BYTES)}."
+            )
         item_bytes, (first, end) = _ITEM_BYTES[dtype], self._offsets[name]
         if prod(self.shapes[name]) * item_bytes != end - first:
-            raise self._broken(f"the place of {name} is not of its size")
+            raise self._broken(f"the offsets of {name} do not match its size")
         offset = self._data_start + first
         assert 0 <= start <= stop <= prod(self.shapes[name]), (name, start, stop)
         step = durable.CHUNK_BYTES // item_bytes
@@ -224,4 +226,4 @@ class TensorFile:
         return buffer
 
     def _broken(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is damaged, or no safetensors file: {why}. It cannot be used.")
+        return CheckpointError(f"{self.path} is damaged, or not a safetensors file: {why}. It cannot be used.")

@@ -61,7 +61,7 @@ class Draws:
     @property
     def on_host(self) -> HostDraws:
         """The same draws without waiting for the device."""
-        assert self._numbers is not None, "the sample numbers are on the device alone"
+        assert self._numbers is not None, "the sample numbers are only on the device"
         return HostDraws(self._seed, self._numbers)
 
     def beta(self, purpose: str, alpha: float) -> Tensor:

@@ -77,15 +77,15 @@ def held_out(data: Splits, fraction: float | None, *, seed: int) -> Splits:
         return data
     if data.validation is not None:
         raise RecipeError(
-            f"train.validation_fraction is {fraction:g}, and the data has a validation split of its own: leave it out "
+            f"train.validation_fraction is {fraction:g}, but the data has its own validation split: remove it "
             "(train.validation_fraction=null)"
         )
     size = len(data.train)
     count = round(fraction * size)
     if not 0 < count < size:
         raise DataError(
-            f"train.validation_fraction is {fraction:g}, which is {count} of {size} training samples: each of the two splits "
-            "needs one at least"
+            f"train.validation_fraction is {fraction:g}, which is {count} of {size} training samples: both "
+            "splits need at least one"
         )
     return data._replace(validation=_part(data.train, seed, 0, count), train=_part(data.train, seed, count, size))
 

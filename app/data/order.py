@@ -88,8 +88,8 @@ class TrainBatches:
     ) -> None:
         if size < global_batch_size:
             raise RecipeError(
-                f"train.global_batch_size is {global_batch_size}, but the training set has {size} samples: "
-                f"an epoch would hold no whole batch; set train.global_batch_size to {size} or less"
+                f"train.global_batch_size is {global_batch_size}, but the training set has {size} samples: an "
+                f"epoch would not contain a full batch; set train.global_batch_size to {size} or less"
             )
         assert global_batch_size % micro_batches_per_step == 0, (global_batch_size, micro_batches_per_step)
         self.size = size

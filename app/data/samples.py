@@ -18,7 +18,7 @@ Batch = dict[str, Any]
 """Tensors [B, ...] by name: what the samples have, and `samples`, their numbers, int64 [B], -1 for padding. An array,
 `numbers`, has these on the host as well."""
 CHECK = "`samerun data check` lists all samples that cannot be read"
-"""What an error says besides where a sample cannot be read."""
+"""Added to errors about an unreadable sample."""
 Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Shape and type of each field of a batch."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from app.files import own_folder
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What file systems say that have no locks, such as Lustre mounted without `flock`."""
+"""Errors of file systems without locks, such as Lustre mounted without `flock`."""
 
 
 @contextmanager

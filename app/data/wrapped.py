@@ -36,12 +36,13 @@ def wrapped(
         kept = dataset if not names else _named(dataset, names, what="a mapping")
         return OfArrays({name: _array(name, array) for name, array in kept.items()}, facts=facts)
     if isinstance(dataset, DataLoader):
-        raise DataError("Samples.of was given a DataLoader, and takes its data set: the application deals the batches")
+        raise DataError("Samples.of was given a DataLoader, and uses only its data set: the application makes the batches")
     if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):
         raise DataError(
-            f"Samples.of was given {_of_class(dataset)}, of which no sample can be had by its number. The samples of a step "
-            "must be a function of the step alone, or no run would be the same on other processes and none could go on "
-            "where it stopped: give a Dataset with __getitem__ and __len__, or write the stream to disk once"
+            f"Samples.of was given {_of_class(dataset)}, which gives no samples by number. The samples of a "
+            "step must depend only on the step; otherwise runs on other numbers of processes would differ, "
+            "and none could resume where it stopped. Give a Dataset with __getitem__ and __len__, or write "
+            "the stream to disk once"
         )
     return OfDataset(dataset, names=names, collate=collate, facts=facts)
 
@@ -56,7 +57,9 @@ class OfArrays:
         sizes = {name: len(array) for name, array in arrays.items()}
         if len(set(sizes.values())) != 1:
             told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise DataError(f"the arrays of Samples.of need one length, a row for each sample, and have: {told or 'none'}")
+            raise DataError(
+                f"the arrays of Samples.of must have the same length, one row per sample, but have: {told or 'none'}"
+            )
         self._arrays, self.facts = arrays, dict(facts)
 
     def __len__(self) -> int:
@@ -119,7 +122,7 @@ class OfDataset:
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"sample {index} of {_of_class(self._dataset)} cannot be made: {_told(error)}") from error
+            raise DataError(f"sample {index} of {_of_class(self._dataset)} cannot be loaded: {_told(error)}") from error
 
 
 @contextmanager
@@ -153,8 +156,9 @@ def _named(item: Any, names: Sequence[str | None], *, what: str) -> dict[str, An
         given = f"names={tuple(names)} has {len(names)}" if names else "they have no names yet"
         example = tuple("xyz"[at] if at < 3 else f"field{at}" for at in range(len(parts)))
         raise DataError(
-            f"{what} has {len(parts)} part{'s' if len(parts) != 1 else ''} ({', '.join(map(_shape_of, parts))}), and {given}: "
-            f"say Samples.of(..., names={example}), a name for each, and None for what is left out"
+            f"{what} has {len(parts)} part{'s' if len(parts) != 1 else ''} "
+            f"({', '.join(map(_shape_of, parts))}), and {given}: give Samples.of(..., names={example}), a "
+            "name for each part, or None to drop a part"
         )
     return {name: part for name, part in zip(names, parts, strict=True) if name is not None}
 
@@ -163,20 +167,22 @@ def _stacked(name: str, items: Sequence[Mapping[str, Any]], indices: np.ndarray)
     """Return a field of all items as torch's `default_collate` puts it together, [B, ...]."""
     other = next((at for at, item in enumerate(items) if name not in item), None)
     if other is not None:
-        raise DataError(f"sample {indices[other]} has no field {name!r}, which sample {indices[0]} has")
+        raise DataError(f"sample {indices[other]} has no field {name!r}, but sample {indices[0]} has it")
     values = [item[name] for item in items]
     try:
         found = default_collate(values)
     except Exception as error:
         kinds = ", ".join(dict.fromkeys(map(_shape_of, values)))
         raise DataError(
-            f"field {name!r} of the samples {_few(indices)} makes no tensor: they have {kinds}. Have the data set return "
-            f"tensors of one shape, or give Samples.of(..., collate=...), which pads them ({type(error).__name__}: {error})"
+            f"field {name!r} of the samples {_few(indices)} cannot be stacked into a tensor: they have "
+            f"{kinds}. Return tensors of one shape from the data set, or give Samples.of(..., collate=...), "
+            f"which pads them ({type(error).__name__}: {error})"
         ) from error
     if not isinstance(found, Tensor):
         raise DataError(
-            f"field {name!r} is {_shape_of(values[0])}, of which torch makes no tensor but a {type(found).__name__}: leave it "
-            "out of names=, or give Samples.of(..., collate=...), which makes a dict of tensors"
+            f"field {name!r} is {_shape_of(values[0])}, which torch collates to a {type(found).__name__}, not "
+            "a tensor: set its name in names= to None, or give Samples.of(..., collate=...), which returns a "
+            "dict of tensors"
         )
     return found
 
@@ -189,7 +195,7 @@ def _array(name: str, given: Any) -> np.ndarray:
         torch.from_numpy(array[:0])
     except (TypeError, ValueError, IndexError) as error:
         raise DataError(
-            f"Samples.of was given {_shape_of(given)} as {name!r}, and takes arrays or tensors of numbers [N, ...]: {error}"
+            f"Samples.of was given {_shape_of(given)} as {name!r}, but expects arrays or tensors of numbers [N, ...]: {error}"
         ) from error
     return array
 

@@ -25,11 +25,11 @@ from app.ranks.runtime import Runtime
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_FAULTS = 4
-"""How many a sentence names."""
+"""Faults named in one message."""
 _TRIED = ("cpu",)
-"""Kinds of device on which these checks were seen to pass what is right and to refuse what is wrong."""
+"""Kinds of device on which these checks were seen to accept correct results and refuse wrong ones."""
 IN_DOUBT = "These checks have never been tested on such a device"
-"""Said of faults that are not certain (`is_certain`)."""
+"""Added to faults that are not certain (`is_certain`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def check(runtime: Runtime, types: Sequence[torch.dtype], operations: Sequence[O
         raise DeviceError(sentence(certain))
     if runtime.is_main:
         if faults:
-            sys.stderr.write(f"note: {sentence(faults)} {IN_DOUBT}: the run goes on. Look at its loss.\n")
+            sys.stderr.write(f"note: {sentence(faults)} {IN_DOUBT}: the run continues. Check its loss.\n")
         for failed in sorted({f"{each.device.partition(':')[0]}, {each.failed}" for each in ranks if each.failed}):
             sys.stderr.write(f"note: not all known answers could be computed on {failed}\n")
 
@@ -129,14 +129,14 @@ def sentence(faults: Sequence[Fault]) -> str:
     layers = list(dict.fromkeys(fault.answer.where for fault in faults if fault.answer.where))
     if layers:
         remedy = (
-            f"The model computes this in {', '.join(layers)}: take larger samples (data.image_size), another model, or "
-            "mixed_precision 'no'"
+            f"The model does this in {', '.join(layers)}: use larger samples (data.image_size), another "
+            "model, or mixed_precision 'no'"
         )
     elif all(fault.everywhere for fault in faults) and len({fault.by.rank for fault in faults}) > 1:
         remedy = f"All ranks compute it wrongly, which points to torch {torch.__version__} and not to a machine"
     else:
         hosts = sorted({fault.by.host for fault in faults})
-        remedy = f"Leave out {', '.join(hosts)}; `samerun doctor` there examines the devices alone"
+        remedy = f"Exclude {', '.join(hosts)}; run `samerun doctor` there to examine only the devices"
     return "the arithmetic is wrong.\n" + "\n".join(named) + f"\n{remedy}."
 
 
@@ -150,8 +150,8 @@ def judge(ranks: Sequence[Answers]) -> list[Fault]:
                 everywhere = all(_given(other, answer).wrong is not None for other in same)
                 found = answer.wrong
                 text = (
-                    f"{_of(answer)} is {found.found:.9g} at {_at(found)}, where {found.expected:.9g} is right and rounding "
-                    f"makes {found.allowed:.1g} at most"
+                    f"{_of(answer)} is {found.found:.9g} at {_at(found)}, but {found.expected:.9g} is "
+                    f"correct, and rounding explains at most {found.allowed:.1g}"
                 )
                 faults.append(Fault(each, answer, text, everywhere))
             elif answer.unsteady is not None:
@@ -191,8 +191,9 @@ def odd_ones(given: dict[Answers, Computed]) -> list[Fault]:
         if each.answer.digest != first:
             element, usual = _difference(each, given[usual_rank])
             text = (
-                f"{_of(each.answer)} is {element.found:.9g} at {_at(element)} and {usual:.9g} on rank {usual_rank.rank}, where "
-                f"{element.expected:.9g} is right: devices of one kind round alike"
+                f"{_of(each.answer)} is {element.found:.9g} at {_at(element)} and {usual:.9g} on rank "
+                f"{usual_rank.rank}, and {element.expected:.9g} is correct: devices of the same kind should "
+                "round in the same way"
             )
             faults.append(Fault(rank, each.answer, text, everywhere=False))
     return faults

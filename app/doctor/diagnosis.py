@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 OUTLIER = 3.0
-"""How many times worse than the median of the others is wrong. Noise of a shared machine stays below, a throttled device, a
-link that fell back to a slower speed, or a full disk does not."""
+"""How many times worse than the median of the others is reported. Noise on a shared machine stays below; a throttled device, a
+link that fell back to a slower speed, or a full disk exceeds it."""
 CLOCK_MS = 1000.0
 """Largest difference of two clocks. Beyond it, files on a shared folder come from the future and logs cannot be ordered."""
 LEAST_FREE_DISK_BYTES = 2**30

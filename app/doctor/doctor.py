@@ -85,7 +85,7 @@ def _unreachable(
 
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     port = int(os.environ["MASTER_PORT"])
-    with waiting("which nodes reach each other"):
+    with waiting("connections between nodes"):
         hosts, broken = reach.examine(launched, (head, port), interface=interface, timeout_s=2 * seconds)
     return hosts, reach.unreachable(broken, hosts)
 
@@ -105,7 +105,7 @@ def _examine(
         places: list[tuple[int, str]] = runtime.gather((launched.local_rank, socket.gethostname()))
         first_ranks = [rank for rank, (index, _) in enumerate(places) if index == 0]
     device = runtime.device
-    with waiting("the devices, each alone"):
+    with waiting("each device alone"):
         runtime.accelerator.wait_for_everyone()
         numbers_per_s = probe.numbers_per_s(device)
     with waiting("known answers"):
@@ -167,8 +167,9 @@ def patience(what: str, launched: Launched, *, seconds: float, exit_code_file: s
         sys.stderr.write(f"samerun doctor: {what}\n")
         sys.stderr.flush()
     stuck = TopologyError(
-        f"{what}: not over after {seconds:g} s (--patience). Ranks that say so wait for each other, or for one that does not: "
-        "leave its node out, or see whether NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME must name the network"
+        f"{what}: not finished after {seconds:g} s (--patience). Ranks that report this wait for each other, "
+        "or for a rank that does not report it: exclude that rank's node, or set NCCL_SOCKET_IFNAME or "
+        "GLOO_SOCKET_IFNAME to the network to use"
     )
     timer = threading.Timer(seconds, _give_up, (stuck, launched, exit_code_file))
     timer.daemon = True

@@ -81,8 +81,11 @@ def unreachable(broken: Sequence[BrokenLink], hosts: Sequence[str]) -> list[Prob
         why = next(why for way, why in ways.items() if blamed in way)
         problems.append(
             Problem(
-                text=f"no connection with {listed(described)}, as at {why}. A firewall or a wrong route is "
-                "between them; where another network joins the nodes, name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+                text=(
+                    f"no connection with {listed(described)}, for example {why}. Check firewall and routes "
+                    "between them; if another network connects the nodes, set GLOO_SOCKET_IFNAME and "
+                    "NCCL_SOCKET_IFNAME"
+                ),
                 host=blamed,
             )
         )

@@ -17,7 +17,7 @@ from app.errors import RunFolderError
 from app.files import regular
 
 MOST = 2**63 - 1
-"""No count that a run writes is larger: what is, was never written by one, and would be no number to compute with."""
+"""Upper limit of any count that a run writes; a larger number means that the file is damaged."""
 
 
 def parsed(text: bytes) -> Any:
@@ -29,7 +29,7 @@ def parsed(text: bytes) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"it is no JSON ({error})") from None
+        raise ValueError(f"it is not JSON ({error})") from None
 
 
 def is_count(value: Any) -> bool:
@@ -78,7 +78,7 @@ class Lines:
             self.leave_out(number, "it is cut")
             return None
         if not isinstance(values, dict):
-            self.leave_out(number, f"it is no object but {type(values).__name__}")
+            self.leave_out(number, f"it is {type(values).__name__}, not an object")
             return None
         return values
 
@@ -94,5 +94,8 @@ class Lines:
             return None
         number, why = self._first
         if self._left_out == 1:
-            return f"{self._path}: a line is broken or cut (line {number}: {why}) and left out."
-        return f"{self._path}: {self._left_out} lines are broken or cut (the first is line {number}: {why}) and left out."
+            return f"{self._path}: a line is damaged or truncated (line {number}: {why}), and is ignored."
+        return (
+            f"{self._path}: {self._left_out} lines are damaged or truncated (the first is line {number}: {why}), "
+            "and are ignored."
+        )

@@ -14,5 +14,7 @@ def filled_in(key: str, text: str) -> str:
     filled = os.path.expandvars(Path(text).expanduser())
     missing = re.search(r"\$\{?(\w+)", filled)
     if missing:
-        raise RecipeError(f"{key} is {text}, and the environment here has no {missing[1]}: set it, or name the place itself")
+        raise RecipeError(
+            f"{key} is {text}, and the environment variable {missing[1]} is not set: set it, or write the path itself"
+        )
     return filled

@@ -18,17 +18,17 @@ def compose(path: Path, *, name: str, error: Callable[[str], Exception]) -> tupl
         raise error(f"{name}:{line}: {_reason(reason, text.splitlines(), line)}") from reason
     except yaml.reader.ReaderError as reason:
         line = text.count("\n", 0, reason.position) + 1
-        raise error(f"{name}:{line}: it is not YAML: the character {chr(reason.character)!r} may not be in it") from reason
+        raise error(f"{name}:{line}: it is not YAML: it contains the invalid character {chr(reason.character)!r}") from reason
     except RecursionError:
-        raise error(f"{name}: it is not usable: its lists or mappings stand too deep within one another") from None
+        raise error(f"{name}: its lists or mappings are nested too deeply") from None
     if root is None:
-        raise error(f"{name}: the file is empty, or has only comments: it must hold `key: value` lines")
+        raise error(f"{name}: the file is empty, or has only comments: it must contain `key: value` lines")
     return text, root
 
 
 def _text(path: Path, name: str, error: Callable[[str], Exception]) -> str:
     if not path.is_file():
-        raise error(f"{name}: that is not a text file" if path.exists() else f"{name}: there is no such file")
+        raise error(f"{name}: it is not a text file" if path.exists() else f"{name}: there is no such file")
     try:
         data = path.read_bytes()
     except OSError as reason:
@@ -37,7 +37,7 @@ def _text(path: Path, name: str, error: Callable[[str], Exception]) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as reason:
         line = data.count(b"\n", 0, reason.start) + 1
-        what = f"it is not UTF-8 (byte {data[reason.start]:#x}): save it as UTF-8, or leave out what is not ASCII"
+        what = f"it is not UTF-8 (byte {data[reason.start]:#x}): save it as UTF-8, or remove non-ASCII characters"
         raise error(f"{name}:{line}: {what}") from reason
 
 
@@ -48,7 +48,7 @@ def _reason(error: yaml.MarkedYAMLError, lines: list[str], line: int) -> str:
     problem = str(error.problem or error)
     around = lines[max(line - 2, 0) : line]
     if r"'\t'" in problem or any("\t" in one[: len(one) - len(one.lstrip())] for one in around):
-        return "a tab stands where YAML wants spaces: indent with spaces"
+        return "YAML does not allow tabs for indentation: indent with spaces"
     context = f" ({error.context})" if error.context and error.context not in problem else ""
     return f"it is not YAML: {problem}{context}"
 

@@ -30,7 +30,8 @@ from app.record import run_folder
 from app.record.claim import Claim
 
 _LOOK_EVERY_S = 1.0
-"""About the time between two agreements: one costs well under a millisecond, and nobody waits longer to be obeyed."""
+"""Approximate time between two agreements of the ranks, which is how long a request waits. One costs well "
+    "under a millisecond."""
 _MARGIN_S = 30.0
 """Time before the end of the allocation for what is not measured: closing trackers and the process group takes seconds, and
 clocks of nodes and scheduler may differ by as much."""
@@ -58,17 +59,17 @@ class Request:
 
 
 NOTHING = Request()
-_MINUTES = Request("checkpoint.every_minutes are over")
+_MINUTES = Request("checkpoint.every_minutes have passed")
 _SAVE_FILE = Request(f"the file {run_folder.SAVE} was there")
 _SIGNALS = {
     signal.SIGUSR1: Request("SIGUSR1 came", stop=True, go_on=True),
     signal.SIGUSR2: Request("SIGUSR2 came", stop=True, go_on=True),
-    signal.SIGHUP: Request("SIGHUP came, the terminal is lost", stop=True, go_on=True),
+    signal.SIGHUP: Request("SIGHUP was received: the terminal is gone", stop=True, go_on=True),
     signal.SIGTERM: Request("SIGTERM came", stop=True, go_on=True),
     signal.SIGINT: Request("SIGINT came", stop=True),
 }
 _STOP_FILE = Request(f"the file {run_folder.STOP} was there", stop=True)
-_TAKEN_OVER = Request("another start of the run took over its folder", stop=True)
+_TAKEN_OVER = Request("another start of the run took over the run folder", stop=True)
 # Ranks that ask for different things do the last of them. They send each other indices into this.
 _BY_FORCE = (NOTHING, _MINUTES, _SAVE_FILE, *_SIGNALS.values(), _STOP_FILE, _TAKEN_OVER)
 
@@ -215,5 +216,5 @@ class Control:
         needed_s = _LOOK_EVERY_S + self._slowest_s + _SAVES * save_s + _MARGIN_S
         if left_s > needed_s:
             return None
-        why = f"the allocation ends in {left_s:.0f} s, and the next steps and saving may take {needed_s:.0f} s"
+        why = f"the allocation ends in {left_s:.0f} s, and the next steps and a save may take {needed_s:.0f} s"
         return Request(why, stop=True, go_on=True)

@@ -66,7 +66,8 @@ class Lifeline:
             wait(_LOOK_EVERY_S)
         if self._is_first or self._mark:
             _say(
-                f"samerun: {lost}, which started this run, is gone: the run ends. It can be resumed from its newest checkpoint"
+                f"samerun: {lost}, which started this run, has ended, so the run ends. It can be resumed from "
+                "its newest checkpoint"
             )
         if self._mark:  # all of this machine: a launcher that sees this one end would end the others, but not their children
             _end_all_with(self._mark)

@@ -45,7 +45,7 @@ class Patience:
     @property
     def why(self) -> str:
         """Why the run ends, in words."""
-        best = "none was a number" if self._best is None else f"the best is {self._best:.6g}"
+        best = "no score was a number" if self._best is None else f"the best is {self._best:.6g}"
         return (
             f"{self._without_gain} evaluations in a row did not improve the validation {self._monitored} ({best}), and "
             f"train.stop_after_evaluations_without_gain is {self._most}"

@@ -68,12 +68,14 @@ class Watchdog:
             self._write_stacks(f"rank {rank} on {socket.gethostname()}, process {os.getpid()}: {silence}")
             where = f"the stacks of its threads are in {self._path}, those of the other ranks beside it"
         except RunFolderError as error:
-            where = f"nothing says where it stood, since {error}"
+            where = f"its stacks could not be written: {error}"
         if self._over.wait(_GRACE_S):
             return
         end_children()
-        cause = "The other ranks wait for the one that is in no collective operation, or that has no file there"
-        leave_with(HangError(f"{silence}: {where}. {cause}. Where steps or saves take longer, raise --hang-timeout."), rank)
+        cause = "The cause is the rank that is in no collective operation, or has no file there; the others wait for it"
+        leave_with(
+            HangError(f"{silence}: {where}. {cause}. If steps or saves really take this long, raise --hang-timeout."), rank
+        )
 
     def _write_stacks(self, headline: str) -> None:
         """Write them below those of earlier times. Raises RunFolderError."""

@@ -78,8 +78,9 @@ def _fill(runtime: Runtime, model: nn.Module, units: Units, note: Callable[[str,
         assert runtime.mesh is not None
         if not fsdp2.can_divide(accelerator):
             raise PresetError(
-                "tensor parallelism divides a model before it is prepared, and the preset compiles it (dynamo_config), or sets "
-                "fsdp_cpu_ram_efficient_loading or fsdp_ignored_modules: leave these out"
+                "under tensor parallelism a preset must not set dynamo_config, "
+                "fsdp_cpu_ram_efficient_loading or fsdp_ignored_modules, because the model is sharded before "
+                "Accelerate prepares it: remove them"
             )
         tensor_parallel.divide(model, runtime.mesh["tp"])
         fsdp2.fill(accelerator, model, units, note, runtime.mesh["dp_shard"])
@@ -132,8 +133,10 @@ def notes(model: nn.Module, units: Units | None) -> list[str]:
     if units is not None or size < _LARGE_BYTES:
         return []
     return [
-        f"every process holds the whole model while it is built, {size / 1e9:.1f} GB: a task that has `init` draws it part by "
-        "part (docs/your-own-task.md)"
+        (
+            f"every process holds the whole model while it is built, {size / 1e9:.1f} GB: a task with `init` "
+            "draws it part by part (docs/your-own-task.md)"
+        )
     ]
 
 

@@ -54,8 +54,9 @@ class Region:
         found = _of_placements(tuple(tensor.shape), tuple(mesh.shape), mesh.get_coordinate() or (), placements)
         if found is None or found.count != tensor.to_local().numel():
             raise PresetError(
-                f"{name}, {tuple(tensor.shape)}, is divided as {placements} over {mesh}: what a process has of it are neither "
-                "rows nor columns, by which weights are filled, averaged and saved. Use one of accelerate_configs/, unchanged."
+                f"{name}, {tuple(tensor.shape)}, is divided as {placements} over {mesh}: a process holds "
+                "neither rows nor columns of it, which is what filling, averaging and saving support. Use an "
+                "unchanged preset of accelerate_configs/."
             )
         return found
 
@@ -183,8 +184,9 @@ def copies(tensor: torch.Tensor, name: str = "a parameter") -> tuple[int, int]:
             number, index = number * size, index * size + at
     if number * parts != ranks or not dividing <= set(everywhere):
         raise PresetError(
-            f"{name} is divided as {tensor.placements} over {mesh}, a part of {all_of_it}, of {ranks} processes: which of them "
-            "have the same elements cannot be said. Use one of accelerate_configs/, unchanged."
+            f"{name} is divided as {tensor.placements} over {mesh}, a part of {all_of_it}, of {ranks} "
+            "processes: it cannot be determined which processes hold the same elements. Use an unchanged "
+            "preset of accelerate_configs/."
         )
     return number, index
 

@@ -44,15 +44,15 @@ def check(model: nn.Module, parts: int) -> None:
     """Raise PresetError if a model on torch's meta device cannot be split into so many parts."""
     asked, kind = f"tensor parallelism of {parts} processes", type(model).__name__
     if not all(parameter.is_meta for parameter in model.parameters()):
-        raise PresetError(f"{asked} needs a task with `init`, which draws weights part by part: use fsdp2.yaml, or give it one")
+        raise PresetError(f"{asked} needs a task with `init`, which draws weights part by part: add `init`, or use fsdp2.yaml")
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not any(rule in _DIVIDED and rule not in _WHOLE_AGAIN for rule in plan.values()):
         raise PresetError(
-            f"{asked} needs a model with a plan of what is divided and how (transformers' tp_plan), and {kind} has none: "
-            "use fsdp2.yaml, which divides any model"
+            f"{asked} needs a model with a tensor parallel plan (transformers' tp_plan), and {kind} has none: "
+            "use fsdp2.yaml, which shards any model"
         )
     if unknown := {rule for rule in plan.values() if rule not in _DIVIDED and rule != _SUMMED}:
-        raise PresetError(f"{asked} does not know {', '.join(sorted(unknown))}, of the plan of {kind}: use fsdp2.yaml")
+        raise PresetError(f"{asked} does not support {', '.join(sorted(unknown))} in the plan of {kind}: use fsdp2.yaml")
     rules = _rules(model, parts)
     for name, rule in rules.items():
         _check_layer(model, name, rule, asked)
@@ -70,15 +70,15 @@ def _check_layer(model: nn.Module, name: str, rule: str, asked: str) -> None:
     more = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
     if more or (rule in _DIVIDED and not isinstance(module, (nn.Linear, nn.Embedding))):
         raise PresetError(
-            f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: what a plan divides "
-            "must be a layer of torch, without adapters of LoRA. Use fsdp2.yaml"
+            f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: a "
+            "divided layer must be a plain torch layer, without LoRA adapters. Use fsdp2.yaml"
         )
     beside = dict(model.get_submodule(holder).named_children())
     drops = [key for key, layer in beside.items() if sample_dropout.rate(layer) > 0]
     if drops and rule in _DIVIDED and rule not in _WHOLE_AGAIN:
         raise PresetError(
-            f"{asked} cannot have {holder}.{drops[0]} drop at random: it may see a part of each sample there, as {name} does. "
-            "Set that dropout to 0, or use fsdp2.yaml"
+            f"{asked} cannot use dropout in {holder}.{drops[0]}, because like {name} it may see only a part "
+            "of each sample. Set that dropout to 0, or use fsdp2.yaml"
         )
 
 

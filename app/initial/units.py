@@ -30,13 +30,13 @@ class Units:
         """`model` is as the task built it, on torch's meta device; a copy is kept. Raises RecipeError if it is elsewhere."""
         if real := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
             raise RecipeError(
-                f"{type(task).__name__} has `init`, so its model is built without memory, on torch's meta device, and "
-                f"{_listed(real)} has memory: leave the device to torch's default where the model is built"
+                f"{type(task).__name__} has `init`, so its model must be built on torch's meta device, "
+                f"without memory, but {_listed(real)} has memory: do not set a device where the model is built"
             )
         self._task, self._seed, self._model = task, seed, copy.deepcopy(model)
         self._units = _units(self._model, block_classes(task, model))
         self._looked_at: set[type[nn.Module]] = set()
-        """Kinds of units of which everything is known to be filled, what has no NaN too."""
+        """Kinds of units that are known to be filled completely, including parts without NaN."""
 
     def drawn(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each unit's name, and its parameters and buffers, on the CPU, by their names in the model; each tensor once.
@@ -81,8 +81,9 @@ class Units:
         self._looked_at.add(type(module))
         if empty:
             raise RecipeError(
-                f"the task's `init` has not filled {_listed(empty)}, of {f'the unit {unit}' if unit else 'the model itself'}, "
-                f"a {type(module).__name__}: it must fill every parameter and buffer of a unit, and with no NaN"
+                f"the task's `init` has not filled {_listed(empty)}, of "
+                f"{f'the unit {unit}' if unit else 'the model itself'}, a {type(module).__name__}: it must "
+                "fill every parameter and buffer of a unit, without NaN"
             )
         return found
 
@@ -149,8 +150,8 @@ def check_left(model: nn.Module) -> None:
     ]
     if held:
         raise RecipeError(
-            f"{_listed(held)} of the model has no numbers: it is a tensor that is no parameter and no buffer, which `init` "
-            "never sees. Give it to register_buffer(..., persistent=False)"
+            f"{_listed(held)} of the model has no values: it is neither a parameter nor a buffer, so `init` "
+            "never sees it. Register it with register_buffer(..., persistent=False)"
         )
 
 

@@ -35,8 +35,9 @@ class Losses:
             self._taken = torch.zeros(2 + 2 * len(sums), dtype=torch.float64, device=self._device)
         elif self.names != tuple(sums):
             raise TrainingError(
-                f"the task's loss reports {', '.join(sums) or 'nothing'}, but in its first pass it reported "
-                f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in the same order, in every pass"
+                f"the task's loss reports {', '.join(sums) or 'nothing'}, but reported in its first pass "
+                f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in the same "
+                "order, in every pass"
             )
         self._means.append(loss.mean.detach())
         self._counts.append(loss.count)

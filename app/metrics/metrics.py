@@ -52,7 +52,7 @@ class Metrics:
         """The block in which the run trains: what ranks wait for one another is timed in it."""
         self._gauges, self.trackers = gauges, trackers
         self.skipped_in_row = 0
-        """Steps that were skipped one after the other, up to the last log."""
+        """Consecutive skipped steps, up to the last log."""
         self._runtime, self._claim, self._global_batch_size = runtime, claim, global_batch_size
         self._record_samples = log.samples
         self._samples: list[int] = []
@@ -110,8 +110,8 @@ class Metrics:
             self._record_steps()
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the loss is {loss} somewhere in steps {self._logged_steps + 1} to {step} (learning rate {learning_rate:g}): "
-                "lower optim.lr, lengthen the warm-up, or set optim.clip_norm."
+                f"the loss is {loss} in steps {self._logged_steps + 1} to {step} (learning rate "
+                f"{learning_rate:g}): lower optim.lr, lengthen the warm-up, or set optim.clip_norm."
             )
         line = {
             "step": step,
@@ -144,9 +144,10 @@ class Metrics:
         expected = sum(count for place, count in enumerate(counts) if place not in skipped)
         if counted != expected:
             raise TrainingError(
-                f"the losses since step {self._logged_steps} are means over {counted:,.0f} in all, and the gradients were "
-                f"weighed as if over {expected:,.0f}: a step's gradient is that of the mean over its whole global batch, so "
-                "Loss.count must be what the samples' `count`, or the task's, says of them, and their number without either"
+                f"the losses since step {self._logged_steps} are means over {counted:,.0f} in total, but the "
+                f"gradients were weighted as means over {expected:,.0f}. A step's gradient is that of the "
+                "mean over its whole global batch, so Loss.count must be what `count` of the samples or of "
+                "the task returns, or the number of samples if neither exists"
             )
 
     def _reported(self, sums: Sequence[float]) -> dict[str, float | None]:

@@ -32,7 +32,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for parameter in matched:
             parameter.requires_grad = False
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        by = f"train.freeze is {', '.join(patterns)}" if patterns else f"the model, {type(model).__name__}, freezes itself"
+        by = (
+            f"train.freeze is {', '.join(patterns)}"
+            if patterns
+            else f"the model, {type(model).__name__}, freezes its own parameters"
+        )
         raise RecipeError(f"{by}: all {len(parameters)} parameters are frozen, so there is nothing to train")
     set_training(model, mode=model.training)
 

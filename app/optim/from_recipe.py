@@ -54,7 +54,7 @@ class Rule:
         try:
             (group,) = kind([nn.Parameter(torch.zeros(1))], **chosen).param_groups  # with what torch adds
         except ValueError as error:
-            raise RecipeError(f"torch's {kind.__name__} refuses what optim says: {error}") from None
+            raise RecipeError(f"torch's {kind.__name__} refuses the settings of optim: {error}") from None
         settings = {name: value for name, value in group.items() if name not in _ONLY_HOW | {"weight_decay"}}
         group_of = _group_of_each(optimizers.groups_of(recipe), [name for name, _ in model.named_parameters()])
         weight_decays, lr_factors, sizes = {}, {}, {}
@@ -82,8 +82,8 @@ def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, G
         matched = [name for name in names if fnmatchcase(name, group.pattern)]
         if matched:
             raise RecipeError(
-                f"optim.groups has {group.pattern}, but earlier groups have taken all {len(matched)} parameters that it "
-                "matches: the first that matches counts, so put the narrower pattern first"
+                f"optim.groups has {group.pattern}, but earlier groups already contain all {len(matched)} "
+                "parameters that it matches. The first match counts: put the narrower pattern first"
             )
         modules = [name.partition(".")[0] for name in names]
         near = difflib.get_close_matches(group.pattern.strip("*."), [*names, *modules], n=3, cutoff=0.5)

@@ -36,14 +36,16 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
     steps_per_epoch = dataset_size // global_batch_size
     if steps_per_epoch == 0:
         raise DataError(
-            f"the training data has {dataset_size} samples and one global batch takes {global_batch_size}: that is less than "
-            f"one step. Lower train.global_batch_size to {dataset_size} or less, or check data.path and data.train_split."
+            f"the training data has {dataset_size} samples and a global batch has {global_batch_size}: that "
+            f"is less than one step. Lower train.global_batch_size to {dataset_size} or less, or check "
+            "data.path and data.train_split."
         )
     length = Length(steps_per_epoch, total_steps(train, steps_per_epoch=steps_per_epoch))
     if length.total_steps > MOST_STEPS:
         raise RecipeError(
-            f"train.epochs is {train.epochs}, which are {length.total_steps:,} steps of this data: at a thousand a second they "
-            f"take {length.total_steps / 1000 / _YEAR_S:,.1f} years. Give epochs of at most {MOST_STEPS:,} steps together."
+            f"train.epochs is {train.epochs}, which is {length.total_steps:,} steps with this data: at a "
+            f"thousand steps per second that takes {length.total_steps / 1000 / _YEAR_S:,.1f} years. Give at "
+            f"most {MOST_STEPS:,} steps."
         )
     return length
 
@@ -56,8 +58,8 @@ def notes_on(optim: OptimRecipe, length: Length) -> list[str]:
     warmup_steps = _warmup_steps(optim, steps_per_epoch=length.steps_per_epoch)
     if warmup_steps > length.total_steps:
         notes.append(
-            f"the warm-up takes {warmup_steps:,} steps and the run has {length.total_steps:,}: the learning rate does not "
-            "reach its peak (optim.warmup_steps, optim.warmup_epochs)"
+            f"the warm-up has {warmup_steps:,} steps and the run has {length.total_steps:,}: the learning "
+            "rate never reaches its peak (optim.warmup_steps, optim.warmup_epochs)"
         )
     return notes
 

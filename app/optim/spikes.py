@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 _WINDOW = 128
-"""Norms that the median is of."""
+"""Number of norms of which the median is taken."""
 _FIRST = 64
-"""The fewest that a median is taken of: before, everything finite is accepted."""
+"""Fewest norms for a median; before, every finite norm is accepted."""
 _EVERY = 16
-"""Steps after which the limit is renewed, so that a step costs no more than looking whether its gradient is finite."""
+"""Steps between updates of the limit, so that a step costs no more than a test for finite values."""
 
 
 class SpikeGuard:
@@ -40,7 +40,7 @@ class SpikeGuard:
         self._kept = torch.empty(0)  # float32, in the order of steps; NaN: left out
         self._new: list[tuple[torch.Tensor | float, torch.Tensor | bool]] = []
         self.limit: torch.Tensor | float = math.inf
-        """Norms below it are accepted, and no others: neither NaN nor infinity is."""
+        """Only norms below it are accepted; NaN and infinity are not."""
 
     def see(self, norm: torch.Tensor | float, *, skipped: torch.Tensor | bool) -> None:
         """Take in the gradient norm of the run's next step (a scalar), and whether it was left out (as `Step.skipped`)."""

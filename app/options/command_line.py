@@ -118,11 +118,11 @@ class Parser(argparse.ArgumentParser):
             of_recipe = [meant[:-1]] if meant else []
         if of_recipe:
             key = " or ".join(f"{key}={value or '...'}" for key in of_recipe)
-            return f"values of the recipe are given as key=value: {key}"
+            return f"recipe values are given as key=value: {key}"
         launchers = [*_MEANT.get(name, ()), _OF_LAUNCHERS.get(name, f"--{name.replace('_', '-')}")]
         if takes_values and (meant := next((option for option in launchers if option in _OF_LAUNCHERS.values()), None)):
             return f"it is for what starts the processes, `samerun launch` or `accelerate launch`: {meant} {value or '...'}"
         close = difflib.get_close_matches(option.replace("_", "-"), known, n=2, cutoff=0.7)
         if close:
             return f"did you mean {' or '.join(close)}?"
-        return "values of the recipe are given as key=value" if takes_values else ""
+        return "recipe values are given as key=value" if takes_values else ""

@@ -16,7 +16,7 @@ def numbers(text: str) -> list[int]:
     """Return the whole numbers, 1 or more, of an option with commas between them, each once."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 1 with commas between them, such as 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of at least 1, separated by commas, such as 1,2,4")
     return list(dict.fromkeys(map(int, parts)))
 
 

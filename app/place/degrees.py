@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from app.errors import PresetError, TopologyError
 
 KEY = "parallelism_config_"
-"""What a size's name begins with in a preset, and after `--` on Accelerate's command line."""
+"""Prefix of a size's name in a preset, and after `--` on Accelerate's command line."""
 _IN_USE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _PREFIX = KEY.upper()
 DERIVED = -1
-"""The size that says: as many as the topology has."""
+"""The size that is derived from the topology."""
 UNSUPPORTED = {
     "cp_size": "context parallelism is not supported",
     "sp_size": "sequence parallelism is not supported",
@@ -78,8 +78,8 @@ def derived(
     told = {name: f"{_said(name, size)}{f' ({origins[name]})' if name in origins else ''}" for name, size in sizes.items()}
     if replicas != 1 and tensor_parallel != 1:
         raise PresetError(
-            f"{told['dp_replicate_size']} and {told['tp_size']}: copies of a model whose matrices are divided are not "
-            "supported; leave out one of them"
+            f"{told['dp_replicate_size']} and {told['tp_size']}: replicas cannot be combined with tensor "
+            "parallelism; remove one of them"
         )
     found = {
         "dp_replicate_size": nodes if replicas == DERIVED else replicas,
@@ -88,26 +88,24 @@ def derived(
     for name, size in found.items():
         if world_size % size:
             raise TopologyError(
-                f"{told[name]}, and {size} does not divide the {world_size} "
+                f"{told[name]}, which does not divide the {world_size} "
                 f"process{'es' if world_size > 1 else ''}: choose another size, or another number of processes"
             )
     copies, divided = found.values()
     left = world_size // (copies * divided)
     if shards not in (1, DERIVED, left):
-        raise TopologyError(
-            f"{told['dp_shard_size']}, and {world_size} processes have {left} for each copy or part: leave it out"
-        )
+        raise TopologyError(f"{told['dp_shard_size']}, but {world_size} processes leave {left} for each copy: remove it")
     if copies > 1 and left == 1:
         raise TopologyError(
-            f"{told['dp_replicate_size']}, and there are {world_size} processes: with one process for each copy "
-            "nothing is sharded. Use more processes on each node, or multi_node.yaml, which keeps whole copies"
+            f"{told['dp_replicate_size']}, and there are {world_size} processes: with one process per copy "
+            "nothing is sharded. Use more processes per node, or multi_node.yaml, which keeps whole copies"
         )
     notes = []
     if replicas != 1 and copies == 1:
-        notes.append("there is one node, and so one copy of the model: this is fsdp2")
+        notes.append("on one node there is one copy of the model: this is the same as fsdp2")
     if per_node % divided:
         notes.append(
-            f"the {divided} processes that compute a matrix together are not on one node, which has {per_node}: every layer "
+            f"{divided} tensor-parallel processes span several nodes of {per_node} processes, so every layer "
             f"waits for the network; --tensor-parallel {per_node}, or a divisor of it, stays within a node"
         )
     return Degrees(replicas=copies, tensor_parallel=divided, notes=tuple(notes))

@@ -35,8 +35,8 @@ def check_threads(environment: Mapping[str, str]) -> None:
     text = environment.get("OMP_NUM_THREADS", "1")
     if not (text.isdecimal() and int(text) > 0):
         raise TopologyError(
-            f"OMP_NUM_THREADS is {text!r}: it must be a whole number from 1 on, the CPU threads of each process. Set it so, or "
-            "unset it"
+            f"OMP_NUM_THREADS is {text!r}: it must be a whole number from 1 on, the CPU threads of each "
+            "process. Correct or unset it"
         )
 
 

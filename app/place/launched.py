@@ -179,8 +179,8 @@ def end_time_s(environ: Mapping[str, str]) -> float | None:
         return float(text)
     now = f"{time.time():.0f} by the clock of {socket.gethostname()}"
     raise TopologyError(
-        f"{END_TIME} is {text!r}: it must be when the allocation ends, in Unix seconds, and it is {now}. Unset it if it was "
-        "left by another job; set the clock if that is wrong."
+        f"{END_TIME} is {text!r}: it must be the end of the allocation in Unix seconds, and now is {now}. "
+        "Unset it if it comes from another job; correct the clock if that is wrong."
     )
 
 
@@ -188,9 +188,9 @@ def _of_started_rank(started: started_ranks.StartedRank, environ: Mapping[str, s
     claims = _preset_claims(environ)
     if claims["strategy"] != "ddp":
         raise PresetError(
-            f"{started.starter} started {started.world_size} processes, which are joined by DDP, and the environment asks for "
-            f"{claims['strategy']}: let {started.starter.split()[0]} start `samerun launch --preset ...` once a node instead, "
-            "which starts the processes of that node."
+            f"{started.starter} started {started.world_size} processes, which can only run DDP, but the "
+            f"environment asks for {claims['strategy']}: use {started.starter.split()[0]} to start `samerun "
+            "launch --preset ...` once per node, which starts the processes of that node."
         )
     return Launched(
         world_size=started.world_size,
@@ -210,14 +210,15 @@ def _refuse_one_for_several(environ: Mapping[str, str], started_by: Callable[[],
     found = f"{said(environ, 'MASTER_ADDR', 'MASTER_PORT')}, and no RANK"
     if asked is None:
         raise TopologyError(
-            f"the environment has {found}: `accelerate launch` sets these where it was asked for several processes and starts "
-            "one. Nothing tells how many it was asked for: unset MASTER_ADDR and MASTER_PORT if it was one."
+            f"the environment has {found}: `accelerate launch` sets these if it was asked for several "
+            "processes but starts one. It does not say how many: if it was asked for one, unset MASTER_ADDR "
+            "and MASTER_PORT."
         )
     if asked > 1:
         raise TopologyError(
             f"`accelerate launch` was asked for several processes and started one ({found}), as it does with "
-            "distributed_type MULTI_CPU or NO. Use accelerate_configs/multi_gpu.yaml, which runs on CPU as well where there is "
-            "no GPU; or ask for 1 process."
+            "distributed_type MULTI_CPU or NO. Use accelerate_configs/multi_gpu.yaml, which also runs on CPU "
+            "without GPUs, or ask for 1 process."
         )
 
 
@@ -241,9 +242,10 @@ def _preset_claims(environ: Mapping[str, str]) -> dict[str, Any]:
     accumulation = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if accumulation not in ("auto", "1"):
         raise PresetError(
-            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {accumulation}, from the preset's gradient_accumulation_steps or the "
-            "environment: accumulation is derived from train.global_batch_size. Remove it there; train.max_micro_batch in the "
-            "recipe bounds the samples of one forward pass."
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {accumulation}, from the preset's "
+            "gradient_accumulation_steps or the environment: accumulation is derived from "
+            "train.global_batch_size. Remove it there; to limit the samples of one forward pass, set "
+            "train.max_micro_batch in the recipe."
         )
     clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     return {
@@ -267,8 +269,9 @@ def _strategy(environ: Mapping[str, str]) -> Strategy:
             )
         if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
             raise PresetError(
-                "the preset's fsdp_activation_checkpointing is true: Accelerate computes layers again with other random "
-                "numbers, so with dropout the gradients are wrong. Leave it out, and set train.checkpoint_activations=blocks."
+                "the preset's fsdp_activation_checkpointing is true: Accelerate recomputes layers with other "
+                "random numbers, so with dropout the gradients are wrong. Remove it, and set "
+                "train.checkpoint_activations=blocks."
             )
         return "fsdp2"
     return "ddp"

@@ -54,7 +54,7 @@ STEP = Names(num_nodes=JOB.step_num_nodes, hosts="SLURM_STEP_NODELIST", tasks_pe
 """Those of the step that a task of srun is part of."""
 
 UNSET = f"To run on this machine only, whatever Slurm's variables say: env -u {JOB.job_id} samerun launch ..."
-"""What helps where the variables are left over from a job, or copied."""
+"""Remedy if the variables are left over from a job, or copied."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Slurm:
         """Value of a variable that must be there, such as 2; a type may go before it, as in `a100:2`. Raises TopologyError."""
         value = self.environment.get(name)
         if value is None:
-            raise TopologyError(f"{JOB.job_id} is set, but {name} is not: this is no environment that Slurm made. {UNSET}")
+            raise TopologyError(f"{JOB.job_id} is set, but {name} is not: Slurm did not create this environment. {UNSET}")
         found = re.fullmatch(r"(?:.*:)?(\d+)", value)
         if not found:
             raise TopologyError(f"{name} is {value!r}: it must be a whole number. {UNSET}")
@@ -113,7 +113,7 @@ class Slurm:
         try:
             return tuple(expand_hostlist(listed))
         except BadHostlist as error:
-            raise TopologyError(f"{self.names.hosts} is {listed!r}, which is no list of nodes: {error}. {UNSET}") from error
+            raise TopologyError(f"{self.names.hosts} is {listed!r}, which is not a list of nodes: {error}. {UNSET}") from error
 
     def said(self, *names: str) -> str:
         """The variables with their values, for messages: `SLURM_NODEID=1`."""

@@ -142,9 +142,10 @@ def _refuse_lonely_copies(environment: Mapping[str, str]) -> None:
         if count > 1:
             missing = [name for name in starter.told if name not in environment]
             raise TopologyError(
-                f"{starter.name} started {count} processes ({said(environment, starter.world_size)}), but this one is not told "
-                f"{', '.join(missing)}: {count} unsynchronised copies would train. Let {starter.name.split()[0]} start one "
-                "`samerun launch` or `accelerate launch` per node, which starts the processes of that node and tells them"
+                f"{starter.name} started {count} processes ({said(environment, starter.world_size)}), but "
+                f"this process has no {', '.join(missing)}: {count} unsynchronised copies would train. Use "
+                f"{starter.name.split()[0]} to start one `samerun launch` or `accelerate launch` per node, "
+                "which starts the processes of that node"
             )
 
 
@@ -161,7 +162,7 @@ def _local_world_size(environment: Mapping[str, str], starter: Starter) -> int:
         if nodes_before < nodes:
             return count
         nodes_before -= nodes
-    raise TopologyError(f"{said(environment, starter.local_world_size, STEP.node_rank)}: there is no number for this node")
+    raise TopologyError(f"{said(environment, starter.local_world_size, STEP.node_rank)}: this node has no number")
 
 
 def _head(environment: Mapping[str, str], starter: Starter, rank: int, *, alone: bool, read: Callable[[str], str]) -> str:
@@ -173,15 +174,16 @@ def _head(environment: Mapping[str, str], starter: Starter, rank: int, *, alone:
     hosts, origin = _hosts(environment, starter, read)
     if not hosts:
         raise TopologyError(
-            f"{starter.name} started processes on several machines, and nothing tells which of them has rank 0: give its "
-            f"name or address as MASTER_ADDR, as in `{starter.tell.format('MASTER_ADDR', 'node1')}`, where node1 is the first "
-            "of the hosts"
+            f"{starter.name} started processes on several machines, and it is unknown which one has rank 0: "
+            f"give its name or address as MASTER_ADDR, as in `{starter.tell.format('MASTER_ADDR', 'node1')}`, "
+            "where node1 is the first of the hosts"
         )
     own = next((environment[name] for name in _OWN_NAMES if name in environment), "")
     if rank == 0 and short(own) in map(short, hosts) and short(own) != short(hosts[0]):
         raise TopologyError(
-            f"rank 0 is on {own}, and the others would look for it on {hosts[0]}, the first host of {origin}: say where it is, "
-            f"as in `{starter.tell.format('MASTER_ADDR', own)}`, or give {starter.name} the hosts in their order"
+            f"rank 0 is on {own}, but the others would look for it on {hosts[0]}, the first host of {origin}: "
+            f"give its address, as in `{starter.tell.format('MASTER_ADDR', own)}`, or list the hosts for "
+            f"{starter.name} in this order"
         )
     return with_suffix(hosts[0], environment)
 

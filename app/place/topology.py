@@ -53,7 +53,7 @@ class Topology:
         if num_nodes is None or num_nodes == self.num_nodes:
             return self
         if not 1 <= num_nodes < self.num_nodes:
-            raise TopologyError(f"--nodes is {num_nodes}, and {self.described('num_nodes')}: say 1 to {self.num_nodes}")
+            raise TopologyError(f"--nodes is {num_nodes}, and {self.described('num_nodes')}: give 1 to {self.num_nodes}")
         origins = {**self.origins, "num_nodes": "--nodes"}
         return replace(self, num_nodes=num_nodes, hosts=self.hosts[:num_nodes], origins=origins)
 
@@ -81,7 +81,7 @@ def _problems(topology: Topology) -> list[str]:
     if topology.threads_per_process is not None and topology.threads_per_process < 1:
         problems.append(f"{topology.described('threads_per_process')}: it must be at least 1")
     if topology.hosts and len(topology.hosts) != topology.num_nodes:
-        problems.append(f"{topology.described('hosts')}: {topology.described('num_nodes')}, so there must be as many names")
+        problems.append(f"{topology.described('hosts')}: {topology.described('num_nodes')}, so there must be one name per node")
     if topology.num_nodes > 1:
         problems += _meeting_problems(topology)
     return problems
@@ -90,11 +90,11 @@ def _problems(topology: Topology) -> list[str]:
 def _meeting_problems(topology: Topology) -> list[str]:
     problems = []
     if topology.port == 0:
-        problems.append(f"{topology.described('port')}: {topology.num_nodes} nodes must be told the same port")
+        problems.append(f"{topology.described('port')}: {topology.num_nodes} nodes must use the same port")
     if _is_loopback(topology.head_address):
         problems.append(
-            f"{topology.described('head_address')}: every one of the {topology.num_nodes} nodes would call itself; "
-            "give a name or an address by which the others reach node 0"
+            f"{topology.described('head_address')}: on each of the {topology.num_nodes} nodes this means the "
+            "node itself; give a name or address by which the others reach node 0"
         )
     return problems
 

@@ -46,7 +46,7 @@ def merge(folder: Path, *, most_bytes: float = math.inf, told_as: Path | None = 
     try:
         size_bytes = sum(file.path.stat().st_size for file in files)
         if size_bytes > most_bytes:
-            timeline = f"the ranks' traces have {_size(size_bytes)}: `samerun timeline {told_as.parent}` puts them together"
+            timeline = f"the ranks' traces have {_size(size_bytes)}: merge them with `samerun timeline {told_as.parent}`"
         else:
             timeline = f"{told_as / TIMELINE}: {_write_timeline(folder, files)}"
         complaints += [file.complaint for file in files if file.complaint]
@@ -77,12 +77,12 @@ def _open(folder: Path) -> tuple[list[RankFile], list[str]]:
             complaints.append(str(error))
     newest = max((file.header.recorded for file in files), default=0.0)
     complaints += [
-        f"{file.path} is of an earlier recording and is left out." for file in files if file.header.recorded < newest
+        f"{file.path} belongs to an earlier recording and is ignored." for file in files if file.header.recorded < newest
     ]
     files = sorted((file for file in files if file.header.recorded == newest), key=lambda file: file.header.rank)
     if not files:
-        broken = "; ".join(complaints) or "it holds no files of ranks"
-        raise RunFolderError(f"{folder} has no profile that can be read: {broken}. Train with profile.steps=10:20 to get one.")
+        broken = "; ".join(complaints) or "it contains no files of ranks"
+        raise RunFolderError(f"{folder} has no readable profile: {broken}. Train with profile.steps=10:20 to get one.")
     there = {file.header.rank for file in files}
     missing = [rank for rank in range(files[0].header.world_size) if rank not in there]
     if missing:

@@ -37,7 +37,7 @@ def check_window(recipe: ProfileRecipe, *, total_steps: int) -> None:
     """Raise RecipeError if a run of so many steps ends before the window does."""
     if recipe.window is not None and recipe.window[1] > total_steps:
         raise RecipeError(
-            f"profile.steps is {recipe.steps}, and the run has {total_steps} steps: give steps that it has, or none (null)."
+            f"profile.steps is {recipe.steps}, and the run has {total_steps} steps: give steps within the run, or null."
         )
 
 
@@ -109,7 +109,7 @@ class Profile:
             return
         recording, self._recording, self._is_over = self._recording, None, True
         if recording is None:
-            self._say(f"note: no profile: this start of the run takes none of the steps {self._first} to {self._last}")
+            self._say(f"note: no profile: this start of the run does not include the steps {self._first} to {self._last}")
             return
         recording.end_step()
         with self._clock.paused():

@@ -137,7 +137,7 @@ class RankFile:
             with gzip.open(path, "rt") as file:
                 self.header = _parse(file.readline())
         except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-            raise RunFolderError(f"{path} cannot be read ({error or type(error).__name__}) and is left out.") from error
+            raise RunFolderError(f"{path} cannot be read ({error or type(error).__name__}) and is ignored.") from error
 
     def events(self) -> Iterator[str]:
         """Yield its events, each a JSON text, up to the end or to where the file is cut or broken."""
@@ -154,7 +154,7 @@ class RankFile:
                     count += 1
         except (OSError, EOFError, zlib.error, ValueError):
             pass  # said below, as of one that ends early
-        self.complaint = f"{self.path} is cut or broken after {count:,} events: the rest of them are missing in the timeline."
+        self.complaint = f"{self.path} is truncated or damaged after {count:,} events: the timeline misses the rest."
 
 
 def _parse(line: str) -> Header:

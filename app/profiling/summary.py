@@ -21,7 +21,7 @@ _SHOWN_RANKS = 16
 _SHOWN_OPERATIONS = 5
 _LEAST_SHARE = 0.01
 _PHASES = {"compute": "forward and backward", "optimizer": "the optimizer's step", "copies": "copies to and from the host",
-           "data_wait": "waiting for data", "other": "what is none of these"}  # fmt: skip
+           "data_wait": "waiting for data", "other": "everything else"}  # fmt: skip
 
 
 @dataclass
@@ -55,7 +55,7 @@ def _communication(headers: Sequence[Header], steps: int, step_us: float) -> lis
     outstanding = statistics.fmean(header.outstanding_us for header in headers) / steps
     exposed = statistics.fmean(header.parts_us["communication"] for header in headers) / steps
     if outstanding == 0 and headers[0].world_size == 1:
-        return ["communication: none, there is one process"]
+        return ["communication: none, because there is one process"]
     if outstanding == 0:
         return ["communication: no collective operation was recorded in these steps"]
     number = len(headers[0].collectives) / steps

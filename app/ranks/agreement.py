@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from app.errors import SamerunError, TopologyError, is_of_a_lost_peer
 
 LONGEST_WAIT = timedelta(days=1)
-"""Longer than a download takes, or a copy, or decoding. What is not over then may well not end."""
+"""Longer than downloading, copying or decoding takes; what takes longer probably hangs."""
 
 
 @contextmanager
@@ -120,8 +120,8 @@ def connecting(rank: int) -> Iterator[None]:
         if through is None or is_of_a_lost_peer(error):
             raise
         raise TopologyError(
-            f"rank {rank} on {socket.gethostname()} cannot connect with the others through {through}: {_what_it_says(text)}. "
-            f"{_REMEDIES[through]}"
+            f"rank {rank} on {socket.gethostname()} cannot connect to the others through {through}: "
+            f"{_what_it_says(text)}. {_REMEDIES[through]}"
         ) from error
 
 

@@ -57,9 +57,9 @@ def _told(name: str, root: Path) -> Iterator[None]:
     def go_on() -> None:
         if is_over.wait(_PATIENCE_S):
             return
-        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version; this may take some minutes")
+        _say(f"compiling DeepSpeed's {name} in {root}, once for this machine and version; this can take some minutes")
         while not is_over.wait(_SAY_EVERY_S):
-            _say(f"compiling DeepSpeed's {name} goes on, for {time.monotonic() - began_s:.0f} s now")
+            _say(f"still compiling DeepSpeed's {name}, after {time.monotonic() - began_s:.0f} s")
 
     teller = threading.Thread(target=go_on, daemon=True)
     teller.start()
@@ -102,8 +102,8 @@ def _alone() -> Iterator[Path]:
         guard = (root / _GUARD).open("w")
     except OSError as error:
         raise PresetError(
-            f"DeepSpeed compiles operators, and their folder {root} cannot be used ({error.strerror}): set "
-            "TORCH_EXTENSIONS_DIR to a folder of yours that can be written"
+            f"DeepSpeed compiles operators into {root}, which cannot be used ({error.strerror}): set "
+            "TORCH_EXTENSIONS_DIR to a writable folder of your own"
         ) from error
     with guard:
         fcntl.flock(guard, fcntl.LOCK_EX)

@@ -47,21 +47,21 @@ def _refuse_what_the_recipe_decides(config: Mapping[str, Any]) -> None:
         "scheduler": ("scheduler" in config, "the learning rate is the recipe's (optim.schedule)"),
         "zero_optimization.offload_optimizer.ratio": (
             offload.get("ratio", 1.0) != 1.0,
-            "a part of the weights would be stepped on by another optimizer",
+            "another optimizer would update a part of the weights",
         ),
         "zero_optimization.compute_grad_norm": (
             not zero.get("compute_grad_norm", True),
-            "without the norm no step could be clipped, or left out for a gradient that is not finite",
+            "clipping, and skipping of gradients that are not finite, need the norm",
         ),
         "bf16.check_grad_overflow": (
             not config.get("bf16", {}).get("check_grad_overflow", True),
-            "steps whose gradient is not finite must be left out",
+            "steps whose gradient is not finite must be skipped",
         ),
     }
     reasons |= {
         f"zero_optimization.offload_{what}.device: nvme": (
             (zero.get(f"offload_{what}") or {}).get("device") == "nvme",
-            "checkpoints and averages of weights cannot reach what lies on NVMe; offload to the CPU (device: cpu)",
+            "checkpoints and weight averages cannot access NVMe; offload to the CPU (device: cpu)",
         )
         for what in ("optimizer", "param")
     }

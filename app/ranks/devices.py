@@ -72,8 +72,8 @@ def exchange(store: dist.Store, device: Device, world_size: int) -> list[Device]
     except dist.DistStoreError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise TopologyError(
-            f"rank {device.rank} on {device.host} waited in vain for {_ranks(missing)} of {world_size}: see why they were not "
-            "started, or ended."
+            f"rank {device.rank} on {device.host} waited for {_ranks(missing)} of {world_size}, which never "
+            "came: check why they did not start, or ended."
         ) from error
 
 
@@ -91,7 +91,7 @@ def check(devices: Sequence[Device]) -> None:
             for takers in shared[:8]
         ]
         raise TopologyError(
-            f"{'; '.join(named)}: start at most one process for each device that a node shows (--processes, "
+            f"{'; '.join(named)}: start at most one process per visible device of a node (--processes, "
             "--num_processes, or the scheduler's tasks per node)."
         )
 
@@ -107,9 +107,9 @@ def confined(devices: Sequence[Device]) -> str | None:
         alike = len({(each.name, each.visible, each.listed) for each in there}) == 1 and there[0].visible == 1
         if alike and len({each.identity for each in there}) > 1:
             return (
-                f"each process of {host} can reach its own GPU only, so NCCL may have to do without NVLink and peer-to-peer. "
-                f"Under Slurm let each task see all GPUs of its node: --gpus-per-node={len(there)} in the place of "
-                "--gpus-per-task (docs/slurm.md)"
+                f"each process on {host} sees only its own GPU, so NCCL may be unable to use NVLink and "
+                "peer-to-peer copies. Under Slurm let each task see all GPUs of its node: "
+                f"--gpus-per-node={len(there)} instead of --gpus-per-task (docs/slurm.md)"
             )
     return None
 

@@ -52,8 +52,9 @@ def check_group(accelerator: Accelerator, launched: Launched, plan: BatchPlan) -
         seen = accelerator.reduce(bit, "sum").tolist()
     if seen != [1] * launched.world_size:
         raise TopologyError(
-            f"{launched.world_size} processes should take part once each; a sum over the group counted, per rank, {seen}. "
-            "Two processes with one RANK, or groups of two jobs on one port: check the machine ranks and the port."
+            f"{launched.world_size} processes should take part once each, but a sum over the group counted "
+            f"per rank {seen}. Either two processes have the same RANK, or two jobs use the same port: check "
+            "the machine ranks and the port."
         )
 
 
@@ -61,8 +62,8 @@ def _check_type(accelerator: Accelerator, launched: Launched) -> None:
     found = accelerator.distributed_type
     if found not in _EXPECTED_TYPE[launched.strategy]:
         raise PresetError(
-            f"the preset asks for {launched.strategy}, and Accelerate made {found.value} of it: the processes would not be "
-            "sharded as asked. Use one of accelerate_configs/, unchanged, and see whether it starts."
+            f"the preset asks for {launched.strategy}, but Accelerate set up {found.value}: the model would "
+            "not be sharded as asked. Try an unchanged preset of accelerate_configs/."
         )
 
 
@@ -73,9 +74,9 @@ def _check_size(accelerator: Accelerator, launched: Launched) -> None:
     if wrong:
         sizes = " and ".join(f"{who} sees {size}" for who, size in wrong.items())
         raise TopologyError(
-            f"the launcher started {launched.world_size} processes, but {sizes}: they would train unsynchronised copies. With "
-            "distributed_type MULTI_GPU and no GPU this is what a plain Accelerator() does; start app.train with a preset of "
-            "accelerate_configs/."
+            f"the launcher started {launched.world_size} processes, but {sizes}: they would train "
+            "unsynchronised copies. A plain Accelerator() does this with distributed_type MULTI_GPU and no "
+            "GPU; start app.train with a preset of accelerate_configs/."
         )
     if accelerator.process_index != launched.rank:
         raise TopologyError(
@@ -99,8 +100,9 @@ def check_agreement(gather: Callable[[Any], list[Any]], device: torch.device, fa
             )
     if differences:
         raise TopologyError(
-            "the ranks would not train the same run. They differ in " + "; ".join(differences) + ". Give every node the same "
-            "files, environment and command line."
+            "the ranks would not train the same run. They differ in "
+            + "; ".join(differences)
+            + ". Use the same files, environment and command line on every node."
         )
 
 
@@ -135,8 +137,8 @@ def _check_precision(accelerator: Accelerator, launched: Launched, model: torch.
         found = accelerator.mixed_precision if accelerator.native_amp else "no"
     if found != launched.mixed_precision:
         raise PresetError(
-            f"the preset's mixed_precision is {launched.mixed_precision}, and what was prepared computes in {found}: set "
-            "mixed_precision in the preset or on the command line, and nothing else that decides it."
+            f"the preset's mixed_precision is {launched.mixed_precision}, but the prepared model computes in "
+            f"{found}: set the precision only by mixed_precision, in the preset or on the command line."
         )
 
 

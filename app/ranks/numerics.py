@@ -37,7 +37,7 @@ class Numerics:
 
     def __str__(self) -> str:
         products = f"float32 products in {'TF32' if self.tf32 else 'IEEE float32'}"
-        return f"{products}, deterministic kernels alone" if self.deterministic else products
+        return f"{products}, deterministic kernels only" if self.deterministic else products
 
 
 def set_up(device: torch.device, *, tf32: bool, deterministic: bool) -> Numerics:
@@ -80,8 +80,8 @@ def refusals_named() -> Iterator[None]:
         if refused is None:
             raise
         raise RecipeError(
-            f"train.deterministic is true, and torch {torch.__version__} has no kernel for {refused[1]} that gives the same "
-            "bits each time: choose another model, or train.deterministic=false"
+            f"train.deterministic is true, and torch {torch.__version__} has no deterministic kernel for "
+            f"{refused[1]}: choose another model, or train.deterministic=false"
         ) from error
 
 
@@ -100,6 +100,6 @@ def _fix_workspace() -> None:
     given = os.environ.setdefault(_WORKSPACE, _FIXED_WORKSPACES[0])
     if given not in _FIXED_WORKSPACES:
         raise RecipeError(
-            f"train.deterministic is true, and {_WORKSPACE} is {given!r} in the environment, with which cuBLAS may not give "
-            f"the same bits each time: unset it, or set it to {' or '.join(_FIXED_WORKSPACES)}"
+            f"train.deterministic is true, and {_WORKSPACE} is {given!r} in the environment, which allows "
+            f"cuBLAS to give other bits each time: unset it, or set it to {' or '.join(_FIXED_WORKSPACES)}"
         )

@@ -33,8 +33,9 @@ def topology_dependence(model: nn.Module) -> list[str]:
     unsynchronized = [name for name, layer in using_batches.items() if not isinstance(layer, nn.SyncBatchNorm)]
     if unsynchronized:
         sentences.append(
-            f"{_counted(unsynchronized, 'batch normalisation layer')}: their statistics are those of one micro-batch, so "
-            "results depend on the number of processes (on GPUs, train.sync_batchnorm=true takes them over all processes)"
+            f"{_counted(unsynchronized, 'batch normalisation layer')}: statistics are computed per "
+            "micro-batch, so results depend on the number of processes (on GPUs, train.sync_batchnorm=true "
+            "computes them over all processes)"
         )
     return sentences
 

@@ -30,8 +30,8 @@ def compute_blocks_again(model: nn.Module, classes: Collection[str]) -> None:
     if not inside:
         named = f"its blocks are said to be {', '.join(sorted(classes))}, and it has none" if classes else "it names no blocks"
         raise RecipeError(
-            f"train.checkpoint_activations is blocks, and of the model, a {type(model).__name__}, {named}: set none, or name "
-            'the classes of its layers in the task, as in blocks = ("Layer",)'
+            f"train.checkpoint_activations is blocks, but for the model, a {type(model).__name__}, {named}: set it to none, or "
+            'give the classes of its layers in the task, as in blocks = ("Layer",)'
         )
 
 

@@ -71,7 +71,7 @@ class Runtime:
         self.workers = workers
         self.signs_of_life, self.step = 0, 0  # see `alive`
         self.notes = list(launched.notes)
-        """What the user should know of the processes."""
+        """Notes for the user about the processes."""
         if launched.variables:
             os.environ.update(launched.variables)  # the one way by which Accelerate can be told
             _await_head(launched)
@@ -235,9 +235,9 @@ def _await_head(launched: Launched) -> None:
 def _cannot_meet(launched: Launched, why: str) -> str:
     meeting_point = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
     return (
-        f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()} cannot join the others at {meeting_point}: "
-        f"{why}. MASTER_ADDR must be the name or address of the machine of rank 0, and MASTER_PORT free there; set them in the "
-        "environment of all processes to choose others."
+        f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()} cannot join the others at "
+        f"{meeting_point}: {why}. MASTER_ADDR must be the name or address of rank 0's machine, and "
+        "MASTER_PORT must be free there; to change them, set both in the environment of all processes."
     )
 
 

@@ -106,15 +106,14 @@ class PassDraws:
         known = [f"{name}: {why}" for name, why in self.left.items()]
         more = f"; {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
         what = "; ".join(known[:_MOST_NAMED]) + more if known else "functional dropout, as in attention, or torch.rand"
-        said = f"forward passes draw random numbers that belong to no sample ({what})"
+        said = f"forward passes use random numbers that do not belong to samples ({what})"
         if plan.passes * parts == 1:
-            return (
-                f"{said}: this recipe is refused on several processes and with accumulation, where its result would be another"
-            )
+            return f"{said}: on several processes or with accumulation this recipe is refused, because its result would differ"
         return (
-            f"{said}, and {plan} would give another result than another division. Set the dropout of attention to 0 "
-            "(nn.MultiheadAttention(dropout=0.0), attention_dropout=0.0 or attn_pdrop=0.0 of transformers), use layers such as "
-            "nn.Dropout on inputs [B, ...], draw in the task's `ready`, or train on one process without accumulation"
+            f"{said}, so the result would depend on the topology (here {plan}). Set the dropout of attention "
+            "to 0 (nn.MultiheadAttention(dropout=0.0), attention_dropout=0.0 or attn_pdrop=0.0 of "
+            "transformers), use layers such as nn.Dropout on inputs [B, ...], draw in the task's `ready`, or "
+            "train on one process without accumulation"
         )
 
     def refuse_others(self, plan: BatchPlan, *, parts: int = 1) -> None:
@@ -175,9 +174,10 @@ class _Calls:
         """Raise TrainingError if it is not known which calls were computed again: then not all have been, in their order."""
         if self._again % self.count:
             raise TrainingError(
-                f"the dropout layer {self._layer} is called {self.count} times in a forward pass, and activation checkpointing "
-                f"has computed only {self._again} of these calls again in one piece: which ones cannot be told. Give each call "
-                "a layer of its own, checkpoint a part of the model that holds all of them, or turn checkpointing off"
+                f"the dropout layer {self._layer} is called {self.count} times in a forward pass, and "
+                f"activation checkpointing recomputed only {self._again} of these calls in one piece, so it "
+                "is unknown which. Use a separate layer for each call, checkpoint a part of the model that "
+                "contains all of them, or turn checkpointing off"
             )
 
 
@@ -225,7 +225,9 @@ class SampleDropout(_DropoutNd):
         of_samples = (rows > 0 and rows % size == 0) if self._draws.are_looked_at else rows == size
         if of_samples and self._kind.dimensions in (None, input.ndim):
             return True
-        self._draws.left[self.name] = f"its input {list(input.shape)} has not {size} samples as its first dimension"
+        self._draws.left[self.name] = (
+            f"the first dimension of its input {list(input.shape)} is not {size}, the number of samples"
+        )
         return False
 
     def _drawn_by_torch(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -263,7 +265,7 @@ def give_to_samples(model: nn.Module, seed: int) -> PassDraws:
         return found
 
     own_layers.replace(model, own)
-    draws.left |= dict.fromkeys(_others(model), "it draws for a whole batch, or inside a function")
+    draws.left |= dict.fromkeys(_others(model), "it draws for a whole batch at once, or inside a function")
     return draws
 
 

@@ -109,8 +109,8 @@ def _refusal(plan: BatchPlan, max_micro_batch: int | None, neighbours: int, why_
 
     if max_micro_batch is not None and max_micro_batch < neighbours:
         return (
-            f"train.max_micro_batch is {max_micro_batch}, and {why_neighbours}: set train.max_micro_batch to {neighbours} or "
-            "more, or switch that off"
+            f"train.max_micro_batch is {max_micro_batch}, and {why_neighbours}: set train.max_micro_batch to "
+            f"{neighbours} or more, or turn that off"
         )
     legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and works(size)]
     below = [size * each for size in legal if size < ranks][-4:]
@@ -121,7 +121,7 @@ def _refusal(plan: BatchPlan, max_micro_batch: int | None, neighbours: int, why_
     if max_micro_batch is not None:
         conditions += f" of at most {max_micro_batch} samples (train.max_micro_batch)"
     choices = ", ".join(map(str, [*below, *above]))
-    remedy = f"use {choices} processes, or" if choices else "no number of processes can:"
+    remedy = f"use {choices} processes, or" if choices else "no number of processes works:"
     who = f"{ranks} processes" if each == 1 else f"{ranks} data-parallel ranks of {each} processes"
     return (
         f"train.global_batch_size is {global_batch_size}, which {who} cannot divide into {conditions}: "

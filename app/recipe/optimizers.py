@@ -50,15 +50,15 @@ TABLE: Mapping[str, Optimizer] = {
         whole_because="torch allocates its sums before parameters are sharded",
     ),
     "adafactor": Optimizer(
-        "Adafactor", (), {"beta2_decay": -0.8, "d": 1.0}, whole_because="it keeps means of whole rows and columns of a matrix"
+        "Adafactor", (), {"beta2_decay": -0.8, "d": 1.0}, whole_because="it keeps means over whole rows and columns of a matrix"
     ),
 }
 LEFT_OUT: Mapping[str, str] = {
-    "ASGD": "it keeps an average of the weights that nothing would evaluate: train.ema_decay is for that",
+    "ASGD": "its average of the weights would never be evaluated: use train.ema_decay",
     "LBFGS": "it computes the loss several times in a step",
-    "Muon": "it steps on matrices alone, and a model has other parameters too",
-    "Rprop": "it takes no learning rate after its first step",
-    "SparseAdam": "it is for sparse gradients, which no preset adds up",
+    "Muon": "it updates only matrices, and models have other parameters too",
+    "Rprop": "its learning rate cannot change after the first step",
+    "SparseAdam": "it is for sparse gradients, which no preset can reduce",
 }
 """The other classes of `torch.optim`, and why there is no name for them."""
 _SHORT = {f"{prefix}{found.torch_name}": name for name, found in TABLE.items() for prefix in ("torch.optim.", "")}
@@ -91,8 +91,9 @@ def refusal(name: str, strategy: str) -> str | None:
         return None
     anywhere = ", ".join(other for other, found in TABLE.items() if not found.whole_because)
     return (
-        f"optim.name is {name}, which needs unsharded parameters ({why}), but the preset's {_CUTTING[strategy]} shards them: "
-        f"use {', '.join(WHOLE_PRESETS[:-1])} or {WHOLE_PRESETS[-1]}, or an optimizer that steps on parts: {anywhere}"
+        f"optim.name is {name}, which needs unsharded parameters ({why}), but the preset's "
+        f"{_CUTTING[strategy]} shards them: use {', '.join(WHOLE_PRESETS[:-1])} or {WHOLE_PRESETS[-1]}, or an "
+        f"optimizer that works on shards: {anywhere}"
     )
 
 

@@ -114,7 +114,7 @@ _PUBLISHED = re.compile(r"torchvision:\w+\.\w+", re.ASCII)
 def _of_initial_weights(train: TrainRecipe) -> list[str]:
     begins_with, problems = train.init_from, []
     if begins_with is None and train.init_allow is not None:
-        problems.append(f"train.init_allow is {train.init_allow!r}, which is for train.init_from, and that is null")
+        problems.append(f"train.init_allow is {train.init_allow!r}, which needs train.init_from, and train.init_from is null")
     if begins_with is not None and begins_with.startswith("torchvision:") and not _PUBLISHED.fullmatch(begins_with):
         example = "torchvision:ResNet50_Weights.IMAGENET1K_V2"
         problems.append(f"train.init_from is {begins_with!r}: published weights have names such as {example}")

@@ -249,7 +249,7 @@ def _entries(
             problems.append(f"{file}:{line}: a key is {keys.shown(key_node)}: expected one word before the colon")
             continue
         if name == "<<":
-            problems.append(f"{file}:{line}: << merges another mapping, which a recipe does not take: write its keys out here")
+            problems.append(f"{file}:{line}: << merges another mapping, which recipes do not support: write its keys here")
             continue
         key = f"{section}.{name}" if section else name
         yield key, _Given(value, f"{file}:{line}")
@@ -291,7 +291,7 @@ def _joined(overrides: Sequence[str], problems: list[str]) -> Iterator[str]:
         if len(apart) == 1:
             yield word
         else:
-            problems.append(f"{' '.join(apart)!r} ({_COMMAND_LINE}): it has spaces in it: write {''.join(apart)}")
+            problems.append(f"{' '.join(apart)!r} ({_COMMAND_LINE}) contains spaces: write {''.join(apart)}")
 
 
 def _override_node(text: str) -> yaml.Node:

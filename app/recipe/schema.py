@@ -221,7 +221,7 @@ class ProfileRecipe:
             return None
         first, last = (int(part) for part in self.steps.split(":"))
         if not 1 <= first <= last:
-            raise ValueError(f"{first}:{last} is no range of steps")
+            raise ValueError(f"{first}:{last} is not a range of steps")
         return first, last
 
 
@@ -232,7 +232,8 @@ def sections_of(task: str) -> type:
         taken = {of_recipe.name for of_recipe in fields(Recipe)} & {section.name for section in fields(own)}
         if taken:
             raise RecipeError(
-                f"task is {task}: it has a section {' and '.join(sorted(taken))}, as the application has: give it another name"
+                f"task is {task}: its section {' and '.join(sorted(taken))} has the name of a section of the "
+                "application: rename it"
             )
         return own
     if task not in tasks.SHIPPED:

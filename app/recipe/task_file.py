@@ -68,7 +68,7 @@ def sections_of(path: str) -> type:
         kw_only=True,
         namespace={
             "neighbours": neighbours,
-            "why_neighbours": f"{Path(path).name} computes with {neighbours} neighbouring samples together",
+            "why_neighbours": f"{Path(path).name} combines {neighbours} neighbouring samples",
             "inputs": property(_inputs),
         },
     )
@@ -80,7 +80,7 @@ def _parsed(path: str) -> tuple[dict[str, ast.ClassDef], ast.Module]:
     except OSError as error:
         raise RecipeError(f"task is {path}: it cannot be read: {error.strerror or error}") from None
     except (SyntaxError, ValueError) as error:
-        raise RecipeError(f"task is {path}: it is no Python that can be read: {error}") from None
+        raise RecipeError(f"task is {path}: it is not valid Python: {error}") from None
     names = [target.id for node in module.body for target in _targets(node)]
     functions = (ast.ClassDef, ast.FunctionDef)
     if TASK not in names and not any(isinstance(node, functions) and node.name == TASK for node in module.body):
@@ -105,7 +105,7 @@ def _named(path: str, classes: Mapping[str, ast.ClassDef]) -> dict[str, str]:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         if node.target.id in _RESERVED:
-            raise RecipeError(f"{path}:{node.lineno}: {node.target.id} is no name for a section")
+            raise RecipeError(f"{path}:{node.lineno}: {node.target.id} is not a valid section name")
         kind = ast.unparse(node.annotation).strip("'")
         if kind not in classes:
             raise RecipeError(

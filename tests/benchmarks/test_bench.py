@@ -107,7 +107,7 @@ def test_ratios_are_those_of_the_same_round():
     ("words", "kind", "sentence"),
     [
         (["--peers", "accelerat"], RecipeError, "'accelerat': choose from accelerate, fabric"),
-        (["--models", "resnet-18"], RecipeError, "model.name is 'resnet-18': there is no such model"),
+        (["--models", "resnet-18"], RecipeError, "model.name is 'resnet-18': no such model"),
         (["--recipe", "digts"], RecipeError, "did you mean digits?"),
         (["--out", "/dev/null/no"], RunFolderError, "/dev/null/no (--out) cannot be made"),
     ],

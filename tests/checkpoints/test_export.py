@@ -146,7 +146,7 @@ def test_what_is_too_large_is_divided_as_transformers_does(tmp_path: Path) -> No
 
 def test_a_run_that_kept_no_best_is_told_so(tmp_path: Path) -> None:
     save_small(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"knows of no best checkpoint: its run had no checkpoint.keep_best=true"):
+    with pytest.raises(CheckpointError, match=r"records no best checkpoint: the run had no checkpoint.keep_best=true"):
         export.main([str(tmp_path), "--best"])
 
 

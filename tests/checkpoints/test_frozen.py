@@ -69,7 +69,11 @@ def test_a_run_goes_on_with_the_frozen_weights_that_it_had(runtime: Runtime, tmp
     saved(runtime, tmp_path / "elsewhere", net(seed=2), 3, second)
     assert (tmp_path / "elsewhere" / "frozen" / file.name).read_bytes() == file.read_bytes()
     for changed in (net(seed=0, fixed="2."), net(seed=0, fixed="none")):
-        with pytest.raises(CheckpointError, match=r"froze 2 parameters, and this one freezes \d; of one are 0.bias, 0.weight"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"froze 2 parameters, and this run freezes \d; only one of "
+            r"them freezes 0.bias, 0.weight",
+        ):
             saved(runtime, tmp_path / "third", changed, 3, second)
 
 

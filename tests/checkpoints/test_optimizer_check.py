@@ -88,13 +88,13 @@ def test_a_learning_rate_that_would_not_arrive_is_refused() -> None:
     runtime, rule, model, optimizer = prepared()
     copies = [dict(group) for group in optimizer.param_groups]
     aside = SimpleNamespace(optimizer=optimizer.optimizer, param_groups=copies)
-    assert "the learning rate of a step is given to 2 groups, and other 2 would step" in refusal(runtime, rule, model, aside)
+    assert "are set on 2 parameter groups, but 2 other groups would be used" in refusal(runtime, rule, model, aside)
 
 
 def test_a_parameter_that_nothing_steps_on_is_refused() -> None:
     runtime, rule, model, optimizer = prepared()
     del optimizer.param_groups[1]
-    assert "nothing steps on bias" in refusal(runtime, rule, model, optimizer)
+    assert "no optimizer updates bias" in refusal(runtime, rule, model, optimizer)
 
 
 @pytest.mark.multiproc
@@ -103,7 +103,7 @@ def test_what_each_process_would_step_on_by_itself_is_refused(tmp_path: Path) ->
     arguments = ("--recipe", "digits", "train.steps=3")
     finished = train("fsdp2", tmp_path / "run", *arguments, processes=2, env={"FSDP_IGNORED_MODULES": "head"})
     assert finished.returncode == PresetError.exit_code
-    assert "would not step on each parameter once: together they step on 2560 elements of head.weight" in finished.output
+    assert "would not update each parameter once: together they update 2560 elements of head.weight" in finished.output
 
 
 @pytest.mark.parametrize(

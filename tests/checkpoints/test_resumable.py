@@ -48,16 +48,17 @@ def test_a_checkpoint_of_other_keys_is_of_another_version(tmp_path: Path) -> Non
 
 def test_another_run_is_named_by_what_differs(tmp_path: Path) -> None:
     said = refusal(lambda: taken_up(tmp_path, "augment.flip=0.5", "seed=3", "data.path=elsewhere", "log.every_steps=3"))
-    assert "is of another run: seed was 0 and is 3; augment.flip was 0.0 and is 0.5. Undo these changes" in said
-    assert "is of another run: task was 'other'" in refusal(lambda: taken_up(tmp_path, and_with={"task": "other"}))
+    assert "belongs to another run: seed was 0 and is 3; augment.flip was 0.0 and is 0.5. Undo these changes" in said
+    assert "belongs to another run: task was 'other'" in refusal(lambda: taken_up(tmp_path, and_with={"task": "other"}))
 
 
 def test_another_length_says_what_it_does_to_the_learning_rates(tmp_path: Path) -> None:
     note = taken_up(tmp_path, "train.epochs=20").note
     # Half of the cosine was done, which is now a quarter.
     assert note == (
-        "the run is 440 steps long now (train.epochs=20) and was 220 (train.epochs=10): under optim.schedule=cosine that moves "
-        "every learning rate from step 111 on, where it is 0.08536 and would have been 0.05"
+        "the run is 440 steps long (train.epochs=20) instead of 220 (train.epochs=10): under "
+        "optim.schedule=cosine this changes "
+        "all learning rates from step 111 on, where it is 0.08536 instead of 0.05"
     )
     assert taken_up(tmp_path, "train.epochs=null", "train.steps=220").note is None
     constant = {"optim.schedule": "constant"}
@@ -70,7 +71,7 @@ def test_another_length_says_what_it_does_to_the_learning_rates(tmp_path: Path) 
 
 def test_a_run_that_is_over_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
     said = refusal(lambda: taken_up(tmp_path, "train.epochs=null", "train.steps=5"))
-    assert "has 110 steps done, and this run is to have 5 (train.steps=5): no step is left" in said
+    assert "is at step 110, and this run has 5 steps (train.steps=5): no step is left" in said
     assert "Give train.steps=110 or more" in said
     assert taken_up(tmp_path, "train.epochs=null", "train.steps=110").step == STEP
 
@@ -82,8 +83,8 @@ def test_a_real_run_says_so_and_leaves_the_folder_as_it_was(digits_run: Path, tm
     files = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     finished = train("cpu", run_dir, *ran, "train.steps=5")
     assert finished.returncode != 0
-    assert "has 40 steps done, and this run is to have 5 (train.steps=5)" in finished.output
+    assert "is at step 40, and this run has 5 steps (train.steps=5)" in finished.output
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == files
     finished = train("cpu", run_dir, *ran, "train.steps=50").check()
-    assert "note: the run is 50 steps long now (train.steps=50) and was 40 (train.epochs=2)" in finished.output
+    assert "note: the run is 50 steps long (train.steps=50) instead of 40 (train.epochs=2)" in finished.output
     assert read_lines(run_dir / "metrics.jsonl")[-1]["step"] == 50

@@ -118,8 +118,8 @@ def test_state_and_buffers_come_back_and_outlive_the_folder(tmp_path: Path) -> N
 def test_a_tensor_that_is_not_there_or_of_another_shape_is_refused(tmp_path: Path) -> None:
     reader = Reader(save_small(tmp_path, 1))
     into = torch.zeros(12)
-    assert "no 'exp_avg' of any parameter: it has weight" in refusal(lambda: reader.read_into(piece(into, key="exp_avg")))
-    assert "no 'weight' of other" in refusal(lambda: reader.read_into(piece(into, name="other")))
+    assert "no 'exp_avg' for any parameter; it has weight" in refusal(lambda: reader.read_into(piece(into, key="exp_avg")))
+    assert "no 'weight' for other" in refusal(lambda: reader.read_into(piece(into, name="other")))
     assert "w has the shape (3, 4) in this run's model and (12,) in" in refusal(
         lambda: reader.read_into(piece(into, shape=[3, 4]))
     )
@@ -154,14 +154,14 @@ def test_many_ranges_are_searched_by_halves(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranges", "problem"),
     [
-        ([(0, 5), (6, 12)], "elements 5 to 5 are in no file"),
-        ([(1, 12)], "elements 0 to 0 are in no file"),
-        ([(0, 11)], "elements 11 to 11 are in no file"),
-        ([(0, 0)], "elements 0 to 11 are in no file"),
+        ([(0, 5), (6, 12)], "elements 5 to 5 are missing from all files"),
+        ([(1, 12)], "elements 0 to 0 are missing from all files"),
+        ([(0, 11)], "elements 11 to 11 are missing from all files"),
+        ([(0, 0)], "elements 0 to 11 are missing from all files"),
         ([(0, 7), (5, 12)], "elements 5 to 6 are in two files, one of them rank-00001.safetensors"),
         ([(0, 12), (3, 4)], "elements 3 to 3 are in two files, one of them rank-00001.safetensors"),
         ([(0, 12), (0, 12)], "elements 0 to 11 are in two files, one of them rank-00001.safetensors"),
-        ([(0, 12), (12, 13)], "it has 12 elements, and 13 are in files"),
+        ([(0, 12), (12, 13)], "it has 12 elements, and the files have 13"),
     ],
 )
 def test_ranges_that_do_not_cover_a_tensor_once_are_not_committed(
@@ -169,7 +169,7 @@ def test_ranges_that_do_not_cover_a_tensor_once_are_not_committed(
 ) -> None:
     before = save_small(tmp_path, 1)
     said = refusal(lambda: save(tmp_path, 2, *([piece(torch.zeros(stop - start), start)] for start, stop in ranges)))
-    assert f"step-00000002 cannot be written: of weight of w, {problem}." in said
+    assert f"step-00000002 cannot be written: weight of w: {problem}." in said
     assert newest(tmp_path) == (before, [])
 
 
@@ -179,16 +179,16 @@ COLUMNS = (Region.made(0, 6, 2, 4), Region.made(2, 6, 2, 4))
 @pytest.mark.parametrize(
     ("regions", "problem"),
     [
-        ([COLUMNS[0]], "elements 10 to 11 are in no file"),
-        ([COLUMNS[1]], "elements 0 to 1 are in no file"),
-        ([COLUMNS[0], Region.made(3, 3, 1, 4)], "3 of its 12 elements are in no file"),
+        ([COLUMNS[0]], "elements 10 to 11 are missing from all files"),
+        ([COLUMNS[1]], "elements 0 to 1 are missing from all files"),
+        ([COLUMNS[0], Region.made(3, 3, 1, 4)], "3 of its 12 elements are missing from all files"),
         ([COLUMNS[0], Region.made(1, 9, 3, 4)], "elements 1 to 9 are in two files, one of them rank-00001.safetensors"),
         ([*COLUMNS, Region.flat(6, 1)], "elements 6 to 6 are in two files, one of them rank-00002.safetensors"),
     ],
 )
 def test_columns_that_do_not_cover_a_tensor_once_are_not_committed(tmp_path: Path, regions: list[Region], problem: str) -> None:
     pieces = [[Piece("weight", "w", (3, 4), region, torch.zeros(region.count))] for region in regions]
-    assert f"of weight of w, {problem}." in refusal(lambda: save(tmp_path, 2, *pieces))
+    assert f"weight of w: {problem}." in refusal(lambda: save(tmp_path, 2, *pieces))
 
 
 def test_of_rows_in_files_only_the_columns_that_are_wanted_are_read(tmp_path: Path) -> None:
@@ -236,11 +236,11 @@ def test_a_file_of_a_rank_that_does_not_share_the_folder_is_missed(tmp_path: Pat
     here, there = begin(ours, 1), begin(claim(tmp_path / "there"), 1)
     entries = [write_pieces(here, 0, [piece(torch.zeros(6))]), write_pieces(there, 1, [piece(torch.zeros(6), 6)])]
     said = refusal(lambda: commit(ours, 1, entries, state={}, buffers={}))
-    assert "rank-00001.safetensors is not what its rank has just written: the run folder must be on a file system" in said
+    assert "rank-00001.safetensors differs from what its rank has just written: the run folder must be on a file system" in said
     assert committed(tmp_path / "here") == []
 
 
 def test_a_dtype_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     values = torch.zeros(12, dtype=torch.complex64)
     said = refusal(lambda: write_pieces(begin(claim(tmp_path), 1), 0, [piece(values)]))
-    assert said.startswith("weight/w@0 is of torch.complex64, which cannot be saved")
+    assert said.startswith("weight/w@0 is torch.complex64, which cannot be saved")

@@ -103,7 +103,11 @@ def test_collate_pads() -> None:
     fetched = Samples.of(texts, names=NAMES, collate=padded).fetch(np.array([0, 3]), None)
     assert fetched["x"].tolist() == [[1, 0, 0, 0], [1, 1, 1, 1]]
     shapes = r"Tensor \[1\] of int64, Tensor \[4\] of int64"
-    with pytest.raises(DataError, match=rf"'x' of the samples 0, 3 makes no tensor: they have {shapes}\. .*, which pads them"):
+    with pytest.raises(
+        DataError,
+        match=rf"'x' of the samples 0, 3 cannot be stacked into a tensor: they have "
+        rf"{shapes}\. .*, which pads them",
+    ):
         Samples.of(texts, names=NAMES).fetch(np.array([0, 3]), None)
 
 
@@ -135,30 +139,30 @@ class Broken(Dataset):
 
 PAIRS = [(torch.zeros(3, 4), 1)] * 3
 REFUSED = {
-    "a stream": (lambda: Samples.of(Stream()), "a Stream, of which no sample can be had by its number. The samples of a step"),
+    "a stream": (lambda: Samples.of(Stream()), "a Stream, which gives no samples by number. The samples of a step"),
     "a stream of the hub": (
         lambda: Samples.of(datasets.Dataset.from_dict({"x": [1]}).to_iterable_dataset()),
-        "an IterableDataset, of which no sample can be had by its number",
+        "an IterableDataset, which gives no samples by number",
     ),
-    "a loader": (lambda: Samples.of(DataLoader(PAIRS)), "a DataLoader, and takes its data set"),
+    "a loader": (lambda: Samples.of(DataLoader(PAIRS)), "a DataLoader, and uses only its data set"),
     "no names": (
         lambda: Samples.of(PAIRS),
-        r"an item of the data set has 2 parts \(Tensor \[3, 4\] of float32, int\), and they have no names yet: say "
-        r"Samples.of\(..., names=\('x', 'y'\)\), a name for each, and None for what is left out",
+        r"an item of the data set has 2 parts \(Tensor \[3, 4\] of float32, int\), and they have no names yet: give "
+        r"Samples.of\(..., names=\('x', 'y'\)\), a name for each part, or None to drop a part",
     ),
-    "too few names": (lambda: Samples.of(PAIRS, names=("x",)), r"has 2 parts .*, and names=\('x',\) has 1: say"),
+    "too few names": (lambda: Samples.of(PAIRS, names=("x",)), r"has 2 parts .*, and names=\('x',\) has 1: give"),
     "another name": (lambda: Samples.of([{"x": 1}], names=("z",)), "has no field 'z': it has x"),
     "words": (
         lambda: Samples.of([("cat", 1)], names=NAMES),
-        "field 'x' is str, of which torch makes no tensor but a list: leave",
+        "field 'x' is str, which torch collates to a list, not a tensor: set its name",
     ),
     "an error": (
         lambda: Samples.of(Broken(), names=NAMES),
-        r"sample 0 of a Broken cannot be made: ValueError: no 0 \(.*wrapped.py:\d+",
+        r"sample 0 of a Broken cannot be loaded: ValueError: no 0 \(.*wrapped.py:\d+",
     ),
-    "other lengths": (lambda: Samples.of({"x": np.zeros(3), "y": np.zeros(2)}), "one length, .* and have: x 3, y 2"),
-    "splits": (lambda: Samples.of({"train": PAIRS}), "takes arrays or tensors of numbers"),
-    "a number": (lambda: Samples.of({"x": 3}), "given int as 'x', and takes arrays"),
+    "other lengths": (lambda: Samples.of({"x": np.zeros(3), "y": np.zeros(2)}), "the same length, .* but have: x 3, y 2"),
+    "splits": (lambda: Samples.of({"train": PAIRS}), "expects arrays or tensors of numbers"),
+    "a number": (lambda: Samples.of({"x": 3}), "given int as 'x', but expects arrays"),
 }
 
 

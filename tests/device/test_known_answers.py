@@ -148,7 +148,7 @@ def test_a_model_that_meets_a_broken_convolution_is_named_with_its_layer() -> No
         faults = arithmetic.judge([as_rank(0, computed(torch.float32, narrow))])
     text = arithmetic.sentence(faults)
     assert "3x3 convolution of 256 to 512 channels with stride 2x2 on maps of 1x1 in float32: the gradient of the" in text
-    assert "The model computes this in layer4.0.conv1: take larger samples (data.image_size)" in text
+    assert "The model does this in layer4.0.conv1: use larger samples (data.image_size)" in text
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library fills memory")

@@ -232,7 +232,7 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(tmp_path):
     def has_said(words: str) -> bool:
         return any(words in line for line in said)
 
-    while not has_said("the devices, each alone"):
+    while not has_said("each device alone"):
         assert process.poll() is None, said
         time.sleep(0.01)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -260,7 +260,7 @@ def test_a_measurement_that_does_not_end_is_given_up():
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == TopologyError.exit_code, ended.stderr
-    assert "TopologyError: clocks: not over after 0.5 s (--patience)" in ended.stderr
+    assert "TopologyError: clocks: not finished after 0.5 s (--patience)" in ended.stderr
 
 
 # Which nodes reach which ---------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
 @pytest.mark.parametrize(
     ("preset", "victim", "code", "said"),
     [
-        ("multi_gpu", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
+        ("multi_gpu", "samerun", -9, "samerun: `samerun launch`, which started this run, has ended, so the run ends."),
         (
             "multi_gpu",
             "launcher",
@@ -134,14 +134,14 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
             137,
             "samerun: rank 1 on localhost was ended by SIGKILL, for example for lack of memory, and the run",
         ),
-        ("cpu", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
+        ("cpu", "samerun", -9, "samerun: `samerun launch`, which started this run, has ended, so the run ends."),
         (
             "cpu",
             "launcher",
             137,
             "samerun: `accelerate launch` was ended by SIGKILL, for example for lack of memory, and the run",
         ),
-        ("alone", "samerun", -9, "samerun: `samerun launch`, which started this run, is gone: the run ends."),
+        ("alone", "samerun", -9, "samerun: `samerun launch`, which started this run, has ended, so the run ends."),
         (
             "alone",
             "rank",
@@ -175,7 +175,7 @@ def test_nothing_is_left_of_a_plain_accelerate_launch(start: Callable[[list[str]
     run = start(accelerate(preset, target=("-m", "idle"), processes=None if preset in ALONE else 2))
     run.wait_until(lambda: run.output.count("up\n") == processes)
     run.kill("launcher")
-    assert run.output.count("samerun: `accelerate launch`, which started this run, is gone: the run ends.") == 1
+    assert run.output.count("samerun: `accelerate launch`, which started this run, has ended, so the run ends.") == 1
 
 
 def test_a_run_with_workers_ends_when_it_fails(tmp_path: Path) -> None:

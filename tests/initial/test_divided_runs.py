@@ -46,7 +46,7 @@ def test_they_begin_with_files_and_go_on_under_other_presets(tmp_path: Path) -> 
         begun = train(preset, tmp_path / preset, *chosen, "checkpoint.every_steps=3", processes=processes).check()
         said = [re.findall("initial weights from .*", finished.output) for finished in (alone, begun)]
         assert said[0] == said[1]
-        assert "1 new, of the seed: transformer.wpe.weight is not there" in said[0][0]
+        assert "1 initialized from the seed: transformer.wpe.weight is not in the file" in said[0][0]
         assert losses(tmp_path / preset) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
     for of, preset, processes in (("fsdp2", "deepspeed_zero3", 3), ("deepspeed_zero3", "fsdp2", 2)):
         on = tmp_path / f"on-{preset}"
@@ -73,7 +73,7 @@ def test_nodes_that_read_other_weights_do_not_begin(tmp_path: Path) -> None:
         started.append(Started(command, cwd=tmp_path / str(node)))
     for finished in [it.wait() for it in started]:
         assert finished.returncode != 0
-        assert re.search(r"They differ in /proc/self/cwd/there/\S+, as this node reads it: rank 0 .* rank 1 ", finished.output)
+        assert re.search(r"They differ in /proc/self/cwd/there/\S+, as read on this node: rank 0 .* rank 1 ", finished.output)
     assert not (tmp_path / "run").exists()
 
 

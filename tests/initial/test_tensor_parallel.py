@@ -54,7 +54,7 @@ def test_what_divides(settings: dict[str, Any], parts: int) -> None:
         ({}, 3, r"num_attention_heads 4, .* evenly: --tensor-parallel may be 1, 2, 4 for this model"),
         ({"key_value_heads": 2}, 4, r"divide num_key_value_heads 2.* evenly: --tensor-parallel may be 1, 2 for this"),
         ({"intermediate_size": 90}, 4, r"outputs of gate_proj 90, .*inputs of down_proj 90 evenly: .* 1, 2 for this"),
-        ({"lora_rank": 2}, 2, "without adapters of LoRA"),
+        ({"lora_rank": 2}, 2, "without LoRA adapters"),
     ],
 )
 def test_what_is_refused(settings: dict[str, Any], parts: int, said: str) -> None:

@@ -103,9 +103,9 @@ def test_what_a_task_forgets_is_named(name: str) -> None:
 
 
 def test_what_is_out_of_reach_is_named() -> None:
-    with pytest.raises(RecipeError, match=r"head\.plain of the model has no numbers: .* register_buffer"):
+    with pytest.raises(RecipeError, match=r"head\.plain of the model has no values: .* register_buffer"):
         filling.whole_model(OfParts(holds="plain"), {})  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=r"built without memory, .* head\.bias has memory"):
+    with pytest.raises(RecipeError, match=r"without memory, but .*head\.bias has memory"):
         filling.whole_model(OfParts(holds="real"), {})  # type: ignore[arg-type]
 
 

@@ -17,8 +17,8 @@ PRESETS: dict[str, tuple[bytes, str]] = {
     "a list": (b"- a\n", "preset bad.yaml: it must hold `key: value` lines"),
     "a recipe": (b"optim:\n  lr: 0.1\n", "optim: a preset holds no such key"),
     "latin-1": (b"# caf\xe9\ndistributed_type: MULTI_GPU\n", "preset bad.yaml:1: it is not UTF-8 (byte 0xe9)"),
-    "a tab": (b"fsdp_config:\n\tfsdp_version: 2\n", "preset bad.yaml:2: a tab stands where YAML wants spaces"),
-    "a zero byte": (b"debug: \x00", "preset bad.yaml:1: it is not YAML: the character '\\x00'"),
+    "a tab": (b"fsdp_config:\n\tfsdp_version: 2\n", "preset bad.yaml:2: YAML does not allow tabs"),
+    "a zero byte": (b"debug: \x00", "preset bad.yaml:1: it is not YAML: it contains the invalid character '\\x00'"),
     "two documents": (b"debug: true\n---\ndebug: false\n", "preset bad.yaml:2: a second document begins here"),
     "a key twice": (b"debug: true\ndistributed_type: 'NO'\ndebug: false\n", "bad.yaml:3: debug is given twice, in line 1"),
     "a key twice in a section": (
@@ -27,7 +27,7 @@ PRESETS: dict[str, tuple[bytes, str]] = {
     "a tag of Python": (b"distributed_type: !!python/name:os.system\n", "it is not YAML of plain values"),
     "a list as key": (b"[a]: 1\n", "it is not YAML of plain values"),
     "an open bracket": (b"distributed_type: [\n", "preset bad.yaml:2: it is not YAML"),
-    "lists without end": (b"debug: " + b"[" * 3000, "stand too deep within one another"),
+    "lists without end": (b"debug: " + b"[" * 3000, "are nested too deeply"),
     "an unknown type": (b"distributed_type: MULTIGPU\n", "distributed_type is 'MULTIGPU': did you mean MULTI_GPU?"),
     "no type": (b"debug: true\n", "distributed_type is None: There is NO, MULTI_GPU, DEEPSPEED, FSDP"),
     "an unknown stage": (f"{DEEPSPEED}  zero_stage: 7\n".encode(), "zero_stage is 7: it must be one of 0, 1, 2, 3"),
@@ -48,8 +48,8 @@ def test_a_preset(content: bytes, sentence: str, refused: Refused, tmp_path: Pat
 
 
 OPTIONS: dict[str, tuple[str, int]] = {
-    "--preset fifo": ("preset fifo: that is not a text file", 4),
-    "--preset folder": ("preset folder: that is not a text file", 4),
+    "--preset fifo": ("preset fifo: it is not a text file", 4),
+    "--preset folder": ("preset folder: it is not a text file", 4),
     "--preset none.yaml": ("preset none.yaml: there is no such file", 4),
     "--preset ddp": ("did you mean multi_gpu?", 4),
     "--config_file zero3": ("did you mean deepspeed_zero3?", 4),
@@ -109,7 +109,8 @@ ENVIRONMENTS: dict[str, str] = {
     "SAMERUN_HOSTS=a,a": "SAMERUN_HOSTS is 'a,a': it must be the names of different hosts",
     "SAMERUN_HOSTS=": "SAMERUN_HOSTS is '': it must be the names of different hosts",
     "SAMERUN_HOSTS=a;b,c": "SAMERUN_HOSTS is 'a;b,c': it must be the names of different hosts",
-    "SAMERUN_HOSTS=127.0.0.1,b": "head_address is '127.0.0.1' (SAMERUN_HOSTS): every one of the 2 nodes would call itself",
+    "SAMERUN_HOSTS=127.0.0.1,b": "head_address is '127.0.0.1' (SAMERUN_HOSTS): on each of the 2 nodes this "
+    "means the node itself",
     f"{HOSTS}SAMERUN_STARTER=rsh": "SAMERUN_STARTER is 'rsh': it must be one of",
     f"{HOSTS}SAMERUN_PORT=x": "SAMERUN_PORT is 'x': it must be a whole number",
     f"{HOSTS}SAMERUN_NODE_RANK=5": "node_rank is 5 (SAMERUN_NODE_RANK): with num_nodes is 2 (SAMERUN_HOSTS) it must be 0 to 1",
@@ -136,7 +137,7 @@ def test_environments(variables: str, sentence: str, refused: Refused, monkeypat
     ("words", "sentence", "code"),
     [
         ("--processes 2", "--processes is 2, which is for one machine", 5),
-        ("--nodes 3", "--nodes is 3, and num_nodes is 2 (SAMERUN_HOSTS): say 1 to 2", 5),
+        ("--nodes 3", "--nodes is 3, and num_nodes is 2 (SAMERUN_HOSTS): give 1 to 2", 5),
         ("--num_processes 3", "it must be a multiple of 2", 5),
         ("--preset cpu", "preset cpu starts 1 process, and this run has 2", 4),
     ],

@@ -27,7 +27,7 @@ OPTIONS: dict[str, str] = {
     "JOB --recipe digts": "there is no recipe and no file of that name; did you mean digits?",
     "JOB optim.lrr=1": "optim.lrr (command line): there is no such key; did you mean optim.lr?",
     "JOB seed=1 seed=2": "seed is given twice (command line: 1 and 2): keep one of them",
-    "JOB model.name=resnet-18": "model.name is 'resnet-18': there is no such model; did you mean resnet18",
+    "JOB model.name=resnet-18": "model.name is 'resnet-18': no such model; did you mean resnet18",
     "JOB data.path=nowhere": "data.path is 'nowhere': there is no such file or folder",
     "JOB --run-dir file": "file is a file: choose another --run-dir",
     "JOB --run-dir file/run": "file/run cannot be made, because",

@@ -354,6 +354,10 @@ def test_the_first_of_the_hosts_can_be_asked_for():
     assert "SAMERUN_HOSTS=node1,node2" in found.start
     assert detect.find(three, nodes=1).start == ()  # this is the first of them
     assert detect.find(three, nodes=3) == detect.find(three)
-    for environment, nodes, words in ((three, 4, "say 1 to 3"), (three, 0, "say 1 to 3"), ({}, 2, "no scheduler's allocation")):
+    for environment, nodes, words in (
+        (three, 4, "give 1 to 3"),
+        (three, 0, "give 1 to 3"),
+        ({}, 2, "no scheduler's allocation"),
+    ):
         with pytest.raises(TopologyError, match=words):
             detect.find(environment, nodes=nodes)

@@ -148,7 +148,7 @@ def test_who_needs_whole_parameters_is_refused_where_they_are_cut(name: str, pre
     ("words", "said"),
     [
         (["optim.name=adamx"], "optim.name is 'adamx': did you mean adamax or adam?; there is sgd, adamw"),
-        (["optim.name=torch.optim.Muon"], "optim.name is 'torch.optim.Muon': it steps on matrices alone"),
+        (["optim.name=torch.optim.Muon"], "optim.name is 'torch.optim.Muon': it updates only matrices"),
         (["optim.name=lbfgs"], "it computes the loss several times in a step"),
         (["optim.settings=alpha=0.9"], "optim.settings has 'alpha=0.9': adamw has no such setting; it has amsgrad"),
         (["optim.settings=amsgrad=1"], "amsgrad is 1: it must be true or false"),
@@ -186,7 +186,7 @@ def test_settings_reach_torch_and_what_it_refuses_is_said() -> None:
         "momentum": 0.9,
         "alpha": 0.9,
     }
-    with pytest.raises(RecipeError, match=r"torch's RMSprop refuses what optim says: Invalid alpha value: -1\.0"):
+    with pytest.raises(RecipeError, match=r"torch's RMSprop refuses the settings of optim: Invalid alpha value: -1\.0"):
         from_recipe.build(OptimRecipe(name="rmsprop", settings=("alpha=-1",)), nn.Linear(2, 2))
 
 
@@ -229,7 +229,7 @@ def test_groups_have_their_rates_and_their_weight_decay() -> None:
 def test_groups_of_nothing_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"optim.groups has haed.\*, which matches no parameter of the model: it has head"):
         groups("haed.* lr_factor=2")
-    with pytest.raises(RecipeError, match=r"optim.groups has \*.bias, but earlier groups have taken all 3 parameters"):
+    with pytest.raises(RecipeError, match=r"optim.groups has \*.bias, but earlier groups already contain all 3 parameters"):
         groups("* lr_factor=2", "*.bias weight_decay=0")
 
 

@@ -145,7 +145,7 @@ def test_length(train, expected):
 
 def test_data_smaller_than_one_global_batch():
     assert length_in_steps(TrainRecipe(epochs=1), dataset_size=64, global_batch_size=64) == Length(1, 1)
-    with pytest.raises(DataError, match=r"63 samples.*takes 64.*train\.global_batch_size to 63"):
+    with pytest.raises(DataError, match=r"63 samples.*has 64.*train\.global_batch_size to 63"):
         length_in_steps(TrainRecipe(epochs=1), dataset_size=63, global_batch_size=64)
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_nobody_lives_to_see_is_refused():
     assert length_in_steps(TrainRecipe(steps=10**9), dataset_size=64, global_batch_size=64).total_steps == 10**9
     with pytest.raises(RecipeError, match=r"train\.steps is 1000000000000: it must be .* at most 1,000,000,000"):
         Recipe(train=TrainRecipe(steps=10**12))
-    sentence = r"train\.epochs is 1000000000, which are 22,000,000,000 steps of this data: .* they take 0\.7 years"
+    sentence = r"train\.epochs is 1000000000, which is 22,000,000,000 steps with this data: .* that takes 0\.7 years"
     with pytest.raises(RecipeError, match=sentence):
         length_in_steps(TrainRecipe(epochs=10**9), dataset_size=1438, global_batch_size=64)
 
@@ -163,4 +163,4 @@ def test_rates_that_are_hardly_meant_are_told():
     assert notes_on(OptimRecipe(lr=0.1, warmup_epochs=2), length) == []
     assert notes_on(OptimRecipe(lr=0.0), length) == ["optim.lr is 0: no step will change a weight"]
     (note,) = notes_on(OptimRecipe(warmup_steps=3000), length)
-    assert note.startswith("the warm-up takes 3,000 steps and the run has 20: the learning rate does not reach its peak")
+    assert note.startswith("the warm-up has 3,000 steps and the run has 20: the learning rate never reaches its peak")

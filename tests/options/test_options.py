@@ -43,5 +43,5 @@ def test_zero_is_refused(kind: Callable[[str], Any]) -> None:
 
 @pytest.mark.parametrize("text", ["1.5", "1,x", "1,,2", "0,1"])
 def test_numbers_are_whole_and_from_1(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"expected numbers from 1"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"expected numbers of at least 1"):
         numbers(text)

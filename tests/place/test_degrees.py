@@ -55,23 +55,23 @@ def test_neighbours_get_the_same_samples() -> None:
         (
             started(6, 3, tp_size=4),
             TopologyError,
-            r"tp_size is 4 \(PARALLELISM_CONFIG_TP_SIZE\), and 4 does not divide the 6 pro",
+            r"tp_size is 4 \(PARALLELISM_CONFIG_TP_SIZE\), which does not divide the 6 pro",
         ),
         (
             started(6, 3, dp_replicate_size=4),
             TopologyError,
-            r"_dp_replicate_size is 4 \(\S+\), and 4 does not divide",
+            r"_dp_replicate_size is 4 \(\S+\), which does not divide",
         ),
         (started(2, 1, dp_replicate_size=-1), TopologyError, r"there are 2 processes: .*nothing is sharded.* multi_node\.yaml"),
         (
             started(8, 4, dp_replicate_size=2, dp_shard_size=2),
             TopologyError,
-            r"dp_shard_size is 2 \(\S+\), and 8 processes have 4",
+            r"dp_shard_size is 2 \(\S+\), but 8 processes leave 4",
         ),
         (
             started(8, 4, dp_replicate_size=-1, tp_size=2),
             PresetError,
-            r"dp_replicate_size is -1 .* and \S+tp_size is 2 \S+: copies",
+            r"dp_replicate_size is -1 .* and \S+tp_size is 2 \S+: replicas",
         ),
         (started(8, 4, cp_size=2), PresetError, r"parallelism_config_cp_size is 2: context parallelism is not supported"),
         (started(8, 4, sp_size=2), PresetError, r"parallelism_config_sp_size is 2: sequence parallelism is not supported"),
@@ -92,6 +92,6 @@ def test_what_cannot_be_is_refused(environment, error, words) -> None:
 def test_what_a_user_should_know_is_said() -> None:
     assert read(started(8, 4, tp_size=4)).notes == ()
     (said,) = read(started(8, 4, tp_size=8)).notes
-    assert "8 processes that compute a matrix together are not on one node, which has 4" in said
+    assert "8 tensor-parallel processes span several nodes of 4" in said
     (said,) = read(started(4, 4, dp_replicate_size=-1)).notes
-    assert "there is one node" in said
+    assert "on one node there is one copy" in said

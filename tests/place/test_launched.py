@@ -52,7 +52,7 @@ def test_what_a_scheduler_started_one_by_one_finds_its_place(name: str) -> None:
 
 
 def test_such_processes_are_joined_by_ddp_only() -> None:
-    with pytest.raises(PresetError, match=r"srun started 4 processes, which are joined by DDP.*deepspeed: let srun start"):
+    with pytest.raises(PresetError, match=r"srun started 4 processes, which can only run DDP.*deepspeed: use srun to start"):
         read(captured("slurm-2node-2task-step") | {"ACCELERATE_USE_DEEPSPEED": "true"})
 
 
@@ -103,7 +103,7 @@ def test_the_end_of_the_allocation_is_taken_over() -> None:
 
 @pytest.mark.parametrize("value", ["1000000000", "01:00:00", "", "nan", "1763748123000"])
 def test_an_end_of_the_allocation_that_cannot_be_is_refused(value: str) -> None:
-    with pytest.raises(TopologyError, match=f"SAMERUN_END_TIME is '{value}': it must be when the allocation ends"):
+    with pytest.raises(TopologyError, match=f"SAMERUN_END_TIME is '{value}': it must be the end of the allocation"):
         read({"SAMERUN_END_TIME": value})
 
 
@@ -142,7 +142,7 @@ def test_an_address_that_a_script_of_a_job_has_set_is_no_mistake(
     [
         ([*PLAIN, "cpu.yaml", "--num_processes", "2", "train.py"], "was asked for several processes and started one"),
         (["python", "-m", "accelerate.commands.launch", "--num-machines=2", "--cpu", "-m", "app.train"], "asked for several"),
-        (["bash", "launch"], "unset MASTER_ADDR and MASTER_PORT if it was one"),
+        (["bash", "launch"], "if it was asked for one, unset MASTER_ADDR and MASTER_PORT"),
     ],
 )
 def test_one_for_several_is_refused_with_what_was_found(

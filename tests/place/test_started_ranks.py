@@ -109,7 +109,7 @@ def test_nodes_may_have_different_numbers_of_tasks():
 @pytest.mark.parametrize("start", ["rsh-mpirun", "hydra"])
 def test_plain_mpirun_across_machines_is_told_what_to_give(start):
     for environment in environments(start):
-        with pytest.raises(TopologyError, match=r"nothing tells which of them has rank 0: give.*MASTER_ADDR.*node1"):
+        with pytest.raises(TopologyError, match=r"it is unknown which one has rank 0: give.*MASTER_ADDR.*node1"):
             translated(environment)
         rank = translated(environment, MASTER_ADDR="node1", MASTER_PORT="1234")
         assert rank.variables()["MASTER_ADDR"] == "node1"
@@ -160,7 +160,7 @@ def test_starters_as_they_are_described(environment, starter):
 
 
 def test_a_nodefile_that_is_not_on_this_host_is_as_if_not_there():
-    with pytest.raises(TopologyError, match=r"nothing tells which"):
+    with pytest.raises(TopologyError, match=r"it is unknown which"):
         started_ranks.translate(PALS | {"PBS_NODEFILE": "/no/such/file"})
 
 
@@ -194,8 +194,8 @@ def test_ranks_of_torchrun_are_told_already():
         ("slurm-mpirun", {"OMPI_COMM_WORLD_SIZE": "x"}, ["OMPI_COMM_WORLD_SIZE is 'x'", "whole number"]),
         ("slurm-mpirun", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=4", "unset WORLD_SIZE"]),
         ("slurm-mpirun", {"MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
-        ("srun-gpu-per-task", {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "no number for this node"]),
-        ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST is 'node[1-'", "no list of nodes"]),
+        ("srun-gpu-per-task", {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "this node has no number"]),
+        ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST is 'node[1-'", "not a list of nodes"]),
         ("srun-gpu-per-task", {"SLURM_STEP_NODELIST": "node[2,1]"}, ["rank 0 is on node1", "MASTER_ADDR=node1"]),
         ("pbs-mpirun", {"PMIX_HOSTNAME": "node2"}, ["rank 0 is on node2", "look for it on node1", "-x MASTER_ADDR=node2"]),
     ],
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused(start, said, words):
 
 
 def test_ranks_that_do_not_know_their_place_on_the_node_are_refused():
-    with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*not told MPI_LOCALRANKID, MPI_LOCALNRANKS.*unsynchronised copies"):
+    with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*has no MPI_LOCALRANKID, MPI_LOCALNRANKS.*unsynchronised copies"):
         started_ranks.translate({"PMI_RANK": "1", "PMI_SIZE": "4"})
 
 

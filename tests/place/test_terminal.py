@@ -167,7 +167,7 @@ def test_a_lost_terminal_makes_a_run_save_and_stop(terminal: Callable[..., Termi
     shell.hang_up()
     assert shell.ended() == STOPPED
     outcome = read(tmp_path / "outcome.json")
-    assert (outcome["outcome"], outcome["reason"]) == ("stopped", "SIGHUP came, the terminal is lost")
+    assert (outcome["outcome"], outcome["reason"]) == ("stopped", "SIGHUP was received: the terminal is gone")
     assert list((tmp_path / "checkpoints").glob("step-*"))
 
 

@@ -101,7 +101,7 @@ def test_it_is_put_together_again_from_what_is_left(
     path_of(folder, 1).write_bytes(whole[: len(whole) * 3 // 4])
     assert cli.main(["timeline", str(copied)]) == 0
     said = capsys.readouterr().out
-    assert f"{path_of(folder, 1)} is cut or broken after" in said
+    assert f"{path_of(folder, 1)} is truncated or damaged after" in said
     assert "late: rank 1" in said, "what the first line says is whole"
     with gzip.open(folder / "timeline.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -116,7 +116,7 @@ def test_it_is_put_together_again_from_what_is_left(
 
     path_of(folder, 0).unlink()
     assert cli.main(["timeline", str(copied)]) == 7
-    assert "has no profile that can be read" in capsys.readouterr().err
+    assert "has no readable profile" in capsys.readouterr().err
 
 
 def test_a_run_without_a_profile_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

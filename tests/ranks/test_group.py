@@ -84,15 +84,15 @@ def test_processes_that_would_share_a_device_are_told_so_when_they_meet() -> Non
     """The devices are made up; whose they are the processes do tell each other."""
     shared = replace(GPU, visible=1, listed="0")
     expected = (
-        "ranks 0, 1 on node1 would share cuda:0 (of 1 visible there): start at most one process for each device that a node "
-        "shows (--processes, --num_processes, or the scheduler's tasks per node)."
+        "ranks 0, 1 on node1 would share cuda:0 (of 1 visible there): start at most one process per visible device of a node "
+        "(--processes, --num_processes, or the scheduler's tasks per node)."
     )
     assert sentences(*node(shared, shared), world_size=2) == [expected] * 2
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     (sentence,) = sentences(GPU, world_size=3, timeout_s=2)
-    assert sentence == "rank 0 on node1 waited in vain for ranks 1, 2 of 3: see why they were not started, or ended."
+    assert sentence == "rank 0 on node1 waited for ranks 1, 2 of 3, which never came: check why they did not start, or ended."
 
 
 CPU = Device(rank=0, host="node1", name="cpu")
@@ -117,8 +117,8 @@ def test_a_device_is_the_same_under_another_number() -> None:
 def test_who_can_reach_only_its_own_gpu_is_told_what_that_may_cost() -> None:
     note = devices.confined(node(ONLY, replace(ONLY, identity="GPU-b"), replace(ELSEWHERE, visible=1)))
     assert note is not None
-    assert "each process of node1 can reach its own GPU only" in note
-    assert "--gpus-per-node=2 in the place of --gpus-per-task" in note
+    assert "each process on node1 sees only its own GPU" in note
+    assert "--gpus-per-node=2 instead of --gpus-per-task" in note
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def test_a_plain_accelerator_under_multi_gpu_without_gpus_is_two_copies() -> Non
     ("config", "arguments", "sentence"),
     [
         ("deepspeed_zero2", (), "the launcher started 2 processes, but Accelerate sees 1"),
-        ("deepspeed_zero2", ("--cpu",), "the preset asks for deepspeed, and Accelerate made MULTI_CPU of it"),
-        ("fsdp2", (), "the preset asks for fsdp2, and Accelerate made NO of it"),
-        ("fsdp2", ("--cpu",), "the preset asks for fsdp2, and Accelerate made MULTI_CPU of it"),
+        ("deepspeed_zero2", ("--cpu",), "the preset asks for deepspeed, but Accelerate set up MULTI_CPU"),
+        ("fsdp2", (), "the preset asks for fsdp2, but Accelerate set up NO"),
+        ("fsdp2", ("--cpu",), "the preset asks for fsdp2, but Accelerate set up MULTI_CPU"),
     ],
 )
 def test_sharding_that_silently_is_none(config: str, arguments: tuple[str, ...], sentence: str) -> None:
@@ -125,7 +125,7 @@ def test_a_precision_of_deepspeeds_config_file_is_none_that_nobody_wrote_down(tm
     named = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json"), "ACCELERATE_CONFIG_DS_FIELDS": ""}
     finished = train("deepspeed_zero2", tmp_path / "run", *SHORT, processes=2, env=named)
     assert finished.returncode == PresetError.exit_code
-    assert "mixed_precision is no, and what was prepared computes in bf16" in finished.output
+    assert "mixed_precision is no, but the prepared model computes in bf16" in finished.output
 
 
 @pytest.mark.parametrize("config", ["single_gpu", "cpu"])
@@ -139,9 +139,9 @@ def test_that_there_is_no_gpu_is_said_where_one_was_asked_for(config: str, tmp_p
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("SLURM_STEP_NUM_TASKS", "srun started 2 processes (SLURM_STEP_NUM_TASKS=2), but this one is not told"),
-        ("OMPI_COMM_WORLD_SIZE", "mpirun (Open MPI) started 2 processes (OMPI_COMM_WORLD_SIZE=2), but this one is not told"),
-        ("PMI_SIZE", "mpiexec (PMI) started 2 processes (PMI_SIZE=2), but this one is not told"),
+        ("SLURM_STEP_NUM_TASKS", "srun started 2 processes (SLURM_STEP_NUM_TASKS=2), but this process has no"),
+        ("OMPI_COMM_WORLD_SIZE", "mpirun (Open MPI) started 2 processes (OMPI_COMM_WORLD_SIZE=2), but this process has no"),
+        ("PMI_SIZE", "mpiexec (PMI) started 2 processes (PMI_SIZE=2), but this process has no"),
     ],
 )
 def test_python_started_by_a_scheduler_without_its_environment_stops(tmp_path: Path, name: str, sentence: str) -> None:
@@ -169,7 +169,7 @@ def test_a_network_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> No
     finished = launch("multi_gpu", tmp_path / "run", *SHORT, processes=2, env={"GLOO_SOCKET_IFNAME": "nosuch"})
     assert finished.returncode != 0
     assert "TopologyError: rank 0 on" in finished.output
-    assert "cannot connect with the others through gloo: " in finished.output
+    assert "cannot connect to the others through gloo: " in finished.output
     assert "nosuch. GLOO_SOCKET_IFNAME names the network interface to use." in finished.output
     assert not (tmp_path / "run").exists()
 

@@ -81,7 +81,7 @@ def test_cublas_has_a_fixed_workspace_before_it_computes(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("_spoilt")
 def test_an_operation_without_a_deterministic_kernel_is_refused_in_a_sentence() -> None:
     numerics.set_up(CPU, tf32=False, deterministic=True)
-    with pytest.raises(RecipeError, match=r"train\.deterministic is true, and torch .* has no kernel for put_ "):  # noqa: SIM117
+    with pytest.raises(RecipeError, match=r"train\.deterministic is true, and torch .* has no deterministic kernel for put_ "):  # noqa: SIM117
         with numerics.refusals_named():
             torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), numerics.refusals_named():
@@ -149,13 +149,13 @@ def test_a_run_says_how_it_computes_and_goes_on_so_alone(tmp_path: Path) -> None
     said = train("cpu", usual, *SHORT).check().output
     assert "mixed_precision no, float32 products in IEEE float32\n" in said
     said = train("cpu", other, *SHORT, "train.tf32=true", "train.deterministic=true").check().output
-    assert "float32 products in IEEE float32, deterministic kernels alone" in said  # a CPU has no TF32
+    assert "float32 products in IEEE float32, deterministic kernels only" in said  # a CPU has no TF32
     assert [read(folder / "run.json")["deterministic"] for folder in (usual, other)] == [False, True]
     assert [read(folder / "run.json")["tf32"] for folder in (usual, other)] == [False, False]
     # A CPU's kernels give the same bits each time anyway, and no other ones when asked to.
     assert (usual / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     refused = train("cpu", tmp_path / "third", *SHORT, "--resume", str(other))
     assert refused.returncode == 11
-    assert "is of another run: train.tf32 was True and is False" in refused.output
+    assert "belongs to another run: train.tf32 was True and is False" in refused.output
     longer = ("train.steps=5", "train.tf32=true")  # without train.deterministic, which changes nothing of what is learnt
     train("cpu", tmp_path / "fourth", *SHORT, *longer, "--resume", str(other)).check()

@@ -54,7 +54,7 @@ def test_a_key_twice_on_the_command_line(write):
 @pytest.mark.parametrize("words", [["optim.lr", "=", "0.1"], ["optim.lr=", "0.1"], ["optim.lr", "=0.1"]])
 def test_spaces_around_the_sign(write, words):
     (problem,) = problems(write("seed: 1\n"), "seed=3", *words, "train.steps=3")
-    assert problem == f"{' '.join(words)!r} (command line): it has spaces in it: write optim.lr=0.1"
+    assert problem == f"{' '.join(words)!r} (command line) contains spaces: write optim.lr=0.1"
 
 
 def test_keys_in_quotes_and_in_braces_are_keys(write):

@@ -92,7 +92,7 @@ def test_the_command_line_names_a_file_seen_from_the_working_directory(tmp_path:
 
 REFUSED = {
     "no file": (None, "task is {path}: it cannot be read: No such file or directory (mine.yaml:1)"),
-    "no Python": ("class :", "task is {path}: it is no Python that can be read: invalid syntax"),
+    "no Python": ("class :", "task is {path}: it is not valid Python: invalid syntax"),
     "no task": ("x = 1", "task is {path}: the file must end with `task = MyTask`"),
     "a computed default": (PLAIN.replace("= (1, 2)", "= f()"), "{path}:17: table.columns has no literal default"),
     "no default": (PLAIN.replace(": bool = False", ": bool"), "{path}:16: table.cache has no literal default"),
@@ -104,7 +104,7 @@ REFUSED = {
     ),
     "a section of the application": (
         PLAIN.replace("table: Table", "optim: Table"),
-        "task is {path}: it has a section optim, as the application has",
+        "task is {path}: its section optim has the name of a section of the application",
     ),
     "neighbours": (PLAIN.replace("neighbours = 2", "neighbours = 0"), "{path}:28: neighbours is 0: it must be a whole number"),
 }  # fmt: skip
@@ -137,5 +137,5 @@ def test_the_launcher_shows_what_it_would_start_without_running_the_file(tmp_pat
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
-    assert "train.global_batch_size is 128: it must be a multiple of 3, because own.py computes with 3" in done.stderr
+    assert "train.global_batch_size is 128: it must be a multiple of 3, because own.py combines 3" in done.stderr
     assert "this file was run" not in done.stdout + done.stderr

@@ -12,15 +12,15 @@ DEEP = b"[" * 3000 + b"\n"
 # File, what it holds (None: it is a folder), command, what is said, exit code.
 Row = tuple[str, bytes | None, str, str, int]
 DAMAGE: list[Row] = [
-    ("metrics.jsonl", b"{\n", "report run", "run/metrics.jsonl: a line is broken or cut (line 1: it is no JSON", 0),
+    ("metrics.jsonl", b"{\n", "report run", "run/metrics.jsonl: a line is damaged or truncated (line 1: it is not JSON", 0),
     ("metrics.jsonl", b"\xff\xfe\n", "report run", "(line 1: it is not UTF-8) and left out", 0),
-    ("metrics.jsonl", b"[1]\n", "report run", "(line 1: it is no object but list) and left out", 0),
+    ("metrics.jsonl", b"[1]\n", "report run", "(line 1: it is list, not an object), and is ignored", 0),
     ("metrics.jsonl", b'{"step": 1e400}\n', "report run", "(line 1: it does not tell its step) and left out", 0),
     ("metrics.jsonl", b'{"step": 1}\n', "report run", "cannot be shown, since a value is not what a run writes there", 0),
     ("metrics.jsonl", DEEP, "report run", "(line 1: it is nested too deeply) and left out", 0),
     ("metrics.jsonl", None, "report run", "run/metrics.jsonl cannot be read: Is a directory", 0),
     ("metrics.jsonl", b"", "curves run", "run: no training loss is recorded", 0),
-    ("metrics.jsonl", b"\0\0\0\n", "compare run other", "a line is broken or cut", 1),
+    ("metrics.jsonl", b"\0\0\0\n", "compare run other", "a line is damaged or truncated", 1),
     ("metrics.jsonl", None, "compare run other", "run/metrics.jsonl cannot be read: Is a directory", 1),
     ("metrics.jsonl", DEEP, "watch --once run", "(line 1: it is nested too deeply) and left out", 0),
     ("ledger.jsonl", b"{}\n", "verify run", "does not begin with a start of the run", 7),
@@ -32,7 +32,7 @@ DAMAGE: list[Row] = [
     ("recipe.yaml", b"", "verify run", "recipe.yaml: the file is empty", 3),
     ("recipe.yaml", b"seed: 1\n", "verify run", "does not say train.global_batch_size, so it is truncated", 3),
     ("recipe.yaml", b"seed: 1\xff\n", "verify run", "recipe.yaml:1: it is not UTF-8", 3),
-    ("recipe.yaml", None, "verify run", "that is not a text file", 3),
+    ("recipe.yaml", None, "verify run", "it is not a text file", 3),
     ("recipe.yaml", b"", "compare run other", "a recipe cannot be read", 1),
     ("run.json", b"[]", "report run", "run/run.json is broken: it holds list, not an object", 0),
     ("run.json", b"", "report run", "run/run.json cannot be read", 0),

@@ -132,8 +132,9 @@ def test_a_takeover_keeps_what_came_before_its_step_and_says_what_it_cannot_read
     path.write_bytes(b"".join([*lines[:3], *broken, *lines[3:], b'{"ste']))
     newer = claim(tmp_path)
     assert newer.go_on_after(5) == [
-        f"{path}: 7 lines are broken or cut (the first is line 4: it is no JSON (Expecting value: line 1 column 1 (char 0))) "
-        "and left out."
+        f"{path}: 7 lines are damaged or truncated (the first is line 4: it is not JSON (Expecting value: line "
+        f"1 column 1 (char 0))), "
+        "and are ignored."
     ]
     newer.append("metrics.jsonl", {"step": 6, "again": True})
     older.append("metrics.jsonl", {"step": 9})

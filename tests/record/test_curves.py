@@ -41,7 +41,7 @@ def test_a_folder_of_runs_is_drawn_and_what_is_broken_is_said(runs: Path, tmp_pa
     for sentence in (
         f"{tmp_path} is not the folder of a run",
         f"{runs / 'digits-10' / 'metrics.jsonl'} is missing",
-        f"{runs / 'digits-2' / 'metrics.jsonl'}: a line is broken or cut",
+        f"{runs / 'digits-2' / 'metrics.jsonl'}: a line is damaged or truncated",
         "digits-2: no validation accuracy is recorded",
     ):
         assert sum(sentence in line for line in printed.err.splitlines()) == 1, printed.err

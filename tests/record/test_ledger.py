@@ -49,7 +49,7 @@ def test_a_line_cut_off_anywhere_is_left_out_and_the_next_start_begins_a_new_one
     whole = path.read_bytes()
     for length in range(len(before), len(whole), 5):
         path.write_bytes(whole[:length])
-        cut = None if length == len(before) else f"{path}: a line is broken or cut (line 2: it is cut) and left out."
+        cut = None if length == len(before) else f"{path}: a line is damaged or truncated (line 2: it is cut), and is ignored."
         assert ledger.read(tmp_path) == ([START], cut)
         write(tmp_path, [START])
         assert ledger.read(tmp_path) == ([START, START], None)
@@ -58,12 +58,12 @@ def test_a_line_cut_off_anywhere_is_left_out_and_the_next_start_begins_a_new_one
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (b'{"event": "steps", "fir', "a line is broken or cut (line 2: it is no JSON"),
-        (bytes(100), "a line is broken or cut (line 2: it is no JSON"),
-        (b'{"event": "\xff\xfe"}', "a line is broken or cut (line 2: it is not UTF-8) and left out."),
-        (b"[" * 100_000, "a line is broken or cut (line 2: it is nested too deeply) and left out."),
-        (b"[1]", "a line is broken or cut (line 2: it is no object but list) and left out."),
-        (b"[1]\n\n[2]", "2 lines are broken or cut (the first is line 2: it is no object but list) and left out."),
+        (b'{"event": "steps", "fir', "a line is damaged or truncated (line 2: it is not JSON"),
+        (bytes(100), "a line is damaged or truncated (line 2: it is not JSON"),
+        (b'{"event": "\xff\xfe"}', "a line is damaged or truncated (line 2: it is not UTF-8), and is ignored."),
+        (b"[" * 100_000, "a line is damaged or truncated (line 2: it is nested too deeply), and is ignored."),
+        (b"[1]", "a line is damaged or truncated (line 2: it is list, not an object), and is ignored."),
+        (b"[1]\n\n[2]", "2 lines are damaged or truncated (the first is line 2: it is list, not an object), and are ignored."),
     ],
     ids=["cut", "NULs", "not UTF-8", "nested", "no object", "two"],
 )
@@ -102,7 +102,7 @@ def test_a_line_that_says_what_cannot_be_is_left_out_and_said(tmp_path: Path, ch
     events, complaint = ledger.read(tmp_path)
     assert events == [START, *EVENTS[2:]]
     assert complaint is not None
-    assert re.search(rf"a line is broken or cut \(line 2: {words}.*\) and left out", complaint)
+    assert re.search(rf"a line is damaged or truncated \(line 2: {words}.*\), and is ignored", complaint)
 
 
 def test_no_ledger_and_no_place_for_one_are_said(tmp_path: Path) -> None:

@@ -113,7 +113,12 @@ def test_of_a_broken_folder_each_fault_is_a_sentence_and_the_rest_is_drawn(
     assert title == "<script>alert(1)</script>"
     assert missing == "What is missing or broken"
     assert sections == ["Curves", "Where the time went", "Scores", "Predictions on the test split", "Recipe"]
-    for told in ("ledger.jsonl is missing", "result.json cannot be read", "a line is broken or cut", "1 of the pictures"):
+    for told in (
+        "ledger.jsonl is missing",
+        "result.json cannot be read",
+        "a line is damaged or truncated",
+        "1 of the pictures",
+    ):
         assert told in found["text"], told
     for told in ("The topology, of run.json", "The list of versions, of run.json"):
         assert told in found["text"], told

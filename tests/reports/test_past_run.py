@@ -52,7 +52,7 @@ def test_cut_and_foreign_lines_are_left_out(copied: Path) -> None:
     run = past_run.read(copied)
     assert list(run.metrics) == list(whole[:-1])
     (complaint,) = run.complaints
-    assert "2 lines are broken or cut (the first is line 2: it is no object but list)" in complaint
+    assert "2 lines are damaged or truncated (the first is line 2: it is list, not an object)" in complaint
 
 
 def test_a_run_that_just_began_is_no_complaint(copied: Path) -> None:

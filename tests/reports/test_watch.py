@@ -134,7 +134,7 @@ def test_once_shows_what_is_there_and_says_what_is_not(
     assert samerun(["watch", "--once", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     assert re.search(r"steps +5, epoch 1", shown.out)
-    assert "a line is broken or cut" in shown.err
+    assert "a line is damaged or truncated" in shown.err
 
 
 def test_a_run_of_another_task_tells_its_own_scores(

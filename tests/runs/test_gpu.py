@@ -28,7 +28,7 @@ LLAMA = (
 )
 # Presets that keep copies of a model, for which one node is too few, and that divide matrices, which takes a model with a plan.
 DIVIDED = ("hsdp", "tensor_parallel")
-ONE_COPY = "there is one node, and so one copy of the model: this is fsdp2"
+ONE_COPY = "on one node there is one copy of the model: this is the same as fsdp2"
 ALWAYS = ("--trackers", "none", "log.every_steps=1", "checkpoint.every_steps=40")
 RUN = (*DIGITS, *ALWAYS)
 # Of one forward pass, in IEEE's float32 on both: docs/same-run.md has no more for twenty steps.
@@ -157,7 +157,7 @@ def test_a_model_without_deterministic_kernels_is_refused_in_a_sentence(tmp_path
     alexnet = ("model.name=alexnet", "data.image_size=64", "train.global_batch_size=16", "train.deterministic=true")
     finished = launch("single_gpu", tmp_path, *alexnet)
     assert finished.returncode == 3
-    assert "has no kernel for adaptive_avg_pool2d_backward_cuda that gives the same bits each time" in finished.output
+    assert "has no deterministic kernel for adaptive_avg_pool2d_backward_cuda" in finished.output
 
 
 @pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "fsdp2"])

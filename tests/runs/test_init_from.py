@@ -130,7 +130,7 @@ def test_a_last_layer_of_other_classes_stays_new(
         take_up(runtime, model, tmp_path / f"{file}.safetensors")
         assert_holds(model, {**source, **{key: fresh.state_dict()[key] for key in own}})
         said = capsys.readouterr().out
-        assert f"{len(source) - 2} tensors taken; 2 new, of the seed: {head}.weight" in said
+        assert f"{len(source) - 2} tensors taken; 2 initialized from the seed: {head}.weight" in said
         assert f"{head}.bias {why}" in said
 
 
@@ -142,8 +142,9 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
     assert_holds(free := build(), copied(build()))
     take_up(runtime, free, file, init_allow=("hidden.*", "head.*"))  # whose input is another
     assert_holds(free, copied(build(ModelRecipe(norm="batch", hidden=8))), but={"hidden.weight", "hidden.bias", *HEAD})
-    assert "train.init_allow has 'hiden.*', which matches no weight, here or there: did you mean hidden.*?" in refused(
-        runtime, build(), file, init_allow=("hiden.*",)
+    assert (
+        "train.init_allow has 'hiden.*', which matches no weight in the model or the file: did you mean hidden.*?"
+        in refused(runtime, build(), file, init_allow=("hiden.*",))
     )
     save_file(copied(build(ModelRecipe(norm="group", hidden=16))), file)
     said = refused(runtime, build(), file)
@@ -151,19 +152,19 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
     said = refused(runtime, build(ModelRecipe(norm="group", hidden=16)), save_checkpoint(tmp_path, 1, trained()))
     assert "norm2.num_batches_tracked is not in this run's" in said
     said = refused(runtime, build(ModelRecipe(name="resnet18")), file)
-    assert " and 123 more. Only the last layer, fc, may differ, and what train.init_allow names" in said
+    assert " and 123 more. Only the last layer, fc, and the names in train.init_allow may differ" in said
 
 
 def test_what_holds_no_weights_is_refused(runtime: Runtime, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"PK" + bytes(100))
     (tmp_path / "run").mkdir()
-    assert "model.pt cannot be read as weights alone" in refused(runtime, build(), tmp_path / "model.pt")
+    assert "model.pt cannot be loaded as weights only" in refused(runtime, build(), tmp_path / "model.pt")
     torch.save(build(), tmp_path / "code.pth")  # which names a class to be called
-    assert "code.pth cannot be read as weights alone" in refused(runtime, build(), tmp_path / "code.pth")
+    assert "code.pth cannot be loaded as weights only" in refused(runtime, build(), tmp_path / "code.pth")
     torch.save({"epoch": 3, "optimizer": {}}, tmp_path / "other.pth")
-    assert "has no tensors by name, alone or in state_dict" in refused(runtime, build(), tmp_path / "other.pth")
+    assert "has no tensors by name, at the top or in state_dict" in refused(runtime, build(), tmp_path / "other.pth")
     (tmp_path / "noise").write_bytes(bytes(range(200)))
-    assert "is damaged, or no safetensors file" in refused(runtime, build(), tmp_path / "noise")
+    assert "is damaged, or not a safetensors file" in refused(runtime, build(), tmp_path / "noise")
     for place in (tmp_path / "run", tmp_path / "nothing"):
         assert f"train.init_from is {place}: give a safetensors or .pth file" in refused(runtime, build(), place)
     assert "has no NOWHERE: set it" in refused(runtime, build(), "$NOWHERE/model.pth")
@@ -207,7 +208,7 @@ def test_one_name_of_a_tied_weight_is_enough_and_whole_numbers_are_no_weights(ru
     initial_weights.take_up(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
     assert torch.equal(model.head.weight, expected)
     save_file({"embedding.weight": torch.ones(5, 3, dtype=torch.int8)}, tmp_path / "tied.safetensors")
-    with pytest.raises(CheckpointError, match=r"embedding.weight is of int8 there and of float32 here"):
+    with pytest.raises(CheckpointError, match=r"embedding.weight is int8 in the file and float32 in the model"):
         initial_weights.take_up(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
 
 
@@ -218,7 +219,7 @@ def test_published_weights_are_taken_from_the_cache_and_downloaded_if_they_may_b
     recipe, name = ModelRecipe(name="squeezenet1_1"), "torchvision:SqueezeNet1_1_Weights.IMAGENET1K_V1"
     cache = tmp_path / "hub" / "checkpoints"
     said = refused(runtime, build(recipe), name)
-    assert f"{cache}/squeezenet1_1-b8a52dc0.pth, the published weights of train.init_from, is not there" in said
+    assert f"{cache}/squeezenet1_1-b8a52dc0.pth, the published weights of train.init_from, does not exist" in said
     assert "did you mean SqueezeNet1_1_Weights.IMAGENET1K_V1" in refused(
         runtime, build(recipe), "torchvision:SqueezeNet1_1_Weights.IMAGENET_V1"
     )
@@ -256,7 +257,7 @@ def test_a_sharded_run_begins_with_them_and_passes_them_over_when_it_goes_on(tmp
               "model.hidden=16", "checkpoint.every_steps=1", "--resume", "auto")  # fmt: skip
     run_dir = tmp_path / "run"
     begun = train("fsdp2", run_dir, *recipe, "train.steps=1", f"train.init_from={place}", processes=2).check()
-    assert f"initial weights from {place}: 16 tensors taken; 2 new, of the seed: head.weight" in begun.output
+    assert f"initial weights from {place}: 16 tensors taken; 2 initialized from the seed: head.weight" in begun.output
     left = load_file(run_dir / "model.safetensors")
     statistics = {name for name in left if "running" in name or "tracked" in name}
     fresh = build(classes=5)  # the recipe's seed is 0, too

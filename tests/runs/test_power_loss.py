@@ -61,12 +61,12 @@ def test_a_run_whose_files_are_broken_goes_on_and_says_so(
     for command in (["verify"], ["watch", "--once"], ["report"]):
         assert cli.main([*command, str(run_dir)]) == 0
         told = "".join(capsys.readouterr())
-        assert "ledger.jsonl: 2 lines are broken or cut (the first is line 2: " in told, (command, told)
+        assert "ledger.jsonl: 2 lines are damaged or truncated (the first is line 2: " in told, (command, told)
     finished = train("cpu", run_dir, *RECIPE, f"train.steps={STEPS}", "train.evaluate_every_epochs=0").check()
     assert "Traceback" not in finished.output
     is_an_object = rest.startswith(LARGE)  # which stays in the ledger, as the line of another version would
     for name in ("metrics.jsonl", "evaluations.jsonl", *(() if is_an_object else ("ledger.jsonl",))):
-        assert f"note: {run_dir / name}: 2 lines are broken or cut (the first is line 2: " in finished.output
+        assert f"note: {run_dir / name}: 2 lines are damaged or truncated (the first is line 2: " in finished.output
     assert f"note: {run_dir / 'run.json'} cannot be read: it is " in finished.output
     assert read(run_dir / "run.json")["resumed_step"] == 8
     assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))

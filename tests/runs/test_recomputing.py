@@ -75,7 +75,9 @@ def test_gradients_and_statistics_are_the_same_bits_in_less_memory() -> None:
 
 @pytest.mark.parametrize(("classes", "why"), [(set(), "it names no blocks"), ({"Block"}, "said to be Block, and it has none")])
 def test_a_model_without_blocks_is_refused(classes: Any, why: str) -> None:
-    with pytest.raises(RecipeError, match=rf"checkpoint_activations is blocks, and of the model, a Net, .*{why}.*: set none"):
+    with pytest.raises(
+        RecipeError, match=rf"checkpoint_activations is blocks, but for the model, a Net, .*{why}.*: set it to none"
+    ):
         compute_blocks_again(Net(4), classes)
 
 

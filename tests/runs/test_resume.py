@@ -301,7 +301,7 @@ def test_old_ones_are_pruned_and_a_finished_run_is_scored_again(finished_run: Pa
     finished = train("cpu", finished_run, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
     result = read(finished_run / "result.json")
     assert (result["test_loss"], result["samples_per_s"]) == (before["test_loss"], None)
-    assert "; no step was left to take" in finished.output
+    assert "; no steps were left" in finished.output
 
 
 def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
@@ -370,4 +370,4 @@ def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begi
 def test_a_place_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     finished = train("cpu", tmp_path / "run", *RECIPE, "--resume", str(tmp_path))
     assert finished.returncode != 0
-    assert f"CheckpointError: --resume is {tmp_path}, and there is no checkpoint" in finished.output
+    assert f"CheckpointError: --resume is {tmp_path}, where there is no checkpoint" in finished.output

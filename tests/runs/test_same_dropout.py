@@ -151,16 +151,16 @@ def test_a_run_goes_on_elsewhere_with_the_masks_it_would_have_had(recipe: Path, 
 def test_draws_that_belong_to_no_sample_are_noted_on_one_process_and_refused_elsewhere(recipe: Path, tmp_path: Path) -> None:
     """Dropout inside attention, functions that the first pass betrays, and inputs whose first dimension is not the samples'."""
     words = ("--recipe", str(recipe), "train.steps=2", "net.in_attention=0.1")
-    note = "note: forward passes draw random numbers that belong to no sample (layers.0.self_attn: it draws"
+    note = "note: forward passes use random numbers that do not belong to samples (layers.0.self_attn: it draws"
     assert note in train("cpu", tmp_path / "one", *words).check().output
     many = train("cpu", tmp_path / "many", *words, "train.max_micro_batch=12")
     assert many.returncode != 0
-    assert "RecipeError: forward passes draw random numbers that belong to no sample (layers.0.self_attn" in many.output
+    assert "RecipeError: forward passes use random numbers that do not belong to samples (layers.0.self_attn" in many.output
     assert "Set the dropout of attention to 0" in many.output
     assert not (tmp_path / "many").exists()
     hidden = train("multi_gpu", tmp_path / "hidden", *words[:-1], "net.functional=0.1", processes=2)
     assert hidden.returncode != 0
-    assert "TrainingError: forward passes draw random numbers that belong to no sample (functional dropout" in hidden.output
+    assert "TrainingError: forward passes use random numbers that do not belong to samples (functional dropout" in hidden.output
     turned = train("multi_gpu", tmp_path / "two", *words[:-1], "net.batch_first=false", processes=2)
     assert turned.returncode != 0
     assert "layers.0.dropout: the first dimension of its input, 5, is not that of the samples" in turned.output

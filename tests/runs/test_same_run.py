@@ -143,7 +143,7 @@ def assert_profiled(run_dir: Path, ranks: int) -> None:
         assert trace_format.check_one_axis(events, ranks=ranks, error_us=0.0) >= 2
     said = (run_dir / "profile" / "summary.txt").read_text()
     assert f"profile of steps 50 to 51: {ranks} process" in said
-    assert ("none, there is one process" in said) == (ranks == 1)
+    assert ("none, because there is one process" in said) == (ranks == 1)
 
 
 @pytest.mark.parametrize(("preset", "processes", "accumulation", "optimizer"), MORE_TOPOLOGIES)

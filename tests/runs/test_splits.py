@@ -57,7 +57,7 @@ def test_early_stopping_and_best_are_the_same_across_a_kill_and_presets(tmp_path
     refused = train("cpu", other, *RECIPE, "--resume", "auto", "train.evaluate_every_steps=4")
     assert "train.evaluate_every_steps was 5 and is 4" in refused.output
     finished = train("cpu", other, *RECIPE, "--resume", "auto").check()  # over already
-    assert "; no step was left to take" in finished.output
+    assert "; no steps were left" in finished.output
     assert read(other / "result.json")["stopped_early_at_step"] == last
 
 

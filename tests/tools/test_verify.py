@@ -329,7 +329,7 @@ def test_a_broken_line_is_said_and_its_steps_are_missing(tmp_path: Path, capsys:
     assert cli.main(["verify", str(tmp_path)]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[1] == "4 steps were missing: 3-6"
-    assert printed[2].startswith(f"{path}: a line is broken or cut (line 3: it is no JSON")
+    assert printed[2].startswith(f"{path}: a line is damaged or truncated (line 3: it is not JSON")
 
 
 @pytest.mark.parametrize(

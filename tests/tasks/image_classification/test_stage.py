@@ -91,7 +91,7 @@ def test_variables_are_filled_in(data: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("HOME", str(tmp_path))
     assert len(open_data(recipe("~/data", "${JOB_DISK}/here")).train) == 200
     assert len(copies(tmp_path / "disk/here")) == 1
-    with pytest.raises(RecipeError, match=r"^data\.path is \$NO_SUCH/x, and the environment here has no NO_SUCH"):
+    with pytest.raises(RecipeError, match=r"^data\.path is \$NO_SUCH/x, and the environment variable NO_SUCH"):
         open_data(recipe("$NO_SUCH/x", tmp_path))
     with pytest.raises(DataError, match=r"elsewhere is not a file or folder here"):
         open_data(recipe(tmp_path / "elsewhere", tmp_path / "disk"))
