@@ -165,7 +165,7 @@ def test_what_is_damaged_is_passed_over_or_refused(tmp_path: Path, capsys: pytes
     assert_equal(tmp_path / "out" / "model.safetensors", {**older["average"], **BUFFERS})
     files.discard(claim(tmp_path), files.path_of(tmp_path, 1))
     for place in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(CheckpointError, match="is not a checkpoint and contains no complete one"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint and contains no complete checkpoint"):
             export.main([str(place)])
 
 

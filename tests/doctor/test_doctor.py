@@ -299,7 +299,7 @@ def test_a_node_cut_off_from_many_is_one_problem():
     broken = [BrokenLink("n7", host, "x") for host in hosts if host != "n7"]
     (problem,) = reach.unreachable(broken, hosts)
     assert str(problem).startswith("n7: no connection with n0 (from it), n1 (from it)")
-    assert "n8 (from it) and 91 more, as at x" in str(problem)
+    assert "n8 (from it) and 91 more, for example x" in str(problem)
 
 
 def test_nodes_tell_each_other_in_the_store_where_they_listen_and_are_reached():

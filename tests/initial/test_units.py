@@ -112,6 +112,6 @@ def test_what_is_out_of_reach_is_named() -> None:
 def test_a_large_model_that_every_process_holds_is_said() -> None:
     large = nn.Linear(20_000, 20_000, bias=False, device="meta")
     (note,) = filling.notes(large, None)
-    assert "every process holds the whole model while it is built, 1.6 GB: a task that has `init`" in note
+    assert "every process holds the whole model while it is built, 1.6 GB: a task with `init`" in note
     assert filling.notes(large, Units(OfParts(), Parts().to("meta"), seed=0)) == []
     assert filling.notes(nn.Linear(3, 3), None) == []

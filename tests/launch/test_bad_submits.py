@@ -44,10 +44,10 @@ OPTIONS: dict[str, str] = {
     "JOB --sbatch-option=x": "--sbatch-option is 'x': it must begin with - and be one line",
     "JOB --qsub-option=-x": "'-x' is an option of another scheduler, and the job goes to sbatch",
     "JOB --scheduler pbs --gpus-per-node a100:2": "--gpus-per-node is 'a100:2': for PBS a number",
-    "JOB -- --lr 0.1": "--lr: unknown option; values of the recipe are given as key=value: optim.lr=0.1",
+    "JOB -- --lr 0.1": "--lr: unknown option; recipe values are given as key=value: optim.lr=0.1",
     "JOB -- --trackers wandbb": "--trackers has 'wandbb': unknown tracker; did you mean wandb?",
     "JOB -- --resume nowhere": "--resume is nowhere: there is no such folder",
-    "JOB -- --init-from nowhere": "values of the recipe are given as key=value: train.init_from=nowhere",
+    "JOB -- --init-from nowhere": "recipe values are given as key=value: train.init_from=nowhere",
     "JOB train.init_from=nowhere": "train.init_from is 'nowhere': there is no such file or folder",
     "JOB -- --recipe mnist": "--recipe comes after --: give it before --, where it is checked",
     "JOB -- --hang-timeout soon": "--hang-timeout: 'soon': expected a whole number, 0 or more",
@@ -67,7 +67,7 @@ def test_options(words: str, sentence: str, refused: Refused, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--lr 0.1", "--lr: unknown option; values of the recipe are given as key=value: optim.lr=0.1"),
+        ("--lr 0.1", "--lr: unknown option; recipe values are given as key=value: optim.lr=0.1"),
         ("--gpus 4", "--gpus: unknown option; give --gpus-per-node 4"),
         ("--scheduler lsf", "--scheduler: invalid choice: 'lsf'"),
         ("--partition=", "--partition is empty: give it a value or leave it out"),

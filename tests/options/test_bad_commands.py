@@ -19,8 +19,8 @@ OF_RUNS: dict[str, tuple[str, str, int]] = {
     "timeline {}": ("{} has no profile", "{} has no profile", 7),
     "verify {}": (LEDGER, LEDGER, 7),
     "export {}": (
-        "{} is not a checkpoint and contains no complete one",
-        "{} is not a checkpoint and contains no complete one",
+        "{} is not a checkpoint and contains no complete checkpoint",
+        "{} is not a checkpoint and contains no complete checkpoint",
         11,
     ),
 }
@@ -108,10 +108,10 @@ PROGRAMS: dict[str, tuple[str, int]] = {
     "samerun train --num_processes 4": ("`samerun launch` or `accelerate launch`: --processes 4", 2),
     "samerun evaluate x --num_processes=2": ("`samerun launch` or `accelerate launch`: --processes 2", 2),
     "app.evaluate folder --epochs 3": (
-        "--epochs: unknown option; values of the recipe are given as key=value: train.epochs=3",
+        "--epochs: unknown option; recipe values are given as key=value: train.epochs=3",
         2,
     ),
-    "app.train --lr 0.1": ("--lr: unknown option; values of the recipe are given as key=value: optim.lr=0.1", 2),
+    "app.train --lr 0.1": ("--lr: unknown option; recipe values are given as key=value: optim.lr=0.1", 2),
     "app.train --trackers wandbb": ("--trackers has 'wandbb': unknown tracker; did you mean wandb?", 9),
     "app.train --hang-timeout -1": ("'-1': expected a whole number, 0 or more", 2),
     "app.evaluate nowhere": ("nowhere", 7),

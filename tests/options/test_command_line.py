@@ -51,7 +51,7 @@ def test_the_trackers_are_those_of_the_library() -> None:
         (["--tracker", "none"], "give --trackers none"),
         (["--rundir", "x"], "did you mean --run-dir?"),
         (["--report_to=wandb"], "give --trackers wandb"),
-        (["--nonsense"], "values of the recipe are given as key=value"),
+        (["--nonsense"], "recipe values are given as key=value"),
     ],
 )
 def test_what_is_no_option_is_answered_with_what_was_meant(words: list[str], meant: str) -> None:

@@ -81,7 +81,7 @@ def test_cublas_has_a_fixed_workspace_before_it_computes(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("_spoilt")
 def test_an_operation_without_a_deterministic_kernel_is_refused_in_a_sentence() -> None:
     numerics.set_up(CPU, tf32=False, deterministic=True)
-    with pytest.raises(RecipeError, match=r"train\.deterministic is true, and torch .* has no deterministic kernel for put_ "):  # noqa: SIM117
+    with pytest.raises(RecipeError, match=r"train\.deterministic is true, and torch .* has no deterministic kernel for put_:"):  # noqa: SIM117
         with numerics.refusals_named():
             torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), numerics.refusals_named():

@@ -125,7 +125,7 @@ def test_a_last_layer_of_other_classes_stays_new(
     own = {f"{head}.weight", f"{head}.bias"}
     save_file(source, tmp_path / "all.safetensors")
     save_file({key: tensor for key, tensor in source.items() if key not in own}, tmp_path / "backbone.safetensors")
-    for file, why in (("all", "is (10,) there and (5,) here"), ("backbone", "is not there")):
+    for file, why in (("all", "is (10,) in the file and (5,) in the model"), ("backbone", "is not in the file")):
         model, fresh = build(recipe, classes=5), build(recipe, classes=5)
         take_up(runtime, model, tmp_path / f"{file}.safetensors")
         assert_holds(model, {**source, **{key: fresh.state_dict()[key] for key in own}})
@@ -138,7 +138,7 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
     file = tmp_path / "other.safetensors"
     save_file(copied(build(ModelRecipe(norm="batch", hidden=8))), file)
     said = refused(runtime, build(), file)
-    assert "hidden.weight is (8, 256) there and (16, 256) here; hidden.bias is (8,) there and (16,) here. Only" in said
+    assert "hidden.weight is (8, 256) in the file and (16, 256) in the model; hidden.bias is (8,) in the file and" in said
     assert_holds(free := build(), copied(build()))
     take_up(runtime, free, file, init_allow=("hidden.*", "head.*"))  # whose input is another
     assert_holds(free, copied(build(ModelRecipe(norm="batch", hidden=8))), but={"hidden.weight", "hidden.bias", *HEAD})
@@ -148,7 +148,7 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
     )
     save_file(copied(build(ModelRecipe(norm="group", hidden=16))), file)
     said = refused(runtime, build(), file)
-    assert "norm1.running_mean is not there" in said
+    assert "norm1.running_mean is not in the file" in said
     said = refused(runtime, build(ModelRecipe(norm="group", hidden=16)), save_checkpoint(tmp_path, 1, trained()))
     assert "norm2.num_batches_tracked is not in this run's" in said
     said = refused(runtime, build(ModelRecipe(name="resnet18")), file)
@@ -166,8 +166,10 @@ def test_what_holds_no_weights_is_refused(runtime: Runtime, tmp_path: Path) -> N
     (tmp_path / "noise").write_bytes(bytes(range(200)))
     assert "is damaged, or not a safetensors file" in refused(runtime, build(), tmp_path / "noise")
     for place in (tmp_path / "run", tmp_path / "nothing"):
-        assert f"train.init_from is {place}: give a safetensors or .pth file" in refused(runtime, build(), place)
-    assert "has no NOWHERE: set it" in refused(runtime, build(), "$NOWHERE/model.pth")
+        assert f"train.init_from is {place}, which is not a source of weights: give a safetensors or .pth file" in refused(
+            runtime, build(), place
+        )
+    assert "variable NOWHERE is not set: set it" in refused(runtime, build(), "$NOWHERE/model.pth")
 
 
 def test_what_other_programs_save_is_read(runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +191,7 @@ def test_what_other_programs_save_is_read(runtime: Runtime, tmp_path: Path, caps
         assert_holds(model, expected)
         said = capsys.readouterr().out
         assert f"{len(expected)} tensors taken; {len(expected) - 2} of them converted from float16 to float32\n" in said
-        found = "(those in 'state_dict', without 1 entries that are no tensors, without 'module.' before each name, without"
+        found = "(those in 'state_dict', without 1 entries that are not tensors, without 'module.' before each name, without"
         assert (found in said) == (place.suffix == ".pth")
 
 
