@@ -49,8 +49,8 @@ class Window:
     cpu_s: float
     """CPU time, with that of worker processes."""
     wall_s: float
-    made: int | None = None
-    """Batches that worker processes made in it; None where there are none. About as many as steps, or it was no fair window."""
+    left_over: int = 0
+    """Batches used in it that worker processes had made while others ran; 0, or it was no fair window."""
 
     @property
     def cpu_us_per_step(self) -> float:
@@ -86,7 +86,7 @@ class Contestant:
         self._tell(steps)
         answers = self._answers()
         cpu_s = sum(answer["cpu_s"] + answer["children_cpu_s"] for answer in answers)
-        return Window(steps, cpu_s / len(answers), max(answer["wall_s"] for answer in answers), answers[0]["made"])
+        return Window(steps, cpu_s / len(answers), max(answer["wall_s"] for answer in answers), answers[0]["left_over"])
 
     def run_to_the_end(self) -> float:
         """Let it finish and return the CPU time of all its life. Raises TrainingError if it fails."""

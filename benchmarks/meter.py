@@ -6,8 +6,8 @@ process (all its threads), the seconds of wall-clock time, and the CPU time of t
 
 Where worker processes make the batches, they go on while the program waits for its turn, until all that may lie ready does. So
 a window's answer comes when they rest, for else they would take the cores of whose turn is next; and a window begins with steps
-that are not measured, which use up what lay ready. What is measured was then made while it was measured: the batches that the
-workers made in a window are counted, and told with it.
+that are not measured, which use up what lay ready. What is measured was then made in the program's own time: batches are
+counted where they are made and where they are used, and what a window used of those made before is told with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Workers:
     ready: int
     """Batches that may lie ready for it at most."""
     made: Callable[[], int]
-    """Returns how many were made so far."""
+    """Returns how many were begun so far."""
 
 
 class Meter:
@@ -65,7 +65,8 @@ class Meter:
         self._start: Moment | None = None
         self._steps, self._leads_in = 0, False
         self._workers: Workers | None = None
-        self._workers_cpu_s, self._made = 0.0, 0
+        self._workers_cpu_s = 0.0
+        self._taken = self._made_before = self._left_over = 0
 
     def expect(self, workers: Workers) -> None:
         """Measure a program that is fed by workers."""
@@ -78,6 +79,7 @@ class Meter:
     def _count(self, model: torch.nn.Module, _inputs: Any) -> None:
         if model.training:
             self._left -= 1
+            self._taken += 1
             if self._left == 0 and self._leads_in:
                 self._begin_window()
             elif self._left == 0:
@@ -86,16 +88,15 @@ class Meter:
     def _begin_window(self) -> None:
         self._left, self._leads_in = self._steps, False
         if self._workers is not None:
-            self._workers_cpu_s, self._made = _children_cpu_s(), self._workers.made()
+            self._workers_cpu_s, self._left_over = _children_cpu_s(), max(0, self._made_before - self._taken)
         self._start = Moment.now()
 
     def _end_window(self) -> None:
         end = Moment.now()
         start = self._start or Moment(0.0, end.wall_s)
-        made = None if self._workers is None else self._workers.made() - self._made
         before_s, self._workers_cpu_s = self._workers_cpu_s, _children_cpu_s()
-        figures = {"cpu_s": end.cpu_s - start.cpu_s, "wall_s": end.wall_s - start.wall_s, "made": made}
-        figures["children_cpu_s"] = self._workers_cpu_s - before_s
+        figures = {"cpu_s": end.cpu_s - start.cpu_s, "wall_s": end.wall_s - start.wall_s}
+        figures |= {"children_cpu_s": self._workers_cpu_s - before_s, "left_over": self._left_over}
         if self._workers is not None:
             _await_rest()
         try:
@@ -107,7 +108,7 @@ class Meter:
         if self._workers is None:
             self._begin_window()
         else:
-            self._left, self._leads_in = self._workers.ready, True
+            self._left, self._leads_in, self._made_before = self._workers.ready, True, self._workers.made()
 
 
 def _await_rest() -> None:
