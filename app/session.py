@@ -90,7 +90,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)
     weights = held.digest(model, runtime.gather)
     handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, drawn or weights))
-    assert drawn in (None, weights), f"what was drawn is {drawn}, and the ranks together hold {weights}"
+    assert drawn in (None, weights), f"drawn were {drawn}, but the ranks together hold {weights}"
     return Parts(model, length, rule, dropout, counted, notes)
 
 
@@ -227,9 +227,8 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
     ]
     if data.validation is None:
         notes.append(
-            "there is no validation split to evaluate during training: train.validation_fraction=0.1 holds a tenth of the "
-            "training "
-            "samples out for it"
+            "there is no validation split to evaluate during training: train.validation_fraction=0.1 holds "
+            "out a tenth of the training samples for it"
         )
     if (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
         notes.append("this processor has no bf16 instructions: a step can take ten times as long as with mixed_precision 'no'")
@@ -288,8 +287,10 @@ def _check_looked_at(recipe: Recipe, data: Splits) -> None:
         ),
     }
     problems = [
-        f"{key} needs validation scores, and the data has no validation split: give it one, or set "
-        "train.validation_fraction (0.1, for instance), which holds training samples out"
+        (
+            f"{key} needs validation scores, and the data has no validation split: give it one, or set "
+            "train.validation_fraction, for example to 0.1, which holds out training samples"
+        )
         for key, is_wanted in wanted.items()
         if is_wanted and data.validation is None
     ]

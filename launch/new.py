@@ -18,7 +18,7 @@ def new(argv: list[str]) -> int:
     folder = Path(_parser().parse_all(argv).folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} exists and is not an empty folder: give another name")
+            raise UsageError(f"{folder} exists and is not an empty folder: choose another name")
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(_TEMPLATE.glob(f"*{_ENDING}")):
             (folder / file.name.removesuffix(_ENDING)).write_text(file.read_text())

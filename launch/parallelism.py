@@ -22,7 +22,7 @@ PRESETS = {"dp_replicate_size": "hsdp", "tp_size": "tensor_parallel"}
 _SIZES = (*OPTIONS, "dp_shard_size")
 _OF_UNSUPPORTED = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
                    "sp_attn_implementation")  # fmt: skip
-"""How to do what is not done; `accelerate config` writes them anyway."""
+"""Options that are refused, with a remedy; `accelerate config` writes them anyway."""
 
 
 def problems(section: Any, kind: Any) -> Iterator[str]:
@@ -33,10 +33,12 @@ def problems(section: Any, kind: Any) -> Iterator[str]:
         yield from _key_problems(key, value)
     sizes = sizes_of(section)
     if kind != "FSDP" and any(size != 1 for size in sizes.values()):
-        yield f"{SECTION}: distributed_type is {kind}, and its sizes need FSDP; leave it out or change distributed_type"
+        yield (
+            f"{SECTION}: distributed_type is {kind}, and these sizes need FSDP; remove the section, or change distributed_type"
+        )
     if all(sizes.get(name, 1) != 1 for name in OPTIONS):
         told = " and ".join(f"{KEY}{name} is {sizes[name]}" for name in OPTIONS)
-        yield f"{told}: copies of a model whose matrices are divided are not supported; leave out one of them"
+        yield f"{told}: replicas cannot be combined with tensor parallelism; remove one of them"
 
 
 def _key_problems(key: str, value: Any) -> Iterator[str]:
@@ -45,9 +47,9 @@ def _key_problems(key: str, value: Any) -> Iterator[str]:
         return
     if name in UNSUPPORTED:
         if value != 1:
-            yield f"{key} is {value!r}: {UNSUPPORTED[name]}; leave it out"
+            yield f"{key} is {value!r}: {UNSUPPORTED[name]}; remove it"
     elif name not in _SIZES:
-        yield f"{key}: a preset holds no such key; there is {', '.join(KEY + size for size in _SIZES)}"
+        yield f"{key}: unknown key of a preset; known are {', '.join(KEY + size for size in _SIZES)}"
     elif name == key:
         yield f"{key} is {value!r}: Accelerate ignores it without its prefix; write {KEY}{key}: {value}"
     elif type(value) is not int or (value < 1 and value != DERIVED):
@@ -79,8 +81,8 @@ def of_launch(preset: str, sizes: Mapping[str, int], topology: Topology, asked: 
     for name, size in asked.items():
         if name not in sizes:
             raise PresetError(
-                f"{OPTIONS[name]} is {size}, and preset {preset} has no {KEY}{name}, without which Accelerate drops it: use "
-                f"preset {PRESETS[name]}"
+                f"{OPTIONS[name]} is {size}, but preset {preset} has no {KEY}{name}, so Accelerate would "
+                f"ignore it: use preset {PRESETS[name]}"
             )
     found = {**sizes, **asked}
     if not found:  # asked for each of thousands of nodes

@@ -51,35 +51,35 @@ _SECTION_KEYS = {
 }  # fmt: skip
 
 # Keys that Accelerate knows and a preset must not hold, with what to do instead.
-_MACHINE = "it belongs to the machine: leave it out, {} says it"
-_IGNORED = "accelerate launch ignores it in a file: leave it out, and give --{} on its command line if it is needed"
+_MACHINE = "it belongs to the machine: remove it, and use {}"
+_IGNORED = "accelerate launch ignores it in a file: remove it, and give --{} on the command line if you need it"
 _REFUSED = {
     "machine_rank": _MACHINE.format("--machine_rank"),
     "main_process_ip": _MACHINE.format("--main_process_ip"),
     "main_process_port": _MACHINE.format("--main_process_port"),
     "gpu_ids": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
     **{key: _IGNORED.format(key) for key in ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")},
-    "megatron_lm_config": "pipelines and tensor parallelism by Megatron-LM are not supported: leave it out",
-    "fp8_config": "8-bit numbers are not supported: leave it out, and set mixed_precision to bf16",
-    "gradient_accumulation_steps": "it is derived from the recipe: leave it out; train.max_micro_batch=N bounds memory",
-    "gradient_clipping": "clipping is learnt behaviour: leave it out and set optim.clip_norm in the recipe",
+    "megatron_lm_config": "Megatron-LM is not supported: remove it",
+    "fp8_config": "8-bit precision is not supported: remove it, and set mixed_precision to bf16",
+    "gradient_accumulation_steps": "it is derived from the recipe: remove it; to limit memory, set train.max_micro_batch",
+    "gradient_clipping": "clipping belongs to the recipe: remove it, and set optim.clip_norm in the recipe",
     "deepspeed_hostfile": _MACHINE.format("--num_machines"),
     "deepspeed_inclusion_filter": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
     "deepspeed_exclusion_filter": _MACHINE.format("CUDA_VISIBLE_DEVICES"),
-    "fsdp_sharding_strategy": "it is FSDP 1's: leave it out and set fsdp_reshard_after_forward",
+    "fsdp_sharding_strategy": "it is for FSDP 1: remove it, and set fsdp_reshard_after_forward",
     **dict.fromkeys(
         ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states"),
-        "FSDP2 has no such setting: leave it out",
+        "FSDP2 has no such setting: remove it",
     ),
     "fsdp_activation_checkpointing": (
-        "with dropout its gradients are wrong, for Accelerate computes layers again with other random numbers: leave it out, "
-        "and set train.checkpoint_activations=blocks in the recipe"
+        "with dropout its gradients are wrong, because Accelerate recomputes layers with other random "
+        "numbers: remove it, and set train.checkpoint_activations=blocks in the recipe"
     ),
     "fsdp_activation_checkpointing_offload": (
-        "it goes with fsdp_activation_checkpointing: leave it out, and set train.checkpoint_activations=blocks in the recipe"
+        "it belongs to fsdp_activation_checkpointing: remove it, and set train.checkpoint_activations=blocks in the recipe"
     ),
     **dict.fromkeys(
-        ("tpu_env", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo"), "no preset is for TPUs: leave it out"
+        ("tpu_env", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo"), "TPUs are not supported: remove it"
     ),
 }
 
@@ -166,9 +166,9 @@ def contradiction(preset: Preset, *, num_nodes: int, processes_per_node: int) ->
     """Return what the file says otherwise than the launch does, or None."""
     world_size = num_nodes * processes_per_node
     if preset.num_machines not in (None, num_nodes):
-        return f"num_machines is {preset.num_machines}, and this launch has {num_nodes}: leave it out of the file"
+        return f"num_machines is {preset.num_machines}, and this launch has {num_nodes} nodes: remove it from the file"
     if preset.num_processes not in (None, world_size):
-        return f"num_processes is {preset.num_processes}, and this launch has {world_size}: leave it out of the file"
+        return f"num_processes is {preset.num_processes}, and this launch has {world_size} processes: remove it from the file"
     return preset.for_one_node if num_nodes > 1 and preset.for_one_node else None
 
 
@@ -220,8 +220,8 @@ def _for_one_node(settings: Mapping[str, Any]) -> str:
         return ""
     launcher = own.get("deepspeed_multinode_launcher", "missing, which means pdsh")
     return (
-        f"deepspeed_multinode_launcher is {launcher}: it must be standard, as the command is run on every machine; "
-        "the others log in to the machines from one of them"
+        f"deepspeed_multinode_launcher is {launcher}: it must be standard, because the command runs on every "
+        "machine; the others log in from one machine to the rest"
     )
 
 
@@ -240,7 +240,7 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, value in settings.items():
         yield from _key_problems(key, value, _KEYS)
         if key in _SECTION_KEYS and kind in _TYPES and key != _SECTION_OF.get(kind):
-            yield f"{key}: distributed_type is {kind}, so Accelerate would ignore it; leave it out or change distributed_type"
+            yield f"{key}: distributed_type is {kind}, so Accelerate would ignore it; remove it, or change distributed_type"
         elif key in _SECTION_KEYS and not isinstance(value, dict):
             yield f"{key} is {value!r}: it must hold `key: value` lines"
     yield from parallelism.problems(settings.get(parallelism.SECTION), kind)
@@ -250,9 +250,9 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
         if name in settings and (type(settings[name]) is not int or settings[name] < 1):
             yield f"{name} is {settings[name]!r}: it must be a whole number, at least 1; {_MACHINE.format(f'--{name}')}"
     if kind != "NO" and settings.get("use_cpu"):
-        yield f"use_cpu is true: accelerate launch ignores it with distributed_type {kind}; leave it out"
+        yield f"use_cpu is true: accelerate launch ignores it with distributed_type {kind}; remove it"
     if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        yield f"compute_environment is {settings['compute_environment']!r}: it must be LOCAL_MACHINE, on a cluster as well"
+        yield f"compute_environment is {settings['compute_environment']!r}: it must be LOCAL_MACHINE, also on a cluster"
     section = _SECTION_OF.get(kind) if isinstance(kind, str) else None
     if section and isinstance(settings.get(section, {}), dict):
         yield from _section_problems(section, settings.get(section, {}))
@@ -261,8 +261,8 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
 def _type_problems(kind: Any) -> Iterator[str]:
     if kind == "MULTI_CPU":
         yield (
-            "distributed_type is MULTI_CPU: on one machine Accelerate starts one process for it, whatever number is asked for; "
-            "use MULTI_GPU, which runs on the CPU through gloo where there is no GPU"
+            "distributed_type is MULTI_CPU: on one machine Accelerate starts only one process for it, "
+            "whatever --num_processes says; use MULTI_GPU, which runs on CPUs through gloo if there is no GPU"
         )
     elif kind is False:
         yield "distributed_type is NO without quotes, which YAML reads as false: write 'NO'"
@@ -274,7 +274,7 @@ def _precision_problems(precision: Any, *, on_cpu: bool) -> Iterator[str]:
     if precision is False:
         yield "mixed_precision is no without quotes, which YAML reads as false: write 'no'"
     elif precision is not None and precision not in PRECISIONS:
-        eight = "; 8-bit numbers are not supported" if precision == "fp8" else ""
+        eight = "; 8-bit precision is not supported" if precision == "fp8" else ""
         yield f"mixed_precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}{eight}"
     elif precision == "fp16" and on_cpu:
         yield f"mixed_precision is fp16, and use_cpu is true: {NO_FP16_ON_CPU}"
@@ -286,7 +286,7 @@ def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]
     if key in _REFUSED:
         yield f"{key} is {value!r}: {_REFUSED[key]}"
     elif key not in known:
-        yield f"{key}: a preset holds no such key; {_suggest(key, sorted(known))}"
+        yield f"{key}: unknown key of a preset; {_suggest(key, sorted(known))}"
 
 
 def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -295,15 +295,16 @@ def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str
             yield f"{key} is {settings[key]!r}: it must be one of {', '.join(map(str, values))}"
     version = settings.get("fsdp_version", settings.get("version", 1))
     if section == "fsdp_config" and str(version) != "2":
-        yield f"fsdp_version is {version}: it must be 2; version 1 is another program, which this one does not support"
+        yield f"fsdp_version is {version}: it must be 2; version 1 is not supported"
         return  # most of its keys are of that program
     wrap, layer = (
         settings.get(f"fsdp_{key}", settings.get(key)) for key in ("auto_wrap_policy", "transformer_layer_cls_to_wrap")
     )
     if wrap == "TRANSFORMER_BASED_WRAP" and not layer:
         yield (
-            "fsdp_auto_wrap_policy is TRANSFORMER_BASED_WRAP, and fsdp_transformer_layer_cls_to_wrap names no layer: "
-            "Accelerate would find none to shard; name one, or use SIZE_BASED_WRAP with fsdp_min_num_params, as fsdp2.yaml does"
+            "fsdp_auto_wrap_policy is TRANSFORMER_BASED_WRAP, and fsdp_transformer_layer_cls_to_wrap is "
+            "empty: Accelerate would find no layer to shard; set it, or use SIZE_BASED_WRAP with "
+            "fsdp_min_num_params, as fsdp2.yaml does"
         )
     for key, value in settings.items():
         # Accelerate takes fsdp's keys with their prefix and without.

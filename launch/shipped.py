@@ -42,7 +42,7 @@ def _show(argv: list[str], what: str, folder: Path, *patterns: str) -> int:
         return 0
     found = next((path for one, path in zip(names, files, strict=True) if name in (one, path.name)), None)
     if found is None:
-        raise UsageError(f"there is no {what} {name!r}: `{command}` lists them")
+        raise UsageError(f"unknown {what} {name!r}: `{command}` lists all")
     sys.stdout.write(found.read_text())
     return 0
 

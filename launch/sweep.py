@@ -22,7 +22,7 @@ from launch.start import launch, signals, supervise
 from launch.submit import array
 
 _RESULT, _RECIPE = "result.json", "recipe.yaml"
-_NOTHING_SWEPT = "no key has several values: give one some, as optim.lr=1e-3,3e-3; a single run is one of `samerun launch`"
+_NOTHING_SWEPT = "no key has several values: give one, such as optim.lr=1e-3,3e-3; for a single run use `samerun launch`"
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str
         ending = supervise.run(command, environment, pass_on=signals.to_itself, watched=False)
         if ending.signals or (ending.exit_code in (0, STOPPED) and not run.is_finished):
             done = sum(run.is_finished for run in runs)
-            say(f"stopped, with {done} of {len(runs)} runs finished. To go on: {shlex.join(['samerun', 'sweep', *argv])}")
+            say(f"stopped, with {done} of {len(runs)} runs finished. To continue: {shlex.join(['samerun', 'sweep', *argv])}")
             return ending.exit_code or STOPPED
         if ending.exit_code:
             failed.append(f"{run.values} (exit code {ending.exit_code})")
             first_code = first_code or ending.exit_code
     _show(folder, [str(run.folder) for run in runs if run.folder.exists()])
     if failed:
-        say(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. The same command tries these again")
+        say(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. The same command runs these again")
     return first_code
 
 
@@ -113,7 +113,9 @@ def _check(runs: Sequence[_Run], environment: Mapping[str, str]) -> None:
         try:
             resolved = launch.checked(run.argv, environment)
             if resolved.is_task:
-                raise TopologyError("srun started this: leave it out, each run of the sweep starts its processes itself")
+                raise TopologyError(
+                    "srun started this command: leave out srun, because each run of the sweep starts its own processes"
+                )
             problems = _of_finished(run.folder, resolved.loaded.recipe) if run.is_finished else []
         except SamerunError as error:
             problems = str(error).splitlines()

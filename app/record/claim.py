@@ -42,7 +42,7 @@ from app.record.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS,
 _ABOUT = "start.json"
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _REMOVED_WITHIN_S = 30.0
-"""How long a place may fill up again while it is removed: an older start on another machine writes into it through NFS."""
+"""How long to retry removing a folder: an older start on another machine may still write into it through NFS."""
 
 
 class Claim:
@@ -70,7 +70,10 @@ class Claim:
         starts = self.place.parent
         later = [number for number in _numbers(starts) if number > int(self.place.name)]
         if not later:
-            return f"{self.path}, the run folder, is gone, or {self.place} in it: this start ends and writes nothing more."
+            return (
+                f"{self.path}, the run folder, , or {self.place} in it, has been removed: this start ends and "
+                "writes nothing more."
+            )
         host = "another machine"
         with suppress(OSError, ValueError, KeyError, TypeError):  # then it is just not known which
             host = parsed(regular.content(starts / str(max(later)) / _ABOUT))["host"]
@@ -246,7 +249,7 @@ def _upto(lines: Lines, step: int | None) -> Iterator[bytes]:
         if step is None:
             yield line
         elif not is_count(values.get("step")):
-            lines.leave_out(number, "it does not tell its step")
+            lines.leave_out(number, "it has no step")
         elif values["step"] <= step:
             yield line
 

@@ -25,7 +25,7 @@ Pair = tuple[Any, Any]
 _ABSENT = "absent"
 _MOST_KEYS = 5  # that a sentence names
 TOLERANCE = 1e-4
-"""What rounding alone grows to within DECIDING_STEPS of a network with ReLU (docs/same-run.md)."""
+"""Upper bound of what rounding grows to within DECIDING_STEPS in a network with ReLU (docs/same-run.md)."""
 DECIDING_STEPS = 100
 _MACHINES = (
     "preset",
@@ -136,7 +136,7 @@ class Comparison:
     def _of_losses(self) -> str:
         found = self.losses
         if not found.compared_lines:
-            return "no line of one covers the same steps as a line of the other, so that losses cannot be compared"
+            return "no lines of the two runs cover the same steps, so losses cannot be compared"
         most = f"the largest difference is {found.largest:.1e} of the loss, at step {found.largest_at_step}"
         if found.first_beyond is None:
             return f"all losses up to step {found.up_to_step} are the same to {self.tolerance:g}: {most}"

@@ -31,7 +31,7 @@ _MOST_POINTS = 400
 _WIDE, _HIGH = 4.1, 2.7
 """Inches of a plot. At 72 points an inch that is less than a phone's screen, so that letters are not smaller there."""
 _BROKEN = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
-"""What values of a file raise that are not those that a run writes."""
+"""Errors raised by invalid values in a file."""
 
 
 class Plot(NamedTuple):
@@ -65,7 +65,7 @@ def render(run: PastRun, now: float) -> tuple[str, list[str]]:
             complaints.append(str(error))
         except _BROKEN as error:
             found = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            complaints.append(f"{what} cannot be shown, since a value is not what a run writes there: {found}.")
+            complaints.append(f"{what} cannot be shown, because the file has an invalid value: {found}.")
         return None
 
     state = attempt("The state of the run", lambda: state_of(run, now))

@@ -150,7 +150,7 @@ def _lines(path: Path, complaints: list[str], *, optional: bool = False) -> list
             if is_count(values.get("step")):
                 by_step[values["step"]] = {**by_step.get(values["step"], {}), **values} if optional else values
             else:
-                lines.leave_out(number, "it does not tell its step")
+                lines.leave_out(number, "it has no step")
     except RunFolderError as error:
         complaints.append(str(error))
     complaints += [lines.complaint] if lines.complaint else []

@@ -18,7 +18,7 @@ from app.scaling.figures import Interval, Method
 from app.scaling.fit import Fit
 
 _FORETOLD = (2, 4)
-"""Times the largest size: what is foretold beyond it."""
+"""How far beyond the largest size to predict, as a factor."""
 
 
 @dataclass(frozen=True)

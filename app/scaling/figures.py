@@ -168,7 +168,7 @@ def _refuse_another(run: past_run.PastRun, case: Case, digest: str) -> None:
     names = ("processes", "nodes", "preset", "recipe")
     wrong = [f"{name} {one}, not {other}" for name, one, other in zip(names, found, wanted, strict=True) if one != other]
     if wrong:
-        raise RunFolderError(f"{run.folder} holds another run ({'; '.join(wrong)}): delete it, and it is measured again")
+        raise RunFolderError(f"{run.folder} belongs to another measurement ({'; '.join(wrong)}): delete it to measure it again")
 
 
 def _measure(run: past_run.PastRun, lines: Sequence[Mapping[str, Any]]) -> Measured:
@@ -212,7 +212,7 @@ def read_times(path: Path) -> list[Row]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} (--from) cannot be read: it is not UTF-8 (byte {error.start}): save it as UTF-8.") from error
     except (csv.Error, ValueError) as error:
-        raise DataError(f"{path} (--from) is no table of comma-separated values: {error}.") from error
+        raise DataError(f"{path} (--from) is not a table of comma-separated values: {error}.") from error
     lacking = [name for name in ("devices", "seconds") if name not in heading]
     if lacking:
         raise DataError(

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 LEAST_SIZES = 3
-"""Different sizes that a fit needs: fewer foretell nothing that could be compared."""
+"""Different sizes that a fit needs; with fewer, a prediction cannot be checked."""
 _NOISE, _PLAUSIBLE_MISS = 0.05, 0.25
 _TERMS: Mapping[str, Callable[[Array], Array]] = {
     "1/n": lambda n: 1 / n,

@@ -186,7 +186,7 @@ def _conclusions(report: Report, advice: Advice) -> Iterator[str]:
         yield f"No law was fitted: that needs {LEAST_SIZES} sizes.\n"
         return
     largest = advice.foretold[-3].devices
-    yield f"| devices | {report.work} by the fit [s] | may be [s] | efficiency | may be |"
+    yield f"| devices | {report.work} by the fit [s] | range [s] | efficiency | range |"
     yield "|---|---|---|---|---|"
     for one in advice.foretold:
         seconds, share = one.seconds, one.efficiency
@@ -197,8 +197,8 @@ def _conclusions(report: Report, advice: Advice) -> Iterator[str]:
     for law in advice.fit.laws:
         yield f"| {law.name} | {law.weight:.2f} | {math.expm1(law.miss):+.1%} | {law.formula()} |"
     yield (
-        "\nEach law was fitted to the other sizes and had to predict the largest; its error there gives its weight, and the "
-        "fit is the weighted geometric mean. It may be what any law says that missed by 25 % at most (any law, where none "
-        "did), with any "
-        "size but the smallest left out, or with any off by the 95 % error of its mean.\n"
+        "\nEach law was fitted to all sizes but the largest, and had to predict the largest. Its error there "
+        "gives its weight; the fit is the weighted geometric mean. The range covers all laws that missed by "
+        "at most 25 % (all laws, if none did), with any size but the smallest left out, or with any size off "
+        "by the 95 % error of its mean.\n"
     )

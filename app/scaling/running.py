@@ -24,7 +24,7 @@ from launch.submit import submit
 
 _THREADS = "OMP_NUM_THREADS"
 _STOP_S = 60.0
-"""How long a case may save and stop in, when the sweep is interrupted."""
+"""How long a case may take to save and stop when the sweep is interrupted."""
 # The last words of a run, but for those of launchers that only say that somebody else failed.
 _SENTENCE = re.compile(r"(?!.*(?:ChildFailedError|CalledProcessError))\S.*Error: \S")
 _IN_QUEUE = {"slurm": ("squeue", "--noheader", "--jobs"), "pbs": ("qstat",)}

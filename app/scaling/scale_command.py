@@ -91,8 +91,8 @@ def _refuse_another_machine(folder: Folder) -> None:
     before, now = sweep.read(folder.path).about.get("machine"), folder.about["machine"]
     if before != now:
         raise RunFolderError(
-            f"{folder.path} was measured on {before}, and this is {now}: their rows cannot be compared. Choose another "
-            "--out, or report what is there with --from."
+            f"{folder.path} was measured on {before}, and this is {now}: their rows cannot be compared. "
+            "Choose another --out, or report the existing results with --from."
         )
 
 

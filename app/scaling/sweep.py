@@ -169,7 +169,7 @@ def open_for(path: Path, sweep: Sweep, about: Mapping[str, Any]) -> Folder:
     if (path / DESCRIPTION).exists():
         _refuse_another(read(path), sweep)
     elif path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunFolderError(f"{path} (--out) is no folder of a sweep (it has no {DESCRIPTION}): choose a new one.")
+        raise RunFolderError(f"{path} (--out) is not the folder of a sweep (it has no {DESCRIPTION}): choose a new folder.")
     return Folder(path, sweep, recipe, {**asdict(sweep), **about})
 
 
@@ -203,5 +203,6 @@ def _refuse_another(there: Folder, asked: Sweep) -> None:
         differing.append(f"the recipe {was}, now {now}{', which has changed' if was == now else ''}")
     if differing:
         raise RunFolderError(
-            f"{there.path} (--out) holds another sweep: {'; '.join(differing)}. Choose another --out, or ask for the same."
+            f"{there.path} (--out) belongs to another sweep: {'; '.join(differing)}. Choose another --out, or "
+            "request the same sweep."
         )

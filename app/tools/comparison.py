@@ -33,9 +33,9 @@ def _of_prints(function: str, prints: Mapping[str, Prints]) -> str:
         if difference := first_difference(reference, other):
             what, number = difference
             cause = (
-                "the rank or the process, or another random state in each"
+                "the rank or process, or a random state that differs in each"
                 if "processes" in name
-                else "the other samples of its batch, or what was done before"
+                else "the other samples of its batch, or earlier calls"
             )
             return (
                 f"{what} of sample {number} after `{function}` differs between {first} and {name}: `{function}` depends on "
@@ -72,8 +72,9 @@ def _of_steps(seen: Mapping[str, Seen]) -> str:
             one, two = alone.norms[step], other.norms[step]
             if _far(one, two, _NORMS):
                 return (
-                    f"the gradient norm of step {step + 1} is {one:.7g} on {first} and {two:.7g} on {name}, though batches and "
-                    "losses are the same: something with weights is called past the model, or changes gradients by itself"
+                    f"the gradient norm of step {step + 1} is {one:.7g} on {first} and {two:.7g} on {name}, "
+                    "though batches and losses are the same: something with weights is called outside "
+                    "model(...), or changes gradients itself"
                 )
     return ""
 

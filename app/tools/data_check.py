@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     can_leave_out = recipe.task == _WITH_LEAVE_OUT
     if options.write is not None and not can_leave_out:
         raise RecipeError(
-            f"--write makes a file for data.leave_out, a key of {_WITH_LEAVE_OUT}, and this recipe's task is {recipe.task}: "
-            "leave --write out, and mend what is listed"
+            f"--write makes a file for data.leave_out, a key of {_WITH_LEAVE_OUT}, and this recipe's task is "
+            f"{recipe.task}: leave --write out, and repair the listed samples"
         )
     found: dict[str, str] = {}
     splits = _pictures(recipe, found) if can_leave_out else _splits(recipe)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{options.write} names {count} samples: data.leave_out={options.write} leaves them out\n")
         return 0
     word = f"{len(found)} cannot be read" if found else "all can be read"
-    advice = ": mend them, or name them in a file for data.leave_out (--write FILE)" if found and can_leave_out else ""
+    advice = ": repair them, or list them in a file for data.leave_out (--write FILE)" if found and can_leave_out else ""
     sys.stdout.write(word + advice + "\n")
     return DataError.exit_code if found else 0
 
@@ -96,7 +96,7 @@ def _write(path: Path, recipe: Recipe, found: Mapping[str, str]) -> int:
         with file_made_whole(path) as temporary:
             temporary.write_text(left_out.as_text([*before, *found.items()]), encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise DataError(f"--write {path} cannot be written ({error.strerror}): name another file") from error
+        raise DataError(f"--write {path} cannot be written ({error.strerror}): choose another file") from error
     return len(before) + len(found)
 
 

@@ -193,7 +193,7 @@ def main(argv: list[str]) -> int:
         console.print(f"skipped {sentence}", markup=False)
     if not cases:
         raise RecipeError(
-            "no case is left to compare with the reference: choose other --presets, --processes or --accumulation"
+            "there is no case to compare with the reference: choose other --presets, --processes or --accumulation"
         )
     keep = Path(options.keep) if options.keep else None
     if keep:
@@ -266,10 +266,10 @@ def floor_sentences(reference: Outcome, outcomes: Sequence[Outcome], *, toleranc
     ]
     if explained:
         said.append(
-            f"the floor is the reason for {', '.join(explained)}: less than {_NEAR_FLOOR} times as far, with the same samples "
-            "and rates. The recipe also differs from itself on one process: through batch statistics or dropout, if it has "
-            "any, or because it amplifies rounding. A lower learning rate, a warm-up, or no kinks (ReLU, maxima) lower the "
-            "floor"
+            f"the floor explains {', '.join(explained)}: these differ by less than {_NEAR_FLOOR} times the "
+            "floor, with the same samples and rates. The recipe also differs from itself on one process: "
+            "through batch statistics or dropout, if it has any, or because it amplifies rounding. A lower "
+            "learning rate, a warm-up, or no kinks (ReLU, maxima) lower the floor"
         )
     if others := [name for name in parted if name not in explained]:
         said.append(f"the floor does not explain {', '.join(others)}: something else there depends on the topology")

@@ -93,7 +93,10 @@ def ways_on(number: int, chosen: Sequence[str], *, per_node: int) -> list[Way]:
     """
     nodes, rest = divmod(number, per_node)
     if rest and nodes:
-        raise UsageError(f"--devices is {number}, and --nodes-of {per_node}: nodes are taken whole, so say a multiple of that")
+        raise UsageError(
+            f"--devices is {number}, and --nodes-of is {per_node}: only whole nodes are planned, so give a "
+            f"multiple of {per_node}"
+        )
     nodes = max(nodes, 1)
     found = []
     for name in chosen or _suited(nodes):

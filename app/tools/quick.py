@@ -30,13 +30,13 @@ from launch.schedulers.local import count_accelerators
 
 STEPS = 3
 _MOST_SAMPLES = 32
-"""Of a global batch, where neighbours let it be: rules do not depend on it, and time does."""
+"""Samples of a global batch, if neighbours allow it: rules do not depend on it, but time does."""
 _OWN_KEYS = ("train.steps", "train.epochs", "train.max_micro_batch", "train.global_batch_size")
 _TAIL_LINES = 20
 _MOST_S = 600.0
-"""Longer than opening any data and three steps take: a process that waits for another for ever is ended then."""
+"""Longer than opening any data and three steps take; a process that hangs is killed then."""
 _SENTENCE = re.compile(r"(\[rank .*?\] )?\w+Error: .+")
-"""How a process ends with an error of ours."""
+"""The last line of a process that ended with one of our errors."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from app.errors import TrackerError
 from app.trackers.tracked import Tracked
 
 _ANSWERS_WITHIN_S = 15
-"""How long a server may take to answer. On many clusters compute nodes reach none, and every rank waits for the main one."""
+"""How long a server may take to answer. On many clusters compute nodes reach no server, and all ranks wait for the main one."""
 _SENT_WITHIN_S = 60
-"""How long wandb may send at the end what it still holds. What is not sent by then is on the disk."""
+"""How long wandb may keep sending at the end. What is not sent by then stays on the disk."""
 
 
 def start_wandb(run: Tracked, settings: dict[str, Any]) -> Any:
@@ -61,7 +61,7 @@ def start_mlflow(run: Tracked, settings: dict[str, Any]) -> Any:
     artifacts = None
     if "MLFLOW_TRACKING_URI" not in os.environ:
         if importlib.util.find_spec("sqlalchemy") is None:
-            raise TrackerError("mlflow-skinny writes to servers only; set MLFLOW_TRACKING_URI, or install mlflow")
+            raise TrackerError("mlflow-skinny writes only to servers; set MLFLOW_TRACKING_URI, or install mlflow")
         artifacts = (run.folder / "mlflow").resolve().as_uri()
         mlflow.set_tracking_uri(f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
     # With its own numbers mlflow tries a server that is gone for four minutes (measured), and a silent one for longer.

@@ -87,8 +87,11 @@ class Trackers:
         except Exception as error:
             self._on = [on for on in self._on if on.name != name]
             print(  # noqa: T201 - the user must know
-                f"note: the tracker {name} is switched off, because it failed ({type(error).__name__}: {_shortened(error)}). "
-                "The run continues, and its folder has everything that the tracker would have got.",
+                (
+                    f"note: the tracker {name} is switched off, because it failed ({type(error).__name__}: "
+                    f"{_shortened(error)}). The run continues, and its folder has everything that the tracker "
+                    "would have received."
+                ),
                 flush=True,
             )
 

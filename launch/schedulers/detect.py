@@ -43,9 +43,9 @@ def find(
             continue
         if processes is not None and allocation.topology.num_nodes > 1:
             raise TopologyError(
-                f"--processes is {processes}, which is for one machine, and {allocation.scheduler} has "
-                f"{allocation.topology.num_nodes} nodes ({allocation.topology.origins['num_nodes']}): "
-                f"use --processes-per-node {processes}"
+                f"--processes is {processes}, which is for one machine, but {allocation.scheduler} has "
+                f"{allocation.topology.num_nodes} nodes ({allocation.topology.origins['num_nodes']}): use "
+                f"--processes-per-node {processes}"
             )
         return allocation
     if processes_per_node is not None:
@@ -54,7 +54,9 @@ def find(
             f"use --processes {processes_per_node} on this machine, or start inside a job"
         )
     if nodes not in (None, 1):
-        raise TopologyError(f"--nodes is {nodes}, but there is no scheduler's allocation here: start inside a job of as many")
+        raise TopologyError(
+            f"--nodes is {nodes}, but there is no scheduler's allocation here: start inside a job with that many nodes"
+        )
     return None
 
 
@@ -68,9 +70,9 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
     if set_by_torchrun:
         said = ", ".join(f"{name}={environment[name]}" for name in set_by_torchrun)
         raise TopologyError(
-            f"the environment has {said}: torchrun, `accelerate launch` or the like started this process as one of "
-            "several, and `samerun launch` would start more from each. Start `samerun launch` once, or unset "
-            f"{', '.join(set_by_torchrun)} if they are left over"
+            f"the environment has {said}: torchrun, `accelerate launch` or a similar launcher started this "
+            "process as one of several, and each would launch the whole run. Start `samerun launch` once, or "
+            f"unset {', '.join(set_by_torchrun)} if they are left over"
         )
 
 

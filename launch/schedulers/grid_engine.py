@@ -41,8 +41,8 @@ def find(
     job_id = environment.get("JOB_ID", "")
     if environment.get("JOB_SCRIPT") == "QRSH" and "PE_HOSTFILE" not in environment:
         raise TopologyError(
-            f"qrsh -inherit or mpirun started this process (JOB_ID={job_id}, JOB_SCRIPT=QRSH): each would start the whole run. "
-            "Call `samerun launch` once, in the batch script"
+            f"qrsh -inherit or mpirun started this process (JOB_ID={job_id}, JOB_SCRIPT=QRSH), and each such "
+            "process would launch the whole run. Call `samerun launch` once, in the batch script"
         )
     slots = _count_slots(environment, read)
     here, origin = count_accelerators(environment, device_folder=device_folder)
@@ -68,7 +68,7 @@ def find_job(environment: Mapping[str, str]) -> Job | None:
     job_id, task = environment.get("JOB_ID", ""), environment.get("SGE_TASK_ID", "undefined")
     return Job(
         name=job_id if task == "undefined" else f"{job_id}_{task}",
-        times=lambda: Times.of(environment) if END_TIME in environment else Times(origin="Grid Engine does not say it"),
+        times=lambda: Times.of(environment) if END_TIME in environment else Times(origin="Grid Engine does not tell"),
         requeues=number(environment, "RESTARTED"),
         requeue=None if hosts.NODE_RANK in environment else lambda _: Requeued(f"Grid Engine requeues job {job_id}", 99),
     )

@@ -52,7 +52,7 @@ def find(
         return None
     names = [name.strip() for name in environment[HOSTS].split(",")]
     if not all(re.fullmatch(r"[\w.:%-]+", name) for name in names) or len(set(names)) < len(names):
-        raise TopologyError(f"{HOSTS} is {environment[HOSTS]!r}: it must be the names of different hosts, as node1,node2")
+        raise TopologyError(f"{HOSTS} is {environment[HOSTS]!r}: it must be names of different hosts, such as node1,node2")
     here, origin = count_accelerators(environment)
     job = topology(
         dict.fromkeys(names, 1),
@@ -138,6 +138,6 @@ def _even(counts: Mapping[str, int], origin: str) -> int:
     least = max(min(counts.values()), 1)
     choices = "--processes-per-node 1" if least == 1 else f"--processes-per-node 1 to {least}"
     raise TopologyError(
-        f"the hosts are not alike: {seen} ({origin}). `accelerate launch` starts the same number of processes on every one of "
-        f"them: say {choices} ({least * len(counts)} processes in all), or ask for equal hosts"
+        f"the hosts differ: {seen} ({origin}). `accelerate launch` starts the same number of processes on "
+        f"every host: give {choices} ({least * len(counts)} processes in total), or request equal hosts"
     )

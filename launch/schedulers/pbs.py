@@ -51,8 +51,8 @@ def find(
     if environment.get("PBS_TASKNUM", "1") != "1":
         raise TopologyError(
             f"pbs_tmrsh, pbsdsh or mpirun started this process (PBS_JOBID={job_id}, "
-            f"PBS_TASKNUM={environment['PBS_TASKNUM']}): each would start the whole run. Call `samerun launch` once, in the "
-            "batch script or a shell of qsub -I"
+            f"PBS_TASKNUM={environment['PBS_TASKNUM']}), and each such process would launch the whole run. "
+            "Call `samerun launch` once, in the batch script or a shell of qsub -I"
         )
     slots = count_hosts(environment, read=read)
     accelerators = _gpus_by_host(environment, processes_per_node, describe_job or qstat, device_folder)
@@ -118,7 +118,7 @@ def port(job_id: str) -> int:
     """
     numbers = re.match(r"(\d+)(?:\[(\d+)\]|-(\d+))?", job_id)
     if numbers is None:
-        raise TopologyError(f"PBS_JOBID is {job_id!r}: it must begin with a number, as 14.head or 14[1].head")
+        raise TopologyError(f"PBS_JOBID is {job_id!r}: it must begin with a number, such as 14.head or 14[1].head")
     return port_of_job(int(numbers[1]), int(numbers[2] or numbers[3] or 0))
 
 
@@ -154,8 +154,8 @@ def parse_job(text: str, *, job_id: str) -> tuple[Times, dict[str, int]]:
         return times, _gpus(attributes.get("exec_vnode", ""))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TopologyError(
-            f"`qstat -f -F json {job_id}` did not describe the job ({error!r}): {text[:200]!r}. It must be asked for inside "
-            "the job or by its owner, while the job exists"
+            f"`qstat -f -F json {job_id}` did not describe the job ({error!r}): {text[:200]!r}. Run it inside "
+            "the job or as its owner, while the job exists"
         ) from error
 
 

@@ -57,7 +57,7 @@ def find(
 def _times(job_id: str, describe_job: Callable[[str], str | None]) -> Times:
     text = describe_job(job_id)
     if text is None:
-        return Times(origin="there is no qstat here to ask")
+        return Times(origin="there is no qstat here")
     try:
         return pbs.parse_job(text, job_id=job_id)[0]
     except TopologyError as error:
@@ -95,7 +95,7 @@ def successor(attributes: Mapping[str, Any], *, submitted_in: str, requeues: int
     """
     script = Path(submitted_in, attributes["Submit_arguments"].split()[-1])
     if not script.is_file():
-        raise NotDoneError(f"qsub was called with {attributes['Submit_arguments']!r}, which ends with no script's file")
+        raise NotDoneError(f"qsub was called with {attributes['Submit_arguments']!r}, which does not end with a script")
     command = ["qsub", "-N", attributes["Job_Name"], "-q", attributes["queue"]]
     command += ["-A", attributes["Account_Name"]] if "Account_Name" in attributes else []
     resources = attributes.get("Resource_List", {})

@@ -88,14 +88,14 @@ def _refuse_what_cannot_be(slurm: Slurm, hostname: str, has_srun: bool) -> None:
         )
     if environment.get(JOB.het_size, "1") != "1":
         raise TopologyError(
-            f"{job} is a heterogeneous job ({slurm.said(JOB.het_size)}): a run needs the same processes on every node. "
-            "Ask for one kind of node, with sbatch --nodes=N"
+            f"{job} is a heterogeneous job ({slurm.said(JOB.het_size)}): a run needs the same number of "
+            "processes on every node. Request one kind of node, with sbatch --nodes=N"
         )
     if slurm.in_task and slurm.number(JOB.step_num_tasks) > slurm.number(JOB.step_num_nodes):
         raise TopologyError(
-            f"srun started {slurm.number(JOB.step_num_tasks)} tasks ({slurm.said(STEP.tasks_per_node)}), and each "
-            "would start all processes of its node. Use `srun --ntasks-per-node=1 samerun launch ...`, or leave out srun: "
-            "`samerun launch` in a batch script or salloc calls it correctly"
+            f"srun started {slurm.number(JOB.step_num_tasks)} tasks ({slurm.said(STEP.tasks_per_node)}), and "
+            "each would start all processes of its node. Use `srun --ntasks-per-node=1 samerun launch ...`, "
+            "or leave out srun: in a batch script or salloc, `samerun launch` calls srun itself"
         )
 
 
@@ -103,8 +103,9 @@ def _refuse_other_order(slurm: Slurm, hosts: tuple[str, ...], node_rank: int) ->
     node = slurm.environment.get(JOB.node)
     if slurm.in_task and node in hosts and (node == hosts[0]) != (node_rank == 0):
         raise TopologyError(
-            f"{slurm.said(JOB.node_rank, JOB.node)}, but {slurm.said(slurm.names.hosts)}: node 0 is not the first "
-            "of the list, where the others would look for it. Leave out --distribution=arbitrary and SLURM_HOSTFILE"
+            f"{slurm.said(JOB.node_rank, JOB.node)}, but {slurm.said(slurm.names.hosts)}: node 0 is not the "
+            "first of the list, but the others would look for it there. Do not use --distribution=arbitrary "
+            "and SLURM_HOSTFILE"
         )
 
 
@@ -148,8 +149,9 @@ def _refuse_uneven(origin: str, num_nodes: int, *, even: int, least: int) -> NoR
     """`even` GPUs a node may be asked for instead; every node is known to have `least`."""
     upto = "1" if least <= 1 else f"1 to {least}"
     raise TopologyError(
-        f"the {num_nodes} nodes have different numbers of GPUs ({origin}), and Accelerate deals the processes evenly: "
-        f"ask for --gpus-per-node={max(even, 1)}, or leave GPUs idle with `samerun launch --processes-per-node {upto}`"
+        f"the {num_nodes} nodes have different numbers of GPUs ({origin}), but Accelerate starts the same "
+        f"number of processes on every node: request --gpus-per-node={max(even, 1)}, or leave GPUs idle with "
+        f"`samerun launch --processes-per-node {upto}`"
     )
 
 
@@ -158,8 +160,7 @@ def _processes(slurm: Slurm, asked: int | None, gpus: int, gpus_origin: str) -> 
         if gpus and asked > gpus:
             node = slurm.environment.get(JOB.node, "a node")
             raise TopologyError(
-                f"--processes-per-node is {asked}, but {node} has {gpus} GPUs for this run "
-                f"({gpus_origin}): use at most {gpus}, on every node"
+                f"--processes-per-node is {asked}, but {node} has {gpus} GPUs for this run ({gpus_origin}): use at most {gpus}"
             )
         return asked, "--processes-per-node"
     if gpus:

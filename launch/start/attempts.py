@@ -64,7 +64,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
 def _may_restart(ending: Ending, say: Callable[[str], None]) -> bool:
     """Whether it crashed by something that may not happen again, on nodes that are still there."""
     if ending.lost_node:
-        say(f"{ending.lost_node} is gone and this job is over: Slurm requeues it, unless it was submitted with --no-requeue")
+        say(f"{ending.lost_node} has failed, which ends this job: Slurm requeues it, unless it was submitted with --no-requeue")
         return False
     # A run that found itself stuck made no mistake that the next start would repeat.
     repeats = ending.is_error and ending.exit_code != HangError.exit_code

@@ -25,8 +25,8 @@ _STAYS = re.compile(
     r"BASHOPTS|SHELLOPTS|BASH_ENV|UID|EUID|PPID"
 )
 _UNWRITABLE = (
-    "the hosts cannot be handed the environment of the run by a file ({why}): start in a folder that all hosts can read and "
-    "you can write"
+    "the environment of the run cannot be passed to the hosts in a file ({why}): start in a folder that you "
+    "can write and all hosts can read"
 )
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # bash exports functions under other names
 
@@ -49,12 +49,14 @@ def line(variables: Mapping[str, str]) -> bytes:
 
 def script(file: Path | None) -> str:
     """Return commands of bash that set the variables that their input holds, or the file; without them they end."""
-    source, remove, where = "", "", "the connection ended before this host had its environment"
+    source, remove, where = "", "", "the connection closed before this host received its environment"
     if file is not None:
         quoted, folder = shlex.quote(str(file)), shlex.quote(str(file.parent))
         # The last host to read removes the folder.
         source, remove = f" < {quoted}", f"rm -f {quoted}; rmdir {folder} 2> /dev/null; "
-        where = f"{file}, which has the environment of the run, cannot be read here: start in a folder that all hosts can read"
+        where = (
+            f"{file}, which contains the environment of the run, cannot be read here: start in a folder that all hosts can read"
+        )
     refuse = f"{{ echo 'samerun: TopologyError:' \"$HOSTNAME:\" {shlex.quote(where)} >&2; exit {TopologyError.exit_code}; }}"
     return f"{{ IFS= read -r -d '' samerun_told{source} || {refuse}; }} && {{ {remove}eval \"$samerun_told\"; }}"
 

@@ -111,7 +111,7 @@ def _new_run_dir(recipe: str) -> Path:
     try:
         return new_folder(path)
     except OSError as error:
-        raise RunFolderError(f"the run folder {path} cannot be made: {error.strerror}. Choose a --run-dir.") from error
+        raise RunFolderError(f"the run folder {path} cannot be created: {error.strerror}. Choose another --run-dir.") from error
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.Namespace]:
@@ -134,7 +134,7 @@ def _attempts(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     """What is run from here, a batch script or this machine, until the run is over."""
     times = resolved.times(environment)
     if resolved.job and times.ends_s is None:
-        say(f"nothing tells when the job's time is over ({times.origin}), so the run cannot stop before it")
+        say(f"the end of the job's time is unknown ({times.origin}), so the run cannot stop and save before it")
     told = resolved.with_threads(times.told(environment))
     pass_on = signals.to_ranks if resolved.alone(told) is None else signals.to_rank
     if resolved.is_started_elsewhere:
@@ -162,7 +162,7 @@ def _met(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
     key = meeting_key.find(environment, resolved.run_dir, resolved.job.name if resolved.job else "")
     port = meeting.meet(topology, key, only_port=resolved.options.port is not None)
     if port != topology.port and topology.node_rank == 0:
-        say(f"{topology.described('port')} is in use on {topology.hosts[0]}: the run takes {port}")
+        say(f"{topology.described('port')} is in use on {topology.hosts[0]}: the run uses {port}")
     return replace(topology, port=port)
 
 
@@ -185,9 +185,9 @@ def _resolve(
     topology = allocation.topology if allocation else _this_machine(chosen, options.processes, environment)
     if options.port is not None:
         topology = replace(topology, port=options.port, origins={**topology.origins, "port": "--port"})
-    origin = "--preset" if options.preset else "the one with such copies or parts of a model; --preset says otherwise"
+    origin = "--preset" if options.preset else "the preset for replicas or tensor parallelism; --preset overrides it"
     if chosen is None:
-        chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset says otherwise"
+        chosen, origin = default_preset(topology, environment), "chosen for these processes; --preset overrides it"
     # What every process would refuse after its slow imports is refused now.
     loaded = load_recipe(options.recipe or "digits", overrides)
     if refusal := optimizers.refusal(loaded.recipe.optim.name, chosen.strategy):
@@ -223,14 +223,12 @@ def divide_total(options: argparse.Namespace, environment: Mapping[str, str], *,
     each, left = divmod(options.num_processes, num_nodes)
     if left:
         raise TopologyError(
-            f"--num_processes is {options.num_processes}, the number of processes in all, on {num_nodes} nodes: it must be a "
-            f"multiple of {num_nodes}, as every node gets the same number"
+            f"--num_processes is {options.num_processes}, the total number of processes, on {num_nodes} "
+            f"nodes: it must be a multiple of {num_nodes}, because every node gets the same number"
         )
     by_hand = options.processes if options.processes_per_node is None else options.processes_per_node
     if by_hand not in (None, each):
-        raise TopologyError(
-            f"--num_processes is {options.num_processes}, {each} on each node, and the options say {by_hand} as well"
-        )
+        raise TopologyError(f"--num_processes is {options.num_processes}, {each} per node, but the options also say {by_hand}")
     if by_hand is None:
         options.processes, options.processes_per_node = (None, each) if allocation else (each, None)
 
@@ -249,8 +247,8 @@ def _refuse_restarts_by_a_task(
 ) -> None:
     if allocation and allocation.is_task and options.max_restarts and ATTEMPT not in environment:
         raise TopologyError(
-            f"--max-restarts is {options.max_restarts}, but srun started this task, which cannot start the other nodes again: "
-            "leave out srun, `samerun launch` in a batch script or salloc calls it"
+            f"--max-restarts is {options.max_restarts}, but a task started by srun cannot restart the other "
+            "nodes: leave out srun, because `samerun launch` calls it itself in a batch script or salloc"
         )
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from launch.start import visitors
 
 PATIENCE_S = 30.0
-"""Longest time that a node waits for the first sign of node 0, and node 0 for the last of the others."""
+"""Longest time that a node waits for node 0, and node 0 for all others."""
 _PORTS = 16
-"""Ports that are tried. Jobs have ports of their own, so the next ones are seldom those of another."""
+"""Ports that are tried in turn. Each job has its own range, so the next ports seldom belong to another job."""
 _CONNECT_S = 5.0
 ALL_HERE = "all here"
 _STRANGER = "what listens there is not a node of this run"
@@ -89,11 +89,11 @@ def _listen(topology: Topology, ports: Sequence[int]) -> socket.socket:
 def _missing_sentence(topology: Topology, guests: visitors.Guests, key: Key, timeout_s: float) -> str:
     names = [_name(topology, rank) for rank in sorted(guests.missing)]
     gone = [_name(topology, rank) for rank in sorted(guests.gone & guests.missing)]
-    left = f"; {listed(gone)} had, and ended before the others were there" if gone else ""
-    strangers = f"; {guests.strangers} who did not know the key of {key.origin} were turned away" if guests.strangers else ""
+    left = f"; {listed(gone)} did, but ended before the others arrived" if gone else ""
+    strangers = f"; {guests.strangers} without the key of {key.origin} were refused" if guests.strangers else ""
     return (
         f"{listed(names)} did not reach node 0 in {timeout_s:.0f} s ({topology.described('head_address')}, "
-        f"{topology.described('port')}{left}{strangers}): see what that says of itself, or do without (under Slurm: "
+        f"{topology.described('port')}{left}{strangers}): check its output, or exclude it (under Slurm: "
         f"--exclude={','.join(names)})"
     )
 
@@ -117,9 +117,10 @@ def _reach_head(topology: Topology, ports: Sequence[int], key: Key, timeout_s: f
                 raise TopologyError(verdict)
         if time.monotonic() > deadline_s:
             raise TopologyError(
-                f"{socket.gethostname()}, node {topology.node_rank}, cannot reach node 0 in {timeout_s:.0f} s: "
-                f"{topology.described('head_address')}, {topology.described('port')}, {why}. If nodes have other names in the "
-                "fast network, set SAMERUN_HOST_SUFFIX; if a firewall is between, choose another --port"
+                f"{socket.gethostname()}, node {topology.node_rank}, cannot reach node 0 in {timeout_s:.0f} "
+                f"s: {topology.described('head_address')}, {topology.described('port')}, {why}. If nodes have "
+                "other names in the fast network, set SAMERUN_HOST_SUFFIX; if a firewall blocks the port, "
+                "choose another --port"
             ) from why
         time.sleep(0.2)
 
@@ -142,7 +143,7 @@ def _hear_verdict(head: socket.socket, topology: Topology, key: Key, timeout_s: 
         head.sendall(f"{rank} {num_nodes} {sign('node', rank, num_nodes)}\n".encode())
         proof, verdict = _words(head, 2, timeout_s + _CONNECT_S)  # node 0 may have begun to wait just now
     except (OSError, ValueError):
-        return f"node 0, {topology.head_address}, ended before all nodes were there: see its output"
+        return f"node 0, {topology.head_address}, ended before all nodes had joined: check its output"
     if not is_proof(proof, sign("verdict", verdict)):
         raise ConnectionError(_STRANGER)
     return verdict

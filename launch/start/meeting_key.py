@@ -86,8 +86,8 @@ def find(environment: Mapping[str, str], run_dir: str | None, job: str) -> Key:
         return Key(environment[KEY].encode(), KEY)
     if run_dir is None:
         raise TopologyError(
-            "the nodes of this run share no key: give all of them the same --run-dir, in a folder that all can read, or the "
-            f"same {KEY} (`openssl rand -hex 16`)"
+            "the nodes of this run have no shared key: give all nodes the same --run-dir, in a folder that "
+            f"all can read, or the same {KEY} (`openssl rand -hex 16`)"
         )
     file = Path(run_dir) / f".meeting-{job}"
     try:
@@ -95,7 +95,7 @@ def find(environment: Mapping[str, str], run_dir: str | None, job: str) -> Key:
         secret = _made(file) or _read(file)
     except OSError as error:
         raise RunFolderError(
-            f"{file}, the key by which the nodes of this run know each other, cannot be made or read ({error.strerror}): "
+            f"{file}, the shared key of the nodes of this run, cannot be created or read ({error.strerror}): "
             "choose another --run-dir, or let `samerun launch` call srun itself"
         ) from error
     return Key(secret, str(file), file)
@@ -128,5 +128,5 @@ def _read(file: Path) -> bytes:
         if _FORM.fullmatch(text.decode(errors="replace")):
             return text
         if time.monotonic() > end_s:
-            raise RunFolderError(f"{file} holds no key of a run: remove it and start again")
+            raise RunFolderError(f"{file} does not contain a key: remove it and start again")
         time.sleep(0.1)

@@ -22,7 +22,7 @@ from launch.preset import Preset
 from launch.start.resolved import Resolved
 
 _LARGE = 1e9
-"""Parameters from which on it is said that nothing was planned."""
+"""Smallest model, in parameters, for which a missing plan is mentioned."""
 _PATIENCE_S = 10.0
 
 

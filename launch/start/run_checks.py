@@ -37,11 +37,11 @@ def problems(
     holds_a_run = run_dir is not None and os.access(Path(run_dir, _RECIPE), os.F_OK)
     if holds_a_run and resume != "auto":
         yield RunFolderError(
-            f"--run-dir is {run_dir}, which holds a run already (it has a {_RECIPE}): choose another, resume it with --resume "
-            "auto, or delete the folder"
+            f"--run-dir is {run_dir}, which already contains a run (it has a {_RECIPE}): choose another, "
+            "resume it with --resume auto, or delete the folder"
         )
     if resume not in (None, "auto", "never") and not Path(resume).is_dir():
-        what = "that is a file" if Path(resume).exists() else "there is no such folder"
+        what = "that is a file" if Path(resume).exists() else "no such folder"
         yield CheckpointError(f"--resume is {resume}: {what}; give auto, never, or the path of a run folder or of a checkpoint")
     # A run that goes on does not read the weights that it began with, which may be gone since.
     if init_from and not holds_a_run and not os.access(os.path.expandvars(Path(init_from).expanduser()), os.F_OK):

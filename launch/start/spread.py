@@ -76,7 +76,11 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
         if failed is None and not is_lost():
             return 0
         code = started[failed].returncode if failed else 1
-        what = f"{failed} ended with exit code {code}; ending the other" if failed else "what started this is gone; ending all"
+        what = (
+            f"{failed} ended with exit code {code}; ending the other"
+            if failed
+            else "the process that started this has ended; ending all"
+        )
         with suppress(OSError):  # nobody may be left to hear it
             os.write(2, f"samerun: {what} hosts\n".encode())
         left = _still_running(started, seconds=0 if is_lost() else math.inf if asked_to_end else grace_s)

@@ -130,7 +130,7 @@ def run(
             watch.see(line)
     while _runs(started):
         if is_lost():
-            _tell("the process that started this is gone; the run ends")
+            _tell("the process that started this has ended, so the run ends")
             running.end_all()
     code = started.wait()
     if code:

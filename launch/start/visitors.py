@@ -24,7 +24,7 @@ from launch.start.meeting_key import GREETING, Sign, is_proof, signer
 VISIT_S = 5.0
 """How long a visitor may take to prove itself."""
 _UNPROVEN = 256
-"""Visitors at a time who have not; of more, the oldest is turned away."""
+"""Unproven visitors at a time; if there are more, the oldest is refused."""
 _LONGEST_LINE = 200
 
 
@@ -112,7 +112,7 @@ class _Reception:
     def _refusal(self, node_rank: int, num_nodes: int) -> str | None:
         """Why a node that has the key cannot take part: somebody has started too many."""
         if num_nodes != self._num_nodes or not 0 < node_rank < num_nodes:
-            return f"node 0 starts a run of {self._num_nodes} nodes, and this is node {node_rank} of {num_nodes}"
+            return f"node 0 starts a run on {self._num_nodes} nodes, but this is node {node_rank} of {num_nodes}"
         if node_rank not in self._guests.missing:
             return f"node {node_rank} has already joined: two nodes were started with the same node rank"
         return None

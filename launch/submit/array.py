@@ -40,11 +40,9 @@ def parse(text: str, *, fixed: Sequence[str] = (), said_by: str = "--array") -> 
     """
     values, problems = _values(text, said_by)
     given = {word.partition("=")[0].strip() for word in fixed}
-    problems += [
-        f"{key} is given by {said_by} and by {key}=...: leave out one of them" for key in sorted(given & values.keys())
-    ]
+    problems += [f"{key} is given by {said_by} and by {key}=...: remove one of them" for key in sorted(given & values.keys())]
     if not problems and len(list(itertools.product(*values.values()))) < 2:  # PBS refuses an array of one
-        problems.append(f"{said_by} is {text!r}, which is one run: give its values as key=value, without --array")
+        problems.append(f"{said_by} is {text!r}, which is a single run: give its values as key=value, without --array")
     if problems:
         raise SubmitError("\n".join(problems))
     combinations = list(itertools.product(*values.values()))
@@ -67,7 +65,8 @@ def chosen(text: str, environment: Mapping[str, str]) -> tuple[int, Combination]
     name = next((name for name in _INDICES if name in environment), None)
     if name is None:
         raise TopologyError(
-            f"none of {', '.join(_INDICES)} is set: this is for a job array, as the script of `samerun submit` starts it"
+            f"none of {', '.join(_INDICES)} is set: this command belongs in the script of a job array written "
+            "by `samerun submit`"
         )
     index = environment[name]
     if not index.isdecimal() or int(index) >= len(combinations):

@@ -28,7 +28,7 @@ from launch.submit.array import Combination
 from launch.submit.script import SUBMITTERS, Scheduler
 
 # What a scheduler's option must not say, because one of ours does and is checked, or because it is told to the user.
-_LOG = "the log lies beside the script: nothing"
+_LOG = "the log beside the script"
 _OURS: Mapping[Scheduler, Mapping[str, str]] = {
     "slurm": {
         "--nodes": "--nodes", "-N": "--nodes", "--gpus-per-node": "--gpus-per-node", "--time": "--time", "-t": "--time",
@@ -51,12 +51,12 @@ def form_problems(options: argparse.Namespace) -> Iterator[str]:
     yield from _count_problems(options, "nodes", "processes_per_node", "cpus_per_node", least=1)
     yield from _count_problems(options, "max_requeues", "max_restarts", least=0)
     if options.nodes is None:
-        yield "--nodes is not given: say how many nodes the job gets"
+        yield "--nodes is not given: give the number of nodes of the job"
     gpus = options.gpus_per_node
     if gpus is not None and not re.fullmatch(r"([\w.-]+:)?0*[1-9]\d*", gpus, re.ASCII):
-        yield f"--gpus-per-node is {gpus!r}: it must be a whole number, at least 1, as 4 (for Slurm also a100:4)"
+        yield f"--gpus-per-node is {gpus!r}: it must be a whole number, at least 1, such as 4 (for Slurm also a100:4)"
     if options.time is None:
-        yield "--time is not given: say how long the job may run, such as 01:30:00 (hours:minutes:seconds)"
+        yield "--time is not given: give the time limit of the job, such as 01:30:00 (hours:minutes:seconds)"
     elif not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", options.time, re.ASCII) or not options.time.strip("0:"):
         yield f"--time is {options.time!r}: it must be hours:minutes:seconds, more than 0, such as 01:30:00"
     for name in ("account", "partition", "job_name"):
@@ -64,7 +64,7 @@ def form_problems(options: argparse.Namespace) -> Iterator[str]:
         if value is not None and not re.fullmatch(r"\w[\w.+@,-]*", value, re.ASCII):
             yield f"--{name.replace('_', '-')} is {value!r}: it must be a word of letters, digits and _.+@,-"
         elif name == "job_name" and value is not None and set("@,") & set(value):
-            yield f"--job-name is {value!r}: it must be a word of letters, digits and _.+-, as files are named after it"
+            yield f"--job-name is {value!r}: it must be a word of letters, digits and _.+-, because files are named after it"
 
 
 def _count_problems(options: argparse.Namespace, *names: str, least: int) -> Iterator[str]:
@@ -85,21 +85,24 @@ def scheduler_problems(options: argparse.Namespace, scheduler: Scheduler, enviro
     """What keeps the job from being handed over, and which of the scheduler's own options cannot be taken over."""
     command = SUBMITTERS[scheduler][0]
     if options.scheduler is None and not any(_is_there(name, environment) for name in SUBMITTERS):
-        yield "neither sbatch nor qsub is on the PATH: submit on a login node, or say --scheduler with --dry-run"
+        yield "neither sbatch nor qsub is on the PATH: submit on a login node, or give --scheduler with --dry-run"
     elif not options.dry_run and not _is_there(scheduler, environment):
         yield f"--scheduler is {scheduler}, but {command} is not on the PATH: submit on a login node, or use --dry-run"
     elif not options.dry_run and scheduler == "pbs" and "SGE_ROOT" in environment:
         yield "SGE_ROOT is set, so this qsub is Grid Engine's: call `samerun launch` in a script of qsub -pe instead"
     if scheduler == "pbs" and ":" in (options.gpus_per_node or ""):
-        yield f"--gpus-per-node is {options.gpus_per_node!r}: for PBS a number; say the kind by --qsub-option='-l select=...'"
+        yield (
+            f"--gpus-per-node is {options.gpus_per_node!r}: for PBS it must be a number; give the type with "
+            "--qsub-option='-l select=...'"
+        )
     for option in options.qsub_option if scheduler == "slurm" else options.sbatch_option:
-        yield f"{option!r} is an option of another scheduler, and the job goes to {command}: leave it out"
+        yield f"{option!r} is an option of another scheduler, but the job is submitted with {command}: remove it"
     for option in options.sbatch_option if scheduler == "slurm" else options.qsub_option:
         ours = _OURS[scheduler].get(script.key(option))
         if ours:
-            yield f"--{command}-option is {option!r}: {ours} says that; leave it out"
+            yield f"--{command}-option is {option!r}: use {ours} instead"
         elif not option.startswith("-") or not option.isprintable():
-            yield f"--{command}-option is {option!r}: it must begin with - and be one line, as it would stand in a script"
+            yield f"--{command}-option is {option!r}: it must be one line that begins with -, as in a script"
 
 
 def _is_there(scheduler: Scheduler, environment: Mapping[str, str]) -> bool:
@@ -182,8 +185,8 @@ def _data_problems(recipe: Recipe) -> Iterator[str]:
         if "$" in path or os.access(Path(path).expanduser(), os.R_OK):
             continue
         yield (
-            f"{key} is {path!r}: there is no such file or folder, or you may not read it. Correct it, or if "
-            "only the nodes of the job have it, say --data-on-nodes"
+            f"{key} is {path!r}: no such file or folder, or you may not read it. Correct it, or give "
+            "--data-on-nodes if only the nodes of the job have it"
         )
 
 

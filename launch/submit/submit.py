@@ -84,10 +84,10 @@ def _divide_total(options: argparse.Namespace) -> None:
         return
     each, left = divmod(total, int(options.nodes))
     if left or by_hand not in ("", str(each)):
-        of_each = f", and {by_hand} on each are asked for" if by_hand else ""
+        of_each = f", and the options ask for {by_hand} per node" if by_hand else ""
         raise SubmitError(
-            f"--num_processes is {total}, the number of processes in all, on {options.nodes} nodes{of_each}: "
-            "leave it out, and say --gpus-per-node or --processes-per-node"
+            f"--num_processes is {total}, the total number of processes, on {options.nodes} nodes{of_each}: "
+            "remove it, and give --gpus-per-node or --processes-per-node"
         )
     options.processes_per_node = None if options.gpus_per_node else str(each)
 
@@ -192,7 +192,7 @@ def _check_passed_on(passed_on: Sequence[str], problems: list[str]) -> list[str]
         return []
     unsaid = vars(launch.read([])[0])
     ours = [name for name in _OF_LAUNCH if vars(launching)[name] != unsaid[name]]
-    problems += [f"--{name.replace('_', '-')} comes after --: give it before --, where it is checked" for name in ours]
+    problems += [f"--{name.replace('_', '-')} is given after --: give it before --, where it is checked" for name in ours]
     problems += map(str, run_checks.problems(training, run_dir=None, resume=launching.resume))
     return list(training.overrides)
 

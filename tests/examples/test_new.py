@@ -19,7 +19,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file"):
-        with pytest.raises(UsageError, match="exists and is not an empty folder: give another name"):
+        with pytest.raises(UsageError, match="exists and is not an empty folder: choose another name"):
             new([str(place)])
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "file"}
     with pytest.raises(UsageError, match="cannot be written: Not a directory"):

@@ -124,7 +124,7 @@ def test_a_job_submitted_from_a_step_of_another_is_a_job_of_its_own(lab: Lab, al
     over = lab.wait(job)
     assert (over.state, over.exit_code) == ("COMPLETED", "0:0"), over.output
     assert_ran(tmp_path / f"runs/digits-{job}", ["node1", "node2"], alone, over.output)
-    assert "nothing tells when the job's time is over" not in over.output
+    assert "the end of the job's time is unknown" not in over.output
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_a_clash_of_the_port_made_from_the_job_is_survived(lab: Lab, alone: list
         lab.run("scontrol", "release", job).check()
         over = lab.wait(job)
     assert over.state == "COMPLETED", over.output
-    assert f"is in use on node1: the run takes {port + 1}" in over.output
+    assert f"is in use on node1: the run uses {port + 1}" in over.output
     assert_ran(tmp_path, ["node1", "node2"], alone, over.output)
 
 

@@ -80,7 +80,7 @@ def test_what_says_nothing_of_the_machine_is_used_as_it_is(
         ("first_of_two_nodes", ["main_process_ip is '10.0.0.1': ", "main_process_port is 29500: "]),
         ("accumulating", ["gradient_accumulation_steps is 4: "]),
         ("fsdp1", ["fsdp_version is 1: it must be 2"]),
-        ("fsdp2", ["fsdp_transformer_layer_cls_to_wrap names no layer"]),
+        ("fsdp2", ["fsdp_transformer_layer_cls_to_wrap is empty"]),
         ("multi_cpu", ["distributed_type is MULTI_CPU: ", "use_cpu is true: "]),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_default_file_is_used_as_it_is(precision: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "topology", "sentence"),
     [
-        ("multi_gpu", Topology(processes_per_node=2), "num_processes is 4, and this launch has 2: leave it out"),
+        ("multi_gpu", Topology(processes_per_node=2), "num_processes is 4, and this launch has 2 processes: remove it"),
         (
             "multi_gpu",
             Topology(num_nodes=2, processes_per_node=2, head_address="a", port=29500),

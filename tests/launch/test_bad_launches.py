@@ -15,7 +15,7 @@ DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
 PRESETS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "preset bad.yaml: the file is empty"),
     "a list": (b"- a\n", "preset bad.yaml: it must hold `key: value` lines"),
-    "a recipe": (b"optim:\n  lr: 0.1\n", "optim: a preset holds no such key"),
+    "a recipe": (b"optim:\n  lr: 0.1\n", "optim: unknown key of a preset"),
     "latin-1": (b"# caf\xe9\ndistributed_type: MULTI_GPU\n", "preset bad.yaml:1: it is not UTF-8 (byte 0xe9)"),
     "a tab": (b"fsdp_config:\n\tfsdp_version: 2\n", "preset bad.yaml:2: YAML does not allow tabs"),
     "a zero byte": (b"debug: \x00", "preset bad.yaml:1: it is not YAML: it contains the invalid character '\\x00'"),
@@ -61,7 +61,7 @@ OPTIONS: dict[str, tuple[str, int]] = {
     "--processes -1": ("--processes is -1: a run needs at least 1 process", 5),
     "--processes 7": ("train.global_batch_size is 64, which 7 processes cannot divide", 3),
     "--num_processes 2.5": ("'2.5': expected a whole number, 1 or more", 2),
-    "--num_processes 2 --processes 3": ("--num_processes is 2, 2 on each node, and the options say 3 as well", 5),
+    "--num_processes 2 --processes 3": ("--num_processes is 2, 2 per node, but the options also say 3", 5),
     "--processes-per-node 2": ("--processes-per-node is 2, but there is no scheduler's allocation here", 5),
     "--nodes 2": ("--nodes is 2, but there is no scheduler's allocation here", 5),
     "--num_machines 2": ("--nodes is 2, but there is no scheduler's allocation here", 5),
@@ -71,9 +71,9 @@ OPTIONS: dict[str, tuple[str, int]] = {
     "--max-requeues often": ("--max-requeues: 'often': expected a whole number, 0 or more", 2),
     "--run-dir file": ("file is a file: choose another --run-dir", 7),
     "--run-dir file/run": ("file/run cannot be made, because", 7),
-    "--run-dir old --resume never": ("old, which holds a run already (it has a recipe.yaml)", 7),
+    "--run-dir old --resume never": ("old, which already contains a run (it has a recipe.yaml)", 7),
     "--resume file": ("--resume is file: that is a file", 11),
-    "--resume nowhere": ("--resume is nowhere: there is no such folder", 11),
+    "--resume nowhere": ("--resume is nowhere: no such folder", 11),
     "train.init_from=nowhere": ("train.init_from is nowhere: there is no such file or folder", 11),
     "--init-from here.pth": ("recipe values are given as key=value: train.init_from=here.pth", 2),
     "--pretrained here.pth": ("recipe values are given as key=value: train.init_from=here.pth", 2),
@@ -105,10 +105,10 @@ def test_options(words: str, expected: tuple[str, int], refused: Refused, tmp_pa
 
 HOSTS = "SAMERUN_HOSTS=a,b "
 ENVIRONMENTS: dict[str, str] = {
-    "SAMERUN_HOSTS=a,,b": "SAMERUN_HOSTS is 'a,,b': it must be the names of different hosts",
-    "SAMERUN_HOSTS=a,a": "SAMERUN_HOSTS is 'a,a': it must be the names of different hosts",
-    "SAMERUN_HOSTS=": "SAMERUN_HOSTS is '': it must be the names of different hosts",
-    "SAMERUN_HOSTS=a;b,c": "SAMERUN_HOSTS is 'a;b,c': it must be the names of different hosts",
+    "SAMERUN_HOSTS=a,,b": "SAMERUN_HOSTS is 'a,,b': it must be names of different hosts",
+    "SAMERUN_HOSTS=a,a": "SAMERUN_HOSTS is 'a,a': it must be names of different hosts",
+    "SAMERUN_HOSTS=": "SAMERUN_HOSTS is '': it must be names of different hosts",
+    "SAMERUN_HOSTS=a;b,c": "SAMERUN_HOSTS is 'a;b,c': it must be names of different hosts",
     "SAMERUN_HOSTS=127.0.0.1,b": "head_address is '127.0.0.1' (SAMERUN_HOSTS): on each of the 2 nodes this "
     "means the node itself",
     f"{HOSTS}SAMERUN_STARTER=rsh": "SAMERUN_STARTER is 'rsh': it must be one of",

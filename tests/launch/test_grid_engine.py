@@ -69,7 +69,7 @@ def test_a_task_that_was_told_finds_its_place():
 
 @pytest.mark.parametrize("host", ["node1", "node2"])
 def test_a_task_that_was_told_nothing_is_refused(host):
-    with pytest.raises(TopologyError, match="each would start the whole run"):
+    with pytest.raises(TopologyError, match="each such process would launch the whole run"):
         grid_engine.find(environment(f"task-{host}"))
 
 

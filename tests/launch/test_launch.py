@@ -203,7 +203,7 @@ def test_a_run_folder_of_no_name_is_no_other_starts(monkeypatch, tmp_path):
     assert all(folder.is_dir() and folder.name.startswith("digits-") for folder in folders)
     monkeypatch.chdir(folders[0])
     Path("runs").touch()
-    with pytest.raises(RunFolderError, match=r"runs/digits-.* cannot be made: Not a directory. Choose a --run-dir"):
+    with pytest.raises(RunFolderError, match=r"runs/digits-.* cannot be created: Not a directory. Choose another --run-dir"):
         launch._new_run_dir("digits")
 
 

@@ -84,7 +84,7 @@ def test_nodes_that_do_not_come_are_named_everywhere():
     assert set(said) == {0, 2}
     for sentence in said.values():
         assert sentence.startswith("b, d did not reach")
-        assert sentence.endswith("do without (under Slurm: --exclude=b,d)")
+        assert sentence.endswith("or exclude it (under Slurm: --exclude=b,d)")
 
 
 def test_a_head_that_cannot_be_reached_is_said_by_those_who_tried():
@@ -164,7 +164,7 @@ def test_who_was_turned_away_and_who_left_is_in_the_sentence():
     node.leave()
     head.join()
     assert "b, c did not reach node 0" in meeting.said[0]
-    assert "b had, and ended before the others were there; 2 who did not know the key of the test" in meeting.said[0]
+    assert "b did, but ended before the others arrived; 2 without the key of the test" in meeting.said[0]
 
 
 def test_a_node_that_died_at_the_door_may_come_again():

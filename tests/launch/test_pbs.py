@@ -111,7 +111,7 @@ def test_an_interactive_job_is_a_job():
 @pytest.mark.parametrize("host", [1, 2])
 def test_a_task_that_was_told_nothing_is_refused_on_either_host(host):
     task = {1: "select-2x2-pbsdsh-task00000002", 2: "select-2x2-pbsdsh-task20000001"}[host]
-    with pytest.raises(TopologyError, match="each would start the whole run"):
+    with pytest.raises(TopologyError, match="each such process would launch the whole run"):
         found(task, "select-2x2")
 
 
@@ -183,8 +183,8 @@ def test_processes_on_a_host(lines, devices, options, expected):
 @pytest.mark.parametrize(
     ("counts", "options", "words"),
     [
-        ({"a": 1, "b": 4}, {}, ["1 on a; 4 on b (PBS_NODEFILE)", "--processes-per-node 1 (2 processes in all)"]),
-        ({"a": 6, "b": 4, "c": 4}, {}, ["4 on b, c; 6 on a", "--processes-per-node 1 to 4 (12 processes in all)"]),
+        ({"a": 1, "b": 4}, {}, ["1 on a; 4 on b (PBS_NODEFILE)", "--processes-per-node 1 (2 processes in total)"]),
+        ({"a": 6, "b": 4, "c": 4}, {}, ["4 on b, c; 6 on a", "--processes-per-node 1 to 4 (12 processes in total)"]),
         ({f"n{i}": 1 + (i == 7) for i in range(9)}, {}, ["1 on n0, n1, n2 and 5 more; 2 on n7"]),
     ],
 )

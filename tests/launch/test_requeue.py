@@ -183,7 +183,7 @@ def test_a_deleted_pbs_job_has_no_successor_and_one_at_its_limit_has():
     ("said", "job", "words"),
     [
         ({"PBS_JOBID": "14[1].head"}, JOB, "is an array job"),
-        ({}, JOB | {"Submit_arguments": "-l select=1"}, "ends with no script's file"),
+        ({}, JOB | {"Submit_arguments": "-l select=1"}, "does not end with a script"),
         ({}, {}, "does not describe the job"),
     ],
 )

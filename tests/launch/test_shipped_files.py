@@ -32,7 +32,7 @@ def test_each_file_is_listed_and_printed(command: str, names: list[str], folder:
         assert cli.main([command, name]) == 0
         assert capsys.readouterr().out == (folder / f"{name}{ending}").read_text()
     assert cli.main([command, "nothing"]) == 2
-    assert f"`samerun {command}` lists them" in capsys.readouterr().err
+    assert f"`samerun {command}` lists all" in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_the_package(capsys) -> None:

@@ -314,7 +314,7 @@ def test_nothing_is_left_on_the_hosts_when_what_started_this_is_killed(begin, tm
     spreading = psutil.Process(int(process.stdout.readline()))
     assert [process.stdout.readline() for _ in range(3)] == ["up\n"] * 3
     assert killed_with(pids, process.pid) == (3, [])
-    assert "what started this is gone; ending all hosts" in process.stderr.read()
+    assert "the process that started this has ended; ending all hosts" in process.stderr.read()
     assert psutil.wait_procs([spreading], timeout=10)[1] == []
 
 

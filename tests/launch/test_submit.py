@@ -172,15 +172,15 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         (["--job-name", "a/b"], ["--job-name is 'a/b'"]),
         (["--partition", "gpu\n#SBATCH --nodes=9"], ["--partition is 'gpu\\n#SBATCH"]),
         (["--sbatch-option", "--comment=a\nrm -r x"], ["one line"]),
-        (["--sbatch-option", "debug"], ["must begin with -"]),
-        (["--sbatch-option=-t 5"], ["--time says that"]),
+        (["--sbatch-option", "debug"], ["one line that begins with -"]),
+        (["--sbatch-option=-t 5"], ["use --time instead"]),
         (["--qsub-option=-q debug"], ["'-q debug'", "another scheduler", "sbatch"]),
         (["--preset", "cpu"], ["preset cpu starts 1 process, and this run has 2", "(--nodes)"]),
         (["--preset", "no/such.yaml"], ["preset no/such.yaml: there is no such file"]),
         (["--recipe", "no/such.yaml"], ["recipe no/such.yaml: there is no such file"]),
         (["optim.lrr=1"], ["did you mean optim.lr?"]),
         (["data.path=no/such"], ["data.path is 'no/such'", "--data-on-nodes"]),
-        (["--array", "seed=1"], ["--array is 'seed=1', which is one run"]),
+        (["--array", "seed=1"], ["--array is 'seed=1', which is a single run"]),
         (["--array", "seed=1,1"], ["a value is given twice"]),
         (["--array", "seed"], ["expected key=value,value"]),
         (["--array", "seed=1,,2"], ["expected key=value,value"]),
@@ -197,7 +197,7 @@ def test_a_mistake_is_said_before_the_queue(tmp_path, arguments, words):
 
 def test_for_pbs_gpus_have_no_kind(tmp_path):
     assert [
-        "--gpus-per-node is 'a100:4': for PBS a number" in line
+        "--gpus-per-node is 'a100:4': for PBS it must be a number" in line
         for line in problems(tmp_path, *PBS, "--gpus-per-node", "a100:4")
     ]
 

@@ -41,9 +41,9 @@ def test_all_combinations_are_checked_before_the_first_run(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["optim.lr=1e-3"], "no key has several values: give one some, as optim.lr=1e-3,3e-3"),
+        (["optim.lr=1e-3"], "no key has several values: give one, such as optim.lr=1e-3,3e-3"),
         (["model.channels=[8,16]"], "no key has several values"),
-        (["seed=1,2", "seed=3"], "seed is given by the sweep and by seed=...: leave out one of them"),
+        (["seed=1,2", "seed=3"], "seed is given by the sweep and by seed=...: remove one of them"),
         (["seed=1,2", "seed=3,4"], "the sweep has seed twice: give all its values in one list"),
         (["seed=1,1"], "the sweep has 'seed=1,1': a value is given twice"),
         (["seed=1,2", "sed=4"], "sed"),
@@ -100,7 +100,9 @@ def test_a_sweep_is_interrupted_goes_on_and_outlives_a_run_that_fails(tmp_path: 
     os.kill(started.processes()[0].pid, signal.SIGINT)
     stopped = started.wait()
     assert stopped.returncode == STOPPED, stopped.output
-    assert stopped.output.splitlines()[-1].startswith("samerun: stopped, with 0 of 2 runs finished. To go on: samerun sweep ")
+    assert stopped.output.splitlines()[-1].startswith(
+        "samerun: stopped, with 0 of 2 runs finished. To continue: samerun sweep "
+    )
     assert 0 < read(good / "outcome.json")["step"] < 600
     assert not bad.exists()
 
@@ -113,7 +115,7 @@ def test_a_sweep_is_interrupted_goes_on_and_outlives_a_run_that_fails(tmp_path: 
     assert "resumed from" in gone_on.output
     assert read(good / "result.json")["steps"] == 600
     assert not (bad / "result.json").exists()
-    assert "1 of 2 runs failed: optim.lr=1e30 (exit code 8). The same command tries these again" in gone_on.output
+    assert "1 of 2 runs failed: optim.lr=1e30 (exit code 8). The same command runs these again" in gone_on.output
     table = gone_on.output[gone_on.output.index("optim.lr") :]
     assert "0.003" in table
     assert "1e+30" in table

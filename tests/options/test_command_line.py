@@ -99,9 +99,9 @@ def test_a_number_that_the_nodes_cannot_share_is_refused(
     monkeypatch.setenv("SAMERUN_HOSTS", "node-a,node-b")
     code, _, said = dry_run(capsys, "--num_processes", "3")
     assert code == 5
-    assert "--num_processes is 3, the number of processes in all, on 2 nodes: it must be a multiple of 2" in said
+    assert "--num_processes is 3, the total number of processes, on 2 nodes: it must be a multiple of 2" in said
     code, _, said = dry_run(capsys, "--num_processes", "4", "--processes-per-node", "1")
-    assert (code, "--num_processes is 4, 2 on each node, and the options say 1 as well" in said) == (5, True)
+    assert (code, "--num_processes is 4, 2 per node, but the options also say 1" in said) == (5, True)
 
 
 def test_a_run_that_goes_on_needs_no_more_what_it_began_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_a_run_that_goes_on_needs_no_more_what_it_began_with(capsys: pytest.Capt
     (tmp_path / "recipe.yaml").touch()
     assert dry_run(capsys, *arguments)[0] == 0
     code, _, said = dry_run(capsys, *arguments, "--resume", "never")
-    assert (code, "which holds a run already (it has a recipe.yaml)" in said) == (7, True)
+    assert (code, "which already contains a run (it has a recipe.yaml)" in said) == (7, True)

@@ -115,7 +115,7 @@ def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
     ours = claim(run_dir)
     ours.append("metrics.jsonl", {"step": 1})
     run_dir.rename(tmp_path / "elsewhere")
-    with pytest.raises(RunFolderError, match=r"run, the run folder, is gone, or .*starts/1 in it: this start ends"):
+    with pytest.raises(RunFolderError, match=r"run, the run folder, or .*starts/1 in it, has been removed: this start ends"):
         ours.write_text("result.json", "{}")
 
 

@@ -226,7 +226,7 @@ def test_samerun_parity_fails_what_is_not(tmp_path: Path) -> None:
     arguments = ("--presets", "multi_gpu", "--processes", "2", "--steps", "6", "model.norm=batch")
     finished = parity(tmp_path, *arguments)
     assert finished.returncode == 1
-    assert "the floor is the reason for multi_gpu-2x1: " in finished.output
+    assert "the floor explains multi_gpu-2x1: " in finished.output
 
 
 def evaluated(finished: Finished) -> dict[str, Any]:

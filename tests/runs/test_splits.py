@@ -74,7 +74,7 @@ def folder_of(path: Path, *places: str) -> Path:
 def test_splits_that_are_not_there_have_no_scores(tmp_path: Path) -> None:
     recipe = ("--recipe", "imagefolder", "model.name=convnet", "data.image_size=8", "data.resize_size=null", "train.epochs=3",
               "train.global_batch_size=8", "optim.warmup_epochs=null")  # fmt: skip
-    note = "note: there is no validation split to evaluate during training: train.validation_fraction=0.1 holds a tenth"
+    note = "note: there is no validation split to evaluate during training: train.validation_fraction=0.1 holds out"
     path = f"data.path={folder_of(tmp_path / 'validated', 'train', 'valid')}"
     finished = train("cpu", tmp_path / "run", *recipe, path).check()
     assert note not in finished.output

@@ -259,7 +259,7 @@ def test_run_twice_it_reuses_what_is_done_and_refuses_another_sweep(copied):
     (copied / "scale.json").write_text(json.dumps({**about, "machine": "another"}))
     with pytest.raises(RunFolderError, match="was measured on another, and this is"):
         scale(*SWEEP, "--repeats", "2", "--out", copied)
-    with pytest.raises(RunFolderError, match="is no folder of a sweep"):
+    with pytest.raises(RunFolderError, match="is not the folder of a sweep"):
         scale(*SWEEP, "--out", copied / "cases")
     with pytest.raises(RecipeError, match=r"train.steps .*use --steps"):
         scale(*SWEEP, "--out", copied, "train.steps=3")

@@ -270,8 +270,8 @@ def test_exit_code(curves, code):
 @pytest.mark.parametrize(
     ("floor", "reason"),
     [
-        (curve([2.0, 1.0, 0.5 * (1 + 4e-5)]), "the floor is the reason for multi_gpu-2x1: "),
-        (curve([2.0, 1.0, 0.5 * (1 + 2e-6)]), "the floor is the reason for multi_gpu-2x1: "),
+        (curve([2.0, 1.0, 0.5 * (1 + 4e-5)]), "the floor explains multi_gpu-2x1: "),
+        (curve([2.0, 1.0, 0.5 * (1 + 2e-6)]), "the floor explains multi_gpu-2x1: "),
         (curve([2.0, 1.0, 0.5 * (1 + 1e-7)]), "the floor does not explain multi_gpu-2x1, "),
         (None, "is unknown"),
     ],
@@ -315,8 +315,8 @@ def test_ctrl_c_ends_it_without_a_traceback_and_with_what_it_started():
     [
         (["train.steps=3"], "use --steps"),
         (["train.max_micro_batch=8", "log.samples=false"], "use --accumulation"),
-        (["--presets", "cpu", "--processes", "2"], "no case is left"),
-        (["--processes", "7"], "no case is left"),
+        (["--presets", "cpu", "--processes", "2"], "there is no case to compare"),
+        (["--processes", "7"], "there is no case to compare"),
     ],
 )
 def test_a_comparison_of_nothing_is_refused(capsys, arguments, words):

@@ -74,7 +74,7 @@ def test_damaged_files_are_listed_and_left_out_as_if_deleted(
     said = capsys.readouterr().out
     assert f"unreadable: {BAD[0]}: {folder / BAD[0]} cannot be read as an image (UnidentifiedImageError" in said
     assert f"unreadable: {BAD[1]}: {folder / BAD[1]} cannot be read (No such file or directory)" in said
-    assert "4 cannot be read: mend them, or name them in a file for data.leave_out (--write FILE)" in said
+    assert "4 cannot be read: repair them, or list them in a file for data.leave_out (--write FILE)" in said
     assert main(["check", "--recipe", str(folder), *KEYS, "--processes", "2", "--write", str(file)]) == 0
     assert names_in(file) == BAD
     rest = opened("imagefolder", folder, file)
