@@ -71,7 +71,7 @@ class Claim:
         later = [number for number in _numbers(starts) if number > int(self.place.name)]
         if not later:
             return (
-                f"{self.path}, the run folder, , or {self.place} in it, has been removed: this start ends and "
+                f"{self.path}, the run folder, or {self.place} in it, has been removed: this start ends and "
                 "writes nothing more."
             )
         host = "another machine"

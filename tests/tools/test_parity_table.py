@@ -195,7 +195,7 @@ def test_ranks_that_compute_together_are_one_case_of_the_whole_batch(tmp_path):
     recipe = Recipe(train=TrainRecipe(global_batch_size=2))
     cases, skipped = choose_cases(recipe, presets=[str(path)], processes=[2, 3, 4, 8], accumulations=[1])
     assert [case.processes for case in cases] == [2, 4]
-    assert ["2 does not divide the 3 processes" in skipped[0], "cannot be divided by 4" in skipped[1]] == [True, True]
+    assert ["which does not divide the 3 processes" in skipped[0], "cannot be divided by 4" in skipped[1]] == [True, True]
 
 
 def test_an_unknown_preset_stops_before_anything_runs():
