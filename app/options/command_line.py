@@ -95,7 +95,8 @@ class Parser(argparse.ArgumentParser):
 
     def options(self) -> list[str]:
         """Return all that begins with a dash and means something here."""
-        hidden = {*_ACCELERATES, *(name.replace("_", "-") for name in _ACCELERATES)} - {it[2:] for it in _ACCELERATES.values()}
+        names = {*_ACCELERATES, "num_processes"}
+        hidden = {*names, *(name.replace("_", "-") for name in names)} - {it[2:] for it in _ACCELERATES.values()}
         return [option for option in self._option_string_actions if option.startswith("--") and option[2:] not in hidden]
 
     def _meant(self, word: str, words: Sequence[str], also: Collection[str]) -> str:

@@ -105,6 +105,7 @@ PROGRAMS: dict[str, tuple[str, int]] = {
     "samerun report x --uot page.html": ("--uot: unknown option; did you mean --out?", 2),
     "samerun verify x y": ("y: one argument too many", 2),
     "samerun runs --wide": ("--wide: unknown option (`samerun runs --help`", 2),
+    "samerun launch --num_procesess 4": ("--num_procesess: unknown option; did you mean --processes? (", 2),
     "samerun train --num_processes 4": ("`samerun launch` or `accelerate launch`: --processes 4", 2),
     "samerun evaluate x --num_processes=2": ("`samerun launch` or `accelerate launch`: --processes 2", 2),
     "app.evaluate folder --epochs 3": (
