@@ -33,16 +33,16 @@ _LARGEST_MIB = 4 * _VOCABULARY * _HIDDEN / 2**20
 """Of the largest unit, an embedding."""
 _PRESETS = ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")
 _PARTS = {
-    "building": 1,
-    "preparing": 1,
-    "training": 4,
-    "saving": 7,
-    "ending": 7,
-    "resuming": 4,
-    "evaluating": 1,
+    "building": (1, 0),
+    "preparing": (1, 0),
+    "training": (4, 0),
+    "saving": (4, 3),
+    "ending": (4, 3),
+    "resuming": (4, 0),
+    "evaluating": (1, 0),
 }
 """How often a rank has its share of the weights in each part: a gradient and two moments are as large, and a save copies the
-weights and the moments to memory that it keeps."""
+weights and the moments to memory that it keeps. Ranks with the same share save a part of it each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +120,8 @@ def _table(presets: Sequence[str], ranks: int) -> Iterator[str]:
     for part in (*_PARTS, "ending without a checkpoint", "exporting"):
         cells = []
         for name, found in columns.items():
-            share = _PARTS.get(part, 0) * _MIB * _copies(name) / ranks
+            kept, saved = _PARTS.get(part, (0, 0))
+            share = (kept * _copies(name) + saved) * _MIB / ranks
             cells.append(f"{found[part]:,.0f}" + (f" of {share:,.0f}" if share else ""))
         yield f"| {part} | {' | '.join(cells)} |"
 

@@ -50,6 +50,7 @@ class Peaks(threading.Thread):
 def main(folder: Path, what: str, words: list[str]) -> None:
     """Run the training or the evaluation in parts that are told apart."""
     import torch
+    from transformers import LlamaForCausalLM  # noqa: F401  (50 MiB of code)
 
     from app import ending, evaluate, loop, session, train
     from app.checkpoints.checkpoint import Checkpoints
@@ -62,8 +63,8 @@ def main(folder: Path, what: str, words: list[str]) -> None:
         plain = getattr(owner, name)
 
         def called(*given: Any, **more: Any) -> Any:
-            first()
             peaks.part = part
+            first()
             return plain(*given, **more)
 
         setattr(owner, name, called)
