@@ -76,7 +76,9 @@ def least(recipe: str) -> tuple[int, dict[str, float]]:
 
 def draw(path: Path, sizes: dict[str, tuple[int, dict[str, float]]]) -> None:
     """Draw what each preset takes of a device over the size of the model: where a line crosses the memory, it ends."""
-    figure = Figure(figsize=(7.2, 5.0), layout="constrained")
+    figure = Figure(
+        figsize=(5.0, 4.6), layout="constrained"
+    )  # so small that a phone, which shrinks it, leaves the words readable
     axes = figure.subplots()
     parameters = [size for size, _ in sizes.values()]
     for preset, (line, marker, grey) in zip(PRESETS, _LOOKS, strict=True):
@@ -86,16 +88,16 @@ def draw(path: Path, sizes: dict[str, tuple[int, dict[str, float]]]) -> None:
     device = devices.named("h100")
     usable = 0.9 * device.memory / GIB
     axes.axhline(usable, color="black", linewidth=2.0)
-    axes.text(parameters[0], 1.08 * usable, f"{usable:.0f} GiB: what is planned of an H100", fontsize=9)
-    axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="GiB on each of 8 devices, at the least")
+    axes.text(parameters[0], 1.08 * usable, f"{usable:.0f} GiB usable of an H100", fontsize=9)
+    axes.set(xscale="log", yscale="log", xlabel="parameters (billions)", ylabel="GiB on each of 8 devices, at the least")
     axes.set_ylim(0.4, 4000)
-    axes.set_xticks(parameters, [f"{size / 1e9:.{0 if size > 1e10 else 1}f} B" for size in parameters], fontsize=8)
+    axes.set_xticks(parameters, [f"{size / 1e9:.{0 if size > 1e10 else 1}f}" for size in parameters], fontsize=9)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.grid(visible=True, color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, handlelength=4)
-    figure.savefig(path, dpi=120)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, handlelength=3, columnspacing=1.0)
+    figure.savefig(path, dpi=170)
 
 
 def lines(recipe: str, devices: Sequence[int] = DEVICES) -> list[str]:
