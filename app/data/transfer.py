@@ -6,14 +6,13 @@ the one that computes. The pinned memory is a ring of a few places, each made on
 Nothing is written over what is still read:
 - A place of the ring is written again when the copy out of it is done: the thread waits for an event behind the copy.
 - The stream that computes waits, on the device, for the same event before it uses the batch.
-- The batch's memory on the device is the allocator's, which is told of the stream that computes (`record_stream`): it gives
-  the memory to another batch when that stream has done all it was given while somebody held the batch. A ring on the device
-  would be written over under those who keep a part of a batch, as `app.metrics.fed` keeps the sample numbers.
+- The batch's memory on the device is the allocator's, which is told of the stream that computes (`record_stream`), and gives it
+  to another batch when that stream is done with it. A ring there would be written over under those who keep a part of a batch.
 All batches of a process are copied on one stream, since the allocator keeps memory for each stream apart.
 
-Batches come in their order, and what was raised where they are made is raised, at its place, where they are used. For CUDA's
-side: docs.pytorch.org/docs/stable/notes/cuda.html ("CUDA streams"), NVIDIA apex's examples/imagenet/main_amp.py and timm's
-timm/data/loader.py, which do the same from the training thread. On a CPU, torch's stand-ins for streams copy at once.
+What was raised where batches are made is raised, at its place, where they are used. As NVIDIA apex's
+examples/imagenet/main_amp.py and timm's timm/data/loader.py do from the training thread;
+docs.pytorch.org/docs/stable/notes/cuda.html ("CUDA streams"). On a CPU, torch's stand-ins for streams copy at once.
 """
 
 from __future__ import annotations

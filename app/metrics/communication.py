@@ -1,15 +1,12 @@
-"""Exposed communication: how long a rank waits for the others.
+"""Exposed communication: how long a rank waits for the others. Nothing here waits for a GPU: a log reads its events.
 
-Nothing here waits for a GPU: its streams keep events, which are read when a line is logged.
-
-DDP is timed by callbacks around its own, at the end of a backward pass. It has timers, too, but where they measure a step they
-wait in the next forward pass for its events (torch/csrc/distributed/c10d/logger.cpp and reducer_cuda.cpp): they measure the
-first ten, from which nothing keeps them, and no others.
+DDP is timed by callbacks around its own, at the end of a backward pass. Its own timers wait in the next forward pass for its
+events where they measure a step (torch/csrc/distributed/c10d/logger.cpp and reducer_cuda.cpp): they measure the first ten, from
+which nothing keeps them, and no others.
 
 FSDP2 and DeepSpeed are Python: on a CPU their ranks stand still in torch's `Work.wait`, on GPUs their streams do where they are
-told to wait, or where a collective is put into them. These few methods of torch, through which both go, are timed while a run
-trains, by others in their place. Torch has no hook there, on its side of a wait; before and after the training its methods are
-its own.
+told to wait, or where a collective is put into them. Torch has no hook there. So these few methods, through which both go, are
+replaced by timed ones while a run trains.
 """
 
 from __future__ import annotations

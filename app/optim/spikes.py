@@ -1,18 +1,16 @@
 """Spikes: gradients far larger than those before. Their steps are skipped, as if the gradient were not finite.
 
-One broken batch, one flipped bit or one wrong kernel can give a finite gradient with a norm of 1e18 between norms of 26, and
-one step on it ruins the run. OLMo-core's SkipStepOptimizer leaves out steps whose loss or gradient norm lies more than six
-standard deviations above the mean of the last 128, once it knows 64 (github.com/allenai/OLMo-core, src/olmo_core/optim). Here a
-norm is a spike if it is so many times the median of the last 128 that were stepped on: one outlier moves a mean and its
-deviation, and a median it does not; and what was left out is no measure of what comes.
+One broken batch, flipped bit or wrong kernel can give a finite gradient with a norm of 1e18 between norms of 26, and one step
+on it ruins the run. OLMo-core's SkipStepOptimizer leaves out steps more than six standard deviations above the mean of the last
+128, once it knows 64 (github.com/allenai/OLMo-core, src/olmo_core/optim). Here a norm is a spike if it is so many times the
+median of the last 128 that were stepped on, which one outlier does not move.
 
-Late in a long training norms shrink to a ten-thousandth, and Adam at a constant rate then meets steps at which they grow back
-within two, to 220,000 times the median (measured: `digits` without decay of the rate, 12,000 steps), from which it recovers. So
-the first median of a run counts too, where it is the greater one.
+Late in a long training norms shrink to a ten-thousandth, and Adam at a constant rate meets steps at which they grow back within
+two, to 220,000 times the median (measured: `digits` without decay of the rate, 12,000 steps), from which it recovers. So the
+first median of a run counts too, where it is the greater one.
 
-The verdict is a function of the run's own history, so that a resumed run comes to the same ones. A norm is that of the whole
-gradient: all ranks have the same, to the last bit where they compute alike. Other topologies have it to rounding (3e-7), which
-decides on no norm but one that is as close as that to the limit.
+The verdict follows from the run's own history, so a resumed run comes to the same ones. All ranks have the same norm, other
+topologies to rounding (3e-7).
 """
 
 from __future__ import annotations

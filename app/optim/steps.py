@@ -5,13 +5,12 @@ norm of FSDP2's and DeepSpeed's is taken over all shards. On a GPU nothing waits
 it as a tensor (`found_inf`, as torch.amp.GradScaler hands it to them).
 
 Accelerate's own step is not called. It costs 150-200 us on two cores (two searches of sys.path, an inspected signature), and
-with a gradient scaler it does not tell of a step that a fused optimizer left out: it looks whether the scaler has called the
-optimizer, and a fused one is always called (accelerate 1.15, optimizer.py). Here a scaler unscales the gradient, sees what is
-not finite in it, and chooses its next scale; whether the step is taken is decided as without one. DeepSpeed's engine is called
-by what it has for both, backward passes and steps: Accelerate would take the step within the last backward pass.
+with a gradient scaler it does not tell of a step that a fused optimizer left out (accelerate 1.15, optimizer.py). Here a scaler
+unscales the gradient, sees what is not finite in it, and chooses its next scale. DeepSpeed's engine is called for backward
+passes and steps: Accelerate would take the step within the last backward pass.
 
-What torch wraps around every optimizer's step, hooks and a name for its profiler, costs another 35 us. It is left out in a step
-for which there is none of either: no hook of this optimizer, none of all optimizers, no profiler that records.
+What torch wraps around every optimizer's step, hooks and a name for its profiler, costs another 35 us, and is left out where
+there is neither a hook nor a profiler that records.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The environment of a process in a Slurm job, without variables inherited from another job or step.
 
-sbatch and salloc hand on the whole environment they are typed in, and set what is the new job's over it: no more. Typed inside
-a job they leave the outer job's other variables in it. So a batch script may have SLURM_STEP_ID, SLURM_STEP_NODELIST and a
-pseudo terminal's SLURM_PTY_PORT though it is no step, the shell of salloc a SLURMD_NODENAME though it is on no node of its
-job, and a task SLURM_PTY_PORT though it has no terminal. No variable tells: those that are always set anew (SLURM_JOB_ID,
-SLURM_TASK_PID, SLURM_PROCID, ...) are set for scripts and tasks alike, and the others are as they were in a real step.
+sbatch and salloc hand on the whole environment they are typed in, and set only what is the new job's over it. Typed inside a
+job they leave the outer job's other variables: a batch script may have SLURM_STEP_ID and SLURM_STEP_NODELIST though it is no
+step, the shell of salloc a SLURMD_NODENAME though it is on no node of its job. The variables themselves do not tell.
 
 What cannot be inherited is where Slurm started the process: above it is a process `slurmstepd: [12.0]` or `[12.batch]`, and
 its cgroup is `.../job_12/step_0/...` or `.../step_batch`. The first is seen unless /proc hides it (a PID namespace, hidepid)

@@ -1,14 +1,12 @@
 """Loads DeepSpeed's C++ operator for CPUs, which is compiled on first use, so that a process killed meanwhile blocks nobody.
 
-torch guards the folder of such an operator by a file named `lock`. A process that is killed while it compiles, or merely
-loads, leaves it behind, and every later one on this home folder would wait for it for ever, without a word. So the operators
-are loaded before DeepSpeed asks for them, by one process at a time under a lock of the kernel's, which ends with its holder:
-whoever has that finds a `lock` only if it is a dead process's.
+torch guards the folder of such an operator by a file named `lock`. A process that is killed while it compiles or loads leaves
+it behind, and every later one would wait for it for ever. So the operators are loaded before DeepSpeed asks for them, by one
+process at a time under a lock of the kernel's, which ends with its holder: whoever has that finds a `lock` only if it is a dead
+process's.
 
-Compiling may take minutes, in which nothing else is heard of a run: that it goes on is said.
-
-torch compiles with whatever `ninja` is on the PATH, where a virtual environment's need not be, and one version compiles
-again what another one has: so it is always the one that DeepSpeed brought along.
+Compiling may take minutes: that it goes on is said. torch compiles with whatever `ninja` is on the PATH, and one version
+compiles again what another one has: so it is always the one that DeepSpeed brought along.
 """
 
 from __future__ import annotations

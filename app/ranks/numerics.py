@@ -1,8 +1,8 @@
 """How a device computes: whether float32 is rounded to TF32, and whether kernels are deterministic.
 
 torch rounds the factors of float32 convolutions on NVIDIA GPUs to TF32, 10 bits of 23, unless it is told not to, and those of
-matrix products only if it is told to; Accelerate 1.15 tells it to where a model is compiled without mixed precision (state.py).
-Here it is told the same for both: what the recipe says. CPUs compute float32 as IEEE has it, whatever the recipe says.
+matrix products only if it is told to, as Accelerate 1.15 does where a model is compiled without mixed precision (state.py).
+Here it is told the same for both: what the recipe says. CPUs compute float32 as IEEE has it.
 
 torch 2.9 gave the settings new names, and reading one by its old name raises an error where the new ones say something else
 (aten/src/ATen/Context.cpp, 2.9 to 2.15). torch's compiler reads them by both. So all are set, to the same.

@@ -12,12 +12,11 @@ by what holds on a local disk, NFS and Lustre alike, without locks, which shared
     lines          are appended through handles that are opened once. A claim copies each file up to the step that the run goes
                    on from and renames the copy over it, so the handle of an older start is that of a file which nobody reads.
 
-On NFS an older start may know its place by a handle that outlives a rename; so the place is not only renamed but removed, and
-that is done when `rmdir` says so. What fails for that reason (ENOENT, ESTALE) is told as what it is: the folder was taken over.
+On NFS an older start may know its place by a handle that outlives a rename; so the place is also removed. What fails for that
+reason (ENOENT, ESTALE) is told as what it is: the folder was taken over.
 
-What a loss of power may take is a choice, made here: a whole file and its name are on the disk (fsync) before the next thing
-is written, and lines before the checkpoint is committed that contains their steps. The lines after the newest checkpoint may
-be lost: their steps are taken again. What that leaves half-written, `lines.py` reads as far as it goes.
+A whole file and its name are on the disk (fsync) before the next thing is written, and lines before the checkpoint is committed
+that contains their steps. A loss of power may take later lines: their steps are taken again.
 """
 
 from __future__ import annotations

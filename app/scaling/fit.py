@@ -8,15 +8,14 @@ weigh as much as 6 hours on one). T(n) is the time on n devices; b/n is what the
     tree             b/n + c log2(n)      each doubling adds the same time
     ring             b/n + c (n-1)        each device adds the same time
 
-Few sizes do not tell which of them is right, and nothing here pretends so. Each law is fitted without the largest size and
-has to foretell it: by how much it misses is its miss, and its weight is 1 / (miss**2 + 0.05**2), since times that were
-measured differ by about 5 % anyway. The prediction is the weighted geometric mean of all laws. What it may be is the range of
-every law that missed by 25 % at most (of all, where none did), fitted to all sizes and with any but the smallest left out,
-or, where sizes were repeated, with any of them longer or shorter by the 95 % error of its mean.
+Few sizes do not tell which of them is right. Each law is fitted without the largest size and has to foretell it: by how much it
+misses is its miss, and its weight is 1 / (miss**2 + 0.05**2), since measured times differ by about 5 % anyway. The prediction
+is the weighted geometric mean of all laws. What it may be is the range of every law that missed by 25 % at most (of all, where
+none did), fitted to all sizes and with any but the smallest left out, or, where sizes were repeated, with any of them longer or
+shorter by the 95 % error of its mean.
 
 In simulated sweeps (docs/scaling.md) the range held the truth in 91 to 100 of 100; without tree or without waiting in 71 to 91.
-Laws with two such terms at once foretold no better: five sizes do not tell them apart.
-Pure; NumPy only.
+Laws with two such terms at once foretold no better. Pure; NumPy only.
 """
 
 from __future__ import annotations

@@ -6,13 +6,12 @@ STARTER is what reaches a host, one of `hosts.STARTERS`. Something started so ha
 this process. Folder, command, these variables and its SAMERUN_NODE_RANK are on the command line of every host, where everybody
 can read them; the environment is handed over unseen (`handover.py`), to ssh by its input, to the others by a file.
 
-The exit code is that of the host that failed first. The others have some seconds then to end by themselves, which they do
-when their processes lose a peer; what is left is stopped on its host, since a remote shell may die and leave its command
-running, or wait for ever for a host that is gone. So it is when what started this process is gone, killed for instance.
+The exit code is that of the host that failed first. The others have some seconds then to end by themselves; what is left is
+stopped on its host, since a remote shell may die and leave its command running, or wait for ever for a host that is gone. So
+it is when what started this process is gone.
 
 SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the command on every host, which then has all the time it
-needs, to save for instance: the job lives as long as this process. PBS says SIGTERM to every process itself, so it is not
-said again.
+needs, to save for instance. PBS says SIGTERM to every process itself, so it is not said again.
 """
 
 from __future__ import annotations

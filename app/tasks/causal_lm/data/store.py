@@ -10,13 +10,11 @@
 
 Numbers are little-endian. The folder is written under a temporary name and renamed: what has its name is whole.
 
-What opening costs does not depend on the size: files are mapped, their sizes compared, and a few blocks of each. So damage in
-between goes unseen there; `check` reads all. The fingerprint is made of the SHA-256 of each file, which were computed while it
-was written: other data have another one, wherever the difference is.
+Opening maps the files, compares their sizes, and a few blocks of each: it takes the same for any size, and damage in between
+goes unseen; `check` reads all. The fingerprint is made of the SHA-256 of each file, computed while it was written.
 
 The bytes of a row are the sum of those of its tokens, by the table: exact for bytes and for byte-level BPE (GPT-2, Llama 3,
-Qwen), where a token stands for the same bytes everywhere, and it takes no room. Where a tokenizer changes the text, they are
-the bytes of the text that the tokens give back; tokens.json has both sums.
+Qwen). Where a tokenizer changes the text, they are the bytes of the text that the tokens give back; tokens.json has both sums.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """From a batch of stored images to what the model sees: augmented, normalised, and mixed in pairs.
 
 All of it works on whole batches, on the device of the batch, after the copy to it. Every random choice is a draw for the
-sample's number (`draws.py`), so a sample becomes the same picture on any topology; what a sample becomes depends on no
-other sample of the batch, except that mixup and cutmix mix the pairs at positions 2k and 2k+1. Pairs are the same on any
-topology as long as micro-batches are even and cut at even positions.
-
-Nothing here waits for the device: what the host has to know of a draw, it computes itself.
+sample's number (`draws.py`), so a sample becomes the same picture on any topology. Mixup and cutmix mix the pairs at positions
+2k and 2k+1, which are the same as long as micro-batches are even and cut at even positions.
 
     preparation = Preparation(recipe.data, recipe.augment, num_classes=10, channels=3)
     inputs, targets = preparation.train(batch, Draws(recipe.seed, batch["samples"]))    # batch: that of `loader.py`
     inputs = preparation.evaluate(batch)
 
-Random resized crops are not made here but where a picture is decoded: they need the whole picture.
+Nothing here waits for the device: what the host has to know of a draw, it computes itself. Random resized crops are made where
+a picture is decoded: they need the whole picture.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ record is read. An Example has the features of ImageNet's files, `image/encoded`
 data.image_column and data.label_column name, as the files of TensorFlow Datasets do (`image`, `label`). Names of the classes
 are in `labels.txt` beside the files (`0:ant`), where TF-Slim keeps them.
 
-Google's protobuf library parses the Examples, from a description of the message made here: it is there with TensorBoard, and
-does it in C. The package `tfrecord` reads streams only and checks no CRC.
+Google's protobuf library, there with TensorBoard, parses the Examples in C, from a description of the message made here. The
+package `tfrecord` reads streams only and checks no CRC.
 """
 
 from __future__ import annotations
