@@ -65,7 +65,7 @@ def _splits(task: Task, *, to_train: bool) -> Splits:
 
 
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tuple[torch.nn.Module, Units | None]:
-    """Return the task's model for samples with these facts, on the CPU, with weights that depend on the seed alone.
+    """Return the task's model for samples with these facts, on the CPU, with weights that depend only on the seed.
 
     Of a task that has `init` it has no memory yet, and `filling.fill` gives it the units' weights.
 
@@ -95,7 +95,7 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tup
 
 
 def form_of(runtime: Runtime, recipe: Recipe, task: Task) -> Form:
-    """Return how the model wants its inputs under this preset."""
+    """Return dtype and memory format of the model's inputs under this preset."""
     tensor_cores = numerics.on_tensor_cores(runtime.device, mixed_precision=runtime.launched.mixed_precision)
     is_last = recipe.train.takes_channels_last(tensor_cores=tensor_cores, preferred=task.channels_last)
     dtype = runtime.input_dtype(getattr(torch, recipe.train.dtype))
@@ -112,7 +112,7 @@ def evaluation_of(
 
 
 def try_score(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, data: Splits) -> None:
-    """Have a user's task score a micro-batch, if there is a split to be scored. All ranks call it. Raises TrainingError."""
+    """Have a user's task score one micro-batch, if a split will be scored. All ranks call it. Raises TrainingError."""
     own = getattr(task, "try_score", None)
     if own is None or not data.scored:
         return
@@ -145,7 +145,7 @@ def _batch_of(runtime: Runtime, samples: Any, numbers: np.ndarray) -> Batch:
 
 
 def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:
-    """Return the samples of a split that weights are scored on: of validation at most train.max_validation_samples."""
+    """Return the samples of a split to score: for validation at most train.max_validation_samples."""
     samples = data.scored[split]
     return (
         held_out.first_of(samples, recipe.train.max_validation_samples, seed=recipe.seed) if split == "validation" else samples
@@ -155,7 +155,7 @@ def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:
 def training_batches(
     runtime: Runtime, recipe: Recipe, source: Samples, length: schedule.Length, first_step: int
 ) -> Iterable[Batch | Failure]:
-    """Return this rank's shares of the micro-batches of all steps after the first so many, on its device."""
+    """Return this rank's shares of the micro-batches of all steps from `first_step` on, on its device."""
     batches = TrainBatches(
         size=len(source),
         seed=recipe.seed,

@@ -41,7 +41,7 @@ class Training:
     evaluations: Mapping[str, Callable[[], Evaluation]]
     """By split: `validation` runs during training, and each of them at the end."""
     texts: Mapping[str, Callable[[], list[tuple[str, str]]]]
-    """By split, after whose evaluation the task shows them: titles, and the model's texts."""
+    """By split: what the task shows after its evaluation, as titles and texts."""
     patience: Patience
     metrics: Metrics
     profile: Profile | NoProfile
@@ -57,20 +57,20 @@ class Stopped:
     """The training was asked to stop, and has saved a checkpoint."""
 
     step: int
-    """Steps that are done, and saved."""
+    """Steps done and saved."""
     request: Request
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The training has come to its end."""
+    """The training is finished."""
 
     step: int
     """Steps that were taken."""
     why_early: str
-    """Why these are fewer than the recipe says; empty: they are not."""
+    """Why there were fewer steps than in the recipe; empty if there were not."""
     scores: Mapping[str, Evaluation]
-    """Of the final weights, by split."""
+    """Scores of the final weights, by split."""
 
 
 def train(run: Training) -> Finished | Stopped:
@@ -87,7 +87,9 @@ def train(run: Training) -> Finished | Stopped:
             run.metrics.end_step(step, taken, run.feed.total)
             ends, is_evaluated = step == run.length.total_steps, _is_evaluated(run, step)
             scores = _score(run, "validation", step) if ends or is_evaluated else None
-            run.patience.see(scores if is_evaluated else None)  # a longer run would not have had the last one
+            run.patience.see(
+                scores if is_evaluated else None
+            )  # not the one after the last step, which a longer run would not have
             is_last = ends or run.patience.is_out
             if step % run.recipe.log.every_steps == 0 or is_last:
                 _log(run, step)
@@ -102,7 +104,7 @@ def train(run: Training) -> Finished | Stopped:
 
 
 def _take_step(run: Training, step: int) -> Step:
-    """Take a step down the gradient of the mean loss of its global batch. What it needed is free when this returns."""
+    """Take an optimizer step on the mean loss of its global batch. Batch and loss are freed when this returns."""
     for batch, weight in run.feed.of_step(step):
         with run.steps.micro_batch():
             loss = run.task.loss(run.model, batch)
@@ -112,9 +114,9 @@ def _take_step(run: Training, step: int) -> Step:
 
 
 def _log(run: Training, step: int) -> None:
-    """Write and show the line after so many steps.
+    """Write and show the metrics after this step.
 
-    Raises TrainingError if too many steps in a row were skipped: what was saved is on disk then.
+    Raises TrainingError if too many steps in a row were skipped, after pending checkpoints are on disk.
     """
     epoch, rate = (step - 1) // run.length.steps_per_epoch, run.learning_rate_at(step - 1)
     run.display.show(run.metrics.log(step, epoch=epoch, learning_rate=rate))
@@ -133,7 +135,7 @@ def _log(run: Training, step: int) -> None:
 
 
 def _finished(run: Training, step: int, validation: Evaluation | None) -> Finished:
-    """Return the end of the run, with each split scored once; `validation` was already, or not yet."""
+    """Return the end of the run, with each split scored once; `validation` is its score, if there is one already."""
     known = {"validation": validation}
     scores = {split: known.get(split) or _score(run, split, step) for split in run.evaluations}
     why_early = run.patience.why if step < run.length.total_steps else ""
@@ -143,7 +145,7 @@ def _finished(run: Training, step: int, validation: Evaluation | None) -> Finish
 
 
 def _is_evaluated(run: Training, step: int) -> bool:
-    """Whether the weights after so many steps are scored, as the recipe says."""
+    """Whether the recipe asks for an evaluation after this step."""
     train = run.recipe.train
     epochs = 1 if train.evaluate_every_epochs is None else train.evaluate_every_epochs
     every = train.evaluate_every_steps or epochs * run.length.steps_per_epoch
@@ -151,7 +153,7 @@ def _is_evaluated(run: Training, step: int) -> bool:
 
 
 def _score(run: Training, split: str, step: int) -> Evaluation | None:
-    """Score the weights after so many steps; None: there is no such split."""
+    """Score the weights after this step; None if there is no such split."""
     if split not in run.evaluations:
         return None
     epoch = (step - 1) // run.length.steps_per_epoch

@@ -1,4 +1,4 @@
-"""A start of a run, before its first step: resumes from a checkpoint, and writes into the run folder what this start is.
+"""A start of a run, before its first step: finds the checkpoint to resume from, and records this start in the run folder.
 
 All ranks call these functions together; the main process writes.
 """
@@ -40,11 +40,11 @@ class Opened:
     """The run folder, ready to be written into."""
 
     claim: Claim
-    """What writes into it; the main process alone has files open."""
+    """Writes into it; only the main process has files open."""
     resumed: Resumed | None
-    """What the run goes on from."""
+    """The checkpoint that the run resumes from."""
     trackers: Trackers
-    """Started; none on other processes than the main one."""
+    """Started trackers; none except on the main process."""
     preset: str | None
     """The preset's name, on the main process, if the command line that launched it has one."""
 
@@ -139,7 +139,7 @@ def _is_newer(path: Path, origin: Resumed | Initial | None) -> bool:
 
 
 def _take_up(ours: Claim, origin: Resumed | Initial | None) -> dict[str, int]:
-    """Forget what the folder has of later steps; return the last steps that it had. Says what of it cannot be read."""
+    """Drop later steps from the folder's files, and return the last steps they had. Prints what cannot be read."""
     logged = run_folder.last_steps(ours.path)
     ours.remove(run_folder.OUTCOME)
     for complaint in ours.go_on_after(_steps_before(origin)):
@@ -152,7 +152,7 @@ def _steps_before(origin: Resumed | Initial | None) -> int:
 
 
 def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
-    """What run.json says of the time before this start; `earlier` is the file of the start before, if there was one."""
+    """What run.json records of earlier starts; `earlier` is the file of the previous start, if there was one."""
     if not isinstance(origin, Resumed):
         return {"init_from": origin.place} if origin else {}
     told: dict[str, Any] = {}
@@ -196,14 +196,14 @@ def _describe(
 
 
 def _of_own_task(task: str) -> dict[str, Any]:
-    """What reports, which do not read a task's file, want to know of it."""
+    """What reports need to know of a task, because they do not read its file."""
     if task in tasks.SHIPPED:
         return {}
     return {"task_digest": tasks.digest(task), "not_learnt": sorted(recipe_keys.not_learnt(task))}
 
 
 def record_start(runtime: Runtime, opened: Opened, *, total_steps: int, training_samples: int, job: SchedulerJob) -> None:
-    """Write into the run's ledger, on the main process, where this start begins and since when it was waited for."""
+    """Record in the run's ledger, on the main process, where this start begins, and when its job was submitted and allocated."""
     with runtime.together():
         if runtime.is_main:
             start = ledger.Start(

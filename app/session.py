@@ -1,4 +1,4 @@
-"""A run from its parts: what all ranks agree upon, and everything that the loop uses.
+"""Builds a run from its parts: what all ranks agree on, and everything that the loop uses.
 
 Every step that can fail on one rank alone is agreed upon by all of them (`Runtime.together`).
 """
@@ -52,18 +52,18 @@ from app.trackers.examples import Examples
 
 @dataclass(frozen=True)
 class Parts:
-    """What all ranks agree upon before anything is written: the same model, data and length."""
+    """What all ranks agree on before anything is written: the same model, data and length."""
 
     model: torch.nn.Module
     length: schedule.Length
     rule: from_recipe.Rule
     """What a step does to each parameter."""
     dropout: sample_dropout.PassDraws
-    """What the model's layers draw."""
+    """The random numbers of the model's layers."""
     flops_per_sample: float
-    """Of a forward and backward pass; counted on the main process, 0 on the others."""
+    """FLOPs of a forward and backward pass per sample; counted on the main process, 0 on the others."""
     notes: list[str]
-    """What the user should know of the model."""
+    """Notes for the user about the model."""
 
 
 def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> Parts:
@@ -76,14 +76,14 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         )
         check_window(recipe.profile, total_steps=length.total_steps)
         model, units = building.build_model(runtime, recipe, task, data.train.facts)
-        if units is not None:  # it has no memory yet: nothing is lost
+        if units is not None:  # the model has no memory yet
             here.check(runtime, recipe, model)
         notes = filling.notes(model, units)
-        rule = from_recipe.Rule.of(recipe.optim, model)  # what does not fit is refused before a run folder is there
+        rule = from_recipe.Rule.of(recipe.optim, model)  # refuses what does not fit before a run folder exists
         dropout = sample_dropout.give_to_samples(model, recipe.seed)
         narrow, counted = _without_data(runtime, task, model, data.train.facts, dropout)
         dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
-        if recipe.train.checkpoint_activations == "blocks":  # after the count of FLOPs, which is of the model and not of this
+        if recipe.train.checkpoint_activations == "blocks":  # after FLOPs are counted, which must not include recomputation
             recomputing.compute_blocks_again(model, block_classes(task, model))
         drawn = None if units is None else filling.fill(runtime, model, units)
     if narrow:
@@ -110,14 +110,14 @@ def _without_data(
         size = len(example["samples"])
         dropout.look(lambda times: task.loss(own_layers.without_data(model), sample_dropout.repeated(example, times)))
         narrow = known_answers.narrow_convolutions(model, forward)
-        # Now: later the model is divided among the ranks.
+        # Now, because later the model is sharded over the ranks.
         return narrow, flops.of_training(model, forward) / size if runtime.is_main else 0.0
     except NeedsData:
         return [], 0.0
 
 
 def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, opened: Opened) -> Training:
-    """Distribute the model as the preset says, take up a checkpoint, and return everything that the loop uses."""
+    """Distribute the model as the preset says, load a checkpoint, and return everything that the loop uses."""
     recipe, length = loaded.recipe, parts.length
     resumed, claim = opened.resumed, opened.claim
     first_step = resumed.step if resumed else 0
@@ -207,7 +207,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         control=control,
         first_step=first_step,
     )
-    if not resumed:  # after Steps has its parameters: FSDP2 leaves the whole ones in the model that was called last
+    if not resumed:  # after Steps has its parameters, because FSDP2 leaves unsharded ones in the model called last
         building.try_score(runtime, recipe, task, model, data)
     return training
 
@@ -241,7 +241,7 @@ def _not_passed(loaded: LoadedRecipe) -> list[str]:
     task = loaded.recipe.task
     if task in tasks.SHIPPED or passed.has_passed(tasks.digest(task)):
         return []
-    file = loaded.origins["task"].rpartition(":")[0]  # empty if the command line says it
+    file = loaded.origins["task"].rpartition(":")[0]  # empty if it comes from the command line
     recipe = file or f"{loaded.name} task={task}"
     said = f"whether {task_file.name_of(task)} keeps the rules of the same run has not been checked since it was changed"
     return [f"{said}: `samerun parity --quick --recipe {recipe}` checks it in a minute"]
@@ -279,7 +279,7 @@ def _metrics(runtime: Runtime, recipe: Recipe, parts: Parts, model: torch.nn.Mod
 
 
 def _check_looked_at(recipe: Recipe, data: Splits) -> None:
-    """Raise RecipeError for what is decided by validation scores where there are none."""
+    """Raise RecipeError for settings that need validation scores if there are none."""
     wanted = {
         "checkpoint.keep_best=true": recipe.checkpoint.keep_best,
         f"train.stop_after_evaluations_without_gain={recipe.train.stop_after_evaluations_without_gain}": (
@@ -299,7 +299,7 @@ def _check_looked_at(recipe: Recipe, data: Splits) -> None:
 
 
 def _facts(loaded: LoadedRecipe, data: Splits, weights: str) -> dict[str, str]:
-    """What all ranks must have alike; `weights` is the digest of the initial ones."""
+    """What must be the same on all ranks; `weights` is the digest of the initial weights."""
     return {
         "recipe": recipe_file.digest_of_all(loaded.recipe),
         "task file": tasks.digest(loaded.recipe.task),
@@ -322,6 +322,6 @@ def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Splits, length: schedu
 
 
 def _device(runtime: Runtime) -> str:
-    """The kind of device, and why it is the CPU where nobody has asked for that."""
+    """The kind of device, and why it is the CPU if the preset did not ask for it."""
     kind: str = runtime.device.type
     return kind if kind != "cpu" or runtime.launched.use_cpu else f"cpu: torch {torch.__version__} finds no GPU"

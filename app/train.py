@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one training from the command line; ends the process with the error's exit code if it fails, with STOPPED if it was
-    stopped before its end.
-    """
+    """Run one training from the command line. The exit code is that of the error, or STOPPED if the run stopped early."""
     words = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost yet: it ends without a traceback
     failed = skip_destructors_if_failed()

@@ -76,17 +76,17 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._best: dict[str, Any] | None = None
         self.written: Path | None = None
-        """The checkpoint that this start wrote last, once it is on the disk; as every rank knows it."""
+        """The last checkpoint of this start that is on disk; the same on every rank."""
 
     def is_due(self, step: int, *, is_last: bool, scores: Evaluation | None) -> bool:
-        """Whether the recipe wants a checkpoint when so many steps are done; `scores` are those of their evaluation, if any."""
+        """Whether the recipe asks for a checkpoint after this step; `scores` are those of its evaluation, if any."""
         wanted = self._recipe.checkpoint
         if wanted.every_steps is not None and step % wanted.every_steps == 0:
             return True
         return (is_last and wanted.are_wanted) or self._is_best(scores)
 
     def save(self, step: int, scores: Evaluation | None = None) -> None:
-        """Copy the state after so many steps and begin to write it, when the save before is on disk. Called by all ranks.
+        """Copy the state after this step, and start writing it once the previous save is on disk. Called by all ranks.
 
         Raises CheckpointError, on all ranks, if the save before could not be written on one.
         """
@@ -109,7 +109,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> str:
-        """A sentence of the newest checkpoint of the run, if there is one."""
+        """A sentence about the newest checkpoint of the run."""
         found = files.committed(self._claim.path)
         return f"The latest checkpoint is {found[0]}" if found else "There is no checkpoint"
 
@@ -139,15 +139,15 @@ class Checkpoints:
             runtime.alive()
             with ranks.together():
                 if is_main:
-                    claim.sync()  # what is done is recorded before it counts
+                    claim.sync()  # the steps are recorded before the checkpoint counts
                     saved = files.commit(claim, step, entries, state=state, buffers=buffers, frozen=self._frozen)
                     best = state["best"]["step"] if state["best"] else None
                     files.prune(claim, saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
         except CheckpointError:
             with ranks.together():
                 if is_main:
-                    claim.check()  # who took the folder over took away what is written here
-                    files.discard(claim, folder)  # what fills a disk must not stay
+                    claim.check()  # a start that took the folder over has removed these files
+                    files.discard(claim, folder)  # a half-written checkpoint must not fill the disk
             raise
         self.written = files.path_of(claim.path, step)
         runtime.alive()
@@ -171,7 +171,7 @@ class Checkpoints:
             yield reader.contents(reader.finished_key()) if reader else {}
         finally:
             if is_main and not is_saved:
-                with suppress(SamerunError):  # the next start removes what is left
+                with suppress(SamerunError):  # the next start removes the rest
                     files.discard(claim, files.temporary_of(claim, step))
 
     def _write_weights(self, step: int) -> Path:
@@ -192,7 +192,7 @@ class Checkpoints:
         return folder
 
     def restore(self, folder: Path) -> None:
-        """Take up the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""
+        """Load the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""
         # A later start may have taken the folder over, and removed this checkpoint: then that is the reason.
         with self._runtime.together(), self._claim.telling(folder, "read"):
             reader = files.Reader(folder)
@@ -240,7 +240,7 @@ class _Copies:
         for memory, piece in zip(self._memory, pieces, strict=True):
             memory.copy_(piece.values, non_blocking=True)
         for device in {piece.values.device for piece in pieces if piece.values.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)  # none has waited for these copies, whatever its kind
+            torch.accelerator.synchronize(device)  # nothing has waited for these copies yet
         return [replace(piece, values=memory) for memory, piece in zip(self._memory, pieces, strict=True)]
 
 
@@ -252,7 +252,7 @@ def _in_background(work: Callable[..., None], *arguments: Any) -> Future[None]:
         try:
             work(*arguments)
             future.set_result(None)
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # for the thread that waits
             future.set_exception(error)
 
     Thread(target=run, name="checkpoint", daemon=True).start()

@@ -36,12 +36,12 @@ _NOTHING = nullcontext()
 
 
 class Step(NamedTuple):
-    """What became of a step."""
+    """The outcome of a step."""
 
     grad_norm: torch.Tensor | float
     """Norm of the whole gradient, before clipping; a tensor is a scalar on the device."""
     skipped: torch.Tensor | bool
-    """Whether it was left out; a tensor is a float32 scalar on the device, 1 or 0, as torch's fused kernels take it."""
+    """Whether it was skipped; a tensor is a float32 scalar on the device, 1 or 0, as torch's fused kernels expect it."""
 
 
 class Steps:
@@ -62,14 +62,14 @@ class Steps:
     ) -> None:
         """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have.
 
-        `spikes` tells which norm is a spike; None: none is. `before_backward` is called where a backward pass begins,
-        `before_first` once, before the first step is taken, `lap` where a phase of a step ends.
+        `spikes` tells which norm is a spike; None: none is. `before_backward` is called before each backward pass,
+        `before_first` once before the first step, and `lap` at the end of each phase of a step.
         `looks` says whether the host waits for the norm of a gradient before its step. None: on a CPU, where that costs less
         than the fused kernels' reading of a tensor, and wherever they cannot be left the verdict.
         """
         self._accelerator, self._model, self._clip_norm = accelerator, model, clip_norm
         self.optimizer = optimizer
-        """As it was given."""
+        """The optimizer as returned by `prepare`."""
         self._before_backward, self._spikes, self._lap = before_backward, spikes or SpikeGuard(None), lap
         self._before_first = before_first
         self._last_norm: torch.Tensor | float = math.nan
@@ -81,10 +81,10 @@ class Steps:
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         meshes = {parameter.device_mesh for parameter in self._parameters if isinstance(parameter, DTensor)}
         self._copies = [_copies(it, accelerator.num_processes) for it in self._parameters] if len(meshes) > 1 else []
-        """Of each parameter under tensor parallelism, where some are divided among more ranks than others."""
+        """Copies of each parameter under tensor parallelism, which shards some parameters over more ranks than others."""
         self._pass_gradient: torch.Tensor | None = None
         self._pass_weight: float | None = None
-        self._no_grad = torch.no_grad()  # kept, as making one takes longer than entering it
+        self._no_grad = torch.no_grad()  # kept, because creating one takes longer than entering it
         self._own: Any = optimizer.optimizer
         """DeepSpeed's optimizer, or torch's."""
         if self._engine is not None:
@@ -99,7 +99,7 @@ class Steps:
             self._watched_step = torch.optim.Optimizer.profile_hook_step(from_recipe.fused_sgd_step)
 
     def micro_batch(self) -> AbstractContextManager[None]:
-        """Return the block of one forward and backward pass: in all but a step's last, ranks keep their gradients."""
+        """Return the context of one forward and backward pass; only in the last of a step do ranks reduce gradients."""
         return _NOTHING if self._accumulation == 1 else self._accelerator.accumulate(self._model)
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class Steps:
         self._lap("forward_backward")
 
     def _gradient_of_pass(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
-        """That of the step's loss for this one. A number's is kept: torch would make another each time."""
+        """The gradient to start this pass's backward with. For a number it is kept: torch would allocate one each time."""
         if isinstance(weight, torch.Tensor):
             return weight.to(loss.dtype)
         if self._pass_gradient is None or weight != self._pass_weight:
@@ -128,9 +128,9 @@ class Steps:
         return self._pass_gradient
 
     def take(self, learning_rate: float) -> Step:
-        """Clip the gradient, take the step if it may be, and forget it. Called by all ranks after the last backward pass.
+        """Clip the gradient, step unless it is skipped, and free the gradient. Called by all ranks after the last backward pass.
 
-        It may be if the gradient is finite and no spike.
+        A step is skipped if its gradient is not finite, or a spike.
         """
         self._lap("other")
         if self._before_first is not None:
@@ -138,7 +138,7 @@ class Steps:
             self._before_first = None
         from_recipe.set_learning_rate(self._own, learning_rate)
         if self._engine is not None:
-            self._engine.step()  # clips, leaves out what is not finite, and forgets the gradient
+            self._engine.step()  # clips, skips what is not finite, and frees the gradient
             norm = float(self._engine.get_global_grad_norm())
             step = Step(norm, not norm < self._spikes.limit or bool(self.optimizer.step_was_skipped))
         else:
@@ -152,14 +152,14 @@ class Steps:
 
     @property
     def verdict(self) -> str:
-        """The norm of the last step's gradient, and what it was held against, in words."""
+        """The norm of the last step's gradient, and the limit it was compared with, in words."""
         norm, limit = float(self._last_norm), float(self._spikes.limit)
         return f"its gradient norm is {norm:.3g}" + (f", and a spike from {limit:.3g} on" if math.isfinite(limit) else "")
 
     def _is_spike_in_zero(self, zero: Any) -> bool:
         """Whether DeepSpeed's optimizer `zero` is about to step on a spike.
 
-        It has no public way to leave out a step. Here alone its own attribute is read: each of its steps keeps the norm there
+        It has no public way to skip a step. Only here its private attribute is read: each of its steps keeps the norm there
         before it calls torch's (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py), and its engine tells it later.
         """
         return not zero._global_grad_norm < self._spikes.limit
@@ -182,13 +182,13 @@ class Steps:
         return Step(norm, left_out)
 
     def _norm_and_clip(self) -> torch.Tensor | float:
-        """Return the norm of the gradient before clipping: a float if the host looks at it, or else a scalar on the device."""
+        """Return the norm of the gradient before clipping: a float if the host needs it, else a scalar on the device."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if self._copies:
             return self._norm_and_clip_parts()
         if self._is_sharded:
             norm = get_total_norm(gradients)
-        else:  # what that does too, without a look at each tensor's device and type
+        else:  # the same, without checking each tensor's device and type
             norms = torch._foreach_norm(gradients)
             if self._looks and self._clip_norm is None:
                 return math.hypot(*map(torch.Tensor.item, norms))
@@ -199,7 +199,7 @@ class Steps:
         return norm.item() if self._looks else norm
 
     def _norm_and_clip_parts(self) -> torch.Tensor | float:
-        """Do the same where ranks have parameters in common: each element counts once. torch takes one mesh only."""
+        """The same if ranks share parameters: each element counts once. torch supports only one mesh."""
         pairs = [(parameter.grad, copies) for parameter, copies in zip(self._parameters, self._copies, strict=True)]
         gradients = [gradient.to_local() for gradient, _ in pairs if isinstance(gradient, DTensor)]
         copies = torch.tensor([copies for gradient, copies in pairs if gradient is not None], device=gradients[0].device)
@@ -212,14 +212,14 @@ class Steps:
 
 
 def _copies(parameter: torch.Tensor, ranks: int) -> int:
-    """How many of so many ranks have the same elements of a parameter."""
+    """How many of these ranks hold the same elements of a parameter."""
     assert isinstance(parameter, DTensor)
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return ranks // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody wants to know of its steps: by a hook, by a profiler, or by a `step` in the place of its own."""
+    """Whether something observes its steps: a hook, a profiler, or a replaced `step`."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks

@@ -38,7 +38,7 @@ from app.ranks.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
 from app.recipe.batching import BatchPlan
 
 _MEETING_S = 45.0
-"""How much later than the others rank 0 may start, where nothing that waits for it has started them."""
+"""How much later than the others rank 0 may start, if no launcher that waits for it started them."""
 _COLLECTIVE = timedelta(minutes=30)
 """Shortest time-out of a collective between devices: torch's own for gloo. For NCCL torch has 10 minutes."""
 
@@ -73,7 +73,7 @@ class Runtime:
         self.notes = list(launched.notes)
         """Notes for the user about the processes."""
         if launched.variables:
-            os.environ.update(launched.variables)  # the one way by which Accelerate can be told
+            os.environ.update(launched.variables)  # the only way to pass settings to Accelerate
             _await_head(launched)
         self._collective = _time_out(hang_timeout_s)
         on_cpu = _runs_on_cpu(launched)
@@ -84,17 +84,17 @@ class Runtime:
                 self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0, self._collective, on_cpu=on_cpu)
         except DistNetworkError as error:
             raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
-        del store  # its place is taken by that of the group
+        del store  # the group has its own store
         self.mesh = mesh.build(self.accelerator, launched)
-        """How the ranks divide the model, where that is not over all of them: (dp_replicate, dp_shard) or (dp_shard, tp)."""
+        """The device mesh, if the model is not sharded over all ranks: (dp_replicate, dp_shard) or (dp_shard, tp)."""
         self._data_group = mesh.group_of_data(self.mesh)
         self._ranks = Ranks()
-        # After Accelerate, which has a say in it.
+        # After Accelerate, which sets some of it.
         self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
         compiling.survive_failures(self.accelerator)
 
     def _compare_devices(self, *, on_cpu: bool) -> Any:
-        """See that each process has a device of its own; return the store in which they told theirs."""
+        """Check that each process has its own device; return the store that they used for it."""
         if self.launched.world_size == 1:
             return None
         own = devices.own(self.launched, on_cpu=on_cpu)
@@ -115,12 +115,12 @@ class Runtime:
         return device
 
     def input_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """Return the type that the model's inputs must have: DeepSpeed casts weights to the preset's precision, inputs not."""
+        """Return the dtype of the model's inputs: DeepSpeed casts weights to the preset's precision, but not inputs."""
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
 
     def seed(self, seed: int) -> None:
-        """Seed the generators of Python, NumPy and torch alike on every rank."""
+        """Seed the generators of Python, NumPy and torch, identically on every rank."""
         set_seed(seed % 2**32)
 
     def gather(self, value: Any) -> list[Any]:
@@ -150,11 +150,11 @@ class Runtime:
         return self._ranks.from_main(value)
 
     def greatest(self, values: Sequence[float]) -> list[float]:
-        """Return the greatest of the ranks' values, place by place. It goes past the devices, which go on meanwhile."""
+        """Return the elementwise maximum of the ranks' values. It does not use the devices, which continue meanwhile."""
         return self._ranks.greatest(values)
 
     def alive(self, *, step: int | None = None) -> None:
-        """Give a sign of life, and say how many steps are done. Any thread that gets on may; `watchdog` waits for them."""
+        """Give a sign of life, and the number of steps done. `watchdog` waits for these signs; any thread may give them."""
         self.signs_of_life += 1
         if step is not None:
             self.step = step
@@ -167,12 +167,12 @@ class Runtime:
         self.alive()
 
     def prepare(self, *objects: Any) -> Any:
-        """Return the objects as `Accelerator.prepare` makes them: one alone, or a tuple."""
+        """Return the objects as `Accelerator.prepare` returns them: a single one, or a tuple."""
         with warnings.catch_warnings():
             # torch 2.15 has a new name for this option of DDP, which Accelerate 1.15 cannot pass on yet.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             prepared = self.accelerator.prepare(*objects)
-        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # there is none but under DeepSpeed
+        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # only under DeepSpeed
         if wrapped is not None:  # ZeRO's own group has torch's time-outs (deepspeed 0.19.8, utils/groups.py)
             let_wait(wrapped.engine.data_parallel_group, self._collective)
         return prepared
@@ -185,7 +185,7 @@ class Runtime:
         return mesh.deal(self.accelerator, self.launched, loader)
 
     def average_buffers(self, model: torch.nn.Module) -> None:
-        """Give every rank the mean of the ranks' floating-point buffers (running statistics of batch norms).
+        """Average floating-point buffers (running statistics of batch norms) over the ranks.
 
         Each rank has seen other samples. DDP would copy rank 0's, ZeRO and FSDP2 would leave them apart.
         """
@@ -202,7 +202,7 @@ class Runtime:
         The prepared objects must be released first: gloo with a live DDP model aborts at random at interpreter exit.
         """
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # a group must not go while the device still sends
+            torch.accelerator.synchronize(self.device)  # the group must not be destroyed while the device still sends
         self.gather(None)
         self.accelerator.free_memory(*prepared)
         self._ranks.leave()
@@ -219,7 +219,7 @@ def _refuse_other_clipping(launched: Launched, clip_norm: float | None) -> None:
 
 
 def _await_head(launched: Launched) -> None:
-    """See that rank 0 can be reached; torch would try for half an hour. What launchers started has met already."""
+    """Check that rank 0 can be reached; torch would try for half an hour. Processes of a launcher have met already."""
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     deadline_s = time.monotonic() + _MEETING_S
     while launched.rank != 0:
@@ -295,7 +295,7 @@ def _build_accelerator(
 def _accelerator_on_cpu(
     launched: Launched, settings: dict[str, Any], joining: InitProcessGroupKwargs, copies: ParallelismConfig | None
 ) -> Accelerator:
-    # Weights that are gathered and freed again leave gaps which torch's aligned allocations do not fit: half a model more.
+    # Gathered and freed weights leave gaps that torch's aligned allocations do not fit into: half a model of extra memory.
     malloc.keep_freed(**({} if launched.strategy == "ddp" else {"most_bytes": 1 << 20}))
     if launched.strategy == "deepspeed":
         # With cpu=True Accelerate would drop DeepSpeed; without a backend it would see one process where DeepSpeed sees all.
@@ -313,7 +313,7 @@ def _accelerator_on_cpu(
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        if copies is not None:  # it refuses CPUs, too
+        if copies is not None:  # this also refuses CPUs
             accelerator.state.parallelism_config = copies
             accelerator.state.device_mesh = copies.get_device_mesh("cpu")
         if launched.mixed_precision != "no":
