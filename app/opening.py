@@ -203,7 +203,7 @@ def _of_own_task(task: str) -> dict[str, Any]:
 
 
 def record_start(runtime: Runtime, opened: Opened, *, total_steps: int, training_samples: int, job: SchedulerJob) -> None:
-    """Record in the run's ledger, on the main process, where this start begins, and when its job was submitted and allocated."""
+    """Record in the run's ledger, on the main process, where this start begins and when its job was submitted and allocated."""
     with runtime.together():
         if runtime.is_main:
             start = ledger.Start(

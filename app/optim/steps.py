@@ -128,7 +128,7 @@ class Steps:
         return self._pass_gradient
 
     def take(self, learning_rate: float) -> Step:
-        """Clip the gradient, step unless it is skipped, and free the gradient. Called by all ranks after the last backward pass.
+        """Clip the gradient, step unless it is skipped, and free the gradient. All ranks call it after the last backward pass.
 
         A step is skipped if its gradient is not finite, or a spike.
         """
