@@ -14,10 +14,11 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import DataError, SamerunError, UsageError, leave_with
+from app.errors import CheckpointError, DataError, SamerunError, UsageError, leave_with
 from app.options import train_options
 from app.options.command_line import Parser
 from app.place.inherited import own_environment
@@ -28,8 +29,11 @@ from app.recipe.schema import Recipe
 from app.record import run_folder
 
 if TYPE_CHECKING:
+    import torch
+
     from app.data.samples import Splits
     from app.evaluation import Evaluation
+    from app.ranks.runtime import Runtime
 
 _OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
 """The task whose models are folders of another library, and the recipe of its data if none is given."""
@@ -93,11 +97,33 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
             _, model, facts = model_file.load(place, at, built=built)
             samples = held_out.mapped(samples, lambda opened: task.matched(opened, facts))
         else:
-            model = task.of_folder(arguments.run, samples.facts)
+            model = _of_folder(runtime, dtype, task, arguments.run, samples.facts)
     model = filling.to_evaluate(runtime, model, dtype)
     scores = building.evaluation_of(runtime, recipe, task, model, samples, split=split)()
     runtime.close()
     return scores
+
+
+def _of_folder(runtime: Runtime, dtype: torch.dtype, task: Any, folder: Path, facts: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the model of a folder of transformers.
+
+    Where the preset divides it, a rank reads its share, unless the files have other names than the model: transformers alone
+    knows these.
+    """
+    from app.checkpoints import stored_weights
+    from app.initial import filling
+
+    task.check_folder(folder, facts)
+    file = stored_weights.in_folder(folder)
+    if file is not None and filling.divides(runtime):
+        model, stored = filling.to_read_into(runtime, dtype, task, facts), stored_weights.open_stored(file)
+        try:
+            stored_weights.fitting(model, stored)
+        except CheckpointError:
+            return task.of_folder(folder, facts)  # type: ignore[no-any-return]
+        stored_weights.fill(model, stored)
+        return model.eval()
+    return task.of_folder(folder, facts)  # type: ignore[no-any-return]
 
 
 def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:

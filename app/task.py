@@ -277,9 +277,12 @@ class Task(Protocol):
     def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
         """Return the trained network from a folder that another library wrote, on the CPU, for samples with these facts.
 
-        Optional: without it only Samerun's own folders can be evaluated. Raises RunFolderError if the folder cannot be read,
-        DataError if the samples do not fit.
+        Optional, as `check_folder`: without them only Samerun's own folders can be evaluated. Raises RunFolderError if the
+        folder cannot be read.
         """
+
+    def check_folder(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Raise DataError if samples with these facts do not fit the network of such a folder."""
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
         """Return the model's prediction for each input, as text and as JSON: the `top` most likely answers, if there are

@@ -77,6 +77,13 @@ def fill(model: torch.nn.Module, stored: Stored) -> None:
     dtypes = [it for it in stored.dtypes.values() if isinstance(it, torch.dtype) and it.is_floating_point]
     if dtypes and not held.is_divided(model):
         model.to(dtypes[0])
+    tensors = fitting(model, stored)
+    for name in stored.shapes:
+        stored.read_into(name, tensors[name].values, tensors[name].region)
+
+
+def fitting(model: torch.nn.Module, stored: Stored) -> dict[str, held.Held]:
+    """Return a model's tensors by name. Raises CheckpointError if others are stored."""
     all_held = held.held(model)
     tensors = {name: all_held[name] for name in model.state_dict(keep_vars=True)}
     there = {id(tensor) for name, tensor in tensors.items() if name in stored.shapes}
@@ -86,8 +93,7 @@ def fill(model: torch.nn.Module, stored: Stored) -> None:
         shape = tensors[name].shape
         if stored.shapes.get(name, shape) != shape or (name not in stored.shapes and id(tensors[name]) not in there):
             raise CheckpointError(f"{name} is {stored.shapes.get(name, 'not there')} but must be {shape}")
-    for name in stored.shapes:
-        stored.read_into(name, tensors[name].values, tensors[name].region)
+    return tensors
 
 
 def open_stored(place: Path) -> Stored:

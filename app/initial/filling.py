@@ -63,6 +63,14 @@ def to_read_into(runtime: Runtime, dtype: torch.dtype, task: Task, facts: Mappin
     return model
 
 
+def divides(runtime: Runtime) -> bool:
+    """Whether the preset divides a model that is drawn by units."""
+    accelerator, strategy = runtime.accelerator, runtime.launched.strategy
+    return (strategy == "fsdp2" and fsdp2.can_divide(accelerator)) or (
+        strategy == "deepspeed" and zero3.can_divide(accelerator)
+    )
+
+
 def to_evaluate(runtime: Runtime, model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a model that was read into, ready to be called in this type on the device of this rank."""
     if not is_divided(model):

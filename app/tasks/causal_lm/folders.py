@@ -1,31 +1,17 @@
-"""Folders of transformers that Samerun did not write: their network and weights, and whether text has the tokens they know."""
+"""Folders of transformers that Samerun did not write: whether text has the tokens that they know."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from app.errors import DataError
-from app.tasks.causal_lm import model as networks
 from app.tasks.causal_lm.data.tokenizers import Bytes, Transformers
-from app.tasks.causal_lm.sections import Sections
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 """Every tokenizer has at least one of these files."""
-
-
-def open_folder(sections: Sections, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
-    """Return the network of a folder with its weights, for text with these facts.
-
-    Raises DataError if the text is of another tokenizer than lies there, RunFolderError if the folder cannot be read.
-    """
-    check_tokenizer(folder, facts["tokenizer"])
-    return networks.load(replace(sections.model, path=str(folder)), folder, facts)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -160,8 +160,12 @@ class CausalLM:
         return lora.adapters(model, self._sections.model) if self._sections.model.lora_rank else None
 
     def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
-        """Return the network of a folder of transformers, for text of the tokenizer that lies there."""
-        return folders.open_folder(self._sections, folder, facts)
+        """Return the network of a folder of transformers, which is the recipe's `model.path`, with its weights."""
+        return networks.load(self._sections.model, folder, facts)
+
+    def check_folder(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Raise DataError if the text is of another tokenizer than lies in a folder of transformers."""
+        folders.check_tokenizer(folder, facts["tokenizer"])
 
     def example(self, facts: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
         """Return two rows without data. All of attention is counted, what the causal mask hides too.
