@@ -76,9 +76,8 @@ def least(recipe: str) -> tuple[int, dict[str, float]]:
 
 def draw(path: Path, sizes: dict[str, tuple[int, dict[str, float]]]) -> None:
     """Draw what each preset takes of a device over the size of the model: where a line crosses the memory, it ends."""
-    figure = Figure(
-        figsize=(5.0, 4.6), layout="constrained"
-    )  # so small that a phone, which shrinks it, leaves the words readable
+    # So small that the words can be read on a phone, which shrinks it.
+    figure = Figure(figsize=(5.0, 4.6), layout="constrained")
     axes = figure.subplots()
     parameters = [size for size, _ in sizes.values()]
     for preset, (line, marker, grey) in zip(PRESETS, _LOOKS, strict=True):
