@@ -67,4 +67,4 @@ def check_size(path: Path, stamp: Stamp) -> None:
             raise CheckpointError(f"{path} is missing: its checkpoint cannot be used.") from None
     if size_bytes != stamp.size_bytes:
         how = "is truncated" if size_bytes < stamp.size_bytes else "has grown"
-        raise CheckpointError(f"{path} {how}: it has {size_bytes} of {stamp.size_bytes} bytes. It cannot be used.")
+        raise CheckpointError(f"{path} {how}: it has {size_bytes} bytes instead of {stamp.size_bytes}. It cannot be used.")

@@ -60,9 +60,9 @@ def test_a_damaged_file_is_found_and_the_checkpoint_before_it_taken(tmp_path: Pa
     sizes = {"manifest.json": ["is truncated or has changed"]}
     for length in (0, 1, size // 2, size - 1):
         path.write_bytes(content[:length])
-        falls_back(*sizes.get(name, [f"is truncated: it has {length} bytes, and {size} were written"]))
+        falls_back(*sizes.get(name, [f"is truncated: it has {length} bytes instead of {size}"]))
     path.write_bytes(content + b"\n")
-    falls_back(*sizes.get(name, [f"has grown: it has {size + 1} bytes, and {size} were written"]))
+    falls_back(*sizes.get(name, [f"has grown: it has {size + 1} bytes instead of {size}"]))
     path.unlink()
     falls_back("is missing")
     path.write_bytes(content)
@@ -114,7 +114,7 @@ def test_a_damaged_state_or_tensor_file_is_not_loaded_unverified(tmp_path: Path)
 def test_another_format_is_said(tmp_path: Path) -> None:
     folder = save_small(tmp_path, 1)
     (folder / "manifest.json").write_bytes(manifest._sealed(b'{"format": 3}'))
-    assert "is of format 3, and this version reads formats 1 and 2" in refusal(lambda: verify(folder))
+    assert "has format 3, and this version reads formats 1 and 2" in refusal(lambda: verify(folder))
 
 
 def test_where_there_is_no_checkpoint_none_is_found(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_what_matches_nothing_or_everything_is_refused() -> None:
         with pytest.raises(RecipeError) as caught:
             freezing.freeze(Net(), patterns)
         assert said in str(caught.value)
-    with pytest.raises(RecipeError, match="the model, Net, freezes itself: all 10 parameters"):
+    with pytest.raises(RecipeError, match="the model, Net, freezes its own parameters: all 10 parameters"):
         freezing.freeze(Net().requires_grad_(False), [])
 
 
