@@ -22,7 +22,7 @@ pytestmark = [
 
 LIMITS_GIB = {2: 7.25, 4: 11}
 """By the number of processes. Of 201M parameters AdamW's weights, gradients and moments are 3.0 GiB in each process, or 1.5
-where two divide them. In float32 DeepSpeed keeps half as much again. On 2 processes data parallelism is killed in 7.5 GiB as
+where two divide them. In float32 DeepSpeed keeps a quarter more. On 2 processes data parallelism is killed in 7.5 GiB as
 well and trains in 8, ZeRO-3 trains in 6.5, and offload in 7."""
 MODEL = ("model.hidden_size=768", "model.layers=16", "model.heads=12", "model.intermediate_size=3072", "model.vocab_size=32000",
          "model.tie_embeddings=false")  # fmt: skip
