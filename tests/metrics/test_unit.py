@@ -79,5 +79,5 @@ def test_words_are_counted_exactly_over_all_starts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", [3, "", "Tokens", "to kens", ("tokens",)])
 def test_a_unit_that_is_no_name_is_refused(unit: object) -> None:
-    with pytest.raises(RecipeError, match=r"unit of Speech in speech\.py is .*: give what a Loss\.count is the number of"):
+    with pytest.raises(RecipeError, match=r"unit of Speech in speech\.py is .*: give the plural of what Loss\.count counts"):
         given.unit(type("Speech", (), {"unit": unit})(), file="speech.py")
