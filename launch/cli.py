@@ -6,6 +6,7 @@ A mistake of the user ends the program with one sentence on stderr and the exit 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import signal
 import sys
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from app.errors import SamerunError
+from app.errors import SamerunError, UsageError
 from app.options.command_line import Parser
 from app.place.inherited import own_environment
 from app.place.slurm_variables import is_in_step
@@ -23,8 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not arguments or arguments[0] not in _COMMANDS:
-            _parser().parse_all(arguments or ["--help"])  # ends here: with the help, or naming what is not a command
+        if not arguments or arguments[0].startswith("-"):
+            _parser().parse_all(arguments or ["--help"])  # ends here: with the help, the version, or an unknown option
+        if arguments[0] not in _COMMANDS:
+            close = difflib.get_close_matches(arguments[0], _COMMANDS, n=2)
+            meant = f"did you mean {' or '.join(close)}? " if close else ""
+            raise UsageError(f"{arguments[0]}: unknown command; {meant}`samerun --help` lists the commands")
         return _run(arguments[0], arguments[1:])
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
@@ -103,7 +108,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
-    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="what to do")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="what to do")
     return parser
 
 

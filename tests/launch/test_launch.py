@@ -224,7 +224,7 @@ def test_what_is_in_a_named_run_folder_goes_on(capsys, monkeypatch, arguments, r
 
 def test_an_unknown_command_names_the_known(capsys):
     assert cli.main(["lauch"]) == 2
-    assert "launch" in capsys.readouterr().err
+    assert "lauch: unknown command; did you mean launch" in capsys.readouterr().err
 
 
 def started(code):
