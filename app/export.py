@@ -86,9 +86,7 @@ def export(
     weights = [folder / name for name in (*parts, *index)]
     older = set[Path]() if alone else set(folder.glob("model*.safetensors*"))
     there = older | {path for path in (*weights, *(folder / name for name in beside)) if path.exists()}
-    if there and not force:
-        named = ", ".join(map(str, sorted(there)))
-        raise RunFolderError(f"{named} exists already: choose another --out, or replace it with --force.")
+    _check_replacing(there, force=force)
     with telling(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in beside.items():
@@ -104,7 +102,7 @@ def export(
 
 
 def _check_program(options: argparse.Namespace, reader: Reader, out: Path) -> None:
-    """Raise RunFolderError if there cannot be a program, or another is there that is not to be replaced."""
+    """Raise RunFolderError if there cannot be a program, or something is there that is not to be replaced."""
     if options.adapter or out.suffix == ".safetensors":
         with_it = "--adapter" if options.adapter else f"--out {out}"
         raise RunFolderError(
@@ -116,9 +114,15 @@ def _check_program(options: argparse.Namespace, reader: Reader, out: Path) -> No
             f"--to {options.to} is not for language models: export the folder without it, and convert it with "
             "`optimum-cli export` (pip install optimum), which supports key-value caches."
         )
-    path = out / PROGRAMS[options.to]
-    if path.exists() and not options.force:
-        raise RunFolderError(f"{path} exists already: choose another --out, or replace it with --force.")
+    of_before = (out / PROGRAMS[options.to], *out.glob("model*.safetensors*"))  # the program takes longer than this look
+    _check_replacing({path for path in of_before if path.exists()}, force=options.force)
+
+
+def _check_replacing(there: set[Path], *, force: bool) -> None:
+    """Raise RunFolderError if something is there that is not to be replaced."""
+    if there and not force:
+        named = ", ".join(map(str, sorted(there)))
+        raise RunFolderError(f"{named} exists already: choose another --out, or replace it with --force.")
 
 
 def _with_program(reader: Reader, out: Path, *, write: Callable[..., list[Path]], to: str, key: str, force: bool) -> list[Path]:
@@ -148,9 +152,7 @@ def export_adapter(reader: Reader, out: Path, *, key: str, force: bool = False) 
     if adapters is None:
         raise RunFolderError(f"{reader.folder} has no adapters: its run had no model.lora_rank. Leave --adapter out.")
     about, weights = out / "adapter_config.json", out / "adapter_model.safetensors"
-    there = [str(path) for path in (about, weights) if path.exists()]
-    if there and not force:
-        raise RunFolderError(f"{', '.join(there)} exists already: choose another --out, or replace it with --force.")
+    _check_replacing({path for path in (about, weights) if path.exists()}, force=force)
     base = {"base_model_name_or_path": reader.state["recipe"].get("train.init_from")}
     with telling(out, "written"):
         out.mkdir(parents=True, exist_ok=True)
