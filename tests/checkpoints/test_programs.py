@@ -90,7 +90,7 @@ def test_a_users_task_is_exported_by_its_example_or_its_data(tmp_path: Path, cap
     run_dir, out = tmp_path / "run", tmp_path / "out"
     train("cpu", run_dir, "--recipe", "examples/regression.yaml", *SHORT, processes=1).check()
     assert export.main([str(run_dir), "--out", str(out), "--to", "torch"]) == 0
-    assert "it takes places." in capsys.readouterr().out
+    assert "its inputs are places." in capsys.readouterr().out
     places = torch.rand(4, 2)
     _, model, _ = model_file.load(out)
     with torch.no_grad():
