@@ -69,13 +69,13 @@ def order_small_kernels(model: nn.Module) -> None:
 
 
 class _NormInFloat(nn.BatchNorm2d):
-    """A batch normalisation whose weights may be in half precision, as DeepSpeed and FSDP2 cast them: its statistics never are.
+    """A batch normalization whose weights may be in half precision, as DeepSpeed and FSDP2 cast them: its statistics never are.
 
     GPUs take the two together; a CPU "expected scalar type BFloat16 but found Float" (torch 2.15).
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (torch's name for it)
-        """Return the normalised images [B, C, H, W], in their type."""
+        """Return the normalized images [B, C, H, W], in their type."""
         weight, bias, momentum = self.weight.float(), self.bias.float(), self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -85,7 +85,7 @@ class _NormInFloat(nn.BatchNorm2d):
 
     @classmethod
     def of(cls, plain: nn.BatchNorm2d) -> _NormInFloat:
-        """Return one with the parameters and statistics of a plain batch normalisation, the same tensors."""
+        """Return one with the parameters and statistics of a plain batch normalization, the same tensors."""
         own = cls(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats, device="meta")
         own.weight, own.bias = plain.weight, plain.bias
         own.running_mean, own.running_var = plain.running_mean, plain.running_var

@@ -1,4 +1,4 @@
-"""What tokenising costs, beside `datasets.map`: `python -m benchmarks.tokenizing`.
+"""What tokenizing costs, beside `datasets.map`: `python -m benchmarks.tokenizing`.
 
 Both read the same JSON lines (the paragraphs of the text that comes with the package, 20 MB) and write the tokens to a disk,
 with a byte-level BPE of 8,192 tokens trained on that text. They take turns in rounds, each in a process of its own with one

@@ -112,7 +112,7 @@ class Work:
         return Data(source, None, source)
 
     def tensors(self, *, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a whole split, normalised: images float32 [N, C, H, W] and labels int64 [N]."""
+        """Return a whole split, normalized: images float32 [N, C, H, W] and labels int64 [N]."""
         source = self.data.train if training else self.data.test
         assert isinstance(source, ArraySource)
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in self.statistics)

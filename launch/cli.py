@@ -50,7 +50,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "script": ("launch.shipped", "script", "list the shipped job scripts, or print one"),
         "doctor": ("launch.start.examination", "doctor", "check this machine, or all nodes of an allocation, before a run"),
         "data": ("app.tools.data_command", "main",
-                 "inspect data, tokenise text, convert or shrink pictures, measure the loading speed"),
+                 "inspect data, tokenize text, convert or shrink pictures, measure the loading speed"),
     },
     "train": {
         "launch": ("launch.start.launch", "launch", "train a recipe, on this machine or across an allocation"),

@@ -41,7 +41,7 @@ class Node:
     folder_error: str = ""
     """Why nothing can be written there."""
     write_mb_per_s: float | None = None
-    """Bytes written and synchronised with the disk, by time, in 1e6 bytes per second."""
+    """Bytes written and synchronized with the disk, by time, in 1e6 bytes per second."""
     free_disk_bytes: int | None = None
     """Free space there, for this user."""
 

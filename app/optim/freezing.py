@@ -1,6 +1,6 @@
 """Frozen parameters: by the recipe's `train.freeze`, or because the task's model sets requires_grad=False.
 
-A normalisation layer all of whose own parameters are frozen keeps its running statistics too, and normalises by them while it
+A normalization layer all of whose own parameters are frozen keeps its running statistics too, and normalizes by them while it
 trains, as in an evaluation: otherwise it would go on changing, and by statistics of micro-batches, which depend on how many
 processes there are. Dropout in frozen layers stays on.
 """

@@ -143,7 +143,7 @@ def _refuse_lonely_copies(environment: Mapping[str, str]) -> None:
             missing = [name for name in starter.told if name not in environment]
             raise TopologyError(
                 f"{starter.name} started {count} processes ({said(environment, starter.world_size)}), but "
-                f"this process has no {', '.join(missing)}: {count} unsynchronised copies would train. Use "
+                f"this process has no {', '.join(missing)}: {count} unsynchronized copies would train. Use "
                 f"{starter.name.split()[0]} to start one `samerun launch` or `accelerate launch` per node, "
                 "which starts the processes of that node"
             )

@@ -25,7 +25,7 @@ __all__ = ["LEFT_OUT", "STRATEGIES", "Case", "Memory", "Sizes", "largest_micro_b
 
 _ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 _SIZES = (2, 4)
-"""Samples of the passes that are traced. One alone is another matter for batch normalisation."""
+"""Samples of the passes that are traced. One alone is another matter for batch normalization."""
 _SHARDS = (2, 8, 64)
 """Numbers of shards that are traced: others lie between two of them, or beyond the last. One alone gathers nothing, and is
 traced where it is asked for."""

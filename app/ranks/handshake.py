@@ -75,7 +75,7 @@ def _check_size(accelerator: Accelerator, launched: Launched) -> None:
         sizes = " and ".join(f"{who} sees {size}" for who, size in wrong.items())
         raise TopologyError(
             f"the launcher started {launched.world_size} processes, but {sizes}: they would train "
-            "unsynchronised copies. A plain Accelerator() does this with distributed_type MULTI_GPU and no "
+            "unsynchronized copies. A plain Accelerator() does this with distributed_type MULTI_GPU and no "
             "GPU; start app.train with a preset of accelerate_configs/."
         )
     if accelerator.process_index != launched.rank:

@@ -14,12 +14,12 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
     """
     if not _batchnorms(model):
         raise RecipeError(
-            f"train.sync_batchnorm is true, but the model, {type(model).__name__}, has no batch normalisation: remove it"
+            f"train.sync_batchnorm is true, but the model, {type(model).__name__}, has no batch normalization: remove it"
         )
     if device_type == "cpu":
         raise RecipeError(
-            "train.sync_batchnorm is true, but the run is on CPU, where torch has no synchronised batch normalisation: "
-            "set train.sync_batchnorm=false, choose a model without batch normalisation, or run on GPUs"
+            "train.sync_batchnorm is true, but the run is on CPU, where torch has no synchronized batch normalization: "
+            "set train.sync_batchnorm=false, choose a model without batch normalization, or run on GPUs"
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
@@ -33,7 +33,7 @@ def topology_dependence(model: nn.Module) -> list[str]:
     unsynchronized = [name for name, layer in using_batches.items() if not isinstance(layer, nn.SyncBatchNorm)]
     if unsynchronized:
         sentences.append(
-            f"{_counted(unsynchronized, 'batch normalisation layer')}: statistics are computed per "
+            f"{_counted(unsynchronized, 'batch normalization layer')}: statistics are computed per "
             "micro-batch, so results depend on the number of processes (on GPUs, train.sync_batchnorm=true "
             "computes them over all processes)"
         )

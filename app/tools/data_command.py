@@ -15,7 +15,7 @@ _PICTURES, _TEXTS = "image_classification", "causal_lm"
 # Of each: the task whose tools have it, and what it is for. None: that of the data; empty: it is for all.
 _COMMANDS = {
     "inspect": (None, "show what a data set of pictures, or a token folder, contains"),
-    "tokenize": (_TEXTS, "tokenise text, or prompts and answers, into a token folder"),
+    "tokenize": (_TEXTS, "tokenize text, or prompts and answers, into a token folder"),
     "check": ("", "read every sample once and list the unreadable ones"),
     "pack": (_PICTURES, "shrink pictures or convert them to another format"),
     "bench": (_PICTURES, "measure how many pictures per second can be loaded"),

@@ -1,6 +1,6 @@
 """The rules of a task that one process can check by itself, on one batch.
 
-Losses are compared in evaluation mode: dropout is off and batch normalisation uses what it has stored, so that a difference is
+Losses are compared in evaluation mode: dropout is off and batch normalization uses what it has stored, so that a difference is
 the loss's own. float32 rounds the mean of some losses by less than 1e-6, and a broken rule moves it by far more than 1e-5.
 """
 

@@ -1,7 +1,7 @@
 """ResNet-50 beside a hand-written loop: eager and compiled, AdamW and SGD, under presets that shard, and on photographs.
 
 Both train in bf16 with channels_last and a fused optimizer. On synthetic images the hand-written loop has one batch on the
-device and needs no feed at all, while Samerun looks its batches up in memory, copies and normalises them. Photographs are JPEG
+device and needs no feed at all, while Samerun looks its batches up in memory, copies and normalizes them. Photographs are JPEG
 files with random crops and flips, decoded by worker processes; packed ones are what `samerun data pack --max-side` makes of
 them once.
 

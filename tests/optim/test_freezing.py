@@ -42,7 +42,7 @@ def test_patterns_freeze_what_they_match_and_norms_keep_their_statistics() -> No
     changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
     assert changed == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     (of_batches,) = random_layers.topology_dependence(model)
-    assert of_batches.startswith("1 batch normalisation layer (norm)")
+    assert of_batches.startswith("1 batch normalization layer (norm)")
 
 
 def test_what_matches_nothing_or_everything_is_refused() -> None:

@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused(start, said, words):
 
 
 def test_ranks_that_do_not_know_their_place_on_the_node_are_refused():
-    with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*has no MPI_LOCALRANKID, MPI_LOCALNRANKS.*unsynchronised copies"):
+    with pytest.raises(TopologyError, match=r"PMI_SIZE=4.*has no MPI_LOCALRANKID, MPI_LOCALNRANKS.*unsynchronized copies"):
         started_ranks.translate({"PMI_RANK": "1", "PMI_SIZE": "4"})
 
 

@@ -94,7 +94,7 @@ def test_it_is_put_together_again_from_what_is_left(
     assert (folder / "summary.txt").read_text().splitlines()[:-1] == (original / "summary.txt").read_text().splitlines()[:-1]
 
     (folder / "timeline.json.gz").unlink()
-    assert f"`samerun timeline {copied}` puts them together" in merge.merge(folder, most_bytes=1000).text
+    assert f"merge them with `samerun timeline {copied}`" in merge.merge(folder, most_bytes=1000).text
     assert not (folder / "timeline.json.gz").exists()
 
     whole = path_of(folder, 1).read_bytes()

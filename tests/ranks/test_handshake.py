@@ -40,7 +40,7 @@ def test_a_plain_accelerator_under_multi_gpu_without_gpus_is_two_copies() -> Non
     finished = naive("multi_gpu")
     assert finished.returncode != 0
     assert "TopologyError: the launcher started 2 processes, but Accelerate sees 1" in finished.output
-    assert "unsynchronised copies" in finished.output
+    assert "unsynchronized copies" in finished.output
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="gpu: the trap is a machine without one")

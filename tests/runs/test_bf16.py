@@ -1,4 +1,4 @@
-"""bf16 on a machine without a GPU: a network with batch normalisation and kernels of one pixel, under every kind of preset.
+"""bf16 on a machine without a GPU: a network with batch normalization and kernels of one pixel, under every kind of preset.
 
 On pictures of 32 pixels: on those of 8, ResNet-18 convolves maps of one pixel with a stride of two, which torch 2.15 computes
 wrongly on processors with instructions for bf16.

@@ -22,7 +22,7 @@ from app.tasks.image_classification.sections import ModelRecipe
 pytestmark = pytest.mark.multiproc
 
 STEPS = 24
-# A batch normalisation whose statistics would tell the micro-batches apart, were it not frozen; and no kinks.
+# A batch normalization whose statistics would tell the micro-batches apart, were it not frozen; and no kinks.
 MODEL = ModelRecipe(norm="batch", activation="gelu", pooling="average", channels=(16, 32))
 RECIPE = (
     "--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=240", "train.ema_decay=0.9", "log.every_steps=1",

@@ -182,7 +182,7 @@ def test_the_first_rule_is_named_and_what_a_layer_makes_different_anyway_is_not(
     assert told(spoilt)[0] == FETCH
     assert told(spoilt, alone=seen(broken=[(FETCH, "said by itself")]))[1] == "said by itself"
     assert told(seen(), alone=seen(broken=[(CALLS, "called twice")], passes=[], norms=[])) == (CALLS, "called twice")
-    drawn = seen(norms=[2.0, 0.5], depends=["2 batch normalisation layers"])
+    drawn = seen(norms=[2.0, 0.5], depends=["2 batch normalization layers"])
     assert comparison.broken({"1 process": seen(), "2 processes": drawn}) is None
 
 

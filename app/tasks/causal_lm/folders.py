@@ -35,6 +35,6 @@ def check_tokenizer(folder: Path, tokenizer: Mapping[str, Any]) -> None:
         is_same = Transformers.load(str(folder), None).about["digest"] == digest
     if not is_same:
         raise DataError(
-            f"the text was tokenised with another tokenizer ({digest}) than the one in {folder}: tokenise it "
+            f"the text was tokenized with another tokenizer ({digest}) than the one in {folder}: tokenize it "
             "with that one (samerun data tokenize)"
         )

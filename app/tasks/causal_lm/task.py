@@ -82,7 +82,7 @@ class CausalLM:
         theirs, ours = samples.facts["tokenizer"].get("digest"), facts["tokenizer"].get("digest")
         if theirs != ours:
             raise DataError(
-                f"the text was tokenised with {theirs}, and the model was trained with {ours}: tokenise the "
+                f"the text was tokenized with {theirs}, and the model was trained with {ours}: tokenize the "
                 "text with the model's tokenizer (samerun data tokenize)"
             )
         config = configuration.config_of(

@@ -117,7 +117,7 @@ class ModelRecipe:
     name: str = "convnet"
     """`convnet`, or the name of any torchvision classification model (resnet18, vit_b_16, ...)."""
     norm: Literal["group", "batch", "identity"] = "group"
-    """Normalisation of the convnet; identity: none. Batch statistics depend on the micro-batch size, group statistics do
+    """Normalization of the convnet; identity: none. Batch statistics depend on the micro-batch size, group statistics do
     not."""
     activation: Literal["relu", "gelu"] = "relu"
     """Activation of the convnet. gelu with average pooling is smooth: it has no kinks where rounding could change a

@@ -70,14 +70,14 @@ def part(batch, places):
     return {key: value[places] for key, value in batch.items()}
 
 
-# --- normalising
+# --- normalizing
 
 
 @pytest.mark.parametrize(
     ("channels", "mean", "std"),
     [(1, (0.3,), (0.2,)), (3, (0.3,), (0.2,)), (3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))],
 )
-def test_images_are_normalised_as_torchvision_does(channels, mean, std):
+def test_images_are_normalized_as_torchvision_does(channels, mean, std):
     batch = batch_of(6, channels)
     kept = batch["images"].clone()
     preparation = prepare(AugmentRecipe(), channels, mean=mean, std=std)

@@ -115,5 +115,5 @@ def test_debians_fashion_mnist_is_found_without_a_word(tmp_path: Path, monkeypat
     for source in (train, test):
         _, labels = everything(source)
         assert torch.bincount(labels).tolist() == [len(source) // 10] * 10
-    # The mean pixel that the data set's users normalise with: 0.2860.
+    # The mean pixel that the data set's users normalize with: 0.2860.
     assert float(everything(train)[0].float().mean() / 255) == pytest.approx(0.2860, abs=5e-5)

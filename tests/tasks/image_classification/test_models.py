@@ -149,7 +149,7 @@ def test_another_number_of_channels_keeps_the_scale_of_the_first_layer(name):
 
 @pytest.mark.parametrize("name", ["convnet", "resnet18", "googlenet"])
 def test_weights_are_a_function_of_torchs_seed(name):
-    np.random.seed(1)  # noqa: NPY002 - the generator that some initialisers of old used
+    np.random.seed(1)  # noqa: NPY002 - the generator that some initializers of old used
     one = build(name, channels=1, seed=3).state_dict()
     np.random.seed(2)  # noqa: NPY002
     again, other = build(name, channels=1, seed=3).state_dict(), build(name, channels=1, seed=4).state_dict()
@@ -282,14 +282,14 @@ def test_sync_batchnorm():
     converted = random_layers.synchronize_batchnorm(model, device_type="cuda")
     assert isinstance(converted.bn1, nn.SyncBatchNorm)
     assert random_layers.topology_dependence(converted) == []
-    with pytest.raises(RecipeError, match="the model, Sequential, has no batch normalisation"):
+    with pytest.raises(RecipeError, match="the model, Sequential, has no batch normalization"):
         random_layers.synchronize_batchnorm(build("convnet"), device_type="cuda")
 
 
 def test_topology_dependence_names_the_layers():
     assert random_layers.topology_dependence(build("convnet")) == []
     (batch,) = random_layers.topology_dependence(build("resnet18"))
-    assert batch.startswith("20 batch normalisation layers (bn1, ...)")
+    assert batch.startswith("20 batch normalization layers (bn1, ...)")
     assert random_layers.topology_dependence(build("alexnet")) == []
     assert len(random_layers.topology_dependence(build("efficientnet_b0"))) == 1
 

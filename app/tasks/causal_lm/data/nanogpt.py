@@ -73,7 +73,7 @@ def _mapped(path: Path) -> np.ndarray:
             )
         if struct.unpack("<i", begin)[0] in _LLM_C:
             raise DataError(
-                f"{path} has the header of llm.c, and nanoGPT's files have none: tokenise the texts (samerun data tokenize)"
+                f"{path} has the header of llm.c, and nanoGPT's files have none: tokenize the texts (samerun data tokenize)"
             )
         return np.asarray(np.memmap(path, "<u2", mode="r"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which documents share a row: best fit, decided once, when a text is tokenised.
+"""Which documents share a row: best fit, decided once, when a text is tokenized.
 
 Documents are never cut, unless one is longer than a row. The longest are placed first, each into the row where the least room
 is left ("best fit decreasing", as in Ding et al. 2024, "Fewer Truncations Improve Language Modeling"). Equal lengths are placed

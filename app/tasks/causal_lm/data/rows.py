@@ -51,7 +51,7 @@ class Rows:
         if document_masks and split.documents is None:
             raise DataError(
                 f"data.document_masks=true: {split.where} does not record where its documents begin; set it "
-                "to false, or tokenise the texts (samerun data tokenize)"
+                "to false, or tokenize the texts (samerun data tokenize)"
             )
         if len(split.tokens) < 2:
             raise DataError(f"{split.where} has {len(split.tokens)} tokens; predicting one token needs at least 2")

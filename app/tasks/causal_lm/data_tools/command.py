@@ -122,7 +122,7 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
 
 def _tokenize_parser() -> Parser:
     parser = Parser(
-        prog="samerun data tokenize", description="Tokenise text, or prompts and answers, into a token folder.", epilog=_SOURCES
+        prog="samerun data tokenize", description="Tokenize text, or prompts and answers, into a token folder.", epilog=_SOURCES
     )
     add = parser.add_argument
     add("sources", nargs="+", metavar="SOURCE", help="where the text is; see below")

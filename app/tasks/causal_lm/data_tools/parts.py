@@ -1,4 +1,4 @@
-"""Finished parts of a tokenisation: one complete folder each, so that a killed command resumes from them.
+"""Finished parts of a tokenization: one complete folder each, so that a killed command resumes from them.
 
 tokens      uint16 or uint32, those of all documents one after another
 documents   uint64 [D, 2]: tokens and bytes of text of each

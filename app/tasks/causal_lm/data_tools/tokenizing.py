@@ -122,7 +122,7 @@ def _make(job: Job, parts: Parts, workers: int) -> Made:
         return sizes[key], time.process_time() - began_s
 
     cpu_s, size = 0.0, sum(sizes[key] for key in to_do)
-    with progress("tokenising", size, "bytes") as advance:
+    with progress("tokenizing", size, "bytes") as advance:
         for done, took_s in in_order(make, len(to_do), piece=1, processes=workers):
             advance(done)
             cpu_s += took_s

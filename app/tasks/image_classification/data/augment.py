@@ -1,4 +1,4 @@
-"""From a batch of stored images to what the model sees: augmented, normalised, and mixed in pairs.
+"""From a batch of stored images to what the model sees: augmented, normalized, and mixed in pairs.
 
 All of it works on whole batches, on the device of the batch, after the copy to it. Every random choice is a draw for the
 sample's number (`draws.py`), so a sample becomes the same picture on any topology. Mixup and cutmix mix the pairs at positions
@@ -64,8 +64,8 @@ class Preparation:
         self._changes_anything = changes_images or augment.erase > 0 or augment.mixes_pairs
         self._num_classes = num_classes
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        # `_normalised` says why a single channel's order is right by then.
-        self._is_normalised_finished = dtype == computing and (channels == 1 or not channels_last)
+        # `_normalized` says why a single channel's order is right by then.
+        self._is_normalized_finished = dtype == computing and (channels == 1 or not channels_last)
 
     @staticmethod
     def check(data: DataRecipe, *, channels: int) -> None:
@@ -86,8 +86,8 @@ class Preparation:
         """
         augment, images, labels = self._augment, batch["images"], batch["labels"]
         if not self._changes_anything:
-            return self._finished(self._normalised(images, memory)), labels
-        inputs = self._normalised(self._changed(images, draws), memory)
+            return self._finished(self._normalized(images, memory)), labels
+        inputs = self._normalized(self._changed(images, draws), memory)
         if augment.erase > 0:
             inputs = inputs.masked_fill_(erased_mask(draws, augment.erase, images.shape[-2], images.shape[-1]), 0)
         if augment.mixes_pairs:
@@ -97,27 +97,27 @@ class Preparation:
         return self._finished(inputs), labels
 
     def evaluate(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return inputs [B, C, H, W] in the model's type: normalised and nothing else."""
-        return self._finished(self._normalised(batch["images"]))
+        """Return inputs [B, C, H, W] in the model's type: normalized and nothing else."""
+        return self._finished(self._normalized(batch["images"]))
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """Return the pictures uint8 [B, C, H, W] that the model sees in its inputs [B, C, H, W], on any device."""
         scale, shift = self._scale.to(inputs.device), self._shift.to(inputs.device)
         return ((inputs.to(scale.dtype) - shift) / scale).round_().clamp_(0, 255).to(torch.uint8)
 
-    def _normalised(self, images: Tensor, memory: Tensor | None = None) -> Tensor:
+    def _normalized(self, images: Tensor, memory: Tensor | None = None) -> Tensor:
         if self._scale.device != images.device:
             self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
         # While each channel's pixels lie together this takes half the time. A single channel's do in either order.
         order = self._memory_format if images.shape[1] == 1 else torch.contiguous_format
-        if memory is not None and memory.shape == images.shape and self._is_normalised_finished:
+        if memory is not None and memory.shape == images.shape and self._is_normalized_finished:
             inputs = memory.copy_(images)
         else:
             inputs = images.to(self._scale.dtype, memory_format=order)
         return inputs.mul_(self._scale).add_(self._shift)  # on CPU a third of addcmul's time
 
     def _finished(self, inputs: Tensor) -> Tensor:
-        return inputs if self._is_normalised_finished else inputs.to(self._dtype, memory_format=self._memory_format)
+        return inputs if self._is_normalized_finished else inputs.to(self._dtype, memory_format=self._memory_format)
 
     def _changed(self, images: Tensor, draws: Draws) -> Tensor:
         """Return the images uint8 [B, C, H, W] cropped, flipped and through RandAugment."""

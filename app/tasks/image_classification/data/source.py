@@ -1,6 +1,6 @@
 """What a source of samples is: one split of a data set, opened and checked.
 
-A source is `Samples` whose batches are uint8 images, not normalised, and labels. `open.py` makes those that a recipe
+A source is `Samples` whose batches are uint8 images, not normalized, and labels. `open.py` makes those that a recipe
 asks for.
 """
 

@@ -37,7 +37,7 @@ class Costs:
     frame_us: float
     """Cropping and resizing; for arrays the look-up."""
     augment_us: float
-    """Augmenting and normalising on the CPU; on a GPU that is not the cores' work."""
+    """Augmenting and normalizing on the CPU; on a GPU that is not the cores' work."""
     workers: int
     """Processes that decoded in the measurement with workers; 0: arrays need none."""
     with_workers_per_s: float
