@@ -87,9 +87,7 @@ def train(run: Training) -> Finished | Stopped:
             run.metrics.end_step(step, taken, run.feed.total)
             ends, is_evaluated = step == run.length.total_steps, _is_evaluated(run, step)
             scores = _score(run, "validation", step) if ends or is_evaluated else None
-            run.patience.see(
-                scores if is_evaluated else None
-            )  # not the one after the last step, which a longer run would not have
+            run.patience.see(scores if is_evaluated else None)  # a longer run has none after the last step
             is_last = ends or run.patience.is_out
             if step % run.recipe.log.every_steps == 0 or is_last:
                 _log(run, step)

@@ -30,8 +30,8 @@ from app.record import run_folder
 from app.record.claim import Claim
 
 _LOOK_EVERY_S = 1.0
-"""Approximate time between two agreements of the ranks, which is how long a request waits. One costs well "
-    "under a millisecond."""
+"""About the time between two agreements of the ranks, and so the longest that a request waits. One costs well under a
+millisecond."""
 _MARGIN_S = 30.0
 """Time before the end of the allocation for what is not measured: closing trackers and the process group takes seconds, and
 clocks of nodes and scheduler may differ by as much."""

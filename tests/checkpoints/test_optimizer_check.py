@@ -24,7 +24,7 @@ from app.recipe.schema import OptimRecipe
 PLAN = BatchPlan(global_batch_size=2, data_ranks=1, accumulation=1)
 ASKED = {"adamw": "AdamW", "sgd": "SGD"}
 SAID = {
-    "class": "would step",
+    "class": "would be used",
     "decay": "weight_decay of 1.bias is 0.5, not 0.0",
     "rate": "lr of 0.weight is 0.2, not 0.1",
     "betas": "betas of 1.bias is (0.5, 0.999), not (0.9, 0.999)",
@@ -59,7 +59,7 @@ def test_another_optimizer_on_one_rank_is_refused_by_all(preset: str, processes:
         for case, sentence in said.items():
             assert SAID[case] in sentence, (optimizer, case)
             assert sentence.startswith(where)
-        assert f"the recipe's optimizer is torch's {ASKED[optimizer]} (optim.name), and torch's Adam" in said["class"]
+        assert f"the recipe's optimizer is torch's {ASKED[optimizer]} (optim.name), but torch's Adam" in said["class"]
 
 
 def prepared() -> tuple[Runtime, from_recipe.Rule, torch.nn.Module, Any]:

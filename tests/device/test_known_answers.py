@@ -181,7 +181,7 @@ RANK_1 = f"rank 1 on {socket.gethostname()}, cpu: "
     ("preset", "fault", "operator", "words"),
     [
         ("multi_gpu", "high", "mm", f"{RANK_1}matrix product in float32: the result is "),
-        ("fsdp2", "low", "convolution_backward", "rank 0, where "),
+        ("fsdp2", "low", "convolution_backward", " on rank 0, and "),
         ("multi_gpu", "old", ATTENTION, f"{RANK_1}attention in float32: the result is "),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_run_with_a_broken_rank_ends_before_it_begins(
     ended = run(preset, 2, *command)
     assert ended.returncode == DeviceError.exit_code, ended.output
     assert words in ended.output
-    assert "is right" in ended.output
+    assert "is correct" in ended.output
     assert f"Leave out {socket.gethostname()}" in ended.output
     assert "Traceback" not in ended.output
     assert not (tmp_path / "run").exists()

@@ -280,7 +280,7 @@ def both_ways(*pairs: str) -> list[BrokenLink]:
         (both_ways("ab", "cd"), {"d": ["c (either way)"], "b": ["a (either way)"]}),
         (
             [BrokenLink("b", "c", "10.0.0.3, port 7: No route to host")],
-            {"c": ["b (to it), as at 10.0.0.3, port 7: No route to"]},
+            {"c": ["b (to it), for example 10.0.0.3, port 7: No route to"]},
         ),
         ([BrokenLink("c", "b", "10.0.0.2, port 7: timed out")], {"c": ["b (from it)"]}),
     ],
@@ -380,7 +380,7 @@ def test_nodes_that_do_not_reach_each_other_are_named(tmp_path):
 
     with slurm_lab.lab(tmp_path / "lab", tmp_path / "outputs", nodes=3, gpus_per_node=0) as lab:
         output = examined(lab, "node3")
-        assert "WRONG node3: no connection with node2 (either way), as at 10.77.0.3, port " in output
+        assert "WRONG node3: no connection with node2 (either way), for example 10.77.0.3, port " in output
         assert "sbatch --exclude=node3" in output
         assert "joining the process group" not in output
         assert "WRONG node2 did not reach node 0 in 15 s (head_address is 'node1'" in examined(lab, "node1")

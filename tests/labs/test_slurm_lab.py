@@ -275,7 +275,7 @@ def test_a_job_of_one_process_ends_with_the_exit_code_of_its_run(lab: Lab, tmp_p
 def test_a_job_with_unequal_nodes_is_refused_with_the_choices(lab: Lab) -> None:
     job = lab.wait(lab.sbatch("--nodes=2", "--gpus=3", "--wrap", "exec samerun launch"), timeout_s=30)
     assert (job.state, job.exit_code) == ("FAILED", "5:0"), job
-    assert "ask for --gpus-per-node=1" in job.output
+    assert "request --gpus-per-node=1" in job.output
 
 
 def test_a_lab_whose_tests_were_killed_leaves_nothing(tmp_path: Path) -> None:

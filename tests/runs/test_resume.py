@@ -324,7 +324,7 @@ def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("optim.lr=0.004", "seed=3"), ["is of another run", "optim.lr was 0.003 and is 0.004", "seed was 0 and is 3"]),
+        (("optim.lr=0.004", "seed=3"), ["belongs to another run", "optim.lr was 0.003 and is 0.004", "seed was 0 and is 3"]),
         (("model.hidden=64",), ["model.hidden was 128 and is 64"]),
     ],
 )
