@@ -193,7 +193,7 @@ def test_a_run_with_a_broken_rank_ends_before_it_begins(
     assert ended.returncode == DeviceError.exit_code, ended.output
     assert words in ended.output
     assert "is correct" in ended.output
-    assert f"Leave out {socket.gethostname()}" in ended.output
+    assert f"Exclude {socket.gethostname()}" in ended.output
     assert "Traceback" not in ended.output
     assert not (tmp_path / "run").exists()
 
