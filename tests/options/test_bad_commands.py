@@ -55,7 +55,7 @@ def test_options_that_there_are_not(command: str, refused: Refused) -> None:
 
 
 WORDS: dict[str, tuple[str, int]] = {
-    "lauch": ("invalid choice: 'lauch' (choose from 'new', 'recipes', 'presets', 'script', 'doctor'", 2),
+    "lauch": ("lauch: unknown command; did you mean launch", 2),
     "data look": ("invalid choice: 'look' (choose from 'inspect', 'tokenize', 'check', 'pack', 'bench')", 2),
     "doctor --processes 0": ("--processes is 0: a run needs at least 1 process", 5),
     "doctor --processes x": ("--processes: invalid int value: 'x'", 2),
