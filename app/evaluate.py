@@ -143,13 +143,13 @@ def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
 
 
 def _of_its_data(recipe: str, overrides: list[str]) -> Recipe:
-    """Return a run's recipe with overrides. Which samples are left out is said of the run's own data, and of no other."""
+    """Return a run's recipe with overrides, without `data.leave_out` if they name other data: the list is for the run's own."""
     loaded = recipe_file.load(recipe, overrides).recipe
     given = [word.partition("=")[0] for word in overrides]
     left_out = getattr(getattr(loaded.sections, "data", None), "leave_out", None)
     if left_out is None or "data.leave_out" in given or not {"data.path", "data.source"} & {*given}:
         return loaded
-    sys.stderr.write(f"note: data.leave_out={left_out} is of the run's own data: it is not used for these\n")
+    sys.stderr.write(f"note: data.leave_out={left_out} belongs to the run's own data, and is ignored here\n")
     return recipe_file.load(recipe, [*overrides, "data.leave_out=null"]).recipe
 
 

@@ -32,9 +32,9 @@ from app.checkpoints.durable import Stamp, telling, write_bytes
 from app.checkpoints.piece import AVERAGE, WEIGHT
 from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
-from app.data.whole import sync
 from app.errors import CheckpointError, RunFolderError
 from app.files.lines import Lines
+from app.files.whole import sync
 from app.options import train_options
 from app.options.command_line import Parser
 from app.recipe import recipe_file, recipe_keys

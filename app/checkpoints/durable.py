@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.data.whole import Hashed, sha256_of
 from app.errors import CheckpointError
+from app.files.whole import Hashed, sha256_of
 from app.record.run_folder import refusal
 
 CHUNK_BYTES = 16 * 2**20
@@ -23,7 +23,7 @@ class Stamp:
 
     size_bytes: int
     sha256: str
-    """On processors with instructions for it the fastest hash of hashlib's."""
+    """Hexadecimal. On processors with instructions for it, SHA-256 is the fastest hash of hashlib."""
 
 
 @contextmanager

@@ -32,9 +32,9 @@ from app.checkpoints.durable import Stamp, check, check_size, telling, write_byt
 from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
 from app.checkpoints.piece import AVERAGE, FROZEN, WEIGHT, Piece
 from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
-from app.data.whole import sync
 from app.errors import CheckpointError
 from app.files import regular
+from app.files.whole import sync
 from app.initial.region import Region
 from app.record.claim import Claim
 

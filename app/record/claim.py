@@ -32,10 +32,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from app.data.whole import sync
 from app.errors import RunFolderError
 from app.files import regular
 from app.files.lines import Lines, is_count, parsed
+from app.files.whole import sync
 from app.record.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, TEXTS, refusal
 
 _ABOUT = "start.json"

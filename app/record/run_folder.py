@@ -36,11 +36,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.data.whole import file_made_whole
 from app.errors import RunFolderError
 from app.files import regular
 from app.files.lines import Lines, is_count, parsed
 from app.files.own_folder import new_folder
+from app.files.whole import file_made_whole
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"

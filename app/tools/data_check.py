@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from app import tasks
-from app.data.whole import file_made_whole
 from app.errors import DataError, RecipeError
+from app.files.whole import file_made_whole
 from app.options.command_line import Parser
 from app.options.values import positive
 from app.place import cores

@@ -173,7 +173,7 @@ def test_one_and_two_processes_train_on_the_same_rest(folder: Path, tmp_path: Pa
         ([], False),
     ):
         scored = run("cpu", 1, "app.evaluate", str(runs[0]), *words_of).check()
-        assert (f"note: data.leave_out={file} is of the run's own data: it is not used for these" in scored.output) == note
+        assert (f"note: data.leave_out={file} belongs to the run's own data, and is ignored here" in scored.output) == note
     moved = file.rename(tmp_path / "elsewhere.txt")
     moved.write_text(moved.read_text() + "train/ant/2.jpg\n")
     again = train("cpu", runs[0], "--recipe", "imagefolder", f"data.leave_out={moved}", *words, "--resume", "auto", processes=1)

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from app.data.whole import sha256_of
 from app.errors import DataError
+from app.files.whole import sha256_of
 from app.tasks.causal_lm.data.packing import Pieces
 
 FORMAT = 1

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from app.data.whole import Hashed, made_whole
 from app.errors import DataError
+from app.files.whole import Hashed, made_whole
 from app.tasks.causal_lm.data.packing import packed
 from app.tasks.causal_lm.data.store import ABOUT, FORMAT, TOKEN_BYTES, TOKENIZER, blocks_digest
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from app.data.turns import NO_LOCKS
-from app.data.whole import Hashed, made_whole, sha256_of
 from app.errors import DataError
+from app.files.whole import Hashed, made_whole, sha256_of
 
 _ABOUT = "about.json"
 

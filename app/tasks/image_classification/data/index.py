@@ -22,8 +22,8 @@ import numpy as np
 
 from app.data.progress import progress
 from app.data.turns import alone, cache_folder
-from app.data.whole import file_made_whole
 from app.errors import DataError
+from app.files.whole import file_made_whole
 
 _TOLD_EVERY = 256
 """Records between two updates of the progress line: an update takes about as long as looking up a record."""

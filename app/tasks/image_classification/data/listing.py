@@ -23,8 +23,8 @@ import numpy as np
 
 from app.data.progress import progress
 from app.data.turns import alone, cache_folder
-from app.data.whole import remove_remains
 from app.errors import DataError
+from app.files.whole import remove_remains
 
 FORMAT = 2
 """Version of this layout, part of the list's file name."""

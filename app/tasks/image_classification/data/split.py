@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.data.whole import made_whole, sync
 from app.errors import DataError
+from app.files.whole import made_whole, sync
 from app.tasks.image_classification.data.source import fingerprint
 
 IMAGES, LABELS, ABOUT = "images.npy", "labels.npy", "split.json"

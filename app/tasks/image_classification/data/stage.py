@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from app.data.progress import progress
 from app.data.turns import alone
-from app.data.whole import made_whole, remove_remains
 from app.errors import DataError, RecipeError
 from app.files import paths
 from app.files.own_folder import own
+from app.files.whole import made_whole, remove_remains
 from app.tasks.image_classification.sections import Sections
 
 # Files copied at a time: a network disk answers each after some milliseconds, in which others can be asked for.

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from app.data.extras import extra
-from app.data.whole import file_made_whole, sync
 from app.errors import DataError
+from app.files.whole import file_made_whole, sync
 from app.tasks.image_classification.data import hdf5, lmdb_file, tar_shards, tfrecords
 from app.tasks.image_classification.data.source import first_line
 

@@ -17,8 +17,8 @@ from PIL import Image
 
 from app.data.many import in_order
 from app.data.progress import progress
-from app.data.whole import made_whole
 from app.errors import DataError, RecipeError
+from app.files.whole import made_whole
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data.decoded import reader_of
 from app.tasks.image_classification.data.folders import FileReader
