@@ -3,6 +3,7 @@
 #                 mpirun, which some of them run on a lab of namespaces, and a browser (elsewhere they are skipped, and say so)
 # make test-slow  the slow ones: resuming from every topology to every other, more kills, more kinds of jobs
 # make test-long  by hand: what takes many minutes, such as sixty random kills
+# make test-lowest  by hand: the fast tests with the oldest versions that pyproject.toml allows, in .venv-lowest
 # make same-as BASE=main  by hand: whether a change that shall change no result changes none (tests/same_as.py)
 # make gpu        on a machine with a GPU: what it has to show in 10 minutes, the most important first, written to gpu-results/ as
 #                 it is found (GPU_OUT=FOLDER; GPU_ARGS="--parts presets eager", or --dry-run without a GPU; docs/performance-gpu.md)
@@ -16,6 +17,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
+LOWEST := .venv-lowest
 PYTEST_ARGS ?=
 GPU_PYTHON ?=
 GPU_PYTHON_VERSION ?= 3.12
@@ -24,7 +26,7 @@ GPU_WHEELS ?= gpu-wheels
 GPU_OUT ?= gpu-results
 GPU_ARGS ?=
 
-.PHONY: demo test test-slow test-long same-as gpu gpu-wheels lab-packages docs lint format
+.PHONY: demo test test-slow test-long test-lowest same-as gpu gpu-wheels lab-packages docs lint format
 
 demo: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(RUN)/samerun launch --preset multi_gpu --processes 2 --recipe digits
@@ -40,6 +42,9 @@ test-slow: $(VENV)/.compiled | lab-packages
 
 test-long: $(VENV)/.compiled | lab-packages
 	$(RUN)/python -m pytest -m long $(PYTEST_ARGS)
+
+test-lowest: $(LOWEST)/.compiled
+	$(LOWEST)/bin/python -m pytest -m "not slow and not long" $(PYTEST_ARGS)
 
 same-as: $(VENV)/.compiled
 	$(RUN)/python tests/same_as.py $(BASE) $(ARGS)
@@ -88,6 +93,14 @@ $(VENV)/.installed: pyproject.toml | $(RUN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(RUN)/python
 	$(RUN)/python -m pip install --quiet --editable .[dev]
 	@touch $@ $(VENV)/.installed
+
+# pip has no way to choose the oldest versions; uv has.
+$(LOWEST)/.compiled: pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable .[dev]
+	TORCH_EXTENSIONS_DIR=$(abspath $(LOWEST))/torch_extensions $(LOWEST)/bin/python -m app.ranks.compiled_ops
+	@touch $@
 
 # DeepSpeed compiles what it needs on a CPU, for a minute or two: once, and not while tests wait for it.
 $(VENV)/.compiled: $(VENV)/.installed-dev

@@ -20,13 +20,14 @@ from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
 from app.errors import DataError, PresetError
 from app.evaluation import Evaluation, evaluate, show
-from app.initial import filling, tensor_parallel
+from app.initial import filling
 from app.initial.units import Units
 from app.optim import freezing, schedule
 from app.ranks import numerics, random_layers
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
-from app.task import Form, Task
+from app.task import Form, Task, overrides
+from app.tasks.own.own_task import OwnTask
 
 Shown = Callable[[], list[tuple[str, str]]]
 _MOST_SHOWN = 4
@@ -42,10 +43,12 @@ def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tup
     host, is_first = socket.gethostname(), runtime.launched.local_rank == 0
     task = tasks.of(recipe)
     with runtime.together():
-        prepared = task.prepare() if is_first else None
+        prepared = task.prepare_data() if is_first else None
     of_host = {there: found for there, found in runtime.gather((host, prepared)) if found is not None}
     task = prepared or of_host.get(host) or task
     with runtime.together():
+        if to_train:
+            task.check_training()
         data = _splits(task, to_train=to_train)
         return task, held_out.held_out(data, recipe.train.validation_fraction, seed=recipe.seed)
 
@@ -61,13 +64,13 @@ def _splits(task: Task, *, to_train: bool) -> Splits:
     validation, test = task.samples("validation"), task.samples("test")
     if why and validation is None and test is None:
         raise why
-    return Splits(train, validation, test, task.reads() if callable(getattr(task, "reads", None)) else {})
+    return Splits(train, validation, test, task.data_digests())
 
 
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tuple[torch.nn.Module, Units | None]:
     """Return the task's model for samples with these facts, on the CPU, with weights that depend only on the seed.
 
-    Of a task that has `init` it has no memory yet, and `filling.fill` gives it the units' weights.
+    Of a task that has `init_module` it has no memory yet, and `filling.fill` gives it the units' weights.
 
     Raises PresetError for float64 weights under DeepSpeed, which steps on float32 copies of them whatever their type, and
     RecipeError if the recipe asks of the model what it has not.
@@ -79,8 +82,7 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tup
         )
     runtime.seed(recipe.seed)
     model, units = filling.made(task, facts, seed=recipe.seed)
-    if launched.tensor_parallel > 1:
-        tensor_parallel.check(model, launched.tensor_parallel)
+    filling.check(runtime, model)
     model = model.to(getattr(torch, recipe.train.dtype))
     if recipe.train.sync_batchnorm:
         model = random_layers.synchronize_batchnorm(model, device_type=runtime.device.type)
@@ -111,20 +113,19 @@ def evaluation_of(
     return functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form)
 
 
-def try_score(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, data: Splits) -> None:
-    """Have a user's task score one micro-batch, if a split will be scored. All ranks call it. Raises TrainingError."""
-    own = getattr(task, "try_score", None)
-    if own is None or not data.scored:
+def try_metrics(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, data: Splits) -> None:
+    """Let a user's task score one micro-batch, if a split will be scored. All ranks call it. Raises TrainingError."""
+    if not isinstance(task, OwnTask) or not overrides(task, "metrics") or not data.scored:
         return
     samples = scored_samples(recipe, data, next(iter(data.scored)))
     numbers = np.arange(runtime.plan.micro_batch)
     batch = _batch_of(runtime, samples, np.where(numbers < len(samples), numbers, -1))
-    own(model, batch, form_of(runtime, recipe, task))
+    task.try_metrics(model, batch, form_of(runtime, recipe, task))
 
 
 def texts_of(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, data: Splits) -> dict[str, Shown]:
     """Return what makes the texts that the task shows, by the split after whose evaluation: validation, or else test."""
-    if not hasattr(task, "show") or not data.scored or not recipe.log.examples:
+    if not overrides(task, "generate_samples") or not data.scored or not recipe.log.examples:
         return {}
     split = next(iter(data.scored))
     samples = scored_samples(recipe, data, split)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from app import building, tasks
-from app.checkpoints import merged, model_file, step_folders
+from app.checkpoints import model_file, step_folders, stored_weights
 from app.checkpoints.shards import unwrapped
 from app.data.samples import Splits
 from app.evaluation import Evaluation
@@ -16,6 +16,7 @@ from app.opening import Opened
 from app.recipe import recipe_file
 from app.record import card, ledger, run_folder
 from app.record.claim import Claim
+from app.task import overrides
 
 
 def finish(training: Training, data: Splits, opened: Opened, ended: Finished | Stopped) -> None:
@@ -53,7 +54,7 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
             model_file.save(
                 opened.claim,
                 model_file.described(training.recipe, data.train.facts),
-                merged.merged(weights, merged.adapters_of(training.task, unwrapped(training.model))),
+                stored_weights.merged(weights, training.task.adapters(unwrapped(training.model))),
                 _beside(training, data, opened.claim, ended),
             )
     steps = ended.step - training.first_step  # none where a finished run was taken up again
@@ -73,13 +74,13 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
     with runtime.together():
         if runtime.is_main:
             for split, scores in list(ended.scores.items())[-1:]:  # the test split, or else validation
-                if scores.rows is not None and hasattr(training.task, "leave"):
+                if scores.rows is not None and overrides(training.task, "write_outputs"):
                     samples = building.scored_samples(training.recipe, data, split)
                     with opened.claim.staged(run_folder.predictions(split)) as folder:
                         folder.mkdir()
-                        training.task.leave(folder, samples, scores.rows)
+                        training.task.write_outputs(folder, samples, scores.rows)
             opened.claim.write_json(run_folder.RESULT, result)
-    monitored, unit = training.task.monitor[0], training.task.unit
+    monitored, unit = training.task.monitor[0], training.task.count_unit
     speed = result[f"{unit}_per_s"]
     words = "".join(f"{scores.in_words(monitored)} on {scores.samples:,} samples; " for scores in ended.scores.values())
     return f"{words}{'no steps were left' if speed is None else f'{speed:,.0f} {unit}/s'}\nrun folder {opened.claim.path}"
@@ -95,10 +96,10 @@ def _named(evaluations: Iterable[Evaluation]) -> dict[str, Any]:
 
 def _beside(training: Training, data: Splits, claim: Claim, ended: Finished) -> Mapping[str, bytes]:
     """Return what the task's library wants beside the weights."""
-    if not hasattr(training.task, "beside"):
+    if not overrides(training.task, "export_files"):
         return {}
     scores = {name: score for found in ended.scores.values() for name, score in found.as_metrics().items()}
     told: dict[str, Any] = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": scores}
     told["run"] = run_folder.read_json(claim.path / run_folder.RUN)
     about = tasks.card(training.recipe.task, data.train.facts, told["recipe"])
-    return {**training.task.beside(data.train.facts, told), card.FILE: card.written(about, told)}
+    return {**training.task.export_files(data.train.facts, told), card.FILE: card.written(about, told)}

@@ -27,9 +27,13 @@ import atexit
 import os
 import socket
 import sys
+import sysconfig
 import threading
 import time
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 STOPPED = 75
@@ -125,6 +129,14 @@ class LackOfMemoryError(SamerunError):
     exit_code = 14
 
 
+def printable(text: str) -> str:
+    """Return a text as it may go to a terminal: control characters, which could move the cursor or more, as escapes.
+
+    For all that comes from a run folder, which may be a stranger's.
+    """
+    return "".join(it if it.isprintable() or it in "\n\t" else it.encode("unicode_escape").decode() for it in text)
+
+
 def leave_with(error: SamerunError, rank: int) -> NoReturn:
     """Print the error's text and end this process with its exit code, whatever the other ranks do.
 
@@ -134,9 +146,42 @@ def leave_with(error: SamerunError, rank: int) -> NoReturn:
     if rank != 0:
         time.sleep(1.0)
     who = f"[rank {rank} on {socket.gethostname()}] " if rank != 0 else ""
-    print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
+    print(f"{who}{type(error).__name__}: {printable(str(error))}", file=sys.stderr, flush=True)  # noqa: T201 - the user's message
     sys.stdout.flush()
     os._exit(error.exit_code)
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Raise RecipeError where code of the user calls `sys.exit()`: the run would end without a word, as if it were finished.
+
+    Scripts with argparse, or with `sys.exit(main())` at their end, do that when they are imported.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_the_user(frame.filename)]
+        if not own:
+            raise
+        file, line = Path(own[-1].filename), own[-1].lineno
+        remedy = "raise an exception instead"
+        if any(frame.name == "<module>" for frame in own):
+            remedy = "guard what only a script does with `if __name__ == '__main__':`"
+        raise RecipeError(
+            f"{file.name} ends the program with sys.exit({error.code!r}) in line {line} ({file}): {remedy}"
+        ) from error
+
+
+def _is_of_the_user(file: str) -> bool:
+    """Return False for a file of Python, of a library or of this package."""
+    package, paths = Path(__file__).resolve().parent, sysconfig.get_paths()
+    ours = [
+        package,
+        package.parent / "launch",
+        package.parent / "samerun",
+        *(Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    ]
+    return Path(file).is_absolute() and not any(Path(file).resolve().is_relative_to(folder) for folder in ours)
 
 
 def skip_destructors_if_failed() -> threading.Event:

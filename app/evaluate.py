@@ -4,8 +4,8 @@ RUN may be what `samerun export` wrote, or any folder of transformers with a lan
 on which text.
 
 With more processes, `accelerate launch ... -m app.evaluate RUN`: the counts are the same. Under a preset that divides the
-model each reads its share, if the task draws its weights (`init`). The run's own recipe says which data; `data.*` overrides
-point it elsewhere. Classes of other data are matched with the run's by their names.
+model each reads its share, if the task draws its weights (`init_module`). The run's own recipe says which data; `data.*`
+overrides point it elsewhere. Classes of other data are matched with the run's by their names.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import CheckpointError, DataError, SamerunError, UsageError, leave_with
+from app.errors import CheckpointError, DataError, SamerunError, UsageError, exits_refused, leave_with, printable
 from app.options import train_options
 from app.options.command_line import Parser
 from app.place.inherited import own_environment
@@ -37,6 +37,18 @@ if TYPE_CHECKING:
 
 _OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
 """The task whose models are folders of another library, and the recipe of its data if none is given."""
+_IGNORED = ("model", "augment", "train", "optim", "log", "checkpoint", "profile")
+_KEYS = (
+    "dtype",
+    "tf32",
+    "deterministic",
+    "max_micro_batch",
+    "global_batch_size",
+    "validation_fraction",
+    "max_validation_samples",
+)
+_USED = tuple(f"train.{key}" for key in _KEYS)
+"""Sections that have no effect here, and their keys that have one."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -52,24 +64,36 @@ def main(argv: list[str] | None = None) -> None:
     train_options.add_best(parser)
     train_options.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the run's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the run's: data.*")
     launched = Launched()
     try:
         arguments = parser.parse_all(argv)
+        _refuse_ignored(arguments.overrides)
         launched = read(own_environment())
-        scores = _score(launched, arguments)
+        with exits_refused():
+            scores = _score(launched, arguments)
     except SamerunError as error:
         leave_with(error, launched.rank)
     if launched.rank == 0:
         plain = {"split": scores.split, "samples": scores.samples, **scores.scores, **scores.tables}
-        sys.stdout.write(json.dumps(plain) + "\n" if arguments.json else _table(scores))
+        sys.stdout.write(json.dumps(plain) + "\n" if arguments.json else printable(_table(scores)))
+
+
+def _refuse_ignored(overrides: Sequence[str]) -> None:
+    """Raise UsageError for a key that has no effect here: the model and its weights are those of the run."""
+    given = [word.partition("=")[0].strip() for word in overrides]
+    if ignored := [key for key in given if key.partition(".")[0] in _IGNORED and key not in _USED]:
+        raise UsageError(
+            f"{', '.join(ignored)}: it has no effect here, because the model is that of the run; give data.* or one of "
+            f"{', '.join(_USED)}"
+        )
 
 
 def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     import torch
 
     from app import building
-    from app.checkpoints import chosen, model_file
+    from app.checkpoints import model_file, step_folders
     from app.data import held_out
     from app.initial import filling
     from app.ranks.runtime import Runtime
@@ -79,7 +103,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     )
     recipe = _recipe(arguments, is_ours=is_ours)
     at = recipe.task if task_file.is_own(recipe.task) else None
-    place = chosen.best(arguments.run) if arguments.best else arguments.run
+    place = step_folders.choose_best(arguments.run) if arguments.best else arguments.run
     ranks = launched.data_ranks
     share = max(1, recipe.train.global_batch_size // ranks)
     micro_batch = min(share, recipe.train.max_micro_batch or share)
@@ -95,7 +119,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
         if is_ours:
             built = functools.partial(filling.to_read_into, runtime, dtype)
             _, model, facts = model_file.load(place, at, built=built)
-            samples = held_out.mapped(samples, lambda opened: task.matched(opened, facts))
+            samples = held_out.mapped(samples, lambda opened: task.adapt_samples(opened, facts))
         else:
             model = _of_folder(runtime, dtype, task, arguments.run, samples.facts)
     model = filling.to_evaluate(runtime, model, dtype)
@@ -120,10 +144,10 @@ def _of_folder(runtime: Runtime, dtype: torch.dtype, task: Any, folder: Path, fa
         try:
             stored_weights.fitting(model, stored)
         except CheckpointError:
-            return task.of_folder(folder, facts)  # type: ignore[no-any-return]
+            return task.load_folder(folder, facts)  # type: ignore[no-any-return]
         stored_weights.fill(model, stored)
         return model.eval()
-    return task.of_folder(folder, facts)  # type: ignore[no-any-return]
+    return task.load_folder(folder, facts)  # type: ignore[no-any-return]
 
 
 def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:

@@ -74,7 +74,7 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
     numbers, rows = [], []
     for batch in batches_of(loader):
         runtime.alive()
-        found = task.score(model, task.ready(batch, None, form), batch["samples"] >= 0)
+        found = task.metrics(model, task.preprocess(batch, None, form=form), batch["samples"] >= 0)
         for name, (part, count) in found.sums.items():
             total = totals.setdefault(name, (torch.zeros_like(part), torch.zeros_like(count)))
             total[0].add_(part)
@@ -90,7 +90,7 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
         )
     gathered = _in_order(runtime, torch.cat(numbers), torch.cat(rows)) if rows else None
     # One's word for all: ranks decide by scores what they do next.
-    scores, tables = runtime.from_main(task.finish(_over_ranks(runtime, totals), gathered))
+    scores, tables = runtime.from_main(task.reduce_metrics(_over_ranks(runtime, totals), gathered))
     return Evaluation(split, counted, scores, tables, gathered)
 
 
@@ -104,7 +104,7 @@ def show(runtime: Runtime, task: Task, model: torch.nn.Module, batch: Batch, *, 
     model.eval()
     with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        texts = task.show(model, task.ready(batch, None, form))
+        texts = task.generate_samples(model, task.preprocess(batch, None, form=form))
     freezing.set_training(model, mode=was_training)
     return [(_legible(title), _legible(text)) for title, text in texts]
 

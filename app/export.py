@@ -22,21 +22,20 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app import tasks
-from app.checkpoints import chosen, step_folders, tensor_file
-from app.checkpoints.durable import Stamp, telling, write_bytes
-from app.checkpoints.piece import AVERAGE, WEIGHT
+from app.checkpoints import step_folders, tensor_file
 from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
-from app.errors import CheckpointError, RunFolderError
+from app.errors import CheckpointError, RunFolderError, printable
 from app.files.lines import Lines
-from app.files.whole import sync
+from app.files.whole import disk_errors, file_made_whole, sync
+from app.initial.region import AVERAGE, WEIGHT
 from app.options import train_options
 from app.options.command_line import Parser
+from app.options.values import above_zero
 from app.recipe import recipe_file, recipe_keys
 from app.record import card, run_folder
 from app.record.run_folder import PROGRAMS
@@ -52,7 +51,7 @@ _WORDS = {AVERAGE: "averaged weights", WEIGHT: "weights"}
 def main(argv: Sequence[str]) -> int:
     """Run `samerun export` with these arguments and return its exit code. Raises CheckpointError and RunFolderError."""
     options = _parser().parse_all(argv)
-    folder = (chosen.best if options.best else chosen.newest)(options.place)
+    folder = (step_folders.choose_best if options.best else step_folders.choose)(options.place)
     reader = Reader(folder)
     key = _chosen(reader, options.weights)
     out = options.out or _default_out(folder, "-adapter" if options.adapter else "")
@@ -63,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     written = write(reader, out, key=key, force=options.force)
     size_bytes = sum(path.stat().st_size for path in written)
     where = written[0] if len(written) == 1 else f"{written[-1]} and {len(written) - 1} parts"
-    sys.stdout.write(f"{where}: the {_WORDS[key]} after {reader.state['step']} steps, {size_bytes:,} bytes\n")
+    sys.stdout.write(f"{printable(str(where))}: the {_WORDS[key]} after {reader.state['step']} steps, {size_bytes:,} bytes\n")
     return 0
 
 
@@ -81,22 +80,17 @@ def export(
     alone = out.suffix == ".safetensors"
     folder, beside = (out.parent, dict[str, bytes]()) if alone else (out, _beside(reader, program))
     contents = _plain(reader, key)
-    parts = {out.name: contents} if alone else _parts(contents, part_bytes)
-    index = {run_folder.MODEL_INDEX: _index(parts)} if len(parts) > 1 else {}
+    parts, index = ({out.name: contents}, dict[str, bytes]()) if alone else _parts(contents, part_bytes)
     weights = [folder / name for name in (*parts, *index)]
     older = set[Path]() if alone else set(folder.glob("model*.safetensors*"))
     there = older | {path for path in (*weights, *(folder / name for name in beside)) if path.exists()}
     _check_replacing(there, force=force)
-    with telling(folder, "written"):
+    with disk_errors(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-    for name, content in beside.items():
-        _put(folder / name, lambda path, content=content: write_bytes(path, content))  # type: ignore[misc]
-    for name, part in parts.items():
-        _put(folder / name, lambda path, part=part: tensor_file.write(path, part, tensor_file.OF_TORCH))  # type: ignore[misc]
-    for name, content in index.items():
-        _put(folder / name, lambda path, content=content: write_bytes(path, content))  # type: ignore[misc]
+    for name, content in (beside | parts | index).items():
+        _put(folder / name, content)
     for path in older - set(weights):  # or they would be taken for the model
-        with telling(path, "removed"):
+        with disk_errors(path, "removed"):
             path.unlink()
     return weights
 
@@ -129,14 +123,14 @@ def _with_program(reader: Reader, out: Path, *, write: Callable[..., list[Path]]
     """Write the weights, and beside them a program that computes what the model does; neither unless it does."""
     from app.checkpoints import model_file, programs  # with torch, which nothing else here wants
 
-    with telling(out, "written"):
+    with disk_errors(out, "written"):
         out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as aside:
         made = Path(aside, PROGRAMS[to])
         export(reader, Path(aside, "weights"), key=key)
         done = programs.write(*model_file.load(Path(aside, "weights")), made, to=to)
         weights = write(reader, out, key=key, force=force, program=done.use)
-        with telling(out / made.name, "written"):
+        with disk_errors(out / made.name, "written"):
             made.replace(out / made.name)
             sync(out)
     sys.stdout.write(f"{out / made.name}: {done}\n")
@@ -154,12 +148,11 @@ def export_adapter(reader: Reader, out: Path, *, key: str, force: bool = False) 
     about, weights = out / "adapter_config.json", out / "adapter_model.safetensors"
     _check_replacing({path for path in (about, weights) if path.exists()}, force=force)
     base = {"base_model_name_or_path": reader.state["recipe"].get("train.init_from")}
-    with telling(out, "written"):
+    with disk_errors(out, "written"):
         out.mkdir(parents=True, exist_ok=True)
-    _put(about, lambda path: write_bytes(path, (json.dumps({**adapters.about, **base}, indent=2) + "\n").encode()))
+    _put(about, (json.dumps({**adapters.about, **base}, indent=2) + "\n").encode())
     whole = reader.contents(key)
-    contents = {there: whole[name] for name, there in adapters.alone.items()}
-    _put(weights, lambda path: tensor_file.write(path, contents, tensor_file.OF_TORCH))
+    _put(weights, {there: whole[name] for name, there in adapters.alone.items()})
     return [weights]
 
 
@@ -168,9 +161,9 @@ def _plain(reader: Reader, key: str) -> dict[str, Content]:
     adapters = _adapters(reader)
     if adapters is None:
         return reader.contents(key)
-    from app.checkpoints import merged  # adds up with torch, which nothing else here wants
+    from app.checkpoints import stored_weights  # adds up with torch, which nothing else here wants
 
-    return merged.merged(reader.contents(key), adapters)
+    return stored_weights.merged(reader.contents(key), adapters)
 
 
 def _adapters(reader: Reader) -> Adapters | None:
@@ -208,7 +201,7 @@ def _beside(reader: Reader, program: str) -> dict[str, bytes]:
     if task not in tasks.WITH_FOLDERS:
         return files_of
     values = _as_recipe(state["model"]["recipe"])
-    return files_of | dict(tasks.of(recipe_keys.build(values)).beside(facts, told))
+    return files_of | dict(tasks.of(recipe_keys.build(values)).export_files(facts, told))
 
 
 def _scores(reader: Reader) -> dict[str, float]:
@@ -226,41 +219,28 @@ def _scores(reader: Reader) -> dict[str, float]:
     return scores
 
 
-def _parts(contents: Mapping[str, Content], part_bytes: int) -> dict[str, dict[str, Content]]:
-    """The tensors of each file, by its name: one of all, or as many as it takes for none to be larger, as transformers does."""
-    groups: list[dict[str, Content]] = [{}]
-    filled = 0
-    for name, content in contents.items():
-        more = tensor_file.size_bytes(content)
-        if groups[-1] and filled + more > part_bytes:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = content
-        filled += more
-    if len(groups) == 1:
-        return {run_folder.MODEL: groups[0]}
-    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+def _parts(contents: Mapping[str, Content], part_bytes: int) -> tuple[dict[str, dict[str, Content]], dict[str, bytes]]:
+    """Return the tensors of each file, by its name, and the index of several files, by its name."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # here: the help need not wait for it
+
+    split = split_state_dict_into_shards_factory(
+        dict(contents),
+        get_storage_size=tensor_file.size_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=part_bytes,
+    )
+    parts = {file: {name: contents[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    return parts, {run_folder.MODEL_INDEX: (json.dumps(index, indent=2) + "\n").encode()} if split.is_sharded else {}
 
 
-def _index(parts: Mapping[str, Mapping[str, Content]]) -> bytes:
-    """The file that says in which part each tensor is."""
-    total = sum(tensor_file.size_bytes(content) for part in parts.values() for content in part.values())
-    weight_map = {name: file for file, part in parts.items() for name in part}
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n").encode()
-
-
-def _put(path: Path, write: Callable[[Path], Stamp]) -> None:
-    """Write a file beside its name and rename it; what fills a disk does not stay."""
-    temporary = path.with_name(f".{path.name}")
-    try:
-        write(temporary)
-        with telling(path, "written"):
-            temporary.replace(path)
-            sync(path.parent)
-    except CheckpointError:
-        with suppress(OSError):  # a folder that cannot be written has nothing to remove
-            temporary.unlink()
-        raise
+def _put(path: Path, content: bytes | Mapping[str, Content]) -> None:
+    """Write a file whole, or not at all: bytes, or tensors. Raises CheckpointError."""
+    with disk_errors(path, "written"), file_made_whole(path) as temporary:
+        if isinstance(content, bytes):
+            temporary.write_bytes(content)
+        else:
+            tensor_file.write(temporary, content, tensor_file.OF_TORCH, final=path)
 
 
 def _chosen(reader: Reader, wanted: str | None) -> str:
@@ -297,8 +277,8 @@ def _parser() -> Parser:
         "recipe.yaml; or a *.safetensors file, for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
     parser.add_argument("--weights", choices=_KEYS, help="average: the moving average of the weights; raw: the weights "
         "themselves (default: average if the run has one, else raw)")  # fmt: skip
-    parser.add_argument("--part-gb", type=float, default=_PART_GB, metavar="GB", help="largest weights file in gigabytes; a "
-        "larger model is split into parts with an index (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--part-gb", type=above_zero, default=_PART_GB, metavar="GB", help="largest weights file in gigabytes; "
+        "a larger model is split into parts with an index (default: %(default)s)")  # fmt: skip
     parser.add_argument("--to", choices=PROGRAMS, help="also write a program that needs no code of ours: torch, model.pt2 by "
                         "torch.export; onnx, model.onnx (pip install \"samerun[onnx]\"). Its outputs are compared with the "
                         "model's")  # fmt: skip

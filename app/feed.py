@@ -20,7 +20,7 @@ from app.metrics.clock import Phase
 from app.ranks.runtime import Runtime
 from app.ranks.sample_dropout import PassDraws
 from app.recipe.schema import Recipe
-from app.task import Form, Task
+from app.task import Form, Task, overrides, own_part
 
 
 class Feed:
@@ -79,21 +79,22 @@ class Feed:
         batch = next(self._fetched)
         self._lap("data_wait")
         draw = Draws(self._recipe.seed, batch["samples"], batch["numbers"])
-        ready = self._task.ready(batch, draw, self._form)
+        ready = self._task.preprocess(batch, draw, form=self._form)
         self._see(step, number, ready)
         return ready
 
     def _weighed(self, step: int, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
         """Return the passes with count * ranks / total: averaged over ranks, they add up to the mean of the global batch."""
         ranks = self._runtime.plan.data_ranks
-        if hasattr(self._samples, "count"):  # known beforehand, on the host
+        if own_part(self._samples, "count") is not None:  # known beforehand, on the host
             size = len(self._samples)
-            self.total = float(self._samples.count(samples_of(self._recipe, size, step)).sum())
+            self.total = float(np.sum(self._samples.count(samples_of(self._recipe, size, step))))
             total = max(self.total, 1.0)
-            return ((batch, float(self._samples.count(batch["numbers"] % size).sum()) * ranks / total) for batch in passes)
-        if hasattr(self._task, "count"):  # known when all batches are there
+            return ((batch, float(np.sum(self._samples.count(batch["numbers"] % size))) * ranks / total) for batch in passes)
+        if overrides(self._task, "count"):  # known when all batches are there
             batches = list(passes)
-            counts = [self._task.count(batch).double() for batch in batches]
+            device = self._runtime.device
+            counts = [torch.as_tensor(self._task.count(batch), dtype=torch.float64, device=device) for batch in batches]
             in_all = self.total = self._runtime.reduce(torch.stack(counts).sum())
             return zip(batches, [count * ranks / in_all.clamp(min=1) for count in counts], strict=True)
         return zip(passes, itertools.repeat(1 / self._runtime.plan.accumulation), strict=False)

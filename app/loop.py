@@ -7,22 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
-from app.checkpoints.average import NoAverage, WeightAverage
 from app.checkpoints.checkpoint import Checkpoints
+from app.checkpoints.shards import NoAverage, WeightAverage, unwrapped
 from app.console import Display
-from app.errors import TrainingError
+from app.data.samples import Batch
+from app.errors import DataError, TrainingError
 from app.evaluation import Evaluation
 from app.feed import Feed
 from app.guard.control import Control, Request
 from app.guard.patience import Patience
 from app.metrics.metrics import Metrics
+from app.metrics.profile import Profile
 from app.optim import freezing
 from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
-from app.profiling.profile import NoProfile, Profile
 from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
-from app.task import Task
+from app.task import Loss, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Training:
     """By split: what the task shows after its evaluation, as titles and texts."""
     patience: Patience
     metrics: Metrics
-    profile: Profile | NoProfile
+    profile: Profile
     display: Display
     checkpoints: Checkpoints
     control: Control
@@ -90,7 +91,7 @@ def train(run: Training) -> Finished | Stopped:
             run.patience.see(scores if is_evaluated else None)  # a longer run has none after the last step
             is_last = ends or run.patience.is_out
             if step % run.recipe.log.every_steps == 0 or is_last:
-                _log(run, step)
+                _log(run, step, is_last=is_last)
             request = run.control.agreed(step)
             if request.save or run.checkpoints.is_due(step, is_last=is_last, scores=scores):
                 run.checkpoints.save(step, scores)
@@ -106,25 +107,51 @@ def _take_step(run: Training, step: int) -> Step:
     for batch, weight in run.feed.of_step(step):
         with run.steps.micro_batch():
             loss = run.task.loss(run.model, batch)
+            if step == 0:
+                _check_first(run, loss, batch)
             run.steps.backward(loss.mean, weight)
         run.metrics.add(loss, batch["samples"])
     return run.steps.take(run.learning_rate_at(step))
 
 
-def _log(run: Training, step: int) -> None:
+def _check_first(run: Training, loss: Loss, batch: Batch) -> None:
+    """Raise an error, on all ranks, if a loss of the first step is not finite: it is that of the initial weights, which are."""
+    mean = loss.mean.detach()
+    with run.runtime.together():
+        if mean.isfinite():
+            return
+        for name, field in batch.items():
+            if isinstance(field, torch.Tensor) and field.is_floating_point() and not (finite := field.isfinite()).all():
+                row, samples = int((~finite).nonzero()[0, 0]) if field.ndim else 0, batch["samples"]
+                where = f"sample {int(samples[row])}" if field.ndim and len(field) == len(samples) else "the first batch"
+                raise DataError(
+                    f"the loss of the first step is {float(mean)}, and the field {name!r} of {where} contains "
+                    f"{float(field[~finite][0])}, as the model gets it: correct or remove such samples, or what prepares them."
+                )
+        name = type(unwrapped(run.model)).__name__.removeprefix("FSDP")
+        raise TrainingError(
+            f"the loss of the first step is {float(mean)}, although the initial weights and the batch are finite: look in the "
+            f"forward pass of {name} and in the task's loss for a division by zero, the logarithm of zero, or a number too "
+            "large for the precision."
+        )
+
+
+def _log(run: Training, step: int, *, is_last: bool) -> None:
     """Write and show the metrics after this step.
 
-    Raises TrainingError if too many steps in a row were skipped, after pending checkpoints are on disk.
+    Raises TrainingError if too many steps in a row were skipped, or at the end all, after pending checkpoints are on disk.
     """
     epoch, rate = (step - 1) // run.length.steps_per_epoch, run.learning_rate_at(step - 1)
     run.display.show(run.metrics.log(step, epoch=epoch, learning_rate=rate))
     most = run.recipe.train.max_skipped_steps
-    if run.metrics.skipped_in_row <= most:
+    skipped = run.metrics.skipped_in_row
+    if skipped <= most and not (is_last and skipped == step):
         return
     run.checkpoints.finish()
+    which = f"the last {skipped} steps up to step {step}" if skipped > most else f"all {step} steps of the run"
     samples = ", ".join(map(str, run.feed.samples_of(step - 1)[:8]))
     raise TrainingError(
-        f"the last {run.metrics.skipped_in_row} steps up to step {step} were skipped because loss or gradient "
+        f"{which} were skipped because loss or gradient "
         f"was not finite or a spike, and train.max_skipped_steps is {most} (learning rate {rate:g}; "
         f"{run.steps.verdict}; the last batch has the samples {samples}, ...). {run.checkpoints.latest}. "
         "Lower optim.lr, lengthen the warm-up, set optim.clip_norm, raise train.max_gradient_spike, or look "

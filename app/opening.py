@@ -68,7 +68,10 @@ def find_checkpoint(  # noqa: PLR0913  (keyword-only after the parts)
     if resume == checkpoint.NEVER or (resume == checkpoint.AUTO and run_dir is None):
         return None
     place = Path(run_dir if resume == checkpoint.AUTO and run_dir else resume)
-    folder = checkpoint.find(runtime, place)
+    with runtime.together():
+        if runtime.is_main and run_dir is not None:
+            run_folder.refuse_links(Path(run_dir))
+    folder = checkpoint.find(runtime, place, state=checkpoint.RESUMED)
     if folder is None and resume == checkpoint.AUTO:
         with runtime.together():
             if runtime.is_main:
@@ -174,7 +177,7 @@ def _describe(
         "task": loaded.recipe.task,
         **_of_own_task(loaded.recipe.task),
         "monitor": [monitored, good_end],
-        "unit": task.unit,
+        "unit": task.count_unit,
         "recipe_digest": recipe_file.digest(loaded.recipe),
         "preset": preset.name if preset else None,
         "strategy": runtime.launched.strategy,

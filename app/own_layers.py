@@ -113,7 +113,20 @@ def replace(model: nn.Module, own: Callable[[nn.Module, str], nn.Module | None])
 
 
 def without_data(model: nn.Module) -> Callable[..., Any]:
-    """Return the model as a function of tensors of torch's meta device: calls cost no arithmetic, memory or random numbers."""
-    held = (*model.named_parameters(), *model.named_buffers())
-    tensors = {key: tensor.detach().to("meta").requires_grad_(tensor.requires_grad) for key, tensor in held}
-    return lambda *inputs, **named: torch.func.functional_call(model, tensors, inputs, named)
+    """Return the model as a function of tensors of torch's meta device: calls cost no arithmetic, memory or random numbers.
+
+    A tensor in several places is one there too. Each place of each module is named once: torch puts back what it found at a
+    name, and at the second name of a module it would find what it has put there itself.
+    """
+    made: dict[int, torch.Tensor] = {}
+
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        return made.setdefault(id(tensor), tensor.detach().to("meta").requires_grad_(tensor.requires_grad))
+
+    tensors = {
+        f"{path}.{key}" if path else key: bare(tensor)
+        for path, module in model.named_modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
+    return lambda *inputs, **named: torch.func.functional_call(model, tensors, inputs, named, tie_weights=False)

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from app.errors import SamerunError, leave_with
+from app.errors import SamerunError, exits_refused, leave_with, printable
 from app.options import train_options
 from app.options.command_line import Parser
 from app.options.values import positive
@@ -31,18 +31,18 @@ def main(argv: list[str] | None = None) -> None:
         arguments = parser.parse_all(argv)
         import torch  # here: the help need not wait for it
 
-        from app.checkpoints import chosen, model_file
+        from app.checkpoints import model_file, step_folders
 
-        run = chosen.best(arguments.run) if arguments.best else arguments.run
-        task, model, _ = model_file.load(run, arguments.task)
-        with torch.no_grad():
+        run = step_folders.choose_best(arguments.run) if arguments.best else arguments.run
+        with torch.no_grad(), exits_refused():
+            task, model, _ = model_file.load(run, arguments.task)
             found = task.predict(model, arguments.files, top=arguments.top)
     except SamerunError as error:
         leave_with(error, rank=0)
     width = max(len(str(file)) for file in arguments.files)
     for file, (words, prediction) in zip(arguments.files, found, strict=True):
         plain = json.dumps({"file": str(file), **prediction})
-        sys.stdout.write(plain + "\n" if arguments.json else f"{file!s:{width}}  {words}\n")
+        sys.stdout.write(plain + "\n" if arguments.json else printable(f"{file!s:{width}}  {words}\n"))
 
 
 if __name__ == "__main__":

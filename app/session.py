@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from app import building, console, own_layers, tasks
-from app.checkpoints import checkpoint, frozen, model_file
-from app.checkpoints.average import NoAverage, WeightAverage
-from app.checkpoints.optimizer_check import check_optimizer
-from app.checkpoints.shards import Shards
+from app.checkpoints import checkpoint, model_file
+from app.checkpoints.shards import NoAverage, Shards, WeightAverage, check_optimizer
+from app.checks import arithmetic
 from app.console import Display
 from app.data import held_out, loader
 from app.data.samples import Splits
-from app.device import arithmetic, known_answers
 from app.errors import RecipeError
 from app.feed import Feed
 from app.guard.control import Control
@@ -31,22 +29,22 @@ from app.loop import Training
 from app.metrics import flops
 from app.metrics.gauges import Gauges
 from app.metrics.metrics import Metrics
+from app.metrics.profile import Profile, check_window
 from app.opening import Opened
 from app.optim import from_recipe, schedule
 from app.optim.spikes import SpikeGuard
 from app.optim.steps import Steps
 from app.optim.unused import FirstGradients
 from app.place import cores
-from app.planning import here
-from app.profiling.profile import NoProfile, Profile, check_window
+from app.planning import out_of_memory
 from app.ranks import handshake, random_layers, recomputing, sample_dropout
 from app.ranks.runtime import Runtime
 from app.recipe import recipe_file, task_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
-from app.record import passed
 from app.record.claim import Claim
-from app.task import Form, Loss, NeedsData, Task
+from app.task import Form, Loss, NeedsData, Task, overrides
+from app.tasks.own import rules
 from app.trackers.examples import Examples
 
 
@@ -77,29 +75,43 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         check_window(recipe.profile, total_steps=length.total_steps)
         model, units = building.build_model(runtime, recipe, task, data.train.facts)
         if units is not None:  # the model has no memory yet
-            here.check(runtime, recipe, model)
+            out_of_memory.check(runtime, recipe, model)
         notes = filling.notes(model, units)
         rule = from_recipe.Rule.of(recipe.optim, model)  # refuses what does not fit before a run folder exists
         dropout = sample_dropout.give_to_samples(model, recipe.seed)
-        narrow, counted = _without_data(runtime, task, model, data.train.facts, dropout)
+        is_own, divides = recipe.task not in tasks.SHIPPED, units is not None and filling.divides(runtime)
+        is_checked = is_own and rules.has_room(runtime, model, divided=divides)
+        # What is checked with samples needs no look without them.
+        narrow, counted = _without_data(runtime, task, model, data.train.facts, None if is_checked else dropout)
         dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
         if recipe.train.checkpoint_activations == "blocks":  # after FLOPs are counted, which must not include recomputation
             recomputing.compute_blocks_again(model, block_classes(task, model))
         drawn = None if units is None else filling.fill(runtime, model, units)
-    if narrow:
-        arithmetic.check(runtime, arithmetic.precisions(runtime.launched.mixed_precision, recipe.train.dtype), narrow)
+    if narrow and (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16"):
+        arithmetic.check(runtime, narrow)
     weights = held.digest(model, runtime.gather)
     handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, drawn or weights))
     assert drawn in (None, weights), f"drawn were {drawn}, but the ranks together hold {weights}"
+    if is_own:
+        with runtime.together():
+            rules.check_kept(recipe, task, model)
+            if is_checked:
+                _check_rules(runtime, recipe, task, data, model, dropout)
+                dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
+            else:
+                notes.append(
+                    f"whether {task_file.name_of(recipe.task)} keeps the rules of the same run is not checked, because the "
+                    "whole model is too large for a process: `samerun parity --quick` checks it with a smaller one"
+                )
     return Parts(model, length, rule, dropout, counted, notes)
 
 
 def _without_data(
-    runtime: Runtime, task: Task, model: torch.nn.Module, facts: Mapping[str, Any], dropout: sample_dropout.PassDraws
-) -> tuple[list[known_answers.Operation], float]:
+    runtime: Runtime, task: Task, model: torch.nn.Module, facts: Mapping[str, Any], dropout: sample_dropout.PassDraws | None
+) -> tuple[list[arithmetic.Operation], float]:
     """Return what a pass shows without data: narrow convolutions, and on the main process FLOPs per sample; 0: not known.
 
-    It also shows dropout where its inputs have the samples.
+    It also shows `dropout`, if given, where its inputs have the samples.
     """
     try:
         example = task.example(facts, Form(next(model.parameters()).dtype))
@@ -108,12 +120,28 @@ def _without_data(
             return task.loss(called, example)
 
         size = len(example["samples"])
-        dropout.look(lambda times: task.loss(own_layers.without_data(model), sample_dropout.repeated(example, times)))
-        narrow = known_answers.narrow_convolutions(model, forward)
+        if dropout:
+            dropout.look(lambda times: task.loss(own_layers.without_data(model), sample_dropout.repeated(example, times)))
+        narrow = arithmetic.narrow_convolutions(model, forward)
         # Now, because later the model is sharded over the ranks.
         return narrow, flops.of_training(model, forward) / size if runtime.is_main else 0.0
     except NeedsData:
+        if dropout:
+            dropout.leave_all("the task's loss needs data, so it is not known which dimension of its input has the samples")
         return [], 0.0
+
+
+def _check_rules(
+    runtime: Runtime, recipe: Recipe, task: Task, data: Splits, model: torch.nn.Module, dropout: sample_dropout.PassDraws
+) -> None:
+    """Raise TrainingError for a rule that the user's task breaks, and see where dropout's inputs have the samples."""
+    whole, draws = model, dropout
+    if held.is_divided(model):
+        whole = filling.whole_model(task, data.train.facts, seed=recipe.seed).to(getattr(torch, recipe.train.dtype))
+        draws = sample_dropout.give_to_samples(whole, recipe.seed)
+    form = building.form_of(runtime, recipe, task)
+    rules.check(runtime, recipe, task, data.train, whole, dropout=draws, form=form)
+    dropout.growing, dropout.left = draws.growing, draws.left
 
 
 def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, opened: Opened) -> Training:
@@ -124,12 +152,12 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     display = _display(runtime, loaded, task, data, parts, claim.path)
     control = _control(runtime, recipe, parts, claim)
 
-    frozen_file = frozen.settle(runtime, claim, parts.model, resumed.folder if resumed else None)
+    frozen_file = checkpoint.settle_frozen(runtime, claim, parts.model, resumed.folder if resumed else None)
     model, optimizer = filling.prepare(runtime, task, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
-    metrics = _metrics(runtime, recipe, parts, model, opened, unit=task.unit)
+    metrics = _metrics(runtime, recipe, parts, model, opened, unit=task.count_unit)
     shards = Shards(runtime.accelerator, model, optimizer, None if isinstance(average, NoAverage) else average)
     check_optimizer(runtime, parts.rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
@@ -156,12 +184,9 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         display.say(f"resumed from {resumed.folder}, {resumed.step} of {length.total_steps} steps done")
         if resumed.note:
             display.say(f"note: {resumed.note}")
-    window = recipe.profile.window
-    clock, say = metrics.clock, display.say
-    profile = Profile(runtime, claim, clock, window=window, say=say) if window else NoProfile(clock)
-    examples = Examples(
-        opened.trackers, getattr(task, "look", None), count=recipe.log.examples, steps_per_epoch=length.steps_per_epoch
-    )
+    profile = Profile(runtime, claim, metrics.clock, window=recipe.profile.window, say=display.say)
+    count = recipe.log.examples if overrides(task, "preview") else 0
+    examples = Examples(opened.trackers, task, count=count, steps_per_epoch=length.steps_per_epoch)
     training = Training(
         recipe=recipe,
         runtime=runtime,
@@ -188,7 +213,7 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
             dropout=parts.dropout,
             see=examples.see,
             lap=profile.lap,
-            say=say,
+            say=display.say,
         ),
         length=length,
         learning_rate_at=building.learning_rate_of(recipe, length),
@@ -208,14 +233,14 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         first_step=first_step,
     )
     if not resumed:  # after Steps has its parameters, because FSDP2 leaves unsharded ones in the model called last
-        building.try_score(runtime, recipe, task, model, data)
+        building.try_metrics(runtime, recipe, task, model, data)
     return training
 
 
 def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, run_dir: Path) -> Display:
-    launched = runtime.launched
+    launched, unit = runtime.launched, task.count_unit
     remedy = loader.remedy(data.train, asked=runtime.workers, local_world_size=launched.local_world_size, device=runtime.device)
-    display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy, unit=task.unit)
+    display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy, unit=unit)
     display.say(_banner(runtime, loaded, data, parts.length, run_dir))
     notes = [
         *runtime.notes,
@@ -223,7 +248,6 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
         *schedule.notes_on(loaded.recipe.optim, parts.length),
         *random_layers.topology_dependence(parts.model),
         *parts.notes,
-        *_not_passed(loaded),
     ]
     if data.validation is None:
         notes.append(
@@ -235,16 +259,6 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
     for note in notes:
         display.say(f"note: {note}")
     return display
-
-
-def _not_passed(loaded: LoadedRecipe) -> list[str]:
-    task = loaded.recipe.task
-    if task in tasks.SHIPPED or passed.has_passed(tasks.digest(task)):
-        return []
-    file = loaded.origins["task"].rpartition(":")[0]  # empty if it comes from the command line
-    recipe = file or f"{loaded.name} task={task}"
-    said = f"whether {task_file.name_of(task)} keeps the rules of the same run has not been checked since it was changed"
-    return [f"{said}: `samerun parity --quick --recipe {recipe}` checks it in a minute"]
 
 
 def _control(runtime: Runtime, recipe: Recipe, parts: Parts, claim: Claim) -> Control:

@@ -10,20 +10,20 @@ Your own task is a class in a file that ends with `task = MyTask`. It needs thre
             x, y = read_my_data(split)
             return Samples.of({"x": x, "y": y})
 
-        def model(self, facts):
+        def model(self, metadata):
             return nn.Linear(4, 1)
 
         def loss(self, model, batch):
-            return Loss(F.mse_loss(model(batch["x"]), batch["y"]), len(batch["x"]))
+            return Loss(F.mse_loss(model(batch["x"]), batch["y"]))
 
-Everything else is optional (`Task` says what happens without it). Before the first step the application checks the rules, and
-names a broken one in a sentence.
+Everything else is optional (`Task` has the defaults). Before the first step the application checks the rules, and names a
+broken one in a sentence.
 
 What keeps a run the same on any topology:
 
-- Random choices come from `draw` alone. It is None where nothing is random, as in an evaluation.
+- Random choices come from `rng` alone. It is None where nothing is random, as in an evaluation.
 - `loss` calls the model exactly once and touches none of its submodules, or FSDP2 and ZeRO break.
-- A sample's loss does not depend on other samples of its pass, except for its `neighbours`.
+- A sample's loss does not depend on other samples of its pass, except for its group of `group_size`.
 - The gradient of a step is that of the mean over its whole global batch: a pass weighs by its `Loss.count`.
 
 For your own task, floating-point inputs are cast to the model's precision where the model is called. Targets stay unchanged.
@@ -31,16 +31,20 @@ For your own task, floating-point inputs are cast to the model's precision where
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from app.data.draws import Draws
+from app.data.draws import Draws, HostDraws
 from app.data.samples import Batch, Samples, Splits
+from app.errors import RecipeError, RunFolderError, TrainingError
 
 
 class Later(NamedTuple):
@@ -57,8 +61,9 @@ class Loss:
 
     mean: Tensor
     """Scalar with a gradient. Where `count` is 0 it must be finite, with a gradient of 0."""
-    count: int | Tensor
-    """What it is the mean of: samples, tokens, ... A tensor is a scalar on the device."""
+    count: int | Tensor = None  # type: ignore[assignment]
+    """Number of things that it is the mean of: samples, tokens, ... A tensor is a scalar on the device. Your own task may leave
+    it out: the batch's number of samples."""
     sums: Mapping[str, Later] = field(default_factory=dict)
     """Further values to report, by name: the same names in every pass. Your own task may give the pair (sum, count) of the
     pass instead, as numbers or tensors."""
@@ -79,6 +84,20 @@ class Scores:
     any type, and a count may be a single number."""
     rows: Tensor | None = None
     """float64 [B, R]: values to keep for each sample, gathered in the order of the samples."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Tensor], valid: Tensor, *, rows: Tensor | None = None) -> Scores:
+        """Return the scores from a value of each sample, [B] or [B, K], by name. Padding, where not `valid`, is left out."""
+        sums = {}
+        for name, value in values.items():
+            if value.ndim == 0 or len(value) != len(valid):
+                raise TrainingError(
+                    f"Scores.of was given {name!r} as a tensor {list(value.shape)}: give one value for each of the "
+                    f"{len(valid)} samples of the batch, [B] or [B, K]"
+                )
+            counted = valid.view(-1, *[1] * (value.ndim - 1)).expand_as(value)
+            sums[name] = torch.where(counted, value.double(), 0.0).sum(0), counted.double().sum(0)
+        return cls(sums, rows)
 
 
 @dataclass(frozen=True)
@@ -119,6 +138,11 @@ class NeedsData(Exception):  # noqa: N818  (no error: less is known of the model
     """Raised by a task whose loss cannot be computed on tensors without data (torch's meta device)."""
 
 
+COUNT_RULE = (
+    "A step's gradient is that of the mean over its whole global batch, so Loss.count must be what `count` of the samples or "
+    "of the task returns, or the number of samples if neither exists: add a method `def count(self, batch): return ...` to "
+    "the task, with the number that its mean is over"
+)
 SAMPLES = "samples"
 """The unit of a task that has none of its own."""
 Split = Literal["train", "validation", "test"]
@@ -128,165 +152,222 @@ Table = dict[str, float | None]
 """A score for each of several named things, such as classes. None: there was nothing to score."""
 
 
-class Task(Protocol):
-    """What is learnt, and how, seen from one process. It is built from its own sections of the recipe.
+class Task:
+    """A task seen from one process: its data, model, loss and scores. Here are the defaults of what a task may leave out.
 
-    A shipped task has all of these methods. Your own task needs `samples`, `model` and `loss`; the rest is optional. Its
-    `ready` does not get `form`, and its `finish` may return only the scores.
+    A shipped task inherits from it and is built from its own sections of the recipe. Your own task needs no base class: it has
+    `samples`, `model` and `loss`, and what it likes of the rest. Its `preprocess` does not get `form`, and its `reduce_metrics`
+    may return only the scores.
 
     Samples may weigh differently, as texts do by their number of tokens. Then either the samples have `count(indices) -> int64
-    [B]`, which gives the weights before the data is read, or the task has `count(batch)`, which returns the weight of a ready
-    batch as a scalar on its device. In the second case all batches of a step are in memory before its first pass. With
-    neither, each sample counts 1.
+    [B]`, which gives the weights before the data is read, or the task has `count(batch)`. With neither, each sample counts 1.
     """
 
-    @property
-    def monitor(self) -> tuple[str, Literal["max", "min"]]:
-        """The score that chooses the best checkpoint, and whether "max" or "min" is better. Optional: ("loss", "min")."""
+    monitor: tuple[str, Literal["max", "min"]] = ("loss", "min")
+    """The score that chooses the best checkpoint, and whether "max" or "min" is better."""
+    count_unit: str = SAMPLES
+    """What `Loss.count` counts, in the plural, usable in a key: with "tokens" a run logs `tokens_seen` and `tokens_per_s`."""
+    group_size: int = 1
+    """Number of samples, next to each other in the order, whose losses may depend on each other."""
+    channels_last: bool = False
+    """Whether the network is faster in channels-last memory order on every device (for `train.channels_last: null`)."""
+    blocks: Sequence[str] | None = None
+    """Class names of the model's repeated layers, such as ("DecoderLayer",). None: those that the model names in
+    `_no_split_modules`, as transformers' models do."""
+    of_user: Any = None
+    """The user's object, if this task wraps one."""
 
-    @property
-    def unit(self) -> str:
-        """What `Loss.count` counts, in the plural, usable in a key: "tokens".
-
-        The run then logs `tokens_seen` and `tokens_per_s`. Optional: "samples".
-        """
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether the network is faster in channels-last memory order on every device (for `train.channels_last: null`).
-
-        Optional: False.
-        """
-
-    def prepare(self) -> Task | None:
+    def prepare_data(self) -> Task | None:
         """Bring the data to this machine. Return the task that all its processes then use, or None: each uses its own.
 
         One process of each node calls it while the others wait. What it returns is pickled. With a user's task, the other
-        processes see only the files that it left. Optional. Raises DataError and RecipeError.
+        processes see only the files that it wrote. Raises DataError and RecipeError.
         """
+
+    def check_training(self) -> None:
+        """Raise RecipeError for a model that cannot be trained, before data is opened."""
 
     def samples(self, split: Split) -> Samples | None:
         """Open a split, without touching the network; None: there is no such validation or test split.
 
         Raises DataError, and RecipeError for a key that is missing.
         """
+        raise NotImplementedError
 
-    def reads(self) -> Mapping[str, str]:
-        """Return a digest, by name, of each further input that affects training, beside the samples.
+    def data_digests(self) -> Mapping[str, str]:
+        """Return a digest, by name, of each further input that affects training, next to the samples.
 
-        It must be the same on all ranks and after a resume. Optional: there is none.
+        It must be the same on all ranks and after a resume.
         """
+        return {}
 
-    def model(self, facts: Mapping[str, Any]) -> nn.Module:
-        """Return the network for samples with these facts, on the CPU, in training mode, in float32.
+    def metadata_without_data(self) -> Mapping[str, Any] | None:
+        """Return what the recipe alone tells of the samples' metadata, to plan with. None: nothing. Raises DataError."""
+
+    def model(self, metadata: Mapping[str, Any]) -> nn.Module:
+        """Return the network for samples with this metadata, on the CPU, in training mode, in float32.
 
         Its weights are drawn from torch's global generator. Parameters with requires_grad=False are not trained, as with
         `train.freeze`. Raises RecipeError if the samples do not fit the network.
         """
+        raise NotImplementedError
 
-    def init(self, model: nn.Module, name: str, unit: nn.Module) -> None:
+    def init_module(self, model: nn.Module, name: str, module: nn.Module) -> None:
         """Fill every parameter and buffer of one unit of the model, on the CPU, without gradients.
 
         Random numbers come from torch's global generator, which is seeded by the seed and the unit's name. So a unit gets the
         same weights wherever it is drawn, and no process needs the whole model. `model` is for reading settings (its config);
-        it has no data. `unit` is a block, or a remaining module with its own parameters or buffers; fill those, not the ones
-        of modules inside it. Blocks are the modules of the classes in `blocks`, an optional attribute of the task, such as
-        ("DecoderLayer",). Without it they are those that the model names in `_no_split_modules`, as transformers' models do.
+        it has no data. `module` is a block (see `blocks`), or a remaining module with its own parameters or buffers; fill
+        those, not the ones of modules inside it.
 
-        Optional. Without it, `model` returns the whole network with its weights. With it, `model` is called under
-        torch.device("meta"), where tensors have no data. Weights tied by the model's `tie_weights` stay tied.
+        Without it, `model` returns the whole network with its weights. With it, `model` is called under torch.device("meta"),
+        where tensors have no data. Weights tied by the model's `tie_weights` stay tied.
         """
+        raise NotImplementedError
 
-    def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:
-        """Return a batch as `loss` and `score` take it, on the batch's device. `draw` is None where nothing is random.
+    def preprocess(self, batch: Batch, rng: Draws | None, *, form: Form) -> Batch:  # noqa: ARG002
+        """Return a batch as `loss` and `metrics` take it, on the batch's device. `rng` is None where nothing is random.
 
-        Make random changes of whole batches here: `draw.uniform("noise")` is float32 [B], on the device, and gives a sample
-        the same number on any rank. Optional: the batch as `fetch` returned it.
+        Make random changes of whole batches here: `rng.uniform("shift")` is float32 [B], on the device, `rng.normal("noise",
+        (8, 8))` [B, 8, 8]. A sample gets the same numbers on any rank.
         """
+        return batch
+
+    def count(self, batch: Batch) -> int | float | Tensor:
+        """Return the weight of a preprocessed batch, such as its number of tokens; a tensor is a scalar.
+
+        With it, all batches of a step are in memory before its first pass.
+        """
+        raise NotImplementedError
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the loss of a pass over the batch. Calls `model` once and uses nothing else of it."""
+        raise NotImplementedError
 
-    def score(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
+    def metrics(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
         """Return the scores of the batch's samples; `valid` is bool [B], False for padding, which must not count.
 
-        It calls `model` equally often for every batch. Optional: the scores are then `loss` and its `sums`. In that case
-        padding is cut off before `ready`, and a batch of padding only gives sums of 0.
+        It calls `model` equally often for every batch. Without it, the scores of a user's task are `loss` and its `sums`. In
+        that case padding is cut off before `preprocess`, and a batch of padding only gives sums of 0.
         """
+        raise NotImplementedError
 
-    def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:
+    def reduce_metrics(self, sums: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
         """Return the scores of a whole split by name, and tables of scores. `rows` are those of all samples, on the CPU.
 
-        Optional: the mean of each sum; a sum with several numbers becomes a table, indexed by position.
+        Default: the mean of each sum; a sum with several numbers becomes a table, indexed by position.
         """
+        means = {name: total / count for name, (total, count) in sums.items()}
+        scores = {name: mean.item() for name, mean in means.items() if mean.ndim == 0}
+        tables = {name: mean.tolist() for name, mean in means.items() if mean.ndim == 1}
+        return scores, {name: {str(at): None if isnan(it) else it for at, it in enumerate(of)} for name, of in tables.items()}
 
-    def example(self, facts: Mapping[str, Any], form: Form) -> Batch:
-        """Return a batch of 2 as `ready` returns it, without data (torch's meta device), for example to count FLOPs.
+    def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
+        """Return a batch of 2 as `preprocess` returns it, without data (torch's meta device), for example to count FLOPs.
 
-        Optional: the shapes of two training samples. A loss that cannot do without numbers (`.item()`) leaves FLOPs unknown.
+        A user's task takes the shapes of two training samples. A loss that needs numbers (`.item()`) leaves FLOPs unknown.
         """
+        raise NeedsData
 
-    def notes(self, data: Splits) -> list[str]:
-        """Return notes on the data for people to read before a run, one sentence each. Optional: none."""
+    def notes(self, data: Splits) -> list[str]:  # noqa: ARG002
+        """Return notes on the data for people to read before a run, one sentence each."""
+        return []
 
     def head(self, model: nn.Module) -> str:
         """Return the name of the layer whose shape depends on the samples (such as the classes). Fine-tuning leaves it new.
 
-        Optional: the last one that has parameters.
+        Default: the last one that has parameters.
         """
+        layers = model.named_modules()
+        names: list[str] = [name for name, layer in layers if next(layer.parameters(recurse=False), None) is not None]
+        return names[-1]
 
-    def matched(self, samples: Any, facts: Mapping[str, Any]) -> Samples:
-        """Return other samples in the form that a model with these facts takes. Raises DataError if that is impossible.
+    def adapt_samples(self, samples: Any, metadata: Mapping[str, Any]) -> Any:  # noqa: ARG002
+        """Return other samples in the form that a model with this metadata takes. Raises DataError if that is impossible.
 
-        Optional: the samples, if their facts are the same.
+        A user's task refuses samples with other metadata.
         """
+        return samples
 
-    def look(self, batch: Batch, most: int, title: str) -> tuple[str, Any]:
-        """Return a name and a picture, uint8 [H, W, 3] (an array), of at most `most` samples of a ready training batch.
+    def preview(self, batch: Batch, limit: int) -> tuple[str, Any]:
+        """Return a name and a picture, uint8 [H, W, 3] (an array), of at most `limit` samples of a ready training batch.
 
-        Optional: trackers show none.
+        Without it, trackers show none.
         """
+        raise NotImplementedError
 
-    def show(self, model: Callable[..., Any], batch: Batch) -> Sequence[tuple[str, str]]:
+    def generate_samples(self, model: Callable[..., Any], batch: Batch) -> Sequence[tuple[str, str]]:
         """Return short texts that show what the model does, each with a title, such as a prompt and its continuation.
 
-        Called on all ranks after an evaluation during training, with the same few samples of its split, ready as for `score`.
-        Every rank must call `model` equally often. torch's generators draw the same numbers on all ranks. Optional: nothing is
-        shown.
+        Called on all ranks after an evaluation during training, with the same few samples of its split, ready as for `metrics`.
+        Every rank must call `model` equally often. torch's generators draw the same numbers on all ranks.
         """
+        raise NotImplementedError
 
-    def leave(self, folder: Path, samples: Any, rows: Tensor) -> None:
+    def write_outputs(self, folder: Path, samples: Any, rows: Tensor) -> None:
         """Write what people want to see of the samples that were scored at the end into `folder`, which is new and empty.
 
-        Optional: there is no such folder. Raises DataError.
+        Without it, there is no such folder. Raises DataError.
         """
+        raise NotImplementedError
 
-    def beside(self, facts: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, bytes]:
-        """Return, by name, the files that a library needs beside `model.safetensors` to load it without Samerun.
+    def export_files(self, metadata: Mapping[str, Any], info: Mapping[str, Any]) -> Mapping[str, bytes]:
+        """Return, by name, the files that a library needs next to `model.safetensors` to load it without Samerun.
 
-        `told` describes the weights: `recipe` (its keys and values), `steps`, and `scores` by name. Optional: none. Raises
-        DataError if one of the files no longer exists.
+        `info` describes the weights: `recipe` (its keys and values), `steps`, and `scores` by name. Raises DataError if one of
+        the files no longer exists.
         """
+        raise NotImplementedError
 
-    def adapters(self, model: nn.Module) -> Adapters | None:
+    def adapters(self, model: nn.Module) -> Adapters | None:  # noqa: ARG002
         """Return how the weights of this model, prepared or not, are written into files. None: unchanged.
 
-        Optional: None. Keys listed in a section's `not_left` do not apply to the exported model.
+        Keys listed in a section's `not_left` do not apply to the exported model.
         """
+        return None
 
-    def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
-        """Return the trained network from a folder that another library wrote, on the CPU, for samples with these facts.
+    def check_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Raise DataError if samples with this metadata do not fit the network of a folder as `load_folder` takes it."""
 
-        Optional, as `check_folder`: without them only Samerun's own folders can be evaluated. Raises RunFolderError if the
-        folder cannot be read.
+    def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:  # noqa: ARG002
+        """Return the trained network from a folder that another library wrote, on the CPU, for samples with this metadata.
+
+        Without it, only Samerun's own folders can be evaluated. Raises RunFolderError if the folder cannot be read.
         """
+        raise RunFolderError(f"{folder} is no run folder, and the task cannot read other folders: it has no method load_folder")
 
-    def check_folder(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Raise DataError if samples with these facts do not fit the network of such a folder."""
-
-    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
+    def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:  # noqa: ARG002
         """Return the model's prediction for each input, as text and as JSON: the `top` most likely answers, if there are
         several.
 
-        Optional: without it `samerun predict` reports an error. Raises DataError if an input cannot be read.
+        Raises DataError if an input cannot be read.
         """
+        raise RecipeError(
+            "the task cannot predict from a file: give it a method predict(self, model, inputs, *, top), which returns a text "
+            "and a dict for each path in inputs"
+        )
+
+
+def overrides(task: Task, name: str) -> bool:
+    """Return True if a task, or the user's object that it wraps, has its own version of an optional part of `Task`."""
+    return own_part(task if task.of_user is None else task.of_user, name) is not None
+
+
+def own_part(given: Any, name: str, default: Any = None) -> Any:
+    """Return an optional attribute of a task or of samples, or the default.
+
+    What their classes inherit from Python, such as `count` of `list`, or from `Task` and `Samples`, is not their own.
+    """
+    holder = next((kind for kind in type(given).__mro__ if name in vars(kind)), None)
+    if holder is None or name in getattr(given, "__dict__", ()):
+        return getattr(given, name, default)
+    is_inherited = holder in (Task, Samples) or holder.__module__.partition(".")[0] in sys.stdlib_module_names
+    return default if is_inherited else getattr(given, name, default)
+
+
+def two_samples(task: Task, samples: Samples, form: Form) -> Batch:
+    """Return the first and the last training sample, ready as for `loss`, on the CPU."""
+    numbers = np.array([0, len(samples) - 1])
+    fetched = samples.fetch(numbers, HostDraws(0, numbers))
+    batch: Batch = {**fetched, "samples": torch.from_numpy(numbers), "numbers": numbers}
+    return task.preprocess(batch, Draws(0, batch["samples"], numbers), form=form)

@@ -14,7 +14,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.errors import STOPPED, PresetError, SamerunError, leave_with, let_the_first_be_seen, skip_destructors_if_failed
+from app.errors import (
+    STOPPED,
+    PresetError,
+    SamerunError,
+    exits_refused,
+    leave_with,
+    let_the_first_be_seen,
+    skip_destructors_if_failed,
+)
 from app.guard.lifeline import Lifeline, end_workers
 from app.options import tracker_names, train_options
 from app.place.environment import LAUNCHER
@@ -43,12 +51,13 @@ def main(argv: list[str] | None = None) -> None:
             sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
             return
         launched = read(own_environment())
-        stopped = _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments, lifeline)
+        with exits_refused():
+            stopped = _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments, lifeline)
     except SamerunError as error:
         leave_with(error, launched.rank)
     except Exception as error:
-        port = os.environ.get("MASTER_PORT")
-        let_the_first_be_seen(error, store_port=int(port) if port else None)
+        port = os.environ.get("MASTER_PORT", "")  # a single process does not read what another program has left there
+        let_the_first_be_seen(error, store_port=int(port) if port.isdecimal() else None)
         end_workers()
         failed.set()
         raise
@@ -66,7 +75,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         raise PresetError(refusal)
     trackers = tracker_names.chosen(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
-    from app.planning import here
+    from app.planning.out_of_memory import out_of_memory_explained
     from app.ranks.runtime import Runtime
 
     runtime = Runtime(
@@ -78,7 +87,7 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         hang_timeout_s=arguments.hang_timeout,
         workers=arguments.workers,
     )
-    with here.lack_of_memory_named(runtime, recipe, os.environ):
+    with out_of_memory_explained(runtime, recipe):
         return _run(runtime, loaded, arguments, trackers, lifeline)
 
 
@@ -88,14 +97,13 @@ def _run(
     """Train with these processes; returns as `_train`."""
     from app import building, ending, opening, session
     from app.checkpoints import initial_weights
-    from app.device import arithmetic, known_answers
     from app.guard.watchdog import Watchdog
+    from app.initial import held
     from app.loop import Stopped, train
     from app.ranks import handshake, numerics
 
     recipe, launched = loaded.recipe, runtime.launched
     handshake.check_group(runtime.accelerator, launched, runtime.plan)
-    arithmetic.check(runtime, arithmetic.precisions(launched.mixed_precision, recipe.train.dtype), known_answers.GENERAL)
     task, data = building.open_data(runtime, recipe)
     parts = session.agree(runtime, loaded, task, data)
     find = functools.partial(
@@ -110,6 +118,8 @@ def _run(
     )
     resumed = find()
     initial = initial_weights.take_up(runtime, task, parts.model, recipe.train, resumed=resumed.folder if resumed else None)
+    if resumed is None:
+        held.check_finite(runtime, parts.model, initial.place if initial else f"the task {recipe.task}")
     opened = opening.open_run_folder(
         runtime,
         loaded,

@@ -1,110 +1,117 @@
-"""What saving costs, against `accelerator.save_state`: `python -m benchmarks.saving [--state-gb 1.2]`.
+"""What saving costs, compared with `accelerator.save_state`: `python -m benchmarks.saving [--state-gb 1.2]`.
 
-The model is a stack of linear layers with AdamW, whose weights and moments are as large as wanted, on 1 and on 2 processes
-under DDP. How to read the table, of which every line is the slowest rank, or the one with most memory:
+A Llama whose weights and AdamW moments are as large as wanted trains on 1 and on 2 processes under DDP, and is saved after each
+step both ways, in turns. Each line of the table is the slowest rank:
 
-    held        seconds in which no step is taken. samerun copies what the rank owns, and writes it while the loop goes on, with
-                the same cores; save_state returns when the system has taken its files
-    on disk     seconds from the start of the save until the disk has it. samerun has hashed everything by then, has waited for
+    held        seconds without a step. Samerun copies what the rank owns, and writes it while the loop continues, with the same
+                cores; save_state returns when the system has taken its files
+    on disk     seconds from the start of the save until the disk has it. Samerun has hashed everything by then, has waited for
                 the disk (fsync) and renamed; for save_state the benchmark calls fsync, and there are no hashes
-    saving      MiB at the peak of a save beyond the state itself, in a fresh process, and of those what is no file's: files
-                that are mapped can be dropped again. samerun keeps its copy, of what the rank owns, for the next save
-    loading     the same while loading, beyond weights and moments
 
-Times are medians over rounds in which both take turns, after one that is not counted; memory is that of one save or load, and
-is left out by `--times-only`.
+Times are medians (smallest-largest) of rounds, after one that is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from app.options.values import above_zero, positive
 from app.place.cores import machine
 from app.place.topology import Topology
-from benchmarks.figures import versions
+from benchmarks.contest import say, versions
 from launch import preset
 from launch.node_command import accelerate_argv
 
+_WIDTH = 512
+_LAYER_STATE_BYTES = (4 * _WIDTH**2 + 3 * _WIDTH * 4 * _WIDTH) * 12
 _WAYS = {"samerun": "samerun", "accelerate": "`save_state`"}
-_MIB = 2**20
 
 
 def main(argv: list[str]) -> int:
     """Measure, print the table, and return 0."""
-    options = _parser().parse_args(argv)
-    from benchmarks.saving_case import LAYER_STATE_BYTES
-
-    layers = round(options.state_gb * 1e9 / LAYER_STATE_BYTES)
-    size = f"{layers * LAYER_STATE_BYTES / 1e9:.2f} GB of weights and AdamW moments"
-    lines = [
-        f"{size}; {options.rounds} rounds, medians (smallest-largest)",
-        "",
-        "| processes | | held s | on disk s | saving MiB (no file's) | loading MiB (no file's) |",
-        "|---|---|---|---|---|---|",
-    ]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description="Measure what saving costs.")
+    add = parser.add_argument
+    add("--state-gb", type=above_zero, default=1.2, help="weights and moments in GB of 10^9 bytes (default: 1.2)")
+    add("--rounds", type=positive, default=5, help="rounds that are counted (default: 5)")
+    add("--processes", type=positive, nargs="+", default=[1, 2], help="numbers of processes (default: 1 2)")
+    add("--folder", type=Path, help="where to save: the disk that is measured (default: that of temporary files)")
+    options = parser.parse_args(argv)
+    layers = max(1, round(options.state_gb * 1e9 / _LAYER_STATE_BYTES))
+    say(f"{layers * _LAYER_STATE_BYTES / 1e9:.2f} GB of weights and AdamW moments; {options.rounds} rounds\n")
+    say("| processes | | held s | on disk s |\n|---|---|---|---|")
     for processes in options.processes:
-        figures = _measure(processes, layers, options)
-        lines += _rows(processes, figures)
-    lines += ["", f"{machine()}; {', '.join(f'{name} {number}' for name, number in versions().items())}.", ""]
-    sys.stdout.write("\n".join(lines))
+        seconds = _measure(processes, layers, options)
+        for way, name in _WAYS.items():
+            cells = (f"{statistics.median(each):.2f} ({min(each):.2f}-{max(each):.2f})" for each in seconds[way])
+            say(f"| {processes} | {name} | {' | '.join(cells)} |")
+    say(f"\n{machine()}; {versions()}.")
     return 0
 
 
-def _measure(processes: int, layers: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the figures of every task by their names: times of the rounds, and bytes."""
-    figures: dict[str, list[float]] = {}
-    memory = () if options.times_only else tuple(f"{what}-{way}" for what in ("save", "load") for way in _WAYS)
+def _measure(processes: int, layers: int, options: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Return by way the seconds that training is held, and those until the disk has it, of the rounds that count."""
     with tempfile.TemporaryDirectory(prefix="samerun-saving-", dir=options.folder) as folder:
-        for task in ("times", *memory):
-            result = Path(folder) / f"{task}.json"
-            words = ["--task", task, "--layers", str(layers), "--rounds", str(options.rounds + 1)]
-            words += ["--folder", folder, "--result", str(result)]
-            topology = Topology(processes_per_node=processes, origins={"processes_per_node": "--processes"})
-            command = accelerate_argv(topology, preset.load("multi_gpu"), words, module="benchmarks.saving_case")
-            subprocess.run(command, check=True, stdout=sys.stderr)
-            figures |= json.loads(result.read_text())
-    return figures
+        words = [
+            "--recipe", "lm_tiny", "--run-dir", f"{folder}/run", "--trackers", "none", f"model.hidden_size={_WIDTH}",
+            f"model.intermediate_size={4 * _WIDTH}", f"model.layers={layers}", "data.sequence_length=8",
+            f"train.global_batch_size={processes}", f"train.steps={options.rounds + 1}", "checkpoint.every_steps=1",
+            "train.evaluate_every_steps=null", "train.evaluate_every_epochs=0", "train.max_validation_samples=2",
+            "optim.warmup_steps=null", "log.examples=0",
+        ]  # fmt: skip
+        topology = Topology(processes_per_node=processes, origins={"processes_per_node": "--processes"})
+        command = accelerate_argv(topology, preset.load("multi_gpu"), ["--rank", folder, *words], module="benchmarks.saving")
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        rounds = json.loads(Path(folder, "seconds.json").read_text())
+    return {way: [list(times) for times in zip(*each[1:], strict=True)] for way, each in rounds.items()}
 
 
-def _rows(processes: int, figures: dict[str, list[float]]) -> list[str]:
-    rows, medians = [], {}
-    for way, name in _WAYS.items():
-        cells = []
-        for what in ("held_s", "on_disk_s"):
-            times = figures[f"{way} {what}"][1:]
-            medians[way, what] = statistics.median(times)
-            cells.append(f"{medians[way, what]:.2f} ({min(times):.2f}-{max(times):.2f})")
-        for what in ("save", "load"):
-            if f"{what}-{way} extra_bytes" not in figures:
-                cells.append("")
-                continue
-            resident, own = (figures[f"{what}-{way} {kind}"][0] / _MIB for kind in ("extra_bytes", "extra_anonymous_bytes"))
-            cells.append(f"{resident:,.0f} ({own:,.0f})")
-        rows.append(f"| {processes} | {name} | {' | '.join(cells)} |")
-    ratios = [f"{medians['samerun', what] / medians['accelerate', what]:.2f}" for what in ("held_s", "on_disk_s")]
-    return [*rows, f"| {processes} | ratio | {' | '.join(ratios)} | | |"]
+def _save_both_ways(folder: Path, words: list[str]) -> None:
+    """Train with these words of `app.train`, as one rank, and write the seconds of each save to `folder`/seconds.json."""
+    from app import train
+    from app.checkpoints.checkpoint import Checkpoints
 
+    plain, theirs = Checkpoints.save, folder / "accelerate"
+    rounds: dict[str, list[list[float]]] = {way: [] for way in _WAYS}
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description="Measure what saving costs.")
-    parser.add_argument(
-        "--state-gb", type=above_zero, default=1.2, help="weights and moments in GB of 10^9 bytes (default: 1.2)"
-    )
-    parser.add_argument("--rounds", type=positive, default=5, help="rounds that are counted (default: 5)")
-    parser.add_argument("--processes", type=positive, nargs="+", default=[1, 2], help="numbers of processes (default: 1 2)")
-    parser.add_argument(
-        "--folder", type=Path, help="where to save: the disk that is measured (default: that of temporary files)"
-    )
-    parser.add_argument("--times-only", action="store_true", help="how long saves take, without what they need of memory")
-    return parser
+    def save(checkpoints: Checkpoints, *arguments: Any) -> None:
+        runtime = checkpoints._runtime
+        for way in sorted(_WAYS, reverse=len(rounds["samerun"]) % 2 == 1):
+            shutil.rmtree(theirs, ignore_errors=True)
+            os.sync()  # what was written before is not to be waited for by what is measured
+            runtime.accelerator.wait_for_everyone()
+            start_s = time.perf_counter()
+            if way == "samerun":
+                plain(checkpoints, *arguments)
+                held_s = time.perf_counter() - start_s
+                checkpoints.finish()
+            else:
+                runtime.accelerator.save_state(str(theirs))
+                runtime.accelerator.wait_for_everyone()
+                held_s = time.perf_counter() - start_s
+                for file in theirs.iterdir() if runtime.is_main else ():
+                    with file.open("rb") as opened:
+                        os.fsync(opened.fileno())
+            seconds = (held_s, time.perf_counter() - start_s)
+            rounds[way].append([max(of_ranks) for of_ranks in zip(*runtime.gather(seconds), strict=True)])
+        if runtime.is_main:
+            (folder / "seconds.json").write_text(json.dumps(rounds))
+
+    Checkpoints.save = save  # type: ignore[assignment, method-assign]
+    train.main(words)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == ["--rank"]:
+        _save_both_ways(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        sys.exit(main(sys.argv[1:]))

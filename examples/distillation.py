@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn, tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from app.task import Loss, Samples
+from samerun import Loss, Samples
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Distillation:
         inputs = tensor(digits["images"][chosen] / 16).float().flatten(1)
         return Samples.of({"inputs": inputs, "labels": tensor(digits["labels"][chosen]).long()})
 
-    def model(self, facts):
+    def model(self, metadata):
         if self.teacher is None:
             return Network(self.width)
         teacher = Network(Model.width).requires_grad_(False)

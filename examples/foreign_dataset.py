@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from app.task import Loss, Samples, Scores
+from samerun import Loss, Samples, Scores
 
 SIZE = 32  # pixels
 
@@ -44,17 +44,17 @@ class Pictures:
         pictures = ImageFolder(self.folder / name, transform=v2.Compose([*changes, *to_tensor]))
         return Samples.of(pictures, names=("pictures", "labels"), facts={"classes": pictures.classes})
 
-    def model(self, facts):
+    def model(self, metadata):
         first = [nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.GroupNorm(8, 32), nn.GELU()]
         second = [nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.GroupNorm(8, 64), nn.GELU()]
-        return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, len(facts["classes"])))
+        return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, len(metadata["classes"])))
 
     def loss(self, model, batch):
-        return Loss(cross_entropy(model(batch["pictures"]), batch["labels"]), len(batch["labels"]))
+        return Loss(cross_entropy(model(batch["pictures"]), batch["labels"]))
 
-    def score(self, model, batch, valid):
+    def metrics(self, model, batch, valid):
         right = model(batch["pictures"]).argmax(1) == batch["labels"]
-        return Scores({"accuracy": ((right & valid).sum(), valid.sum())})
+        return Scores.of({"accuracy": right}, valid)
 
 
 task = Pictures

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from app.task import Loss, Samples, Scores
+from samerun import Loss, Samples, Scores
 
 CLASSES, MISSING = 10, -1
 
@@ -27,7 +27,7 @@ class Multilabel:
         labels[chooses.random(labels.shape) < 0.3] = MISSING
         return Samples.of({"pictures": torch.from_numpy(rows / np.float32(16)), "labels": torch.from_numpy(labels)})
 
-    def model(self, facts):
+    def model(self, metadata):
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.GELU(), nn.AvgPool2d(2),
             nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.GELU(), nn.AvgPool2d(2),
@@ -42,10 +42,10 @@ class Multilabel:
         losses = F.binary_cross_entropy_with_logits(model(batch["pictures"]), labels.clamp(min=0), reduction="none")
         return Loss.of((losses * (labels != MISSING)).sum(), self.count(batch))
 
-    def score(self, model, batch, valid):
+    def metrics(self, model, batch, valid):
         return Scores({}, rows=torch.cat([model(batch["pictures"]), batch["labels"]], dim=1).double())
 
-    def finish(self, sums, rows):
+    def reduce_metrics(self, sums, rows):
         found = [average_precision(*rows[:, [k, CLASSES + k]].unbind(1)) for k in range(CLASSES)]
         return {"map": float(np.mean(found))}
 

@@ -10,7 +10,7 @@ from matplotlib.cbook import get_sample_data
 from torch import nn
 from torch.nn import functional as F
 
-from app.task import Loss, Samples, Scores
+from samerun import Loss, Samples, Scores
 
 OCTAVES = 6  # waves in which the model sees a place: each is half as long as the one before
 
@@ -39,17 +39,17 @@ class Heights:
         fields = {"places": torch.tensor(places[chosen], dtype=torch.float32), "heights": torch.tensor(heights[chosen])}
         return Samples.of(fields, facts=facts)
 
-    def model(self, facts):
-        return Land(facts["mean"], facts["std"])
+    def model(self, metadata):
+        return Land(metadata["mean"], metadata["std"])
 
     def loss(self, model, batch):
-        return Loss(F.mse_loss(model(batch["places"]), batch["heights"]), len(batch["heights"]))
+        return Loss(F.mse_loss(model(batch["places"]), batch["heights"]))
 
-    def score(self, model, batch, valid):
+    def metrics(self, model, batch, valid):
         errors = (model(batch["places"]) - batch["heights"]).double()
-        return Scores({"squared_error": ((errors.square() * valid).sum(), valid.sum())})
+        return Scores.of({"squared_error": errors.square()}, valid)
 
-    def finish(self, sums, rows):
+    def reduce_metrics(self, sums, rows):
         total, count = sums["squared_error"]
         return {"rmse": math.sqrt(total / count)}
 

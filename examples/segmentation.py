@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from app.task import Loss, Samples, Scores
+from samerun import Loss, Samples, Scores
 
 GROUND, CLASSES, IGNORED = 10, 11, 255
 
@@ -24,7 +24,7 @@ class Segmentation:
         pixels = np.where(ink >= 8, digit[:, None, None], np.where(ink <= 2, GROUND, IGNORED))  # of 16
         return Samples.of({"pictures": torch.tensor(ink[:, None] / 16).float(), "pixels": torch.tensor(pixels)})
 
-    def model(self, facts):
+    def model(self, metadata):
         return nn.Sequential(
             nn.Conv2d(1, 32, 5, padding=2), nn.GroupNorm(8, 32), nn.GELU(),
             nn.Conv2d(32, 64, 5, padding=2), nn.GroupNorm(8, 64), nn.GELU(),
@@ -40,14 +40,14 @@ class Segmentation:
         total = F.cross_entropy(logits, batch["pixels"], ignore_index=IGNORED, reduction="sum")
         return Loss.of(total, self.count(batch))
 
-    def score(self, model, batch, valid):
+    def metrics(self, model, batch, valid):
         truth, found = batch["pixels"], model(batch["pictures"]).argmax(1)
         counted = valid[:, None, None] & (truth != IGNORED)
         pairs = torch.bincount(truth[counted] * CLASSES + found[counted], minlength=CLASSES**2).view(CLASSES, CLASSES)
         both, either = pairs.diag(), pairs.sum(0) + pairs.sum(1) - pairs.diag()
         return Scores({"iou": (both.double(), either.double())})  # one of each class, added up over all batches
 
-    def finish(self, sums, rows):
+    def reduce_metrics(self, sums, rows):
         both, either = sums["iou"]
         return {"mean_iou": (both / either.clamp(min=1)).mean().item()}
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from app.task import Loss, Samples
+from samerun import Loss, Samples
 
 WORDS = (1, 2, 3)  # protocol, service and flag
 NUMBERS = [column for column in range(41) if column not in WORDS]  # column 41 says what the connection was
@@ -46,8 +46,8 @@ class Table:
         attack = torch.tensor([float(row[41] != "normal") for row in rows])
         return Samples.of({"inputs": inputs, "attack": attack}, facts={"features": inputs.shape[1]})
 
-    def model(self, facts):
-        widths = [facts["features"], 128, 64, 32, 16]
+    def model(self, metadata):
+        widths = [metadata["features"], 128, 64, 32, 16]
         hidden = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.GELU())]
         return nn.Sequential(*hidden, nn.Linear(16, 1), nn.Flatten(0))
 

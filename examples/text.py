@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForSequenceClassification
 
-from app.task import Loss, Samples, Scores
+from samerun import Loss, Samples, Scores
 
 LIBRARIES = (numpy, torch)
 LENGTH = 128  # bytes that are read of each text
@@ -41,7 +41,7 @@ class Text:
         tokens = torch.tensor([list(text.encode()[:LENGTH]) for text in chosen])
         return Samples.of({"tokens": tokens, "labels": torch.tensor([label_of[text] for text in chosen])})
 
-    def model(self, facts):
+    def model(self, metadata):
         sizes = {"hidden_size": self.sizes.width, "intermediate_size": 4 * self.sizes.width, "vocab_size": 256}
         depth = {"num_hidden_layers": self.sizes.layers, "num_attention_heads": self.sizes.heads}
         no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -49,11 +49,11 @@ class Text:
         return BertForSequenceClassification(config)
 
     def loss(self, model, batch):
-        return Loss(cross_entropy(model(batch["tokens"]).logits, batch["labels"]), len(batch["labels"]))
+        return Loss(cross_entropy(model(batch["tokens"]).logits, batch["labels"]))
 
-    def score(self, model, batch, valid):
+    def metrics(self, model, batch, valid):
         right = model(batch["tokens"]).logits.argmax(1) == batch["labels"]
-        return Scores({"accuracy": ((right & valid).sum(), valid.sum())})
+        return Scores.of({"accuracy": right}, valid)
 
 
 task = Text

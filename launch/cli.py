@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from app.errors import SamerunError, UsageError
+from app.errors import SamerunError, UsageError, exits_refused, printable
 from app.options.command_line import Parser
 from app.place.inherited import own_environment
 from app.place.slurm_variables import is_in_step
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             close = difflib.get_close_matches(arguments[0], _COMMANDS, n=2)
             meant = f"did you mean {' or '.join(close)}? " if close else ""
             raise UsageError(f"{arguments[0]}: unknown command; {meant}`samerun --help` lists the commands")
-        return _run(arguments[0], arguments[1:])
+        with exits_refused():
+            return _run(arguments[0], arguments[1:])
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
         if is_in_step(own_environment()):
@@ -61,11 +62,10 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "look at runs": {
         "runs": ("app.reports.runs", "main", "list runs with their states, scores and recipe differences"),
-        "report": ("app.reports.report_command", "main", "write a report of a run as one HTML page"),
+        "report": ("app.reports.report", "main", "write a report of a run as one HTML page"),
         "curves": ("app.reports.curves", "main", "plot training and validation curves of runs: loss and score"),
         "compare": ("app.reports.compare", "main", "show what differs between two runs, and whether they are the same run"),
-        "timeline": ("app.reports.timeline", "main",
-                     "put the profiler traces of all ranks on one time axis: what overlaps, and which rank is late"),
+        "timeline": ("app.reports.timeline", "main", "merge the profiler traces of all ranks into one timeline"),
         "verify": ("app.tools.verify", "main",
                    "check that a run applied every global batch exactly once, and show where its time went"),
     },
@@ -76,15 +76,14 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "export": ("app.export", "main", "write the weights of a checkpoint as a plain model.safetensors file"),
     },
     "before something large": {
-        "plan": ("app.tools.plan_command", "main",
+        "plan": ("app.tools.plan", "main",
                  "estimate whether a recipe fits into memory, under which preset, and at what cost"),
         "parity": ("app.tools.parity", "main", "test that presets and numbers of processes give the same run"),
-        "scale": ("app.scaling.scale_command", "main",
-                  "measure how a recipe scales over devices and nodes, and how many are worth using"),
+        "scale": ("app.reports.scale", "main", "measure how a recipe scales over presets, devices and nodes"),
     },
 }  # fmt: skip
 _COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
-_START_PROCESSES = ("launch", "sweep", "submit", "doctor", "scale")
+_START_PROCESSES = ("launch", "sweep", "submit", "doctor", "parity", "scale")
 """Commands that take the environment and a function to print messages with."""
 
 
@@ -125,7 +124,7 @@ class _Version(argparse.Action):
 
 def _say(text: str) -> None:
     """Speak on stderr: stdout is for what was asked for."""
-    sys.stderr.write(f"samerun: {text}\n")
+    sys.stderr.write(f"samerun: {printable(text)}\n")
     sys.stderr.flush()
 
 

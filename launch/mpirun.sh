@@ -1,7 +1,7 @@
 #!/bin/sh
 # Train as one process per GPU that mpirun starts, as Horovod's users do, from a batch script or a shell.
 #     NP=8 launch/mpirun.sh --recipe digits [key=value ...]
-# In a job of Slurm, PBS or Grid Engine, mpirun knows the machines. Elsewhere name them, and the first as the head:
+# In a job of Slurm or PBS, mpirun knows the machines. Elsewhere name them, and the first as the head:
 #     NP=4 MASTER_ADDR=node1 MPIRUN="mpirun --bind-to none --host node1:2,node2:2" launch/mpirun.sh --recipe digits
 # With --run-dir, what is in that folder goes on; without, each start is a new run.
 # Without --bind-to none, Open MPI may leave each process a single core, for its data workers too.

@@ -52,7 +52,12 @@ def accelerate_argv(  # noqa: PLR0913  (keyword-only after the parts)
         )
     if preset.use_cpu and mixed_precision == "fp16":
         raise PresetError(f"--mixed-precision is fp16, and preset {preset.name} asks for the CPU: {NO_FP16_ON_CPU}")
-    contradicting = contradiction(preset, num_nodes=topology.num_nodes, processes_per_node=topology.processes_per_node)
+    contradicting = contradiction(
+        preset,
+        num_nodes=topology.num_nodes,
+        processes_per_node=topology.processes_per_node,
+        precision=mixed_precision or preset.mixed_precision,
+    )
     if contradicting:
         raise PresetError(f"preset {preset.path}: {contradicting}")
     parallelism.of_launch(preset.name, preset.sizes, topology, sizes)

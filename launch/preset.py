@@ -18,7 +18,10 @@ import yaml
 
 from app.errors import PresetError
 from app.files import yaml_text
-from app.place.launched import NO_FP16_ON_CPU, PRECISIONS
+from app.place import deepspeed_file
+from app.place.degrees import Degrees
+from app.place.launched import NO_FP16_ON_CPU, PRECISIONS, Strategy
+from app.place.sharding import Sharding
 from launch import parallelism
 
 SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
@@ -41,7 +44,7 @@ _KEYS = {
 _SECTION_KEYS = {
     "deepspeed_config": {
         "zero_stage", "zero3_init_flag", "zero3_save_16bit_model", "offload_optimizer_device", "offload_param_device",
-        "offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_config_file", "deepspeed_multinode_launcher",
+        "offload_optimizer_nvme_path", "offload_param_nvme_path", deepspeed_file.KEY, "deepspeed_multinode_launcher",
         "deepspeed_moe_layer_cls_names",
     },
     "fsdp_config": {
@@ -90,6 +93,9 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "tpu_env": ([],), "tpu_use_cluster": (False,), "tpu_use_sudo": (False,),
     "fsdp_activation_checkpointing": (False,), "fsdp_activation_checkpointing_offload": (False,),
 }  # fmt: skip
+# Accelerate refuses these, in a traceback, in a preset with a config file of DeepSpeed's.
+_OF_THE_FILE = ("zero_stage", "zero3_save_16bit_model", *(f"offload_{what}" for what in
+                ("optimizer_device", "param_device", "optimizer_nvme_path", "param_nvme_path")))  # fmt: skip
 _COUNTS = ("num_processes", "num_machines")
 _OFFLOAD = ("none", "cpu")
 _VALUES: dict[str, tuple[Any, ...]] = {
@@ -121,13 +127,25 @@ class Preset:
     """What its `parallelism_config` sets, by the names without their prefix; -1 is derived from the topology."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """All that the file says."""
+    deepspeed: Mapping[str, Any] | None = None
+    """What the config file of DeepSpeed's says that it names, if it names one."""
     for_one_node: str = ""
     """Why it cannot be used on several nodes; empty: it can."""
 
     @property
-    def strategy(self) -> str:
+    def strategy(self) -> Strategy:
         """How the processes cooperate, as `Launched.strategy` has it."""
-        return {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}.get(self.distributed_type, "ddp")
+        return "deepspeed" if self.distributed_type == "DEEPSPEED" else "fsdp2" if self.distributed_type == "FSDP" else "ddp"
+
+    def sharding(self, degrees: Degrees) -> Sharding:
+        """Return how the processes shard a model, in a launch with these degrees."""
+        section, zero = self.settings.get("deepspeed_config") or {}, (self.deepspeed or {}).get("zero_optimization", {})
+        kinds = ("offload_param", "offload_optimizer")
+        places = [(zero.get(kind) or {}).get("device") if self.deepspeed else section.get(f"{kind}_device") for kind in kinds]
+        is_offloaded = any(place not in (None, "none") for place in places)
+        is_offloaded |= (self.settings.get("fsdp_config") or {}).get("fsdp_offload_params") is True
+        stage = zero["stage"] if self.deepspeed else section.get("zero_stage", 2) if self.strategy == "deepspeed" else 0
+        return Sharding(self.strategy, stage, is_offloaded, degrees.replicas, degrees.tensor_parallel)
 
     @property
     def is_single_process(self) -> bool:
@@ -158,12 +176,15 @@ def load(name_or_path: str) -> Preset:
         num_machines=settings.get("num_machines"),
         sizes=parallelism.sizes_of(settings.get(parallelism.SECTION)),
         settings=settings,
+        deepspeed=None if (file := _deepspeed_file(settings)) is None else deepspeed_file.read(file),
         for_one_node=_for_one_node(settings),
     )
 
 
-def contradiction(preset: Preset, *, num_nodes: int, processes_per_node: int) -> str | None:
+def contradiction(preset: Preset, *, num_nodes: int, processes_per_node: int, precision: str) -> str | None:
     """Return what the file says otherwise than the launch does, or None."""
+    if preset.deepspeed and (problem := deepspeed_file.precision_problem(preset.deepspeed, precision)):
+        return f"{_deepspeed_file(preset.settings)}: {problem}"
     world_size = num_nodes * processes_per_node
     if preset.num_machines not in (None, num_nodes):
         return f"num_machines is {preset.num_machines}, and this launch has {num_nodes} nodes: remove it from the file"
@@ -180,6 +201,11 @@ def _dropped(settings: Mapping[str, Any]) -> dict[str, str]:
     if settings["distributed_type"] != "DEEPSPEED" or not compiling["backend"]:
         return {}
     return {f"ACCELERATE_DYNAMO_{key.upper()}": str(value) for key, value in compiling.items()}
+
+
+def _deepspeed_file(settings: Mapping[str, Any]) -> str | None:
+    section = settings.get("deepspeed_config") or {}
+    return section.get(deepspeed_file.KEY)
 
 
 def _find(name_or_path: str) -> Path:
@@ -256,6 +282,7 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
     section = _SECTION_OF.get(kind) if isinstance(kind, str) else None
     if section and isinstance(settings.get(section, {}), dict):
         yield from _section_problems(section, settings.get(section, {}))
+        yield from _file_problems(settings, settings.get(section, {}))
 
 
 def _type_problems(kind: Any) -> Iterator[str]:
@@ -310,6 +337,21 @@ def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str
         # Accelerate takes fsdp's keys with their prefix and without.
         full = f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp_") else key
         yield from _key_problems(full, value, _SECTION_KEYS[section])
+
+
+def _file_problems(settings: Mapping[str, Any], section: Mapping[str, Any]) -> Iterator[str]:
+    """What cannot stand beside a config file of DeepSpeed's."""
+    file = section.get(deepspeed_file.KEY)
+    if file is None:
+        return
+    if not isinstance(file, str):
+        yield f"{deepspeed_file.KEY} is {file!r}: it must be the path of a file"
+    for key in _OF_THE_FILE:
+        if key in section:
+            yield f"{key} is {section[key]!r}: it belongs in {file}, under zero_optimization: remove it here"
+    if "mixed_precision" in settings:
+        said = settings["mixed_precision"]
+        yield f"mixed_precision is {said!r}: remove it beside {deepspeed_file.KEY}, and give --mixed-precision"
 
 
 def _suggest(word: str, known: Collection[str]) -> str:

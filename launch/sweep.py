@@ -10,34 +10,17 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from app.errors import STOPPED, SamerunError, SubmitError, TopologyError, UsageError
+from app.errors import SubmitError, UsageError
 from app.options.command_line import Parser
-from app.recipe import recipe_file, recipe_keys
-from app.recipe.schema import Recipe
+from launch import cases
+from launch.cases import RunCase
 from launch.run_module import program
-from launch.start import launch, signals, supervise
+from launch.start import launch
 from launch.submit import array
 
-_RESULT, _RECIPE = "result.json", "recipe.yaml"
 _NOTHING_SWEPT = "no key has several values: give one, such as optim.lr=1e-3,3e-3; for a single run use `samerun launch`"
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One combination."""
-
-    values: str
-    """Its `key=value`, as they are said."""
-    folder: Path
-    argv: list[str]
-    """What `samerun launch` is told."""
-
-    @property
-    def is_finished(self) -> bool:
-        return (self.folder / _RESULT).exists()
 
 
 def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
@@ -50,27 +33,11 @@ def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str
         sys.stdout.writelines(f"{shlex.join(['samerun', 'launch', *run.argv])}\n" for run in runs)
         return 0
     say(f"{len(runs)} runs, one after the other, in {folder}")
-    failed: list[str] = []
-    first_code = 0
-    for number, run in enumerate(runs, 1):
-        which = f"run {number} of {len(runs)}, {run.values}"
-        if run.is_finished:
-            say(f"{which}: finished already, {run.folder}")
-            continue
-        say(f"{which}: {run.folder}")
-        command = [*program("launch.cli"), "launch", *run.argv]
-        ending = supervise.run(command, environment, pass_on=signals.to_itself, watched=False)
-        if ending.signals or (ending.exit_code in (0, STOPPED) and not run.is_finished):
-            done = sum(run.is_finished for run in runs)
-            say(f"stopped, with {done} of {len(runs)} runs finished. To continue: {shlex.join(['samerun', 'sweep', *argv])}")
-            return ending.exit_code or STOPPED
-        if ending.exit_code:
-            failed.append(f"{run.values} (exit code {ending.exit_code})")
-            first_code = first_code or ending.exit_code
-    _show(folder, [str(run.folder) for run in runs if run.folder.exists()])
-    if failed:
-        say(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}. The same command runs these again")
-    return first_code
+    stopped, failed = cases.run(runs, environment, say=say, command=["samerun", "sweep", *argv])
+    if stopped is not None:
+        return stopped
+    _show(folder, [str(run.run_dir) for run in runs if run.run_dir.exists()])
+    return next(iter(failed.values()), 0)
 
 
 def _show(folder: Path, run_dirs: Sequence[str]) -> None:
@@ -80,7 +47,7 @@ def _show(folder: Path, run_dirs: Sequence[str]) -> None:
         subprocess.run([*samerun, *command], check=False)  # which says itself what is wrong
 
 
-def _read(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Path, list[_Run], bool]:
+def _read(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Path, list[RunCase], bool]:
     """The folder of the runs, the runs, checked, and whether they are only to be shown."""
     parser = _parser()
     options, words = parser.parse_known_args(argv)
@@ -99,43 +66,25 @@ def _read(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Path, li
         raise UsageError(str(error)) from error
     folder = Path(options.run_dir or Path("runs", f"{Path(launching.recipe or 'digits').stem}-sweep"))
     runs = [
-        _Run(" ".join(it.overrides), path := folder / it.name, ["--run-dir", str(path), *said, *it.overrides])
+        RunCase(" ".join(it.overrides), path := folder / it.name, ["--run-dir", str(path), *said, *it.overrides])
         for it in combinations
     ]
     _check(runs, environment)
     return folder, runs, options.dry_run
 
 
-def _check(runs: Sequence[_Run], environment: Mapping[str, str]) -> None:
+def _check(runs: Sequence[RunCase], environment: Mapping[str, str]) -> None:
     """Raise UsageError with all that is wrong with the runs, each problem once."""
     found: dict[str, list[str]] = {}
     for run in runs:
-        try:
-            resolved = launch.checked(run.argv, environment)
-            if resolved.is_task:
-                raise TopologyError(
-                    "srun started this command: leave out srun, because each run of the sweep starts its own processes"
-                )
-            problems = _of_finished(run.folder, resolved.loaded.recipe) if run.is_finished else []
-        except SamerunError as error:
-            problems = str(error).splitlines()
-        for problem in problems:
-            found.setdefault(problem, []).append(run.values)
+        for problem in cases.problems(run, environment):
+            found.setdefault(problem, []).append(run.name)
     if found:
         raise UsageError(
             "\n".join(
                 problem if len(which) == len(runs) else f"{problem} ({'; '.join(which)})" for problem, which in found.items()
             )
         )
-
-
-def _of_finished(folder: Path, recipe: Recipe) -> list[str]:
-    """What of a finished run's recipe is otherwise than it would be now."""
-    before, now = (recipe_file.flat(it) for it in (recipe_file.load(str(folder / _RECIPE)).recipe, recipe))
-    may_differ = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task)
-    differing = [key for key in now if key not in may_differ and before.get(key) != now[key]]
-    which = ", ".join(f"{key} is {before.get(key)} there and {now[key]} here" for key in differing)
-    return [f"{folder} holds a finished run of another recipe, {which}: choose another --run-dir"] if differing else []
 
 
 def _parser() -> Parser:

@@ -29,7 +29,8 @@ def keys_of(recipe: str, folder: Path) -> tuple[str, ...]:
         return (*(f"{key}={folder / recipe}" for key in ("model.path", "train.init_from")), "data.path=null")
     if recipe.startswith(("gpt", "llama")):  # as small as the book is
         widths = ("model.intermediate_size=96", "model.key_value_heads=2") if recipe.startswith("llama") else ()
-        return ("data.sequence_length=64", "model.hidden_size=32", "model.layers=2", "model.heads=4", *widths)
+        book = ("data.path=null", "model.vocab_size=null")
+        return (*book, "data.sequence_length=64", "model.hidden_size=32", "model.layers=2", "model.heads=4", *widths)
     return ()
 
 

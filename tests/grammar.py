@@ -61,7 +61,7 @@ class Grammar:
 
 def write(grammar: Grammar, folder: Path, *, train: int, test: int) -> np.ndarray:
     """A token folder of the language, of text to train on and other text to test; returns the latter."""
-    from app.tasks.causal_lm.data.writing import writing
+    from app.tasks.causal_lm.data.token_writer import writing
 
     about = {"kind": "grammar", "name": "grammar", "revision": None, "digest": "grammar", "vocab_size": SYMBOLS,
              "eos_id": None, "bos_id": None}  # fmt: skip

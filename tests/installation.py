@@ -19,7 +19,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
     source = place / "source"
     source.mkdir()  # what building leaves beside the sources is left there
-    for name in ("app", "launch", "accelerate_configs", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("app", "launch", "samerun", "accelerate_configs", "pyproject.toml", "README.md", "LICENSE"):
         (source / name).symlink_to(REPOSITORY / name)
     build = [*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", place, source]
     subprocess.run(build, check=True)

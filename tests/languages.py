@@ -30,9 +30,9 @@ def save_network(folder: Path, architecture: str = "llama", **settings: Any) -> 
 
 def write_answers(folder: Path, *, pairs: int = 400, sequence_length: int | None = None, longest: int = 200) -> Path:
     """A token folder of prompts and answers cut out of the embedded book: 1 to 200 tokens of answer, very unevenly."""
-    from app.tasks.causal_lm.data.embedded import documents
+    from app.tasks.causal_lm.data.store import embedded_documents
+    from app.tasks.causal_lm.data.token_writer import writing
     from app.tasks.causal_lm.data.tokenizers import Bytes
-    from app.tasks.causal_lm.data.writing import writing
 
     random, tokenizer = np.random.default_rng(7), Bytes()
     with writing(
@@ -44,7 +44,7 @@ def write_answers(folder: Path, *, pairs: int = 400, sequence_length: int | None
         answers=True,
     ) as writer:
         for split, number in (("train", pairs), ("validation", 40)):
-            text = b" ".join(documents()[split])
+            text = b" ".join(embedded_documents()[split])
             for _ in range(number):
                 prompt, answer = int(random.integers(4, 40)), round(longest ** random.random())
                 begin = int(random.integers(len(text) - prompt - answer))

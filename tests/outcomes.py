@@ -27,7 +27,8 @@ def facts(run_dir: Path) -> Facts:
         evaluated |= numbers(f"step {line['step']} ", line)
     assert lines, f"{run_dir}: no losses"
     assert digests, f"{run_dir}: no samples"
-    assert any("loss" in name for name in evaluated), f"{run_dir}: no evaluation"
+    scored = [name for name in evaluated if name.startswith(("validation_", "test_")) and not name.endswith("_samples")]
+    assert scored, f"{run_dir}: no evaluation"
     return {
         "losses": {f"{name} at step {line['step']}": line.get(name) for line in lines for name in NUMBERS},
         "rates": {f"step {line['step']}": line["learning_rate"] for line in lines},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,10 @@ from torchvision.datasets import ImageFolder
 
 from app.errors import DataError
 from app.tasks.image_classification.data.open import Data, open_data
-from app.tasks.image_classification.data.writers import WRITERS, Record
+from app.tasks.image_classification.data_tools.pack import WRITERS, Sample
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
-FORMATS = sorted(WRITERS)
+FORMATS = ["hdf5", "lmdb", "tfrecord", "webdataset"]
 CLASSES = ("ant", "bee", "cat")
 SIZES = [(40, 30), (31, 47), (25, 60)]  # width, height in pixels
 
@@ -43,17 +43,27 @@ def write_folder(root: Path, *, mode: str = "RGB") -> None:
                 (root / split / name / f"{number}.{extension}").write_bytes(content)
 
 
-def records(folder: Path) -> Iterator[Record]:
+def records(folder: Path) -> Iterator[Sample]:
     """A split of an image folder, in its order."""
     for name, label in ImageFolder(str(folder)).samples:
-        path = Path(name)
-        yield Record(str(path.relative_to(folder).with_suffix("")), path.read_bytes(), path.suffix[1:], label)
+        yield Path(name).read_bytes(), label
 
 
 def pack(pictures: Path, target: Path, source: str) -> Path:
     for split in ("train", "test"):
-        WRITERS[source](target, split, CLASSES, records(pictures / split))
+        write(source, target, split, CLASSES, list(records(pictures / split)))
     return target
+
+
+def write(source: str, target: Path, split: str, classes: Sequence[str], samples: list[Sample]) -> None:
+    """Write a split in one of FORMATS."""
+    target.mkdir(parents=True, exist_ok=True)
+    if source != "tfrecord":
+        WRITERS[source](target, split, classes, samples)
+        return
+    write_examples(target / f"{split}-00000-of-00001.tfrecord", samples, image="image/encoded", label="image/class/label")
+    text = "".join(f"{number}:{name}\n" for number, name in enumerate(classes))
+    (target / "labels.txt").write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def opened(source: str, path: Path | None, *, crop: float | None = None, **keys) -> Data:
@@ -61,22 +71,22 @@ def opened(source: str, path: Path | None, *, crop: float | None = None, **keys)
     return open_data(Sections(data=data, augment=AugmentRecipe(resized_crop_min_area=crop)))
 
 
-def write_examples(path: Path, samples: list[Record], *, image: str, label: str) -> None:
+def write_examples(path: Path, samples: list[Sample], *, image: str, label: str) -> None:
     from tfrecord.writer import TFRecordWriter  # here, as other tests do not need it
 
     writer = TFRecordWriter(str(path))
-    for record in samples:
-        writer.write({image: (record.encoded, "byte"), label: (record.label, "int"), "height": (3.5, "float")})
+    for content, number in samples:
+        writer.write({image: (content, "byte"), label: (number, "int"), "height": (3.5, "float")})
     writer.close()
 
 
-def write_database(path: Path, samples: list[Record], *, subdir: bool = True, **also: bytes) -> None:
+def write_database(path: Path, samples: list[Sample], *, subdir: bool = True, **also: bytes) -> None:
     import lmdb  # here, as other tests do not need it
 
     with lmdb.open(str(path), map_size=1 << 24, subdir=subdir) as environment, environment.begin(write=True) as transaction:
-        labels = np.array([record.label for record in samples], "<i8")
+        labels = np.array([label for _, label in samples], "<i8")
         values = {b"__labels__": labels.tobytes(), b"__len__": str(len(samples)).encode()}
-        values |= {b"%08d" % index: record.encoded for index, record in enumerate(samples)}
+        values |= {b"%08d" % index: content for index, (content, _) in enumerate(samples)}
         for key, value in (values | {name.encode(): value for name, value in also.items()}).items():
             transaction.put(key, value)
 

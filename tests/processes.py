@@ -52,12 +52,19 @@ class Finished:
 class Started:
     """A command that runs in a process group of its own, so that all it started can be ended with it."""
 
-    def __init__(self, command: list[str], *, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY,
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
         self._process = subprocess.Popen(
             command,
             cwd=cwd,
             env={**clean_environment(), **(env or {})},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -135,8 +142,11 @@ def accelerate(preset: str | Path, *options: str, target: tuple[str, ...], proce
 
 
 def last_of_each(words: Iterable[str]) -> tuple[str, ...]:
-    """The words, of which the last `key=value` counts: the application refuses a key that is given twice."""
+    """The words, of which the last `key=value` and option counts: the application refuses one that is given twice."""
     given = list(words)
+    for option in ("--recipe", "--run-dir", "--trackers", "--resume", "--hang-timeout", "--workers"):
+        for at in [index for index, word in enumerate(given) if word == option][-2::-1]:
+            del given[at : at + 2]
     last = {word.partition("=")[0]: index for index, word in enumerate(given) if "=" in word}
     return tuple(
         word

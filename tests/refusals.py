@@ -25,6 +25,10 @@ class Refused(Protocol):
         """Call `samerun ...` or `app.train ...` within this process, in a new folder, and look at what it says."""
 
 
+class _Left(BaseException):
+    """The end of the process, where it would have ended: nothing catches that."""
+
+
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Refused:
     monkeypatch.chdir(tmp_path)
@@ -34,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         """End a fork as before; here the tests would end with it."""
         if os.getpid() != here:
             end(code)
-        raise SystemExit(code)
+        raise _Left(code)
 
     monkeypatch.setattr(os, "_exit", leave)
 
@@ -46,6 +50,8 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
             ended = cli.main(arguments) if program == "samerun" else importlib.import_module(program).main(arguments)
         except SystemExit as left:
             ended = left.code
+        except _Left as left:
+            ended = left.args[0]
         captured = capsys.readouterr()
         text = captured.err + captured.out
         assert ended == code, text

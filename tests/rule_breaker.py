@@ -57,26 +57,39 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.extra = nn.Linear(4, 8), nn.Linear(4, 8)
         self.last = nn.Linear(8, 1)
+        self.register_buffer("center", torch.zeros(8))
 
     def forward(self, x, broken):
         h = self.body(x)
+        if broken == "a buffer updated in forward":
+            self.center.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+            h = h - self.center
         if broken != "unused parameter":
             h = h + self.extra(x)
         return self.last(torch.tanh(h)).squeeze(-1)
 
 
+class Criterion:
+    """Not a module, so that the task does not show its weights."""
+
+    def __init__(self):
+        self.scale = nn.Parameter(torch.ones(3))
+
+
 class Table:
     def __init__(self, sections):
         self.broken = sections.rule.broken
+        self.temperatures = {"one": [nn.Linear(1, 1)]} if self.broken == "weights of a criterion" else {}
+        self.criterion = Criterion()
 
     def samples(self, split):
         return Rows(self.broken) if split != "validation" else None
 
-    def model(self, facts):
+    def model(self, metadata):
         self.net = Net()
         return self.net
 
-    def ready(self, batch, draw, *_):
+    def preprocess(self, batch, rng, *_):
         if self.broken == "random in ready":
             return {**batch, "x": batch["x"] + torch.rand(())}
         return batch
@@ -91,6 +104,20 @@ class Table:
             return Loss(losses.mean(), batch["lengths"].sum())
         if self.broken == "a loss over the batch":
             losses = losses + (found - found.mean()).square() * len(found)
+        if self.broken == "a sum given as mean":
+            return Loss((losses * weights).sum(), batch["lengths"].sum())
+        if self.broken == "random numbers in the loss":
+            losses = losses + torch.rand(len(losses))
+        if self.broken == "random numbers of its own":
+            losses = losses + np.random.default_rng().random()
+        if self.broken == "weights of a criterion":
+            losses = losses * self.temperatures["one"][0](torch.ones(1, 1)).square()
+        if self.broken == "weights out of sight":
+            losses = losses * self.criterion.scale.square().sum()
+        if self.broken == "another count":
+            return Loss.of((losses * weights).sum(), 2 * batch["lengths"].sum())
+        if self.broken == "another count of one sample":
+            return Loss.of((losses * weights).sum(), batch["lengths"].sum() + (batch["samples"] % 64 == 5).sum())
         return Loss.of((losses * weights).sum(), batch["lengths"].sum())
 
 

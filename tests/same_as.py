@@ -1,6 +1,6 @@
 """Whether this tree computes what another commit computes: both train the same cases side by side on this machine.
 
-    make same-as BASE=main                        some forty cases on digits, under every preset
+    make same-as BASE=main                        digits under every preset, a language model, users' tasks, dry runs
     make same-as BASE=main ARGS="--only fsdp2"    those whose name holds this word
     make same-as BASE=main ARGS=--recipes         every shipped recipe on generated files
 
@@ -10,8 +10,9 @@ validation split looked at the test split on the way, so the test scores of the 
 code is 1 if anything differs or does not run.
 
 This is for changes that shall change no result. It uses what users use, so that both trees may look different inside: the
-presets, `-m app.train`, `samerun export`, recipe keys, and the files of run folders. The base is checked out into a temporary
-folder and runs in the same Python environment; a rank that imported code of another tree fails.
+presets, `-m app.train`, `samerun export`, recipe keys, and the files of run folders. Users' tasks are those of each tree's own
+examples/, in the spelling of that tree. Dry runs are compared by what they print: the commands and job scripts. The base is
+checked out into a temporary folder and runs in the same Python environment; a rank that imported code of another tree fails.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from generated import keys_of
 from outcomes import Facts, differences, facts, tensors
 from processes import ALONE, ONE_THREAD, REPOSITORY, SCRIPTS, Warm, clean_environment, free_port, python_path, read
 
+ENVIRONMENTS = Path(__file__).parent / "environments"
 STEPS = 10
 DIGITS = ("--recipe", "digits", f"train.steps={STEPS}", "train.global_batch_size=256")  # two epochs
 OFTEN = ("log.every_steps=1", "checkpoint.every_minutes=null", "train.validation_fraction=null")
@@ -44,6 +46,19 @@ AVERAGED = ("train.ema_decay=0.9", "checkpoint.every_steps=4")
 SGD = ("optim.name=sgd", "optim.nesterov=true", "optim.lr=0.1", "optim.clip_norm=null", "augment.label_smoothing=0.1")
 BATCH_NORM = ("model.norm=batch", "model.activation=relu", "model.pooling=max")
 ALL = (*AUGMENTED, *MIXED, *AVERAGED, "train.max_micro_batch=64", "augment.label_smoothing=0.1")
+LM = ("--recipe", "lm_tiny", "train.steps=8", "train.global_batch_size=8", "data.sequence_length=64", "optim.warmup_steps=2",
+      "train.evaluate_every_steps=4")  # fmt: skip
+GPT2 = ("model.architecture=gpt2", "model.dropout=0.1")
+EXAMPLES = {"regression": 20, "segmentation": 4, "multilabel": 4, "text": 4}
+"""Tasks of users, and how many steps of each: with and without scores, counts, random draws and tables of their own."""
+SLURM_JOBS = ("2node-2task-gres2-batch", "1node-gpus1-batch", "cpucluster-2node-batch")
+PBS_JOBS = ("select-2x2", "select-2x2-ngpus2", "nodes-2-ppn2")
+JOB = ("--nodes", "2", "--time", "01:30:00", "--preset", "fsdp2", "--recipe", "digits", "optim.lr=0.002")
+SUBMITTED = {
+    "a job": JOB,
+    "a job on shared nodes": ("--processes-per-node", "2", *JOB),
+    "a sweep": ("--array", "optim.clip_norm=0.5,1;seed=0,1", *JOB),
+}
 SHARDED = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2", "hsdp")
 RENAMED = {"train.dtype": "model.dtype", "augment.label_smoothing": "train.label_smoothing"}
 """Keys of the cases that an earlier base has under another name."""
@@ -119,6 +134,74 @@ def cases_of_recipes(folder: Path) -> list[Case]:
     ]
 
 
+def cases_of_text() -> list[Case]:
+    """A language model: each kind of preset, and what only language models have."""
+    text = functools.partial(Case, base=(*LM, *OFTEN))
+    presets = ("multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "tensor_parallel")
+    return [
+        text(name="lm_tiny"),
+        *(text(name="lm_tiny", preset=preset, processes=2) for preset in presets),
+        text(name="lm_tiny, hsdp of 2 x 2", preset="hsdp", processes=4),
+        *(text(name="lm_tiny, gpt2", preset=preset, processes=n, keys=GPT2) for preset, n in (("cpu", 1), ("fsdp2", 2))),
+        text(name="lm_tiny, documents", keys=("data.document_masks=true", "model.head=chunked")),
+        text(name="lm_tiny, lora", keys=("model.lora_rank=4", "train.max_micro_batch=4")),
+        text(name="lm_tiny, resumed", preset="fsdp2", processes=2, keys=("checkpoint.every_steps=4",), is_resumed=True),
+    ]
+
+
+def cases_of_tasks() -> list[Case]:
+    """Users' tasks: the examples of each tree."""
+    sharded = ("fsdp2", "deepspeed_zero2")
+    return [
+        Case(
+            name=f"examples/{name}",
+            preset=preset,
+            processes=1 if preset == "cpu" else 2,
+            keys=("train.max_micro_batch=8",) if preset == "multi_gpu" else (),
+            base=("--recipe", f"examples/{name}.yaml", f"train.steps={steps}", "train.global_batch_size=32", *OFTEN),
+        )
+        for name, steps in EXAMPLES.items()
+        for preset in ("cpu", "multi_gpu", *(sharded if name == "segmentation" else ()))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A command of both trees that prints what it would do."""
+
+    name: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    preset = "dry run"
+    processes = 0
+
+
+def dry_runs() -> list[DryRun]:
+    """`samerun launch` in captured jobs of Slurm and PBS, and the scripts of `samerun submit`."""
+    launch = ("launch", "--dry-run", "--preset", "fsdp2", "--recipe", "digits", "optim.lr=0.002")
+    runs = [DryRun(name=f"slurm {name}", words=launch, environment=captured(f"slurm/{name}")) for name in SLURM_JOBS]
+    for name in PBS_JOBS:
+        there = {"PBS_NODEFILE": str(ENVIRONMENTS / f"pbs/nodefile-{name}.txt")}
+        runs.append(DryRun(name=f"pbs {name}", words=launch, environment={**captured(f"pbs/{name}-batch"), **there}))
+    return runs + [
+        DryRun(name=f"{scheduler} {name}", words=("submit", "--scheduler", scheduler, "--dry-run", *words))
+        for scheduler in ("slurm", "pbs")
+        for name, words in SUBMITTED.items()
+    ]
+
+
+def captured(name: str) -> dict[str, str]:
+    """What a scheduler gave a real job as its environment."""
+    lines = (ENVIRONMENTS / f"{name}.txt").read_text().splitlines()
+    pairs = [line.split("=", 1) for line in lines if "=" in line and not line.startswith("#")]
+    return {name: value for name, value in pairs if name.startswith(("SLURM", "PBS", "CUDA", "OMP_", "NCPUS"))}
+
+
+def every_case() -> list[Case | DryRun]:
+    """All cases but those of `--recipes`."""
+    return [*cases_of_digits(), *cases_of_text(), *cases_of_tasks(), *dry_runs()]
+
+
 @dataclass(frozen=True)
 class Side:
     """One of the two trees, with a process that starts its ranks and a folder for what they write."""
@@ -128,8 +211,10 @@ class Side:
     warm: Warm
     _environments: dict[tuple[str, ...], list[dict[str, str]]] = field(default_factory=dict)
 
-    def run(self, case: Case, number: int) -> Facts:
+    def run(self, case: Case | DryRun, number: int) -> Facts:
         """Train the case, and return what came out. Raises AssertionError if it fails."""
+        if isinstance(case, DryRun):
+            return self._printed(case)
         run_dir = self.folder / f"{number}"
         self._train(case, run_dir)
         if case.is_resumed:
@@ -149,9 +234,21 @@ class Side:
         ranks = [{**variables, **(meeting if "RANK" in variables else {})} for variables in self._launched(case)]
         given = {key.partition("=")[0]: key for key in (*case.base, *case.keys) if "=" in key}
         last = {key: self._spelt(given[key]) for key in given if key in self._keys or key not in VALIDATION}
-        words = [word for word in case.base if "=" not in word]
+        words = [str(self.root / word) if word.startswith("examples/") else word for word in case.base if "=" not in word]
         command = ("app.train", *words, "--trackers", "none", "--run-dir", str(run_dir), *more, *last.values())
         self.warm.start(command, ranks).wait().check()
+
+    def _printed(self, case: DryRun) -> Facts:
+        """What a dry run prints, without the names of this tree and the time of day."""
+        command = [sys.executable, "-m", self._samerun(), *case.words]
+        environment = {**self._environment(), **case.environment}
+        finished = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        assert finished.returncode == 0, finished.stderr
+        text = finished.stdout
+        for own, name in ((sys.executable, "PYTHON"), (str(self.root), "ROOT"), (str(self.folder), "FOLDER")):
+            text = text.replace(own, name)
+        lines = re.sub(r"\d{8}-\d{6}", "TIME", text).splitlines()
+        return {"commands": {f"line {number}": line for number, line in enumerate(lines)}}
 
     def _launched(self, case: Case) -> list[dict[str, str]]:
         """What `accelerate launch` under this tree's preset gives each rank as its environment."""
@@ -197,11 +294,11 @@ class Side:
 
 
 COLUMNS = {"losses": 0.0, "rates": 0.0, "samples": 0.0, "weights": 0.0, "weights not averaged": 0.0,
-           "evaluations": EVALUATION_TOLERANCE}  # fmt: skip
+           "evaluations": EVALUATION_TOLERANCE, "commands": 0.0}  # fmt: skip
 """What is compared, and how far its numbers may be apart."""
 
 
-def row(case: Case, results: Sequence[Future[Facts]]) -> tuple[list[str], list[str]]:
+def row(case: Case | DryRun, results: Sequence[Future[Facts]]) -> tuple[list[str], list[str]]:
     """The cells of a case in the table, and what is to be said below it: nothing if all is equal."""
     name = [case.name, case.preset, str(case.processes)]
     errors = [(side, it.exception()) for side, it in zip(("base", "here"), results, strict=True)]
@@ -231,7 +328,7 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def compare(sides: Sequence[Side], cases: Sequence[Case]) -> int:
+def compare(sides: Sequence[Side], cases: Sequence[Case | DryRun]) -> int:
     """Run all cases on both sides, print a line for each, and return the number of those that differ."""
     widths = [max(len(case.name) for case in cases), 23, 9, *(max(len(column), 10) for column in COLUMNS)]
     said_below: list[str] = []
@@ -244,8 +341,10 @@ def compare(sides: Sequence[Side], cases: Sequence[Case]) -> int:
     pools = [ThreadPoolExecutor(1) for _ in sides]
     at_end = not all(side.looks_at_validation for side in sides)
 
-    def run(side: Side, case: Case, number: int) -> Facts:
+    def run(side: Side, case: Case | DryRun, number: int) -> Facts:
         found = side.run(case, number)
+        if isinstance(case, DryRun):
+            return found
         tested = {name: value for name, value in found["evaluations"].items() if name.startswith("test_")}
         return found | {"evaluations": tested} if at_end else found
 
@@ -275,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="samerun-same-as-") as name, checked_out(options.base, Path(name, "tree")) as tree:
         folder = Path(name)
-        cases = cases_of_recipes(folder / "data") if options.recipes else cases_of_digits()
+        cases = every_case() if not options.recipes else cases_of_recipes(folder / "data")
         cases = [case for case in cases if options.only in f"{case.name} {case.preset}"]
         if not cases:
             parser.error(f"no case holds {options.only!r}, so nothing was compared")

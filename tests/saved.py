@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from app.checkpoints.piece import Piece
 from app.checkpoints.step_folders import (
     begin,
     commit,
     write_pieces,
 )
 from app.errors import CheckpointError
-from app.initial.region import Region
+from app.initial.region import Piece, Region
 from app.record.claim import claim
 
 

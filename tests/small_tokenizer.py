@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from app.tasks.causal_lm.data import embedded
+from app.tasks.causal_lm.data import store
 
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
@@ -23,7 +23,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 def chapters() -> list[str]:
     """Return the chapters of the text that comes with the package, without its end."""
-    return [chapter.decode() for chapter in embedded.documents()["train"]]
+    return [chapter.decode() for chapter in store.embedded_documents()["train"]]
 
 
 def write_tokenizer(folder: Path, template: str | None = None, eos: str = SPECIAL[0]) -> str:

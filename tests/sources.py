@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -86,6 +87,20 @@ def write_mnist(folder: Path, *, compress: bool = False, train_size: int = 30, t
     for prefix, size in (("train", train_size), ("t10k", test_size)):
         write_idx(folder, f"{prefix}-images-idx3-ubyte", random.integers(0, 256, (size, 28, 28)), compress=compress)
         write_idx(folder, f"{prefix}-labels-idx1-ubyte", random.integers(0, 10, size), compress=compress)
+
+
+def write_black(folder: Path, size: int, *, compress: bool = False) -> Sections:
+    """Writes MNIST with so many black images to train and 128 to test; plain files take no room on a disk."""
+    for name, shape in (("train-images-idx3", (size, 28, 28)), ("t10k-images-idx3", (128, 28, 28)),
+                        ("train-labels-idx1", (size,)), ("t10k-labels-idx1", (128,))):  # fmt: skip
+        if compress:
+            write_idx(folder, f"{name}-ubyte", np.zeros(shape, np.uint8), compress=True)
+            continue
+        path = write_idx(folder, f"{name}-ubyte", np.zeros(shape, np.uint8)[:0])
+        header = struct.pack(f">I{len(shape)}I", 0x800 | len(shape), *shape)
+        path.write_bytes(header)
+        os.truncate(path, len(header) + int(np.prod(shape)))
+    return recipe("mnist", folder)
 
 
 def damage(path: Path, kind: str) -> None:

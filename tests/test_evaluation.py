@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.checkpoints.average import WeightAverage
+from app.checkpoints.shards import WeightAverage
 from app.errors import DataError
 from app.evaluation import evaluate
 from app.optim import from_recipe

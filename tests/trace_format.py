@@ -67,11 +67,11 @@ def _check_nesting(events: list[Event]) -> None:
 
 
 def _check_arrows(events: list[Event]) -> None:
-    ends: dict[int, list[Event]] = defaultdict(list)
+    ends: dict[tuple[int, str], list[Event]] = defaultdict(list)
     slices = _slices(events)
     for event in events:
         if event["ph"] in ("s", "f"):
-            ends[event["id"]].append(event)
+            ends[event["id"], event["cat"]].append(event)
             at_ns = round(event["ts"] * 1000)
             assert any(begin_ns <= at_ns <= end_ns for begin_ns, end_ns in slices[event["tid"]]), f"nothing there: {event}"
     for begin, *rest in ends.values():
@@ -88,13 +88,20 @@ def processes(events: list[Event]) -> list[str]:
 
 
 def check_one_axis(events: list[Event], *, ranks: int, error_us: float) -> int:
-    """No rank is done with a collective before all have begun it. Return how many there are in steps."""
-    meetings: dict[tuple[Any, ...], list[Event]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == "collective" and event["name"].startswith("gloo:all_") and event["args"]:
-            meetings[event["name"], event["args"]["step"], event["args"]["number"]].append(event)
-    for key, meeting in meetings.items():
-        assert len({event["pid"] for event in meeting}) == len(meeting) == ranks, key
-        apart_us = max(event["ts"] for event in meeting) - min(event["ts"] + event["dur"] for event in meeting)
-        assert apart_us <= error_us, (key, apart_us)
-    return len(meetings)
+    """No rank is done with a step's gradients before all ranks have begun to compute them. Return the number of steps."""
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for step in (event for event in events if event["ph"] == "X" and event["name"].startswith("step ")):
+        inside = [
+            event
+            for event in events
+            if event["ph"] == "X" and event["tid"] == step["tid"] and 0 <= event["ts"] - step["ts"] <= step["dur"]
+        ]
+        begin_us = min(event["ts"] for event in inside if event["name"] == "backward")
+        spans[step["name"]].append(
+            (begin_us, max(event["ts"] + event["dur"] for event in inside if event["name"] == "optimizer"))
+        )
+    for name, of_ranks in spans.items():
+        assert len(of_ranks) == ranks, name
+        apart_us = max(begin_us for begin_us, _ in of_ranks) - min(end_us for _, end_us in of_ranks)
+        assert apart_us <= error_us, (name, apart_us)
+    return len(spans)

@@ -7,24 +7,30 @@ changed since it was written stands in `resumable`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
 from app.checkpoints import step_folders as files
-from app.checkpoints.manifest import FileEntry
-from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
+from app.checkpoints import tensor_file
+from app.checkpoints.manifest import FROZEN, FileEntry
 from app.checkpoints.shards import Shards
+from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
-from app.errors import CheckpointError, SamerunError
+from app.errors import CheckpointError, SamerunError, printable
 from app.evaluation import Evaluation
+from app.files.whole import check_stamp
 from app.guard.patience import Patience, is_better
+from app.initial import held
+from app.initial.region import AVERAGE, WEIGHT, Piece, Region
 from app.metrics.metrics import Metrics
 from app.optim.spikes import SpikeGuard
 from app.ranks.agreement import Ranks
@@ -33,8 +39,15 @@ from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.record.claim import Claim
 
+RESUMED: Mapping[str, type | tuple[type, ...]] = {
+    "step": int,
+    **dict.fromkeys(("recipe", "data", "optimizer"), dict),
+    **dict.fromkeys(("best", "gradient_scaler"), (dict, type(None))),
+}
+"""What a resumed attempt needs of state.json, with its types."""
 NEVER, AUTO = "never", "auto"
 """Words of --resume; anything else is the path of a run folder or of one of its checkpoints."""
+_MOST_NAMED = 8
 
 
 class Checkpoints:
@@ -61,7 +74,7 @@ class Checkpoints:
         """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
 
         `data`, the fingerprints of the data sets, for `resumable`, and `model`, what rebuilds it, for `samerun export`.
-        `frozen` is, on the main process, what `frozen.settle` returned.
+        `frozen` is, on the main process, what `settle_frozen` returned.
 
         `monitor` is the score by which the best checkpoint is chosen, and which end of it is best. `metrics` is told how long
         the training was held and how long the writing took. What it, `spikes` and `patience` know is saved too. `on_disk` is
@@ -143,8 +156,9 @@ class Checkpoints:
                     saved = files.commit(claim, step, entries, state=state, buffers=buffers, frozen=self._frozen)
                     best = state["best"]["step"] if state["best"] else None
                     files.prune(claim, saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
-        except CheckpointError:
-            with ranks.together():
+        except Exception as error:
+            # All ranks have a SamerunError; of another, which is a fault of the program, the others may not know.
+            with ranks.together() if isinstance(error, SamerunError) else suppress(SamerunError):
                 if is_main:
                     claim.check()  # a start that took the folder over has removed these files
                     files.discard(claim, folder)  # a half-written checkpoint must not fill the disk
@@ -167,7 +181,7 @@ class Checkpoints:
         try:
             folder = final if is_saved else self._write_weights(step)
             with self._runtime.together():
-                reader = files.Reader(folder, run_dir=claim.path) if is_main else None
+                reader = Reader(folder, run_dir=claim.path) if is_main else None
             yield reader.contents(reader.finished_key()) if reader else {}
         finally:
             if is_main and not is_saved:
@@ -194,18 +208,23 @@ class Checkpoints:
     def restore(self, folder: Path) -> None:
         """Load the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""
         # A later start may have taken the folder over, and removed this checkpoint: then that is the reason.
-        with self._runtime.together(), self._claim.telling(folder, "read"):
-            reader = files.Reader(folder)
+        with self._runtime.together(), self._claim.errors(folder, "read"):
+            reader = Reader(folder)
             self._shards.allocate_state(reader.keys(), reader.state["optimizer"])
             for piece in self._shards.pieces():
                 reader.read_into(piece)
-            _copy_buffers(reader.buffers(), self._shards.buffers())
+            saved, buffers = reader.buffers(), self._shards.buffers()
+            if saved.keys() != buffers.keys():
+                raise CheckpointError(f"the checkpoint has the buffers {sorted(saved)}, this run's model {sorted(buffers)}.")
+            for name, buffer in buffers.items():
+                buffer.copy_(saved[name])
             if (scaler := self._runtime.accelerator.scaler) is not None and reader.state["gradient_scaler"]:
                 scaler.load_state_dict(reader.state["gradient_scaler"])
         self._best = reader.state["best"]
         self._patience.load(reader.state.get("patience"))
         self._spikes.load(reader.state.get("gradient_norms"), step=reader.state["step"])
         self._metrics.units.load(reader.state.get("units_seen", 0))
+        self._metrics.skipped_in_row = reader.state.get("skipped_in_row", 0)
         self._shards.publish()
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -219,6 +238,7 @@ class Checkpoints:
             "patience": self._patience.state(),
             "gradient_norms": self._spikes.state(),
             "units_seen": self._metrics.units.state(),
+            "skipped_in_row": self._metrics.skipped_in_row,
             "optimizer": self._shards.scalars(),
             "gradient_scaler": None if scaler is None else scaler.state_dict(),
         }
@@ -259,23 +279,23 @@ def _in_background(work: Callable[..., None], *arguments: Any) -> Future[None]:
     return future
 
 
-def find(runtime: Runtime, place: Path) -> Path | None:
+def find(runtime: Runtime, place: Path, *, state: Mapping[str, type | tuple[type, ...]] = MappingProxyType({})) -> Path | None:
     """Return the newest checkpoint of a run folder that is whole, or `place` itself if it is a checkpoint; None: has none.
 
-    All ranks check the files together. Newer ones that are damaged are said. Raises CheckpointError, on all ranks, if every
-    checkpoint there is damaged, or `place` is.
+    All ranks check the files together; `state` as in `step_folders.verify`. Newer ones that are damaged are said. Raises
+    CheckpointError, on all ranks, if every checkpoint there is damaged, or `place` is.
     """
     candidates = runtime.from_main([place] if files.is_checkpoint(place) else files.committed(place))
     damaged = []
     for folder in candidates:
         try:
             with runtime.together():
-                files.verify(folder, part=(runtime.launched.rank, runtime.launched.world_size))
+                files.verify(folder, part=(runtime.launched.rank, runtime.launched.world_size), state=state)
         except CheckpointError as error:
             damaged.append(str(error))
         else:
             for sentence in damaged if runtime.is_main else []:
-                print(f"passed over: {sentence}", flush=True)  # noqa: T201 - the user must know
+                print(f"passed over: {printable(sentence)}", flush=True)  # noqa: T201 - the user must know
             return Path(folder)
     if damaged:
         raise CheckpointError(
@@ -284,8 +304,85 @@ def find(runtime: Runtime, place: Path) -> Path | None:
     return None
 
 
-def _copy_buffers(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    if source.keys() != target.keys():
-        raise CheckpointError(f"the checkpoint has the buffers {sorted(source)}, and this run's model {sorted(target)}.")
-    for name, buffer in target.items():
-        buffer.copy_(source[name])
+# ---- Frozen parameters -------------------------------------------------------------------------------------------------------
+
+
+def settle_frozen(runtime: Runtime, claim: Claim, model: torch.nn.Module, resumed: Path | None) -> FileEntry | None:
+    """Give the model, not prepared yet, the frozen parameters of the checkpoint `resumed`, and keep them.
+
+    They are written once into the run folder, and each checkpoint names that file by its digest. So a checkpoint is as large
+    as what is trained, and a run goes on with the frozen weights that it had: the file that it began with may be gone.
+
+    Returns, on the main process, the file in the run folder that checkpoints are to name; None: all parameters are trained.
+    Raises CheckpointError, on all ranks, if the checkpoint's run has frozen others, or they cannot be read or written.
+    """
+    every = held.held(model)
+    frozen = {name: every[name] for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen = dict(sorted(frozen.items(), key=lambda named: -named[1].values.dtype.itemsize))  # the order of a file
+    with runtime.together():
+        reader = Reader(resumed) if resumed else None
+        if reader:
+            _take_up(reader, frozen)
+    if not frozen:
+        return None
+    with runtime.together():
+        there = _there(claim, reader) if runtime.is_main and reader else None
+    if runtime.from_main(there is not None):
+        return there
+    with runtime.together():
+        whole = _whole(runtime, model, frozen.values())
+        try:
+            contents = {  # which must be taken in this order
+                name: Content(tensor_file.dtype_of(name, it.values), it.shape, _next(whole)) for name, it in frozen.items()
+            }
+            return files.write_frozen(claim, contents) if runtime.is_main else None
+        finally:
+            for _ in whole:  # what the disk has refused: the other ranks wait with their shares of it
+                pass
+
+
+def _take_up(reader: Reader, frozen: Mapping[str, Piece]) -> None:
+    entry = reader.frozen
+    before = {name: it.shape for name, it in entry.tensors[FROZEN].items()} if entry else {}
+    now = {name: it.shape for name, it in frozen.items()}
+    differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if differing:
+        shown = ", ".join(differing[:_MOST_NAMED]) + (", ..." if len(differing) > _MOST_NAMED else "")
+        raise CheckpointError(
+            f"{reader.folder} belongs to a run that froze {len(before)} parameters, and this run freezes "
+            f"{len(now)}; only one of them freezes {shown}. Freeze the same parameters (train.freeze, or the "
+            "task's model), or start a new run in another --run-dir."
+        )
+    for it in frozen.values():
+        reader.read_into(it)
+
+
+def _there(claim: Claim, reader: Reader) -> FileEntry | None:
+    """Return the file of the checkpoint's frozen parameters if the claimed run folder has it."""
+    entry = reader.frozen
+    if entry is None or not (there := claim.path / entry.file).exists():
+        return None
+    if not there.samefile(files.place_of(reader.folder, entry.file)):  # which was checked when the checkpoint was found
+        check_stamp(there, entry.stamp)
+    return entry
+
+
+def _whole(runtime: Runtime, model: torch.nn.Module, frozen: Iterable[Piece]) -> Iterator[torch.Tensor]:
+    """Yield the parameters, 1-D, one after the other, on all ranks: each has the whole of one at a time."""
+    is_divided = held.is_divided(model)
+    for it in frozen:
+        if is_divided:
+            yield _joined(it, runtime.gather((it.region, it.values.cpu()) if it.copies[1] == 0 else None))
+        else:
+            yield it.values
+
+
+def _joined(it: Piece, parts: Iterable[tuple[Region, torch.Tensor] | None]) -> torch.Tensor:
+    whole = torch.empty(prod(it.shape), dtype=it.values.dtype)
+    for region, values in filter(None, parts):
+        region.rows(whole).copy_(values.view(region.runs, region.run))
+    return whole
+
+
+def _next(whole: Iterator[torch.Tensor]) -> Iterator[memoryview]:
+    yield from tensor_file.chunks(next(whole))

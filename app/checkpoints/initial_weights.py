@@ -7,33 +7,35 @@ what `train.init_allow` names; that stays new. What was taken, what is new and w
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
+from urllib.parse import urlparse
 
 import torch
 
-from app.checkpoints import checkpoint, merged, published, stored_weights
+from app.checkpoints import checkpoint, stored_weights
 from app.checkpoints.stored_weights import IN_FOLDERS, Stored
 from app.errors import CheckpointError, RecipeError
 from app.files import paths
-from app.initial import held
-from app.initial.held import Held
-from app.initial.region import Region
+from app.initial import accounting, held
+from app.initial.region import Piece, Region
 from app.optim import freezing
 from app.ranks import handshake
 from app.ranks.runtime import Runtime
 from app.recipe.schema import PUBLISHED, TrainRecipe
-from app.task import Task
+from app.task import Adapters, Task
 
-_MOST_NAMED = 8
+_DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.(?:weight|bias|running_mean|running_var))")
 _ELEMENTS = 1 << 20
 """Read at a time where nothing is kept."""
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-"""Prefixes that DistributedDataParallel, torch.compile and Lightning add to every name."""
+"""Prefixes that DistributedDataParallel, torch.compile and Lightning add to every name, one after the other in any order."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,10 @@ def take_up(
     with runtime.together():
         stored = stored_weights.open_stored(place)
         if recipe.init_from.startswith(PUBLISHED):
-            stored = stored.renamed({published.name_here(there): there for there in stored.shapes})
-        adapters = merged.adapters_of(task, model)
+            stored = stored.renamed({name_here(there): there for there in stored.shapes})
+        adapters = task.adapters(model)
         allow = (*(recipe.init_allow or ()), *(adapters.alone if adapters else ()))
-        said, read = _load(model, merged.as_here(stored, adapters), name, task.head(model), allow)
+        said, read = _load(model, stored, adapters, name, task.head(model), allow)
     weights = {"initial weights": held.digest(model, runtime.gather)}
     if held.is_divided(model):
         weights[f"{name}, as read on this node"] = _digest_of_node(runtime, read)
@@ -90,9 +92,9 @@ def _published(runtime: Runtime, name: str, *, download: bool) -> Path:
     """Return the file on every rank, after one process of each node has downloaded it there, if it may."""
     with runtime.together():
         if runtime.launched.local_rank == 0:
-            published.file_of(name, download=download)
+            file_of(name, download=download)
     with runtime.together():
-        return published.file_of(name, download=False)
+        return file_of(name, download=False)
 
 
 def _find(runtime: Runtime, place: Path) -> Path:
@@ -109,24 +111,25 @@ def _find(runtime: Runtime, place: Path) -> Path:
 
 
 @torch.no_grad()
-def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: Sequence[str]) -> tuple[str, Stored]:
+def _load(
+    model: torch.nn.Module, stored: Stored, adapters: Adapters | None, place: str, head: str, allow: Sequence[str]
+) -> tuple[str, Stored]:
     """Fill the model and return the sentence that says with what, and what was read, by the model's names.
 
     Raises CheckpointError, naming all that does not fit.
     """
-    kept = held.held(model)
-    tensors = {name: kept[name] for name in model.state_dict(keep_vars=True)}
-    stored = _without_prefixes(stored, tensors)
-    _leave_out_ties(tensors, stored.shapes)
-    _check_patterns(allow, [*tensors, *stored.shapes])
-    names = list({**tensors, **stored.shapes})
+    known = {*model.state_dict(keep_vars=True), *(adapters.names.values() if adapters else ())}
+    given = stored.shapes
+    stored = stored_weights.as_here(_by_names_of(model, known, stored), adapters)
+    tensors = stored_weights.named(model, stored.shapes)
+    names = [*tensors, *stored.shapes]
+    _check_patterns(allow, [*names, *given])
     free = {name for name in names if _layer(name) == head or any(fnmatchcase(name, pattern) for pattern in allow)}
-    differing = {name: text for name in names if (text := _difference(name, tensors, stored))}
-    wrong = [text for name, text in differing.items() if name not in free]
+    differing = stored_weights.differences(tensors, stored)
+    wrong = stored_weights.contradictions(tensors, stored) or {it: text for it, text in differing.items() if it not in free}
     if wrong:
-        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise CheckpointError(
-            f"the weights of {place} belong to another model: {'; '.join(wrong[:_MOST_NAMED])}{more}. Only "
+            f"the weights of {place} belong to another model: {accounting.listed(wrong.values())}. Only "
             f"the last layer, {head}, and the names in train.init_allow may differ: describe that model in "
             "the recipe (model.*, data.*), or choose other weights."
         )
@@ -138,9 +141,9 @@ def _load(model: torch.nn.Module, stored: Stored, place: str, head: str, allow: 
     parts = [f"{len(taken)} tensors taken", *_conversions(taken, stored)]
     # A layer that is not there as it must be stays new as a whole.
     if new := [differing.get(name, name) for name in tensors if name not in taken]:
-        parts.append(f"{len(new)} initialized from the seed: {_listed(new)}")
+        parts.append(f"{len(new)} initialized from the seed: {accounting.listed(new, ', ')}")
     if left := [name for name in stored.shapes if name not in tensors]:
-        parts.append(f"{len(left)} left out: {_listed(left)}")
+        parts.append(f"{len(left)} left out: {accounting.listed(left, ', ')}")
     read = stored.renamed({name: name for name in taken})
     return f"initial weights from {place}{how}: {'; '.join(parts)}", read
 
@@ -161,33 +164,29 @@ def _digest_of_node(runtime: Runtime, read: Stored) -> str:
     return held.as_text(sum(value for its, value in runtime.gather((node, total)) if its == node))
 
 
-def _difference(name: str, tensors: Mapping[str, Held], stored: Stored) -> str:
-    """Say how what is stored differs from what the model has; nothing: it can be taken."""
-    if name not in tensors:
-        return f"{name} is not in this run's model"
-    if name not in stored.shapes:
-        return f"{name} is not in the file"
-    (shape, dtype), here = (stored.shapes[name], stored.dtypes[name]), tensors[name]
-    if shape != here.shape:
-        return f"{name} is {shape} in the file and {here.shape} in the model"
-    if isinstance(dtype, torch.dtype) and here.dtype.is_floating_point and not dtype.is_floating_point:
-        return f"{name} is {_word(dtype)} in the file and {_word(here.dtype)} in the model"
-    return ""
+def _by_names_of(model: torch.nn.Module, known: Set[str], stored: Stored) -> Stored:
+    """Return stored tensors by the `known` names of the model, without buffers that it does not need.
 
-
-def _without_prefixes(stored: Stored, names: Collection[str]) -> Stored:
-    for prefix in _PREFIXES:
-        if all(name.startswith(prefix) for name in stored.shapes) and not any(name.startswith(prefix) for name in names):
-            bare = {name.removeprefix(prefix): name for name in stored.shapes}
-            stored = stored.renamed(bare, f"without {prefix!r} before each name")
-    return stored
-
-
-def _leave_out_ties(tensors: dict[str, Held], stored: Collection[str]) -> None:
-    """Forget names that are not stored of tensors that have another name which is, as tied embeddings have."""
-    there = {id(tensor) for name, tensor in tensors.items() if name in stored}
-    for name in [name for name, tensor in tensors.items() if name not in stored and id(tensor) in there]:
-        del tensors[name]
+    Prefixes that programs add to every name are removed, and that of a base model is added, which transformers leaves out of a
+    file with a base model alone: as many as make the most names known.
+    """
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    names, said = {name: name for name in stored.shapes}, list[str]()
+    ways: list[tuple[dict[str, str], list[str]]] = []
+    while True:
+        whole = {name: f"{base}{name}" for name in names.keys() - known if f"{base}{name}" in known - names.keys()}
+        added = [f"with {base!r} before {len(whole)} names"] if whole else []
+        ways.append(({whole.get(name, name): there for name, there in names.items()}, [*said, *added]))
+        prefix = next((it for it in _PREFIXES if names and all(name.startswith(it) for name in names)), None)
+        if prefix is None:
+            break
+        names = {name.removeprefix(prefix): there for name, there in names.items()}
+        said.append(f"without {prefix!r} before each name")
+    found, remarks = max(ways, key=lambda way: len(known & way[0].keys()))
+    unneeded = accounting.unneeded(model, found.keys() - known)
+    if unneeded:
+        remarks.append(f"without {len(unneeded)} buffers that the model does not need")
+    return stored.renamed({name: there for name, there in found.items() if name not in unneeded}, *remarks)
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -197,23 +196,65 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             raise RecipeError(f"train.init_allow has {pattern!r}, which matches no weight in the model or the file: {near}")
 
 
-def _conversions(taken: Mapping[str, Held], stored: Stored) -> list[str]:
+def _conversions(taken: Mapping[str, Piece], stored: Stored) -> list[str]:
     """Say from which types to which others how many tensors were converted."""
-    counts = Counter((stored.dtypes[name], tensor.dtype) for name, tensor in taken.items())
+    counts = Counter((stored.dtypes[name], tensor.values.dtype) for name, tensor in taken.items())
     return [
-        f"{count} of them converted from {_word(there)} to {_word(here)}"
+        f"{count} of them converted from {stored_weights.word(there)} to {stored_weights.word(here)}"
         for (there, here), count in counts.items()
         if there != here
     ]
 
 
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words[:_MOST_NAMED]) + (f" and {len(words) - _MOST_NAMED} more" if len(words) > _MOST_NAMED else "")
-
-
-def _word(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _layer(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+# ---- Weights that torchvision publishes, by the names of its enums: from torch.hub's cache, or downloaded into it ---------
+
+
+def file_of(name: str, *, download: bool) -> Path:
+    """Return the file of the weights `name`, such as ResNet50_Weights.IMAGENET1K_V2.
+
+    Raises CheckpointError if torchvision has none of that name, and as `cached`.
+    """
+    from torchvision import models  # takes seconds
+
+    try:
+        url: str = models.get_weight(name).url
+    except (ValueError, KeyError):
+        known = [str(it) for weights in map(models.get_model_weights, models.list_models()) for it in weights]
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else "its documentation lists them"
+        raise CheckpointError(
+            f"train.init_from is torchvision:{name}: the installed torchvision has no such weights; {hint}"
+        ) from None
+    return cached(url, download=download)
+
+
+def cached(url: str, *, download: bool) -> Path:
+    """Return where torch.hub keeps the file of a URL (TORCH_HOME), after it is downloaded if it is not there and may be.
+
+    What is downloaded has the SHA-256 that its name begins. What already exists is trusted, as torch.hub does.
+    Raises CheckpointError if it is not there and may not be downloaded, or cannot be.
+    """
+    path = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
+    if path.exists():
+        return path
+    if not download:
+        raise CheckpointError(
+            f"{path}, the published weights of train.init_from, does not exist, and downloads are off: set "
+            f"train.download=true, or save {url} there"
+        )
+    digest = torch.hub.HASH_REGEX.search(path.name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(path), digest[1] if digest else None, progress=False)
+    except (OSError, RuntimeError) as error:  # a RuntimeError is of the digest
+        raise CheckpointError(f"{url} cannot be downloaded to {path}: {error}. Try again, or save the file there") from error
+    return path
+
+
+def name_here(name: str) -> str:
+    """Return what torchvision calls a tensor of a published file today: those of densenets are older."""
+    return "".join(found.groups()) if (found := _DENSENET.fullmatch(name)) else name

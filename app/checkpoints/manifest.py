@@ -16,47 +16,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from app.checkpoints.durable import Stamp, telling
+from app.checkpoints import tensor_file
 from app.errors import CheckpointError
 from app.files import regular
+from app.files.lines import is_count, parsed
+from app.files.whole import Stamp, disk_errors
 from app.initial.region import Region
 
 FORMAT, WITH_COLUMNS = 1, 2
 MANIFEST = "manifest.json"
+FROZEN = "frozen"
+"""The key of parameters that are not trained, and the folder of their file."""
 
 
 @dataclass(frozen=True)
-class Range:
-    """Elements of one tensor in a file."""
-
-    key: str
-    name: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    dtype: str
-    """As safetensors names it."""
-    region: Region
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """What a rank wrote: small, to be gathered from all ranks for `commit`."""
-
-    file: str
-    stamp: Stamp
-    ranges: tuple[Range, ...]
-
-
-@dataclass(frozen=True)
-class Stored:
+class TensorEntry:
     """Where a tensor is."""
 
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     dtype: str
+    """Type as safetensors names it."""
     ranges: list[tuple[Region, str]]
-    """Elements and file, sorted by the first of them; they cover each element once."""
+    """Elements and file, sorted by the first of them; in a manifest they cover each element once."""
 
     def problem(self) -> str | None:
         """Say what is wrong with the ranges, if anything is."""
@@ -79,7 +64,8 @@ class Stored:
 
     def near(self, wanted: Region) -> Iterator[tuple[Region, str]]:
         """Yield the ranges that may have some of the wanted elements."""
-        for index in range(bisect_right(self.ranges, wanted.start - self._longest, key=_start), len(self.ranges)):
+        first = bisect_right(self.ranges, wanted.start - self._longest, key=lambda part: part[0].start)
+        for index in range(first, len(self.ranges)):
             region, file = self.ranges[index]
             if region.start >= wanted.end:
                 return
@@ -90,12 +76,18 @@ class Stored:
         return max((region.end - region.start for region, _ in self.ranges), default=0)
 
 
-def _start(part: tuple[Region, str]) -> int:
-    return part[0].start
-
-
-Tensors = dict[str, dict[str, Stored]]
+Tensors = dict[str, dict[str, TensorEntry]]
 """Where each tensor is, by key and by parameter name."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file that a rank wrote: small, to be gathered from all ranks for `commit`."""
+
+    file: str
+    stamp: Stamp
+    tensors: Tensors
+    """What the file holds of each tensor."""
 
 
 def tensor_name(key: str, name: str, start: int) -> str:
@@ -111,36 +103,35 @@ def put_together(final: Path, entries: Sequence[FileEntry]) -> Tensors:
     """
     tensors: Tensors = {}
     for entry in entries:
-        for part in entry.ranges:
-            stored = tensors.setdefault(part.key, {}).setdefault(part.name, Stored(part.shape, part.dtype, []))
+        for key, name, part in each(entry.tensors):
+            stored = tensors.setdefault(key, {}).setdefault(name, TensorEntry(part.shape, part.dtype, []))
             if (stored.shape, stored.dtype) != (part.shape, part.dtype):
                 raise CheckpointError(
-                    f"{final} cannot be written: {part.key} of {part.name} is {stored.dtype} {stored.shape} "
-                    f"on one rank and {part.dtype} {part.shape} in {entry.file}. Earlier checkpoints are "
-                    "unchanged."
+                    f"{final} cannot be written: {key} of {name} is {stored.dtype} {stored.shape} on one rank and "
+                    f"{part.dtype} {part.shape} in {entry.file}. Earlier checkpoints are unchanged."
                 )
-            if part.region.count:
-                stored.ranges.append((part.region, entry.file))
-    for key, name, stored in _each(tensors):
+            stored.ranges.extend(it for it in part.ranges if it[0].count)
+    for key, name, stored in each(tensors):
         stored.ranges.sort(key=lambda part: (part[0].start, part[1]))
         if problem := stored.problem():
             raise CheckpointError(f"{final} cannot be written: {key} of {name}: {problem}. Earlier checkpoints are unchanged.")
     return tensors
 
 
-def _each(tensors: Tensors) -> Iterator[tuple[str, str, Stored]]:
+def each(tensors: Tensors) -> Iterator[tuple[str, str, TensorEntry]]:
+    """Yield each tensor with its key and its name."""
     return ((key, name, stored) for key, names in tensors.items() for name, stored in names.items())
 
 
 def to_bytes(stamps: Mapping[str, Stamp], tensors: Tensors) -> bytes:
     """Return the content of the manifest's file."""
-    has_columns = any(region.runs > 1 for _, _, stored in _each(tensors) for region, _ in stored.ranges)
+    has_columns = any(region.runs > 1 for _, _, stored in each(tensors) for region, _ in stored.ranges)
     content = {
         "format": WITH_COLUMNS if has_columns else FORMAT,
         "files": {file: {"bytes": stamp.size_bytes, "sha256": stamp.sha256} for file, stamp in stamps.items()},
         "tensors": {
             key: {
-                name: {"shape": it.shape, "dtype": it.dtype, "ranges": [_told(*part) for part in it.ranges]}
+                name: {"shape": it.shape, "dtype": it.dtype, "ranges": [_to_json(*part) for part in it.ranges]}
                 for name, it in names.items()
             }
             for key, names in tensors.items()
@@ -149,14 +140,18 @@ def to_bytes(stamps: Mapping[str, Stamp], tensors: Tensors) -> bytes:
     return _sealed(json.dumps(content).encode())
 
 
-def _told(region: Region, file: str) -> list[int | str]:
+def _to_json(region: Region, file: str) -> list[int | str]:
     flat: list[int | str] = [region.start, region.end, file]
     return flat if region.runs == 1 else [*flat, region.run, region.stride]
 
 
-def _heard(start: int, stop: int, file: str, run: int = 0, stride: int = 0) -> tuple[Region, str]:
+def _from_json(start: int, stop: int, file: str, run: int = 0, stride: int = 0) -> tuple[Region, str]:
+    if not (all(map(is_count, (start, stop, run, stride))) and start <= stop):
+        raise ValueError(f"{[start, stop, run, stride]} is not a range")
     if not stride:
         return Region.flat(start, stop - start), file
+    if not 0 < run <= stride or stop - start < run or (stop - start - run) % stride:
+        raise ValueError(f"{[start, stop, run, stride]} are not columns")
     return Region.made(start, ((stop - start - run) // stride + 1) * run, run, stride), file
 
 
@@ -174,28 +169,46 @@ def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
     Raises CheckpointError if the manifest is missing, not the one that was written, or of another version.
     """
     path = folder / MANIFEST
-    with telling(path, "read"):
+    with disk_errors(path, "read"):
         try:
             raw = regular.content(path)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{path} is missing: {folder} is not a usable checkpoint.") from None
     if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):
         raise CheckpointError(f"{path} is truncated or has changed since it was written, so its checkpoint cannot be used.")
-    content = json.loads(raw)
+    try:
+        return _understood(path, parsed(raw))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{path} is not a manifest that a run wrote: {why}. Its checkpoint cannot be used.") from error
+
+
+def _understood(path: Path, content: Any) -> tuple[dict[str, Stamp], Tensors]:
     if content["format"] not in (FORMAT, WITH_COLUMNS):
         raise CheckpointError(
             f"{path} has format {content['format']}, and this version reads formats {FORMAT} and "
             f"{WITH_COLUMNS}: use the version of Samerun that wrote it."
         )
     stamps = {file: Stamp(it["bytes"], it["sha256"]) for file, it in content["files"].items()}
+    for file, stamp in stamps.items():
+        name = file.removeprefix(f"{FROZEN}/")
+        if name in ("", "..") or name != PurePosixPath(name).name:
+            raise ValueError(f"it names {file!r}, which is not in its folder")
+        if not is_count(stamp.size_bytes) or not isinstance(stamp.sha256, str):
+            raise ValueError(f"its entry of {file!r} is not a size and a SHA-256")
     tensors = {
         key: {
-            name: Stored(tuple(it["shape"]), it["dtype"], [_heard(*part) for part in it["ranges"]])
+            name: TensorEntry(tuple(it["shape"]), it["dtype"], [_from_json(*part) for part in it["ranges"]])
             for name, it in names.items()
         }
         for key, names in content["tensors"].items()
     }
-    for key, name, stored in _each(tensors):
+    for key, name, stored in each(tensors):
+        if not all(map(is_count, stored.shape)) or not is_count(prod(stored.shape)) or not tensor_file.is_known(stored.dtype):
+            raise ValueError(f"{key} of {name} is {stored.dtype} {stored.shape}")
+        starts = [region.start for region, _ in stored.ranges]
+        if starts != sorted(starts) or not all(file in stamps for _, file in stored.ranges):
+            raise ValueError(f"the ranges of {key} of {name} are not in order, or in no file of the checkpoint")
         if problem := stored.problem():
             raise CheckpointError(f"{path} is inconsistent: {key} of {name}: {problem}. Its checkpoint cannot be used.")
     return stamps, tensors

@@ -17,7 +17,7 @@ import torch
 from app import tasks
 from app.checkpoints import step_folders, stored_weights, tensor_file
 from app.checkpoints.tensor_file import Content
-from app.errors import CheckpointError, RecipeError, RunFolderError
+from app.errors import CheckpointError, RecipeError, RunFolderError, printable
 from app.initial import filling
 from app.recipe import recipe_keys, task_file
 from app.recipe.schema import Recipe
@@ -96,5 +96,6 @@ def load(
     except CheckpointError as error:
         raise RunFolderError(f"{path} does not contain the weights of the model described in {about}: {error}") from error
     if described.get("task_digest", "none") != tasks.digest(str(values["task"])):
-        sys.stderr.write(f"note: {values['task']}, or a file it imports, has changed since {run_dir} was trained\n")
+        note = f"note: {values['task']}, or a file it imports, has changed since {run_dir} was trained\n"
+        sys.stderr.write(printable(note))
     return task, model.eval(), facts

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from app.data.samples import Batch
 from app.errors import RunFolderError, SamerunError
 from app.record.run_folder import PROGRAMS
-from app.task import Form, NeedsData, Task
+from app.task import Form, Task, two_samples
 
 _TOLERANCE = {"torch": 1e-6, "onnx": 1e-4}
 """How far outputs may be from the model's, as a share of its largest."""
@@ -115,23 +116,26 @@ def write(task: Task, model: nn.Module, facts: Mapping[str, Any], path: Path, *,
 
 
 def call_of(task: Task, model: nn.Module, facts: Mapping[str, Any], form: Form) -> Call:
-    """Return how the task calls its model for its example batch, or for two training samples, whose data is opened then."""
+    """Return how the task calls its model for its example batch, or for two training samples, whose data is opened then.
+
+    Raises RunFolderError if the task's loss fails for both.
+    """
     try:
         example = task.example(facts, form)
-    except NeedsData:
-        task.samples("train")
-        example = task.example(facts, form)
-    whole = pytree.tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), example)
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        seen.append((args, kwargs))
-        return model(*args, **kwargs)
-
-    called.training = False  # type: ignore[attr-defined]  # a user's loss may ask
-    with torch.no_grad():
-        task.loss(called, whole)
-    args, kwargs = seen[0]
+        whole = pytree.tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), example)
+        args, kwargs = _called(task, model, whole)
+    except Exception:  # NeedsData, or zeros are no batch of the task: samples of length 0, a class that is not there
+        try:
+            samples = task.samples("train")
+            assert samples is not None  # the model was trained on them
+            whole = two_samples(task, samples, form)
+            args, kwargs = _called(task, model, whole)
+        except SamerunError:
+            raise
+        except Exception as error:  # the task's own code, which may raise anything
+            raise RunFolderError(
+                f"the model cannot be exported: the task's loss fails for two training samples: {_first_lines(error)}"
+            ) from error
     tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
     if not tensors or any(tensor.ndim == 0 or len(tensor) != len(whole["samples"]) for tensor in tensors):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "none"
@@ -141,6 +145,20 @@ def call_of(task: Task, model: nn.Module, facts: Mapping[str, Any], form: Form) 
         )
     fields = {id(field): name for name, field in whole.items()}
     return Call(args, kwargs, tuple(fields.get(id(tensor), f"input_{at}") for at, tensor in enumerate(tensors)))
+
+
+def _called(task: Task, model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the task's loss gives the model for the batch."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return model(*args, **kwargs)
+
+    called.training = False  # type: ignore[attr-defined]  # a user's loss may ask
+    with torch.no_grad():
+        task.loss(called, batch)
+    return seen[0]
 
 
 def _torch(model: nn.Module, call: Call, path: Path) -> Callable[[Call], Any]:

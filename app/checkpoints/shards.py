@@ -4,7 +4,7 @@ Under one process and DDP a rank holds whole parameters; under ZeRO-1/2/3 flat r
 left out; under FSDP2 rows, which are flat ranges too; under tensor parallelism rows or columns, or rows of those. `Shards`
 gives all of them as `Piece`s: the full-precision weights, every state tensor of the optimizer, and the moving average of the
 weights. State tensors have the parameter's shape, but for those of optimizers that step on whole parameters only
-(`app/recipe/optimizers.py`).
+(`app/recipe/optimizers.py`). `check_optimizer` compares what steps with the recipe.
 
 DeepSpeed has no public way to these tensors. The attributes of its optimizers and parameters that this takes are used here
 and nowhere else; they were read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py and stage3.py, utils/tensor_fragment.py).
@@ -13,8 +13,9 @@ and nowhere else; they were read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,21 +23,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from app.checkpoints.piece import AVERAGE, WEIGHT, Piece
 from app.errors import CheckpointError, PresetError
 from app.initial import fsdp2
-from app.initial.region import Region, copies
+from app.initial.region import AVERAGE, WEIGHT, Piece, Region, copies
+from app.optim.from_recipe import Rule
 from app.ranks import compiling
-
-if TYPE_CHECKING:
-    from app.checkpoints.average import WeightAverage
+from app.ranks.runtime import Runtime
 
 _SCALARS = ("step", "mu_product")
 """What torch's and DeepSpeed's optimizers keep beside tensors; for a scalar parameter it has its shape."""
+_SHOWN = 3
+"""Differences that a message names."""
+_REMEDY = "Try an unchanged preset of accelerate_configs/."
 
 
 @dataclass(frozen=True)
-class _Fragment:
+class Fragment:
     """The elements of a parameter that this rank steps on."""
 
     name: str
@@ -49,33 +51,13 @@ class _Fragment:
     copies: tuple[int, int] = (1, 0)
     """How many ranks hold the same elements, and which of them this one is."""
 
-    @property
-    def own_count(self) -> int:
-        """Elements of this rank's share of them."""
-        first, stop = self.region.share(*self.copies)
-        return stop - first
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the live view [count] of these elements in a tensor laid out as `stepped` is."""
+    def piece(self, key: str, tensor: torch.Tensor) -> Piece:
+        """Return the live view of these elements in a tensor laid out as `stepped` is."""
         local = tensor.detach()
         if isinstance(local, DTensor):
             local = local.to_local()
-        return local.view(-1).narrow(0, self.offset, self.region.count)  # `view`, unlike `reshape`, never copies
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A parameter, or the share of it that this rank has, as the optimizer steps on it."""
-
-    name: str
-    count: int
-    """Elements of it on this rank; where several hold the same ones, an even share of them."""
-    values: torch.Tensor
-    """What is stepped on; other parameters may be in it too."""
-    settings: Mapping[str, Any]
-    """Those that the optimizer has for it, by torch's names; none: no optimizer steps on it."""
-    states: Mapping[str, torch.Tensor]
-    """What the optimizer keeps for `values` so far."""
+        values = local.view(-1).narrow(0, self.offset, self.region.count)  # `view`, unlike `reshape`, never copies
+        return Piece(key, self.name, self.shape, self.region, values, self.copies)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -115,7 +97,8 @@ class Shards:
             self._zero_flats = _partitions(self._holder)
             find = _of_stage_3 if _is_stage_3(self._holder) else _of_stages_1_and_2
             fragments = list(find(self._holder, parameters, accelerator.process_index))
-        self._fragments = [fragment for fragment in fragments if fragment.region.count > 0]
+        self.fragments = [fragment for fragment in fragments if fragment.region.count > 0]
+        """What this rank steps on of each parameter that it has elements of."""
         # Every rank counts steps of all of them, also of those that it has no elements of.
         self._stepped = [fragment.stepped for fragment in fragments] if self._zero_flats is None else self._zero_flats
 
@@ -127,35 +110,23 @@ class Shards:
     @property
     def weights(self) -> list[torch.Tensor]:
         """The live full-precision weights that this rank steps on, each 1-D, in the order that `average` keeps too."""
-        return [fragment.of(fragment.stepped) for fragment in self._fragments]
-
-    def stepped(self) -> list[Stepped]:
-        """Return the parameters that this rank steps on, with what the optimizer has for each."""
-        groups = self._groups()
-        return [
-            Stepped(it.name, it.own_count, it.stepped, groups.get(id(it.stepped), {}), dict(self._states(it.stepped)))
-            for it in self._fragments
-        ]
+        return [fragment.piece(WEIGHT, fragment.stepped).values for fragment in self.fragments]
 
     def pieces(self) -> list[Piece]:
         """Return all that this rank holds of the run's tensors, as live views: what is read into after `allocate_state`."""
-        return [piece for _, piece in self._pieces()]
-
-    def _pieces(self) -> list[tuple[_Fragment, Piece]]:
-        averages = self._average.tensors if self._average else [None] * len(self._fragments)
+        averages = self._average.tensors if self._average else [None] * len(self.fragments)
         found = []
-        for fragment, average in zip(self._fragments, averages, strict=True):
-            tensors, name = {WEIGHT: fragment.of(fragment.stepped)}, fragment.name
-            for key, state in self._states(fragment.stepped):
+        for fragment, average in zip(self.fragments, averages, strict=True):
+            weight = fragment.piece(WEIGHT, fragment.stepped)
+            found.append(weight)
+            for key, state in self.states(fragment.stepped):
                 if state.shape == fragment.stepped.shape:
-                    tensors[key] = fragment.of(state)
+                    found.append(fragment.piece(key, state))
                 else:  # of a whole parameter, or the optimizer would have been refused
-                    whole = Piece(key, name, tuple(state.shape), Region.flat(0, state.numel()), state.view(-1))
-                    found.append((fragment, whole))
+                    whole = Region.flat(0, state.numel())
+                    found.append(Piece(key, weight.name, tuple(state.shape), whole, state.view(-1), weight.copies))
             if average is not None:
-                tensors[AVERAGE] = average
-            pieces = (Piece(key, name, fragment.shape, fragment.region, values) for key, values in tensors.items())
-            found += [(fragment, piece) for piece in pieces]
+                found.append(replace(weight, key=AVERAGE, values=average))
         return found
 
     def owned_pieces(self) -> list[Piece]:
@@ -163,8 +134,7 @@ class Shards:
 
         Where several ranks hold the same elements, each writes an even share of every tensor.
         """
-        shares = (_owned(piece, *fragment.copies) for fragment, piece in self._pieces())
-        return [share for share in shares if share.region.count > 0]
+        return [share for piece in self.pieces() if (share := piece.share()).region.count > 0]
 
     def scalars(self) -> dict[str, float]:
         """Return what the optimizer keeps beside tensors: a count of steps, and what follows from it; alike for all weights."""
@@ -188,13 +158,17 @@ class Shards:
         if not expected and not scalars:
             return  # of an optimizer without state, or from before the first step
         self._step_on_zeros()
-        found = {key for tensor in self._stepped for key, _ in self._states(tensor)}
+        found = {key for tensor in self._stepped for key, _ in self.states(tensor)}
         counted = {key for tensor in self._stepped for key in self.stepper.state[tensor] if key in _SCALARS}
         if self._stepped and (found != expected or counted != scalars.keys()):
-            raise CheckpointError(_other_optimizer(self.stepper, expected, found))
+            theirs, ours = (" and ".join(sorted(keys)) or "nothing" for keys in (expected, found))
+            raise CheckpointError(
+                f"the checkpoint holds {theirs} for each weight, but this run's optimizer, {type(self.stepper).__name__}, "
+                f"uses {ours}: resume with the optimizer of the checkpoint (optim.name, optim.momentum, optim.settings)."
+            )
         for tensor in self._stepped:
             state = self.stepper.state[tensor]
-            for _, values in self._states(tensor):
+            for _, values in self.states(tensor):
                 values.zero_()  # SGD has put the decay of the weights into its momentum
             for key, value in scalars.items():
                 state[key] = state[key].fill_(value) if torch.is_tensor(state[key]) else type(state[key])(value)
@@ -220,16 +194,16 @@ class Shards:
         kept = self.model.state_dict(keep_vars=True).keys()  # leaves out those that are not persistent
         return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
 
-    def _groups(self) -> dict[int, Mapping[str, Any]]:
-        """The optimizer's groups by the `id` of what is stepped on. ZeRO-3 takes the tensors out of them between steps."""
+    def groups(self) -> dict[int, Mapping[str, Any]]:
+        """Return the optimizer's groups by the `id` of what is stepped on; ZeRO-3 takes tensors out of them between steps."""
         groups = self.stepper.param_groups
         if self._zero_flats is None:
             return {id(tensor): group for group in groups for tensor in group["params"]}
         group_of = self._holder.sub_group_to_group_id if _is_stage_3(self._holder) else range(len(groups))
         return {id(flat): groups[group_of[index]] for index, flat in enumerate(self._zero_flats)}
 
-    def _states(self, stepped: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The optimizer's tensors for what it steps on, without its scalars."""
+    def states(self, stepped: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Return the optimizer's tensors for what it steps on, without its scalars."""
         state = self.stepper.state.get(stepped, {})
         return [(key, value) for key, value in state.items() if key not in _SCALARS and torch.is_tensor(value)]
 
@@ -252,29 +226,141 @@ class Shards:
             group["lr"] = rate
 
 
-def _owned(piece: Piece, copies: int, copy: int) -> Piece:
-    """What a rank writes of a piece that so many hold: an even share."""
-    first, stop = piece.region.share(copies, copy)
-    return Piece(piece.key, piece.name, piece.shape, piece.region.part(first, stop), piece.values[first:stop])
+class NoAverage:
+    """What a run has without an average."""
+
+    def update(self, skipped: torch.Tensor | bool = False) -> None:
+        """Do nothing."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Leave the model its own weights."""
+        return nullcontext()
 
 
-def _other_optimizer(optimizer: torch.optim.Optimizer, expected: Collection[str], found: Collection[str]) -> str:
-    theirs, ours = (" and ".join(sorted(keys)) or "nothing" for keys in (expected, found))
-    return (
-        f"the checkpoint holds {theirs} for each weight, but this run's optimizer, "
-        f"{type(optimizer).__name__}, uses {ours}: resume with the optimizer of the checkpoint (optim.name, "
-        "optim.momentum, optim.settings)."
-    )
+class WeightAverage:
+    """The exponential moving average of a prepared model's weights: average = decay * average + (1 - decay) * weights."""
+
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, *, decay: float) -> None:
+        self._shards, self._decay = Shards(accelerator, model, optimizer), decay
+        self._live = self._shards.weights
+        self.tensors = [weights.clone() for weights in self._live]
+        """The average, tensor by tensor as `Shards.weights`."""
+
+    @torch.no_grad()
+    def update(self, skipped: torch.Tensor | bool = False) -> None:
+        """Take the weights after an optimizer step into the average, unless the step was `skipped` (as `Step.skipped`)."""
+        if not self.tensors or skipped is True:  # a rank may hold padding alone
+            return
+        rate = 1.0 - self._decay
+        if skipped is False:
+            torch._foreach_lerp_(self.tensors, self._live, rate)
+            return
+        # Of torch's kernels for many tensors those of optimizers take a verdict of the device, and SGD's can average: with the
+        # weights as gradients, which decay by -1 of the average, it adds `rate` of the difference to the average.
+        torch._fused_sgd_(
+            self.tensors, self._live, [], lr=-rate, weight_decay=-1.0, momentum=0.0, dampening=0.0, nesterov=False,
+            maximize=False, is_first_step=False, found_inf=skipped,
+        )  # fmt: skip
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model have the averaged weights inside the block and its own again after it."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for live, average in zip(self._live, self.tensors, strict=True):
+            own = live.clone()
+            live.copy_(average)
+            average.copy_(own)
+        self._shards.publish()
+
+
+def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards, *, dtype: torch.dtype) -> None:
+    """Check that the optimizer that steps is that of `rule`, with weights and states of `dtype`, and updates each weight once.
+
+    `prepare` may have replaced it: Accelerate exchanges optimizers for DeepSpeed's under some configs, and DeepSpeed regroups
+    and flattens what it gets. So what steps in the end is examined, inside all that is around it.
+
+    `optimizer` is as `prepare` returned it, before its first step, `shards` are of the same. Called by all ranks together.
+    Raises PresetError on all of them, which says what differs.
+    """
+    with runtime.together():
+        stepper, groups = shards.stepper, shards.groups()
+        if type(stepper) is not rule.kind:
+            modes = [f"{it} {getattr(stepper, it)}" for it in ("adam_w_mode", "fp32_optimizer_states") if hasattr(stepper, it)]
+            found = f"{_class_of(type(stepper))} ({', '.join(modes)})" if modes else _class_of(type(stepper))
+            asked = _class_of(rule.kind)
+            raise PresetError(f"the recipe's optimizer is {asked} (optim.name), but {found} would be used. {_REMEDY}")
+        given, used = optimizer.param_groups, stepper.param_groups
+        differences = []
+        if [id(group) for group in given] != [id(group) for group in used]:
+            differences.append(
+                f"learning rates are set on {len(given)} parameter groups, but {len(used)} other groups would be used"
+            )
+        for it in shards.fragments:
+            differences += _differences(it, groups.get(id(it.stepped), {}), shards.states(it.stepped), rule, dtype)
+        if differences:
+            shown = "; ".join(differences[:_SHOWN])
+            more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+            raise PresetError(f"the prepared optimizer differs from the recipe's: {shown}{more}. {_REMEDY}")
+    places = {name: place for place, name in enumerate(rule.sizes)}
+    counts = torch.zeros(len(places), dtype=torch.int64)
+    for it in shards.fragments:
+        first, stop = it.region.share(*it.copies)
+        counts[places[it.name]] += stop - first
+    updated = runtime.accelerator.reduce(counts.to(runtime.device), "sum").tolist()
+    wrong = [
+        f"{count} elements of {name} instead of {size}"
+        for (name, size), count in zip(rule.sizes.items(), updated, strict=True)
+        if count != size
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more parameters" if len(wrong) > _SHOWN else ""
+        raise PresetError(
+            f"the {runtime.launched.world_size} processes would not update each parameter once: together they "
+            f"update {', '.join(wrong[:_SHOWN])}{more}. {_REMEDY}"
+        )
+
+
+def _differences(
+    fragment: Fragment,
+    settings: Mapping[str, Any],
+    states: list[tuple[str, torch.Tensor]],
+    rule: Rule,
+    dtype: torch.dtype,
+) -> Iterator[str]:
+    name = fragment.name
+    if not settings:
+        yield f"no optimizer updates {name}"
+        return
+    factor = rule.lr_factors.get(name, 1.0)
+    decay = rule.weight_decays.get(name, "nothing, because it is not trained")
+    wanted = {**rule.settings, "lr": rule.settings["lr"] * factor, "lr_factor": factor, "weight_decay": decay}
+    for setting, value in wanted.items():
+        if (found := settings.get(setting, "not set")) != value:
+            yield f"{setting} of {name} is {found}, not {value}"
+    for what, tensor in [("the weights", fragment.stepped), *states]:
+        if tensor.dtype != dtype:
+            yield f"{what} of {name} are {tensor.dtype}, not {dtype}"
+
+
+def _class_of(kind: type) -> str:
+    return f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
 
 
 # ---- One process, DDP and FSDP2: the optimizer is torch's and steps on the parameters themselves -------------------------
 
 
-def _of_parameter(name: str, parameter: torch.Tensor, alike: tuple[int, int]) -> _Fragment:
+def _of_parameter(name: str, parameter: torch.Tensor, alike: tuple[int, int]) -> Fragment:
     if not isinstance(parameter, DTensor):
-        return _Fragment(name, tuple(parameter.shape), Region.flat(0, parameter.numel()), parameter, copies=alike)
+        return Fragment(name, tuple(parameter.shape), Region.flat(0, parameter.numel()), parameter, copies=alike)
     region, _ = fsdp2.rows(name, parameter)
-    return _Fragment(name, tuple(parameter.shape), region, parameter, copies=copies(parameter, name))
+    return Fragment(name, tuple(parameter.shape), region, parameter, copies=copies(parameter, name))
 
 
 # ---- ZeRO: DeepSpeed's optimizer holds flat partitions in full precision, on which torch's or its own optimizer steps -----
@@ -297,23 +383,23 @@ def _partitions(zero: Any) -> list[torch.Tensor]:
     return flats
 
 
-def _of_stages_1_and_2(zero: Any, parameters: Mapping[str, Any], _rank: int) -> Iterator[_Fragment]:
+def _of_stages_1_and_2(zero: Any, parameters: Mapping[str, Any], _rank: int) -> Iterator[Fragment]:
     for name, parameter in parameters.items():
         mapping = parameter._hp_mapping
         if mapping is not None:  # other ranks hold all of it
             flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
             whole, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-            yield _Fragment(name, tuple(parameter.shape), Region.flat(whole.start, held.numel), flat, held.start)
+            yield Fragment(name, tuple(parameter.shape), Region.flat(whole.start, held.numel), flat, held.start)
 
 
-def _of_stage_3(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator[_Fragment]:
+def _of_stage_3(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
     for name, parameter in parameters.items():
         group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
         # Every rank has `length` elements, of which those past the parameter's end are padding.
         start = min(length * rank, parameter.ds_numel)
         count = min(length, parameter.ds_numel - start)
         flat = zero.fp32_partitioned_groups_flat[group]
-        yield _Fragment(name, tuple(parameter.ds_shape), Region.flat(start, count), flat, offset)
+        yield Fragment(name, tuple(parameter.ds_shape), Region.flat(start, count), flat, offset)
 
 
 def _publish_stage_3(zero: Any) -> None:

@@ -22,20 +22,21 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from app.checkpoints import durable, manifest, tensor_file
-from app.checkpoints.durable import Stamp, check, check_size, telling, write_bytes
-from app.checkpoints.manifest import FileEntry, Range, Stored, tensor_name
-from app.checkpoints.piece import AVERAGE, FROZEN, WEIGHT, Piece
+from app.checkpoints import manifest, tensor_file
+from app.checkpoints.manifest import FROZEN, FileEntry, TensorEntry, tensor_name
 from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
-from app.errors import CheckpointError
+from app.errors import CheckpointError, printable
 from app.files import regular
-from app.files.whole import sync
-from app.initial.region import Region
+from app.files.lines import parsed
+from app.files.whole import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
+from app.initial.region import AVERAGE, WEIGHT, Piece, Region
 from app.record.claim import Claim
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def temporary_of(claim: Claim, step: int) -> Path:
 def begin(claim: Claim, step: int) -> Path:
     """Return the new, empty temporary folder. Raises CheckpointError."""
     folder = temporary_of(claim, step)
-    with telling(folder, "written"):
+    with disk_errors(folder, "written"):
         (claim.path / FOLDER).mkdir(exist_ok=True)
         if folder.exists():  # of a save that failed
             claim.take_away(folder)
@@ -74,15 +75,19 @@ def write_pieces(
 ) -> FileEntry:
     """Write what this rank owns, which may be nothing, into the temporary folder. Raises CheckpointError.
 
-    Needs no memory of the size of the pieces: they are copied to the CPU and written in chunks of durable.CHUNK_BYTES, for
+    Needs no memory of the size of the pieces: they are copied to the CPU and written in chunks of CHUNK_BYTES, for
     each of which `on_chunk` is called.
     """
     file = f"rank-{rank:05d}.safetensors"
     assert all("/" not in piece.key and piece.values.shape == (piece.region.count,) for piece in pieces)
-    held = [piece for piece in pieces if piece.values.numel()]
-    named = [(tensor_name(piece.key, piece.name, piece.region.start), piece.values) for piece in held]
-    stamp = write_tensors(folder / file, named, on_chunk=on_chunk)
-    return FileEntry(file, stamp, tuple(_range_of(piece) for piece in pieces))
+    tensors, written = manifest.Tensors(), []
+    for piece in pieces:
+        inside = tensor_name(piece.key, piece.name, piece.region.start)
+        entry = TensorEntry(tuple(piece.shape), dtype_of(inside, piece.values), [])
+        tensors.setdefault(piece.key, {}).setdefault(piece.name, entry).ranges.append((piece.region, file))
+        if piece.region.count:
+            written.append((inside, piece.values))
+    return FileEntry(file, write_tensors(folder / file, written, on_chunk=on_chunk), tensors)
 
 
 def write_frozen(claim: Claim, contents: Mapping[str, Content]) -> FileEntry:
@@ -94,12 +99,13 @@ def write_frozen(claim: Claim, contents: Mapping[str, Content]) -> FileEntry:
     flat = {tensor_name(FROZEN, name, 0): Content(it.dtype, (prod(it.shape),), it.chunks) for name, it in contents.items()}
     stamp = tensor_file.write(made, flat)
     final = claim.path / FROZEN / f"{stamp.sha256}.safetensors"
-    with telling(final, "written"):
+    with disk_errors(final, "written"):
         final.parent.mkdir(exist_ok=True)
         claim.put(made, final)
         sync(claim.path)
-    ranges = (Range(FROZEN, name, it.shape, it.dtype, Region.flat(0, prod(it.shape))) for name, it in contents.items())
-    return FileEntry(f"{FROZEN}/{final.name}", stamp, tuple(ranges))
+    file = f"{FROZEN}/{final.name}"
+    tensors = {n: TensorEntry(it.shape, it.dtype, [(Region.flat(0, prod(it.shape)), file)]) for n, it in contents.items()}
+    return FileEntry(file, stamp, {FROZEN: tensors})
 
 
 def place_of(folder: Path, file: str, run_dir: Path | None = None) -> Path:
@@ -108,10 +114,6 @@ def place_of(folder: Path, file: str, run_dir: Path | None = None) -> Path:
     `run_dir` is that; None: the checkpoint lies where it belongs.
     """
     return (run_dir or folder.resolve().parents[1]) / file if file.startswith(f"{FROZEN}/") else folder / file
-
-
-def _range_of(piece: Piece) -> Range:
-    return Range(piece.key, piece.name, tuple(piece.shape), dtype_of(piece.name, piece.values), piece.region)
 
 
 def commit(
@@ -131,7 +133,7 @@ def commit(
     instant between the two renames leaves neither under its name.
     """
     folder, final = complete(claim, step, entries, state=state, buffers=buffers, frozen=frozen), path_of(claim.path, step)
-    with telling(final, "written"):
+    with disk_errors(final, "written"):
         claim.put(folder, final)
     return final
 
@@ -154,28 +156,25 @@ def complete(
     shared = [frozen] if frozen else []
     tensors = manifest.put_together(final, [*entries, *shared])
     for entry in entries:
-        _check_arrived(folder / entry.file, entry.stamp)
+        try:
+            check_stamp(folder / entry.file, entry.stamp, size_alone=True)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{folder / entry.file} differs from what its rank has just written: the run folder must be on a file "
+                "system that all nodes share."
+            ) from error
     stamps = {entry.file: entry.stamp for entry in (*entries, *shared)}
     stamps[BUFFERS] = write_tensors(folder / BUFFERS, list(buffers.items()))
-    stamps[STATE] = write_bytes(folder / STATE, json.dumps(state, indent=2).encode() + b"\n")
-    write_bytes(folder / manifest.MANIFEST, manifest.to_bytes(stamps, tensors))
-    with telling(final, "written"):
+    stamps[STATE] = write_chunks(folder / STATE, [json.dumps(state, indent=2).encode() + b"\n"])
+    write_chunks(folder / manifest.MANIFEST, [manifest.to_bytes(stamps, tensors)])
+    with disk_errors(final, "written"):
         sync(folder)
     return folder
 
 
-def _check_arrived(path: Path, stamp: Stamp) -> None:
-    try:
-        check_size(path, stamp)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{path} differs from what its rank has just written: the run folder must be on a file system that all nodes share."
-        ) from error
-
-
 def discard(claim: Claim, folder: Path) -> None:
     """Remove a checkpoint or a temporary folder; a kill half-way leaves nothing under its name. Raises CheckpointError."""
-    with telling(folder, "removed"):
+    with disk_errors(folder, "removed"):
         if folder.exists():
             claim.take_away(folder)
 
@@ -203,7 +202,7 @@ def is_checkpoint(place: Path) -> bool:
 
 def committed(run_dir: Path) -> list[Path]:
     """Return the folders of the run's checkpoints, newest first, damaged or not. Raises CheckpointError."""
-    with telling(run_dir / FOLDER, "read"):
+    with disk_errors(run_dir / FOLDER, "read"):
         found = list((run_dir / FOLDER).iterdir()) if (run_dir / FOLDER).exists() else []
     return sorted((path for path in found if re.fullmatch(r"step-\d{8,}", path.name)), key=_step, reverse=True)
 
@@ -225,15 +224,55 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def verify(folder: Path, *, part: tuple[int, int] = (0, 1)) -> None:
+def verify(
+    folder: Path, *, part: tuple[int, int] = (0, 1), state: Mapping[str, type | tuple[type, ...]] = MappingProxyType({})
+) -> None:
     """Check that a checkpoint is what was written; raises CheckpointError, naming the file and what is wrong with it.
 
     With `part` (i, n) the manifest and every n-th file from the i-th: n ranks with i = 0 .. n-1 check the whole together.
+    `state` are the keys that its state.json must have, with their types.
     """
-    stamps, _ = manifest.read(folder)
+    stamps, tensors = _manifest(folder)
     index, count = part
-    for file in sorted(stamps)[index::count]:
-        check(place_of(folder, file), stamps[file])
+    mine = sorted(stamps)[index::count]
+    named: dict[str, list[tuple[str, str, int]]] = {file: [] for file in mine}
+    for key, name, stored in manifest.each(tensors):
+        for region, file in stored.ranges:
+            if file in named:
+                named[file].append((tensor_name(key, name, region.start), stored.dtype, region.count))
+    for file in mine:  # one open file at a time: a run of many ranks has more than a process may open
+        check_stamp(place_of(folder, file), stamps[file])
+        if named[file] or file == BUFFERS:
+            opened = TensorFile(place_of(folder, file))
+            for wanted in named[file]:
+                opened.check(*wanted)
+    if STATE in mine:
+        found = _state(folder, stamps)
+        if re.fullmatch(r"step-\d{8,}", folder.name) and found.get("step", _step(folder)) != _step(folder):
+            raise CheckpointError(f"{folder} contains step {found['step']}: give the folder its name again.")
+        if wrong := [key for key, kind in state.items() if not isinstance(found.get(key, ...), kind)]:
+            raise CheckpointError(f"{folder / STATE} has no usable {', '.join(wrong)}: its checkpoint cannot be used.")
+
+
+def _manifest(folder: Path) -> tuple[dict[str, Stamp], manifest.Tensors]:
+    stamps, tensors = manifest.read(folder)
+    if missing := [name for name in (STATE, BUFFERS) if name not in stamps]:
+        raise CheckpointError(f"{folder / manifest.MANIFEST} does not name {' and '.join(missing)}, so it cannot be used.")
+    return stamps, tensors
+
+
+def _state(folder: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
+    path = folder / STATE
+    check_stamp(path, stamps[STATE])
+    with disk_errors(path, "read"):
+        content = regular.content(path)
+    try:
+        found = parsed(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Its checkpoint cannot be used.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds {type(found).__name__}, not an object: its checkpoint cannot be used.")
+    return found
 
 
 class Reader:
@@ -245,12 +284,10 @@ class Reader:
     def __init__(self, folder: Path, *, run_dir: Path | None = None) -> None:
         """`run_dir` is that of a checkpoint which does not lie where it belongs."""
         self.folder, self._run_dir = folder, run_dir
-        self._stamps, self._tensors = manifest.read(folder)
+        self._stamps, self._tensors = _manifest(folder)
         self._frozen = self._tensors.pop(FROZEN, {})
         self._files: dict[str, TensorFile] = {}
-        check(folder / STATE, self._stamps[STATE])
-        with telling(folder / STATE, "read"):
-            self.state: dict[str, Any] = json.loads(regular.content(folder / STATE))
+        self.state = _state(folder, self._stamps)
 
     def keys(self) -> list[str]:
         """Return which tensors there are of trained parameters: "weight", "exp_avg", ..."""
@@ -263,9 +300,7 @@ class Reader:
         if not found:
             return None
         (file,) = found
-        every = [(name, it, Region.flat(0, prod(it.shape))) for name, it in self._frozen.items()]
-        ranges = [Range(FROZEN, name, it.shape, it.dtype, region) for name, it, region in every]
-        return FileEntry(file, self._stamps[file], tuple(ranges))
+        return FileEntry(file, self._stamps[file], {FROZEN: self._frozen})
 
     def finished_key(self) -> str:
         """Return the key of the weights that a finished run would leave: the averaged ones if there are such."""
@@ -279,7 +314,7 @@ class Reader:
         """Return the types of the same, as safetensors names them."""
         return {name: stored.dtype for name, stored in self._of(key).items()}
 
-    def _of(self, key: str) -> dict[str, Stored]:
+    def _of(self, key: str) -> dict[str, TensorEntry]:
         return {**self._tensors.get(key, {}), **(self._frozen if key in (WEIGHT, AVERAGE) else {})}
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -297,13 +332,13 @@ class Reader:
             for name, shape in buffers.shapes.items()
         }
 
-    def _chunks(self, key: str, name: str, stored: Stored) -> Iterator[bytearray]:
+    def _chunks(self, key: str, name: str, stored: TensorEntry) -> Iterator[bytearray]:
         if all(region.runs == 1 for region, _ in stored.ranges):
             for region, file in stored.ranges:
                 yield from self._file(file).chunks(self._name(key, name, region.start), 0, region.count)
             return
         size = tensor_file.item_bytes(stored.dtype)
-        for wanted in Region.flat(0, prod(stored.shape)).pieces(durable.CHUNK_BYTES // size):
+        for wanted in Region.flat(0, prod(stored.shape)).pieces(CHUNK_BYTES // size):
             chunk = bytearray(wanted.count * size)
             for region, file in stored.near(wanted):
                 self._file(file).bytes_into(self._name(key, name, region.start), chunk, wanted, region)
@@ -318,7 +353,7 @@ class Reader:
         for region, file in stored.near(piece.region):
             self._file(file).read_into(self._name(piece.key, piece.name, region.start), piece.values, piece.region, region)
 
-    def _find(self, piece: Piece) -> Stored:
+    def _find(self, piece: Piece) -> TensorEntry:
         names = self._of(piece.key)
         if not names:
             raise CheckpointError(f"{self.folder} has no {piece.key!r} for any parameter; it has {', '.join(self._tensors)}.")
@@ -340,3 +375,43 @@ class Reader:
         if file not in self._files:
             self._files[file] = TensorFile(place_of(self.folder, file, self._run_dir))
         return self._files[file]
+
+
+# Which checkpoint a command means by a path ----------------------------------------------------------------------------------
+
+
+def choose(place: Path) -> Path:
+    """Return the checkpoint that a path names: itself, or of a run folder the newest that is whole. Raises CheckpointError.
+
+    Says on stderr which are passed over, and why.
+    """
+    if is_checkpoint(place):
+        verify(place)
+        return place
+    folder, damaged = newest(place)
+    if folder is None:
+        raise CheckpointError(
+            "\n".join([*damaged, f"{place} is not a checkpoint and contains no complete checkpoint: give another path."])
+        )
+    for sentence in damaged:
+        sys.stderr.write(f"passed over: {printable(sentence)}\n")
+    return folder
+
+
+def choose_best(place: Path) -> Path:
+    """Return the checkpoint of a run that had the best validation score, as its newest whole one knows.
+
+    Raises CheckpointError if there is none, or it is damaged.
+    """
+    latest = choose(place)
+    found = Reader(latest).state["best"]
+    if found is None:
+        raise CheckpointError(
+            f"{latest} records no best checkpoint: the run had no checkpoint.keep_best=true, or no evaluation "
+            "before this checkpoint. Leave --best out."
+        )
+    folder = path_of(latest.absolute().parents[1], found["step"])
+    if not is_checkpoint(folder):
+        raise CheckpointError(f"{folder}, the best checkpoint of {place}, no longer exists. Leave --best out.")
+    verify(folder)
+    return folder

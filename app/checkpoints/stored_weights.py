@@ -6,30 +6,31 @@ code in a file is run: of a pickle only tensors and plain containers are taken (
 
 from __future__ import annotations
 
-import json
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from app.checkpoints import step_folders as files
 from app.checkpoints import tensor_file
-from app.checkpoints.durable import telling
-from app.checkpoints.piece import Piece
-from app.checkpoints.tensor_file import TensorFile
+from app.checkpoints.tensor_file import Content, TensorFile
 from app.errors import CheckpointError
-from app.files import regular
-from app.initial import held
-from app.initial.region import Region
+from app.files import foreign, regular
+from app.files.lines import parsed
+from app.files.whole import disk_errors
+from app.initial import accounting, held
+from app.initial.region import Piece, Region
 from app.record import run_folder
+from app.task import Adapters, LowRank
 
 Shape = tuple[int, ...]
 
 IN_FOLDERS = (run_folder.MODEL, run_folder.MODEL_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files of weights that a folder is taken for: of a finished run, and of transformers."""
+_COMPARED = 1 << 20
+"""Elements that are compared at a time."""
 _NESTED = ("state_dict", "model_state_dict", "model")
 """Where programs put the weights into what they save beside them."""
 
@@ -74,7 +75,7 @@ def fill(model: torch.nn.Module, stored: Stored) -> None:
     A rank that has a share of it reads that alone; a whole one takes their precision. A tensor of several names, as tied
     embeddings have, is stored once. Raises CheckpointError.
     """
-    dtypes = [it for it in stored.dtypes.values() if isinstance(it, torch.dtype) and it.is_floating_point]
+    dtypes = [it for it in stored.dtypes.values() if isinstance(it, torch.dtype) and it.is_floating_point and it.itemsize > 1]
     if dtypes and not held.is_divided(model):
         model.to(dtypes[0])
     tensors = fitting(model, stored)
@@ -82,18 +83,59 @@ def fill(model: torch.nn.Module, stored: Stored) -> None:
         stored.read_into(name, tensors[name].values, tensors[name].region)
 
 
-def fitting(model: torch.nn.Module, stored: Stored) -> dict[str, held.Held]:
-    """Return a model's tensors by name. Raises CheckpointError if others are stored."""
+def fitting(model: torch.nn.Module, stored: Stored) -> dict[str, Piece]:
+    """Return a model's tensors by the names that are stored. Raises CheckpointError if others are stored, or not all."""
+    tensors = named(model, stored.shapes)
+    if wrong := {**differences(tensors, stored), **contradictions(tensors, stored)}:
+        raise CheckpointError(accounting.listed(wrong.values()))
+    return tensors
+
+
+def named(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Piece]:
+    """Return a model's tensors by name; of one that has several, as tied embeddings have, by those that are stored."""
     all_held = held.held(model)
     tensors = {name: all_held[name] for name in model.state_dict(keep_vars=True)}
-    there = {id(tensor) for name, tensor in tensors.items() if name in stored.shapes}
-    for name in tensors.keys() | stored.shapes.keys():
-        if name not in tensors:
-            raise CheckpointError(f"the model has no {name}")
-        shape = tensors[name].shape
-        if stored.shapes.get(name, shape) != shape or (name not in stored.shapes and id(tensors[name]) not in there):
-            raise CheckpointError(f"{name} is {stored.shapes.get(name, 'not there')} but must be {shape}")
-    return tensors
+    there = {id(tensor) for name, tensor in tensors.items() if name in stored}
+    return {name: tensor for name, tensor in tensors.items() if name in stored or id(tensor) not in there}
+
+
+def differences(tensors: Mapping[str, Piece], stored: Stored) -> dict[str, str]:
+    """Say by name what cannot be taken of what is stored for these tensors of a model."""
+    both = [name for name in tensors if name in stored.shapes]
+    told = accounting.differences(
+        [name for name in tensors if name not in stored.shapes],
+        [name for name in stored.shapes if name not in tensors],
+        [(name, stored.shapes[name], tensors[name].shape) for name in both if stored.shapes[name] != tensors[name].shape],
+    )
+    for name in both:
+        there, here = stored.dtypes[name], tensors[name].values.dtype
+        if not isinstance(there, torch.dtype) or (here.is_floating_point and not there.is_floating_point):
+            told.setdefault(name, f"{name} is {word(there)} in the file and {word(here)} in the model")
+    return told
+
+
+@torch.no_grad()
+def contradictions(tensors: Mapping[str, Piece], stored: Stored) -> dict[str, str]:
+    """Say by name which tensors that are stored by several names, because the model ties them, have different values there."""
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(it), name)) for name, it in tensors.items() if name in stored.shapes]
+    ties = [(one, other) for one, other in pairs if one != other and stored.shapes[one] == stored.shapes[other]]
+    return accounting.differences((), (), ties=[one for one, other in ties if not _are_equal(stored, tensors[one], one, other)])
+
+
+def _are_equal(stored: Stored, tensor: Piece, one: str, other: str) -> bool:
+    for part in tensor.region.pieces(_COMPARED):
+        values, others = (torch.empty(part.count, dtype=tensor.values.dtype) for _ in range(2))
+        stored.read_into(one, values, part)
+        stored.read_into(other, others, part)
+        if not torch.allclose(values, others, rtol=0, atol=0, equal_nan=True):
+            return False
+    return True
+
+
+def word(dtype: torch.dtype | str) -> str:
+    """Return how people write a type."""
+    return str(dtype).removeprefix("torch.")
 
 
 def open_stored(place: Path) -> Stored:
@@ -104,7 +146,7 @@ def open_stored(place: Path) -> Stored:
 
 
 def _of_file(path: Path) -> Stored:
-    with telling(path, "read"), regular.opened(path) as opened:
+    with disk_errors(path, "read"), regular.opened(path) as opened:
         begin = opened.read(4)
     if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
         return _of_pickle(path)
@@ -115,12 +157,14 @@ def _of_file(path: Path) -> Stored:
 
 def _of_index(path: Path) -> Stored:
     """A model that transformers has divided among files beside the index."""
-    with telling(path, "read"):
+    with disk_errors(path, "read"):
         text = regular.content(path)
     try:
-        file_of = {str(name): str(file) for name, file in json.loads(text)["weight_map"].items()}
+        file_of = {str(name): str(file) for name, file in parsed(text)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an index of weights: it has no weight_map from names to files") from error
+    if outside := next((file for file in file_of.values() if Path(file).name != file), None):
+        raise CheckpointError(f"{path} names {outside}, which is not a file in its folder: it cannot be used")
     parts = {file: _of_file(path.parent / file) for file in sorted(set(file_of.values()))}
     for name, file in file_of.items():
         if name not in parts[file].shapes:
@@ -134,8 +178,7 @@ def _of_index(path: Path) -> Stored:
 
 def _of_pickle(path: Path) -> Stored:
     try:
-        # Torch's older files are no archives, and cannot be mapped.
-        saved: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        saved = foreign.pickled(path)
     except Exception as error:  # a broken pickle may raise anything (Python's documentation of `pickle`)
         why = str(error).strip().partition("\n")[0]
         raise CheckpointError(
@@ -186,3 +229,59 @@ def _of_checkpoint(folder: Path) -> Stored:
         dtypes | {name: buffer.dtype for name, buffer in buffers.items()},
         read_into,
     )
+
+
+# ---- Adapters: small matrices beside a weight, which are added to it for files of plain weights. Only they are whole in memory
+
+
+def merged(contents: Mapping[str, Content], adapters: Adapters | None) -> dict[str, Content]:
+    """Return the weights of a model as a plain one has them. Each of the given contents may be taken once."""
+    if adapters is None:
+        return dict(contents)
+    found = {}
+    for name, content in contents.items():
+        plain, low = adapters.names.get(name, name), adapters.sums.get(adapters.names.get(name, name))
+        if name not in adapters.alone:
+            added = content if low is None else _added(content, contents[low.down], contents[low.up], low)
+            found[plain] = added
+    return found
+
+
+def as_here(stored: Stored, adapters: Adapters | None) -> Stored:
+    """Return stored weights by the names that the model has for them; those of a run with such matrices have these."""
+    if adapters is None:
+        return stored
+    here = {there: name for name, there in adapters.names.items()}
+    return stored.renamed({here.get(name, name): name for name in stored.shapes})
+
+
+def _added(base: Content, down: Content, up: Content, low: LowRank) -> Content:
+    return Content(base.dtype, base.shape, _sums(base, down, up, low))
+
+
+def _sums(base: Content, down: Content, up: Content, low: LowRank) -> Iterator[bytes]:
+    """Yield the chunks of the weight with the product added, in float64 until they are rounded to the weight's type."""
+    columns, dtype = base.shape[1], tensor_file.dtype_in_torch(base.dtype)
+    assert isinstance(dtype, torch.dtype)
+    left, right = (_tensor(up), _tensor(down)) if not low.transposed else (_tensor(down).T, _tensor(up).T)
+    at = 0
+    for chunk in base.chunks:
+        values = torch.frombuffer(bytearray(chunk), dtype=dtype)
+        first, end = at // columns, -(-(at + len(values)) // columns)
+        product = (left[first:end] @ right).flatten()[at - first * columns :][: len(values)]
+        yield _bytes((values.double() + low.factor * product).to(dtype))
+        at += len(values)
+
+
+def _tensor(content: Content) -> torch.Tensor:
+    dtype = tensor_file.dtype_in_torch(content.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return torch.frombuffer(bytearray(_joined(content.chunks)), dtype=dtype).view(content.shape).double()
+
+
+def _joined(chunks: Iterable[bytes | bytearray | memoryview]) -> bytes:
+    return b"".join(bytes(chunk) for chunk in chunks)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.view(torch.uint8).numpy().tobytes()

@@ -2,7 +2,7 @@
 
 The files are what any safetensors reads and writes; this does it by itself for the sake of memory. `save_file` wants all
 tensors on the CPU at once and the file read again for its hash: here a tensor of any size and device passes through memory
-once, in chunks of durable.CHUNK_BYTES. And `safe_open` maps the whole file, privately and writable (0.8.0), which counts as
+once, in chunks of whole.CHUNK_BYTES. And `safe_open` maps the whole file, privately and writable (0.8.0), which counts as
 the process's own memory where that is limited, and which Linux refuses for a file larger than the machine's memory.
 
 Needs no torch, until tensors are given or asked for.
@@ -20,9 +20,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.checkpoints import durable
-from app.checkpoints.durable import Stamp, telling
 from app.errors import CheckpointError
+from app.files import whole
+from app.files.lines import is_count, parsed
+from app.files.whole import Stamp, disk_errors
 from app.initial.region import Region
 
 if TYPE_CHECKING:
@@ -39,10 +40,16 @@ _TORCH_NAMES = {
     "I8": "int8",
     "U8": "uint8",
     "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
 }
-"""The dtypes that can be saved: safetensors' name and torch's."""
-_NAMES = {name: ours for ours, name in _TORCH_NAMES.items()}
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""The dtypes that can be read: safetensors' name and torch's."""
+_NAMES = {name: ours for ours, name in _TORCH_NAMES.items() if not ours.startswith("F8")}
+"""Those that can be saved."""
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1} | {
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
 
 OF_TORCH = {"format": "pt"}
 """Metadata by which libraries recognise a file as torch's."""
@@ -100,7 +107,9 @@ def contents(tensors: Mapping[str, torch.Tensor], *, on_chunk: Callable[[], obje
     return {name: Content(dtype_of(name, it), tuple(it.shape), chunks(it, on_chunk)) for name, it in tensors.items()}
 
 
-def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str] | None = None) -> Stamp:
+def write(
+    path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str] | None = None, *, final: Path | None = None
+) -> Stamp:
     """Write tensors that are given as their bytes, and wait until the disk has them. Raises CheckpointError."""
     # Wide elements first, as safetensors itself does it: then each tensor's data is aligned to its element.
     ordered = sorted(contents.items(), key=lambda named: -_ITEM_BYTES[named[1].dtype])
@@ -112,7 +121,12 @@ def write(path: Path, contents: Mapping[str, Content], metadata: Mapping[str, st
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return durable.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)))
+    return whole.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)), final=final)
+
+
+def is_known(dtype: Any) -> bool:
+    """Return whether a name is that of a type that can be read."""
+    return isinstance(dtype, str) and dtype in _ITEM_BYTES
 
 
 def item_bytes(dtype: str) -> int:
@@ -130,7 +144,7 @@ def chunks(tensor: torch.Tensor, on_chunk: Callable[[], object] = lambda: None) 
     import torch
 
     flat = tensor.detach().reshape(-1)
-    for part in flat.split(durable.CHUNK_BYTES // flat.element_size()):
+    for part in flat.split(whole.CHUNK_BYTES // flat.element_size()):
         on_chunk()
         yield memoryview(part.cpu().contiguous().view(torch.uint8).numpy())
 
@@ -140,7 +154,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with telling(path, "read"):
+        with disk_errors(path, "read"):
             self._descriptor = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor)
             size_bytes = os.fstat(self._descriptor).st_size
@@ -149,29 +163,37 @@ class TensorFile:
             raise self._broken("it has no header")
         self._data_start = 8 + header_bytes
         try:
-            header = json.loads(self._read(8, header_bytes))
+            header = parsed(self._read(8, header_bytes))
             header.pop("__metadata__", None)
             self.dtypes: dict[str, str] = {name: it["dtype"] for name, it in header.items()}
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(it["shape"]) for name, it in header.items()}
             self._offsets: dict[str, tuple[int, int]] = {name: tuple(it["data_offsets"]) for name, it in header.items()}
+            for name, (first, end) in self._offsets.items():
+                if (
+                    not all(map(is_count, (first, end, *self.shapes[name])))
+                    or first > end
+                    or not isinstance(self.dtypes[name], str)
+                ):
+                    raise ValueError(f"{name} has the shape {self.shapes[name]} and the offsets {[first, end]}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._broken("its header is invalid") from error
         if max((end for _, end in self._offsets.values()), default=0) != size_bytes - self._data_start:
             raise self._broken(f"it has {size_bytes} bytes, and its header says another size")
 
+    def check(self, name: str, dtype: str, count: int) -> None:
+        """Raise CheckpointError if the file has no tensor of a name with this type and so many elements."""
+        if self.dtypes.get(name) != dtype or prod(self.shapes[name]) != count:
+            raise self._broken(f"it has no {name} of {count} elements of {dtype}")
+        next(self.chunks(name, 0, 0), None)
+
     def chunks(self, name: str, start: int, stop: int) -> Iterator[bytearray]:
         """Yield the bytes of the elements start .. stop - 1 of a flattened tensor, in chunks of whole elements."""
-        dtype = self.dtypes[name]
-        if dtype not in _ITEM_BYTES:
-            raise CheckpointError(
-                f"{name} in {self.path} is {dtype}, which cannot be read; supported: {', '.join(_ITEM_BYTES)}."
-            )
-        item_bytes, (first, end) = _ITEM_BYTES[dtype], self._offsets[name]
+        item_bytes, (first, end) = self._item_bytes(name), self._offsets[name]
         if prod(self.shapes[name]) * item_bytes != end - first:
             raise self._broken(f"the offsets of {name} do not match its size")
         offset = self._data_start + first
         assert 0 <= start <= stop <= prod(self.shapes[name]), (name, start, stop)
-        step = durable.CHUNK_BYTES // item_bytes
+        step = whole.CHUNK_BYTES // item_bytes
         for position in range(start, stop, step):
             yield self._read(offset + position * item_bytes, min(step, stop - position) * item_bytes)
 
@@ -182,6 +204,7 @@ class TensorFile:
         """
         import torch
 
+        self._item_bytes(name)
         target, dtype = values.detach(), getattr(torch, _TORCH_NAMES[self.dtypes[name]])
         assert target.is_contiguous(), name
         there = there or Region.flat(0, prod(self.shapes[name]))
@@ -194,7 +217,7 @@ class TensorFile:
 
     def bytes_into(self, name: str, target: bytearray, wanted: Region, there: Region) -> None:
         """Do so with the bytes of the elements."""
-        size = _ITEM_BYTES[self.dtypes[name]]
+        size = self._item_bytes(name)
         for part, chunk in self._parts(name, wanted, there):
             begin, between, gap = wanted.inside(part).start * size, wanted.distance(part) * size, there.distance(part) * size
             for number in range(part.runs):
@@ -203,9 +226,10 @@ class TensorFile:
 
     def _parts(self, name: str, wanted: Region, there: Region) -> Iterator[tuple[Region, bytearray]]:
         """Yield what is there and wanted, with the bytes from the first to the last of it, few of which are others."""
-        most = durable.CHUNK_BYTES // _ITEM_BYTES[self.dtypes[name]]
+        size = self._item_bytes(name)
+        most = whole.CHUNK_BYTES // size
         for both in there.overlaps(wanted):
-            apart = there.distance(both) - both.run > _READ_OVER_BYTES // _ITEM_BYTES[self.dtypes[name]]
+            apart = there.distance(both) - both.run > _READ_OVER_BYTES // size
             for part in both.pieces(both.run if apart and both.run <= most else most):
                 place = there.inside(part)
                 yield part, next(self.chunks(name, place.start, place.end))
@@ -214,13 +238,21 @@ class TensorFile:
         """Return a tensor, on the CPU."""
         import torch
 
+        self._item_bytes(name)
         tensor = torch.empty(self.shapes[name], dtype=getattr(torch, _TORCH_NAMES[self.dtypes[name]]))
         self.read_into(name, tensor.view(-1))
         return tensor
 
+    def _item_bytes(self, name: str) -> int:
+        if (dtype := self.dtypes[name]) not in _ITEM_BYTES:
+            raise CheckpointError(
+                f"{name} in {self.path} is {dtype}, which cannot be read; supported: {', '.join(_ITEM_BYTES)}."
+            )
+        return _ITEM_BYTES[dtype]
+
     def _read(self, offset: int, count: int) -> bytearray:
         buffer = bytearray(count)
-        with telling(self.path, "read"):
+        with disk_errors(self.path, "read"):
             if os.preadv(self._descriptor, [buffer], offset) != count:
                 raise self._broken("it ends early")
         return buffer

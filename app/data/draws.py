@@ -4,7 +4,7 @@ A sample number is epoch * dataset size + index (see `order.py`). So a sample ge
 rank, in any worker, after any resume. `Draws` computes them for a batch, on the device of its sample numbers, with bits
 that are equal on every device; `HostDraws` gives those of a batch to the host, where samples are made, and `SampleDraws`
 those of one sample in plain Python, for what is made one at a time. What `Draws` derives from the bits is exact as well,
-except `beta` (float32 rounding).
+except `beta` and `normal` (float32 rounding).
 
     draws = Draws(seed, batch["samples"])
     flip = draws.uniform("flip") < 0.5
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.data.hash64 import MIX_FIRST, MIX_SECOND, derive_key, mix64, mix64_array
+from app.data.hash64 import GOLDEN64, MIX_FIRST, MIX_SECOND, derive_key, mix64, mix64_array
 
 _MAX_INT64 = 2**63 - 1
 _BITS24 = 2**24 - 1
@@ -46,13 +46,23 @@ class Draws:
         """Return the draws of the first of each `count` samples: of pairs that share one, for instance."""
         return Draws(self._seed, self._samples[::count], None if self._numbers is None else self._numbers[::count])
 
-    def bits(self, purpose: str) -> Tensor:
-        """Return 64 random bits per sample: int64 [B]."""
-        return mix64_tensor(self._base ^ _signed(_purpose_key(purpose)))
+    def bits(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+        """Return 64 random bits for each sample, or for each element of a shape: int64 [B, *shape]."""
+        bits = mix64_tensor(self._base ^ _signed(_purpose_key(purpose)))
+        if not shape:
+            return bits
+        lanes = torch.arange(1, math.prod(shape) + 1, device=bits.device) * _signed(GOLDEN64)
+        return mix64_tensor(bits.unsqueeze(-1) + lanes).view(*bits.shape, *shape)
 
-    def uniform(self, purpose: str) -> Tensor:
-        """Return float32 [B] in [0, 1), multiples of 2**-24: all that float32 can tell apart just below 1."""
-        return _unit(_shift_right(self.bits(purpose), 40))
+    def uniform(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+        """Return float32 [B, *shape] in [0, 1), multiples of 2**-24: all that float32 can tell apart just below 1."""
+        return _unit(_shift_right(self.bits(purpose, shape), 40))
+
+    def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+        """Return float32 [B, *shape] from the standard normal distribution, by the method of Box and Muller."""
+        bits = self.bits(purpose, shape)
+        radius = torch.sqrt(-2 * torch.log1p(-_unit(_shift_right(bits, 40)).double()))
+        return (radius * torch.cos(_unit(_shift_right(bits, 16) & _BITS24).double() * (2 * math.pi))).float()
 
     def integers(self, purpose: str, high: int | Tensor) -> Tensor:
         """Return int64 [B] in [0, high), for high of at least 1 (one number, or int64 [B]). Its bias is high / 2**63."""
@@ -112,19 +122,30 @@ class HostDraws:
         """Return the random numbers of the sample at a position in the batch."""
         return SampleDraws(self._seed, int(self.samples[position]))
 
-    def uniform(self, purpose: str) -> NDArray[np.float32]:
-        """Return float32 [B] in [0, 1): the values of `Draws.uniform`."""
-        uniform: NDArray[np.float32] = (self._bits(purpose) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    def uniform(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
+        """Return float32 [B, *shape] in [0, 1): the values of `Draws.uniform`."""
+        uniform: NDArray[np.float32] = (self._bits(purpose, shape) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return uniform
+
+    def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
+        """Return float32 [B, *shape] from the standard normal distribution: the values of `Draws.normal`, up to rounding."""
+        bits = self._bits(purpose, shape)
+        radius = np.sqrt(-2 * np.log1p(-((bits >> np.uint64(40)) * 2.0**-24)))
+        angle = ((bits >> np.uint64(16)) & np.uint64(_BITS24)) * (2.0**-24 * 2 * np.pi)
+        normal: NDArray[np.float32] = (radius * np.cos(angle)).astype(np.float32)
+        return normal
 
     def integers(self, purpose: str, high: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return int64 [B] in [0, high), for high of at least 1 (one number, or int64 [B]): the values of `Draws.integers`."""
         integers: NDArray[np.int64] = (self._bits(purpose) & np.uint64(_MAX_INT64)).astype(np.int64) % high
         return integers
 
-    def _bits(self, purpose: str) -> NDArray[np.uint64]:
+    def _bits(self, purpose: str, shape: tuple[int, ...] = ()) -> NDArray[np.uint64]:
         base = mix64_array(self.samples.astype(np.uint64) + np.uint64(_seed_key(self._seed)))
         bits: NDArray[np.uint64] = mix64_array(base ^ np.uint64(_purpose_key(purpose)))
+        if shape:
+            lanes = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * np.uint64(GOLDEN64)
+            bits = mix64_array(bits[:, None] + lanes).reshape(*bits.shape, *shape)
         return bits
 
 

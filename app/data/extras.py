@@ -9,9 +9,9 @@ from app.errors import DataError
 
 
 @contextmanager
-def extra(what: str, package: str) -> Iterator[None]:
+def extra(what: str) -> Iterator[None]:
     """Say what to install if an import in the block fails. Raises DataError."""
     try:
         yield
     except ImportError as error:
-        raise DataError(f"{what} needs a library that is not installed ({error}): pip install {package}") from error
+        raise DataError(f'{what} needs a library that is not installed ({error}): pip install "samerun[formats]"') from error

@@ -68,8 +68,8 @@ class Rank:
     """Random numbers that its device draws in a second: how fast it works."""
     node: Node | None = None
     """What was measured once on its node, in the node's first rank."""
-    known_answers_s: float = 0.0
-    """Seconds for the operations with known answers, in all precisions."""
+    arithmetic_s: float = 0.0
+    """Seconds of the arithmetic check, in all precisions."""
     wrong_answers: Sequence[str] = ()
     """What it computed of them, with what is right."""
 

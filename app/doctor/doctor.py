@@ -108,8 +108,8 @@ def _examine(
     with waiting("each device alone"):
         runtime.accelerator.wait_for_everyone()
         numbers_per_s = probe.numbers_per_s(device)
-    with waiting("known answers"):
-        wrong_answers, known_answers_s, notes = probe.known_answers(runtime)
+    with waiting("arithmetic"):
+        wrong_answers, arithmetic_s = probe.wrong_answers(runtime)
     with waiting("the sums of all ranks"):
         all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
     with waiting("clocks and links"):
@@ -138,13 +138,12 @@ def _examine(
             versions=probe.software(device),
             numbers_per_s=numbers_per_s,
             node=node,
-            known_answers_s=known_answers_s,
+            arithmetic_s=arithmetic_s,
             wrong_answers=wrong_answers,
         )
         ranks = runtime.gather(own)
     runtime.close()
-    notes = [*runtime.notes, *notes]
-    return Examination(ranks=ranks, all_reduces=all_reduces, notes=notes)
+    return Examination(ranks=ranks, all_reduces=all_reduces, notes=runtime.notes)
 
 
 def _all_reduces(runtime: Runtime) -> list[AllReduce]:
@@ -238,7 +237,7 @@ def _cells(rank: Rank) -> dict[str, str]:
         "device": rank.device if rank.device == rank.device_name else f"{rank.device} {rank.device_name}",
         "driver": rank.versions.get("driver", "-"),
         "memory GiB\nfree/total": memory,
-        "known\nanswers s": f"{rank.known_answers_s:.2f}",
+        "arithmetic\ncheck s": f"{rank.arithmetic_s:.2f}",
         "million\nnumbers/s": f"{rank.numbers_per_s / 1e6:,.0f}",
     }
 

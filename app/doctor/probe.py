@@ -21,8 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from app.device import arithmetic
-from app.device.known_answers import GENERAL, NARROW
+from app.checks import arithmetic
 from app.doctor.diagnosis import Node
 from app.ranks.handshake import versions
 from app.ranks.runtime import Runtime
@@ -50,30 +49,12 @@ def numbers_per_s(device: torch.device) -> float:
     return at_a_time * times / (time.perf_counter() - start_s)
 
 
-def known_answers(runtime: Runtime) -> tuple[list[str], float, list[str]]:
-    """Return what this rank computed wrongly, the seconds it took, and notes for all.
-
-    What few models compute, and a version of torch computes wrongly on a kind of device, is a note: a run that meets it is
-    refused at its start.
-    """
+def wrong_answers(runtime: Runtime) -> tuple[list[str], float]:
+    """Return what this rank computes wrongly, and the seconds that the check took."""
+    start_s = time.perf_counter()
     half = [torch.bfloat16] if runtime.device.type == "cpu" else [torch.bfloat16, torch.float16]
-    ranks, faults = arithmetic.examine(runtime, [torch.float32, *half], GENERAL)
-    narrow, met = arithmetic.examine(runtime, half, NARROW)
-    notes = [
-        f"{fault.text} (rank {fault.by.rank} on {fault.by.host}). Runs whose models compute this are refused"
-        for fault in met[:1]
-    ]
-    notes += [
-        f"{fault.text} (rank {fault.by.rank} on {fault.by.host}). {arithmetic.IN_DOUBT}"
-        for fault in faults
-        if not arithmetic.is_certain(fault)
-    ]
-    notes += [
-        f"rank {each.rank} on {each.host} could not compute all known answers: {each.failed}" for each in ranks if each.failed
-    ]
-    own = runtime.launched.rank
-    wrong = [fault.text for fault in faults if fault.by.rank == own and arithmetic.is_certain(fault)]
-    return wrong, ranks[own].elapsed_s + narrow[own].elapsed_s, notes
+    faults = arithmetic.examine(runtime, [torch.float32, *half], arithmetic.OPERATIONS)
+    return [fault.text for fault in faults if fault.rank == runtime.launched.rank], time.perf_counter() - start_s
 
 
 def time_all_reduces(device: torch.device) -> Iterator[tuple[int, list[float], bool]]:

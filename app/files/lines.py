@@ -20,7 +20,7 @@ MOST = 2**63 - 1
 """Upper limit of any count that a run writes; a larger number means that the file is damaged."""
 
 
-def parsed(text: bytes) -> Any:
+def parsed(text: bytes | bytearray) -> Any:
     """Return the JSON value of a line or a file. Raises ValueError, with a short reason, for what is none."""
     try:
         return json.loads(text.decode())

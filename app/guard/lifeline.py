@@ -19,6 +19,7 @@ from contextlib import suppress
 import psutil
 
 from app.place.environment import LAUNCHER
+from app.place.processes import kill_all_with
 
 _LOOK_EVERY_S = 0.5
 _NOTICE_S = 1.0
@@ -70,7 +71,7 @@ class Lifeline:
                 "its newest checkpoint"
             )
         if self._mark:  # all of this machine: a launcher that sees this one end would end the others, but not their children
-            _end_all_with(self._mark)
+            kill_all_with(LAUNCHER, self._mark)
         end_children()
         os._exit(1)
 
@@ -103,13 +104,6 @@ def end_children() -> None:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
-
-
-def _end_all_with(mark: str) -> None:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has just ended, or is somebody else's
-            if process.pid != os.getpid() and process.environ().get(LAUNCHER) == mark:
-                process.kill()
 
 
 def _command_line(process: psutil.Process) -> str:

@@ -40,6 +40,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
+        self._runtime.store_watch.stop()  # it watched the start
         if self._timeout_s > 0:
             self._thread.start()
         return self
@@ -80,7 +81,7 @@ class Watchdog:
     def _write_stacks(self, headline: str) -> None:
         """Write them below those of earlier times. Raises RunFolderError."""
         made = self._claim.place / self._path.name
-        with self._claim.telling(self._path), made.open("w") as file:
+        with self._claim.errors(self._path), made.open("w") as file:
             file.write(self._path.read_text(errors="replace") if self._path.exists() else "")
             file.write(f"{headline}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
             file.flush()

@@ -1,7 +1,7 @@
 """The model of a task and its initial weights: the same bits under every preset and on any number of processes.
 
-A task that has `init` builds its model without memory, and then fills one unit of it after the other (`units`). The model of
-one that has not is built whole on every process.
+A task that has `init_module` builds its model without memory, and then fills one unit of it after the other (`units`).
+The model of one that does not is built whole on every process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from app.errors import PresetError
-from app.initial import fsdp2, tensor_parallel, whole, zero3
+from app.initial import fsdp2, tensor_parallel, zero3
 from app.initial.held import as_text, digest_of, is_divided
-from app.initial.units import Units, block_classes, check_left
+from app.initial.units import Units, as_in, block_classes, check_left, listed, places, popped
 from app.ranks.runtime import Runtime
-from app.task import Task
+from app.task import Task, overrides
 
 _LARGE_BYTES = 1e9
 
@@ -28,7 +28,7 @@ def made(task: Task, facts: Mapping[str, Any], *, seed: int) -> tuple[nn.Module,
     Without units the model is on the CPU, with weights of torch's global generator. Raises RecipeError.
     """
     with zero3.transformers_unaware():
-        if not callable(getattr(task, "init", None)):
+        if not overrides(task, "init_module"):
             return task.model(facts), None
         with torch.device("meta"):
             model = task.model(facts)
@@ -37,11 +37,24 @@ def made(task: Task, facts: Mapping[str, Any], *, seed: int) -> tuple[nn.Module,
     return model, Units(task, model, seed=seed)
 
 
+def check(runtime: Runtime, model: nn.Module) -> None:
+    """Raise PresetError if the model, which has no memory yet or is whole, cannot be sharded as the preset asks."""
+    launched = runtime.launched
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars and launched.strategy != "ddp":
+        raise PresetError(
+            f"{listed(scalars)} of the model has no dimensions, and FSDP2 and DeepSpeed do not train such parameters: make it "
+            "a vector of one element in the task's model, as in nn.Parameter(torch.zeros(1)), or use multi_gpu.yaml"
+        )
+    if launched.tensor_parallel > 1:
+        tensor_parallel.check(model, launched.tensor_parallel)
+
+
 def fill(runtime: Runtime, model: nn.Module, units: Units) -> str:
     """Give the model the units' numbers, in its place, and return their digest, of this rank's own.
 
     Under FSDP2, ZeRO-3 and tensor parallelism a rank keeps its share of each unit. Raises RecipeError for what the task's
-    `init` has not filled. Called by all ranks together.
+    `init_module` has not filled. Called by all ranks together.
     """
     total = _Total()
     _fill(runtime, model, units, total.add)
@@ -51,13 +64,12 @@ def fill(runtime: Runtime, model: nn.Module, units: Units) -> str:
 def to_read_into(runtime: Runtime, dtype: torch.dtype, task: Task, facts: Mapping[str, Any]) -> nn.Module:
     """Return the task's model with some weights, for others to be read into, in full precision under every preset.
 
-    Where the preset divides a model that is drawn by units, each rank has its share of it; one of a task without `init` is
-    whole. Called by all ranks together. Raises PresetError if it cannot be divided as asked.
+    Where the preset divides a model that is drawn by units, each rank has its share of it; one of a task without
+    `init_module` is whole. Called by all ranks together. Raises PresetError if it cannot be divided as asked.
     """
     model, units = made(task, facts, seed=0)
     if units is not None:
-        if runtime.launched.tensor_parallel > 1:
-            tensor_parallel.check(model, runtime.launched.tensor_parallel)
+        check(runtime, model)
         with fsdp2.in_full_precision(runtime.accelerator):
             _fill(runtime, model.to(dtype), units, lambda *_: None)
     return model
@@ -86,9 +98,8 @@ def _fill(runtime: Runtime, model: nn.Module, units: Units, note: Callable[[str,
         assert runtime.mesh is not None
         if not fsdp2.can_divide(accelerator):
             raise PresetError(
-                "under tensor parallelism a preset must not set dynamo_config, "
-                "fsdp_cpu_ram_efficient_loading or fsdp_ignored_modules, because the model is sharded before "
-                "Accelerate prepares it: remove them"
+                "under tensor parallelism a preset must not set fsdp_cpu_ram_efficient_loading or fsdp_ignored_modules, "
+                "because the model is sharded before Accelerate prepares it: remove them"
             )
         tensor_parallel.divide(model, runtime.mesh["tp"])
         fsdp2.fill(accelerator, model, units, note, runtime.mesh["dp_shard"])
@@ -97,8 +108,27 @@ def _fill(runtime: Runtime, model: nn.Module, units: Units, note: Callable[[str,
     elif strategy == "deepspeed" and zero3.can_divide(accelerator):
         zero3.fill(accelerator, model, units, note)
     else:
-        whole.fill(model, units, note)
+        _fill_whole(model, units, note)
     check_left(model)
+
+
+@torch.no_grad()
+def _fill_whole(model: nn.Module, units: Units, note: Callable[[str, Tensor], None] = lambda *_: None) -> None:
+    """Give a model on torch's meta device its parameters and buffers on the CPU, with the units' numbers.
+
+    What is one tensor in several places stays one: tied embeddings. `note` is called with each tensor, by its name.
+    """
+    where = places(model)
+    for _, drawn in units.drawn():
+        for name, values in popped(drawn):
+            module, key = where[name][0]
+            meta = getattr(module, key)
+            real = as_in(meta, values)
+            note(name, real)
+            if isinstance(meta, nn.Parameter):
+                real = nn.Parameter(real, requires_grad=meta.requires_grad)
+            for module, key in where[name]:
+                setattr(module, key, real)
 
 
 class _Total:
@@ -130,7 +160,7 @@ def whole_model(task: Task, facts: Mapping[str, Any], *, seed: int = 0) -> nn.Mo
     """Return the task's model, whole on the CPU of this process."""
     model, units = made(task, facts, seed=seed)
     if units is not None:
-        whole.fill(model, units)
+        _fill_whole(model, units)
         check_left(model)
     return model
 
@@ -142,14 +172,14 @@ def notes(model: nn.Module, units: Units | None) -> list[str]:
         return []
     return [
         (
-            f"every process holds the whole model while it is built, {size / 1e9:.1f} GB: a task with `init` "
+            f"every process holds the whole model while it is built, {size / 1e9:.1f} GB: a task with `init_module` "
             "draws it part by part (docs/your-own-task.md)"
         )
     ]
 
 
 def _without_memory(model: nn.Module) -> None:
-    """Forget the numbers of buffers that were made on a device by name: `init` fills them as all others."""
+    """Forget the numbers of buffers that were made on a device by name: `init_module` fills them as all others."""
     for module in model.modules():
         module._buffers.update({key: it if it is None else it.to("meta") for key, it in module._buffers.items()})
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils.dataclasses import DynamoBackend
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,13 +24,9 @@ from app.initial.units import Units, places, popped
 
 
 def can_divide(accelerator: Accelerator) -> bool:
-    """Whether a model may be sharded before `prepare`. Under some presets `prepare` would first wrap or compile layers."""
+    """Return whether a model can be sharded before `prepare`, which under some presets would first wrap layers or fill them."""
     plugin: Any = accelerator.state.fsdp_plugin
-    return not (
-        plugin.cpu_ram_efficient_loading
-        or plugin.ignored_modules
-        or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-    )
+    return not (plugin.cpu_ram_efficient_loading or plugin.ignored_modules)
 
 
 def offloads(accelerator: Accelerator) -> bool:

@@ -6,8 +6,8 @@ looks at them, does it by these regions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,38 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from app.data import hash64
+from app.errors import TrainingError
 from app.initial import fsdp2, zero3
-from app.initial.region import Region, copies
+from app.initial.region import BUFFER, WEIGHT, Piece, Region, copies
+from app.ranks.runtime import Runtime
 
 _CHUNK = 1 << 16
 """Elements that are hashed at a time: what fits the processor's caches."""
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """Some elements of a parameter or buffer, or all."""
-
-    name: str
-    """The first that it has in the model."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    region: Region
-    """Which elements they are."""
-    values: Tensor
-    """The elements, 1-D, on any device: live."""
-    is_parameter: bool
-    copy: int
-    """Of the ranks that have the same elements, where parameters are divided, which one this is; 0: the first."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the elements."""
-        return self.values.dtype
-
-
-def held(model: nn.Module) -> dict[str, Held]:
-    """Return what this rank has of each parameter and buffer, by all of its names; what is tied is one `Held`."""
-    found: dict[int, Held] = {}
+def held(model: nn.Module) -> dict[str, Piece]:
+    """Return what this rank has of each parameter and buffer, by all of its names; what is tied is one `Piece`."""
+    found: dict[int, Piece] = {}
     divided = is_divided(model)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: found.setdefault(id(tensor), _held(name, tensor, divided=divided)) for name, tensor in named}
@@ -59,16 +39,31 @@ def is_divided(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) or zero3.is_divided(parameter) for parameter in model.parameters())
 
 
+def check_finite(runtime: Runtime, model: nn.Module, source: str) -> None:
+    """Raise TrainingError, on all ranks, for a weight from `source` that is not finite. A mask in a buffer may be infinite."""
+    with runtime.together():
+        for it in held(model).values():
+            if not it.values.dtype.is_floating_point or not it.values.numel():
+                continue
+            extremes = [float(value) for value in it.values.aminmax()]  # without memory; a NaN is both of them
+            wrong = [value for value in extremes if math.isnan(value) or (it.key == WEIGHT and math.isinf(value))]
+            if wrong:
+                raise TrainingError(
+                    f"the initial weights from {source} contain {wrong[0]}, in {it.name}: nothing can be trained from them. "
+                    "Use weights that are finite, or correct what initializes this tensor."
+                )
+
+
 def digest(model: nn.Module, gather: Callable[[Any], list[Any]]) -> str:
     """Return a hash of the model's parameters and buffers, of 16 hexadecimal digits: the same one however it is divided.
 
     Called by all ranks together; `gather` returns every rank's value.
     """
     tensors = {id(it): it for it in held(model).values()}.values()
-    parameters = sum(digest_of(it.name, it.values, it.region) for it in tensors if it.is_parameter and it.copy == 0)
+    parameters = sum(digest_of(it.name, it.values, it.region) for it in tensors if it.key == WEIGHT and it.copies[1] == 0)
     if is_divided(model):
         parameters = sum(gather(parameters))
-    return as_text(parameters + sum(digest_of(it.name, it.values) for it in tensors if not it.is_parameter))
+    return as_text(parameters + sum(digest_of(it.name, it.values) for it in tensors if it.key == BUFFER))
 
 
 def digest_of(name: str, values: Tensor, region: Region | None = None) -> int:
@@ -105,14 +100,13 @@ def as_text(total: int) -> str:
     return f"{total & hash64.MASK64:016x}"
 
 
-def _held(name: str, tensor: Tensor, *, divided: bool) -> Held:
-    is_parameter = isinstance(tensor, nn.Parameter)
+def _held(name: str, tensor: Tensor, *, divided: bool) -> Piece:
+    key = WEIGHT if isinstance(tensor, nn.Parameter) else BUFFER
     if zero3.is_divided(tensor):
         shape, start, values = zero3.flat_range(tensor)
         count = max(0, min(values.numel(), prod(shape) - start))
-        return Held(name, shape, Region.flat(start, count), values[:count], is_parameter, 0)
-    copy = copies(tensor, name)[1] if divided and is_parameter else 0
+        return Piece(key, name, shape, Region.flat(start, count), values[:count])
+    number = copies(tensor, name) if divided and key == WEIGHT else (1, 0)
     if isinstance(tensor, DTensor):
-        region, values = fsdp2.rows(name, tensor)
-        return Held(name, tuple(tensor.shape), region, values, is_parameter, copy)
-    return Held(name, tuple(tensor.shape), Region.flat(0, tensor.numel()), tensor.detach().view(-1), is_parameter, copy)
+        return Piece(key, name, tuple(tensor.shape), *fsdp2.rows(name, tensor), number)
+    return Piece(key, name, tuple(tensor.shape), Region.flat(0, tensor.numel()), tensor.detach().view(-1), number)

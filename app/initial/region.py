@@ -7,7 +7,7 @@ where tensors are given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,9 @@ from app.errors import PresetError
 
 if TYPE_CHECKING:
     import torch
+
+WEIGHT, AVERAGE, BUFFER = "weight", "average", "buffer"
+"""Keys of full-precision weights, of their moving average, and of buffers."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -127,6 +130,28 @@ class Region:
         for number in range(0, self.runs, together):
             runs = min(together, self.runs - number)
             yield Region.made(self.start + number * self.stride, runs * self.run, self.run, self.stride)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Elements of one tensor, addressed by its name and a region, never by a rank."""
+
+    key: str
+    """WEIGHT, AVERAGE, BUFFER, or the optimizer's own name of a state tensor ("exp_avg", "momentum_buffer", ...)."""
+    name: str
+    """Plain name of the parameter or buffer, as in model.safetensors."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor: the parameter's, but for states of optimizers that step on whole parameters only."""
+    region: Region
+    values: torch.Tensor
+    """The elements, 1-D, on any device; a view of live memory where it is read into."""
+    copies: tuple[int, int] = (1, 0)
+    """Number of ranks that hold the same elements, and which of them this one is."""
+
+    def share(self) -> Piece:
+        """Return the even share of it that this rank writes."""
+        first, stop = self.region.share(*self.copies)
+        return replace(self, region=self.region.part(first, stop), values=self.values[first:stop], copies=(1, 0))
 
 
 def _of_same_rows(one: Region, other: Region) -> Region | None:

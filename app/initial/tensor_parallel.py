@@ -22,7 +22,7 @@ from app.errors import PresetError
 from app.ranks import sample_dropout
 
 _COLUMNS, _ROWS = 1, 0
-_DIVIDED = {
+DIVIDED = {
     "embedding_rowwise": _ROWS,
     "colwise": _ROWS,
     "colwise_gather_output": _ROWS,
@@ -44,16 +44,16 @@ def check(model: nn.Module, parts: int) -> None:
     """Raise PresetError if a model on torch's meta device cannot be split into so many parts."""
     asked, kind = f"tensor parallelism of {parts} processes", type(model).__name__
     if not all(parameter.is_meta for parameter in model.parameters()):
-        raise PresetError(f"{asked} needs a task with `init`, which draws weights part by part: add `init`, or use fsdp2.yaml")
+        raise PresetError(f"{asked} needs a task that draws weights part by part: add `init_module` to it, or use fsdp2.yaml")
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if not any(rule in _DIVIDED and rule not in _WHOLE_AGAIN for rule in plan.values()):
+    if not any(rule in DIVIDED and rule not in _WHOLE_AGAIN for rule in plan.values()):
         raise PresetError(
             f"{asked} needs a model with a tensor parallel plan (transformers' tp_plan), and {kind} has none: "
             "use fsdp2.yaml, which shards any model"
         )
-    if unknown := {rule for rule in plan.values() if rule not in _DIVIDED and rule != _SUMMED}:
+    if unknown := {rule for rule in plan.values() if rule not in DIVIDED and rule != _SUMMED}:
         raise PresetError(f"{asked} does not support {', '.join(sorted(unknown))} in the plan of {kind}: use fsdp2.yaml")
-    rules = _rules(model, parts)
+    rules = rules_of(model, parts)
     for name, rule in rules.items():
         _check_layer(model, name, rule, asked)
     sizes = _sizes(model, rules)
@@ -68,14 +68,14 @@ def check(model: nn.Module, parts: int) -> None:
 def _check_layer(model: nn.Module, name: str, rule: str, asked: str) -> None:
     module, holder = model.get_submodule(name), name.rpartition(".")[0]
     more = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
-    if more or (rule in _DIVIDED and not isinstance(module, (nn.Linear, nn.Embedding))):
+    if more or (rule in DIVIDED and not isinstance(module, (nn.Linear, nn.Embedding))):
         raise PresetError(
             f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: a "
             "divided layer must be a plain torch layer, without LoRA adapters. Use fsdp2.yaml"
         )
     beside = dict(model.get_submodule(holder).named_children())
     drops = [key for key, layer in beside.items() if sample_dropout.rate(layer) > 0]
-    if drops and rule in _DIVIDED and rule not in _WHOLE_AGAIN:
+    if drops and rule in DIVIDED and rule not in _WHOLE_AGAIN:
         raise PresetError(
             f"{asked} cannot use dropout in {holder}.{drops[0]}, because like {name} it may see only a part "
             "of each sample. Set that dropout to 0, or use fsdp2.yaml"
@@ -87,7 +87,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     divided: dict[int, Any] = {}
-    for name, rule in _rules(model, mesh.size()).items():
+    for name, rule in rules_of(model, mesh.size()).items():
         module = model.get_submodule(name)
         if rule == _SUMMED:
             _sum_gradients(module, mesh)
@@ -102,7 +102,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
             style.install_forward(module, mesh)
 
 
-def _rules(model: nn.Module, parts: int) -> dict[str, str]:
+def rules_of(model: nn.Module, parts: int) -> dict[str, str]:
     """The rule of each module that has one.
 
     Layers that take and return what is whole stay whole if their weights cannot be divided evenly, or are also another layer's
@@ -132,10 +132,10 @@ def _sizes(model: Any, rules: Mapping[str, str]) -> dict[str, int]:
     config = getattr(model, "config", None)
     found = {what: size for what in _HEADS if (size := getattr(config, what, None))}
     for name, rule in rules.items():
-        if rule in _DIVIDED and rule not in _WHOLE_AGAIN:
-            what = "inputs" if _DIVIDED[rule] else "outputs"
+        if rule in DIVIDED and rule not in _WHOLE_AGAIN:
+            what = "inputs" if DIVIDED[rule] else "outputs"
             weight: Any = model.get_submodule(name).weight
-            found[f"{what} of {name.rpartition('.')[2]}"] = weight.shape[_DIVIDED[rule]]
+            found[f"{what} of {name.rpartition('.')[2]}"] = weight.shape[DIVIDED[rule]]
     return found
 
 

@@ -24,14 +24,14 @@ _EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 
 
 class Units:
-    """The units of a model, which a task with `init` fills."""
+    """The units of a model, which a task with `init_module` fills."""
 
     def __init__(self, task: Any, model: nn.Module, *, seed: int) -> None:
         """`model` is as the task built it, on torch's meta device; a copy is kept. Raises RecipeError if it is elsewhere."""
         if real := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
             raise RecipeError(
-                f"{type(task).__name__} has `init`, so its model must be built on torch's meta device, "
-                f"without memory, but {_listed(real)} has memory: do not set a device where the model is built"
+                f"{type(task).__name__} has `init_module`, so its model must be built on torch's meta device, "
+                f"without memory, but {listed(real)} has memory: do not set a device where the model is built"
             )
         self._task, self._seed, self._model = task, seed, copy.deepcopy(model)
         self._units = _units(self._model, block_classes(task, model))
@@ -42,7 +42,7 @@ class Units:
         """Yield each unit's name, and its parameters and buffers, on the CPU, by their names in the model; each tensor once.
 
         Whoever takes them out of the dict (`popped`) has the memory of one unit at a time.
-        Raises RecipeError, which names it, for what the task's `init` has not filled.
+        Raises RecipeError, which names it, for what the task's `init_module` has not filled.
         """
         owner = self._owners()
         for unit, is_block in self._units.items():
@@ -81,7 +81,7 @@ class Units:
         self._looked_at.add(type(module))
         if empty:
             raise RecipeError(
-                f"the task's `init` has not filled {_listed(empty)}, of "
+                f"the task's `init_module` has not filled {listed(empty)}, of "
                 f"{f'the unit {unit}' if unit else 'the model itself'}, a {type(module).__name__}: it must "
                 "fill every parameter and buffer of a unit, without NaN"
             )
@@ -94,7 +94,7 @@ class Units:
             _materialise(part, made, with_ones=with_ones)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(hash64.derive_key(self._seed, "initial weights", unit))
-            self._task.init(self._model, unit, twin)
+            self._task.init_module(self._model, unit, twin)
         return {name: tensor.detach() for name, tensor in _named(twin, unit, recurse=is_block)}
 
 
@@ -104,8 +104,7 @@ def block_classes(task: Any, model: nn.Module) -> set[str]:
     Without those that hold the model's embeddings, as BERT's do: Accelerate's FSDP2 gathers embeddings by themselves, and torch
     refuses to divide a parameter twice (accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`).
     """
-    said = getattr(task, "blocks", None)
-    blocks = set(getattr(model, "_no_split_modules", None) or () if said is None else said)
+    blocks = set(getattr(model, "_no_split_modules", None) or () if task.blocks is None else task.blocks)
     apart = {id(found()) for name in _EMBEDDINGS if callable(found := getattr(model, name, None))}
     within = {type(it).__name__ for it in model.modules() if any(id(part) in apart for part in it.modules() if part is not it)}
     return blocks - within
@@ -150,7 +149,7 @@ def check_left(model: nn.Module) -> None:
     ]
     if held:
         raise RecipeError(
-            f"{_listed(held)} of the model has no values: it is neither a parameter nor a buffer, so `init` "
+            f"{listed(held)} of the model has no values: it is neither a parameter nor a buffer, so `init_module` "
             "never sees it. Register it with register_buffer(..., persistent=False)"
         )
 
@@ -209,6 +208,7 @@ def _named(module: nn.Module, prefix: str, *, recurse: bool) -> Iterator[tuple[s
     return ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in named)
 
 
-def _listed(names: Collection[str]) -> str:
+def listed(names: Collection[str]) -> str:
+    """Return the first of some names, for a message."""
     shown = list(names)[:_MOST_NAMED]
     return ", ".join(shown) + (f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")

@@ -78,7 +78,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the block as training. In a profile it bears this name (app/profiling/account.py)."""
+        """Do not count the block as training. In a profile it has this name."""
         self.lap("other")
         self._spent_s, start_s, self._is_paused = self.training_s, time.perf_counter(), True
         try:

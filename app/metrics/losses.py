@@ -43,6 +43,10 @@ class Losses:
         self._counts.append(loss.count)
         self._sums.append(sums)
 
+    def counted(self) -> Tensor:
+        """Return what the passes of the first step were means over, together, a float64 scalar; called before its end."""
+        return torch.stack([torch.as_tensor(count, device=self._device).double() for count in self._counts]).sum()
+
     def end_step(self, skipped: Tensor | bool) -> None:
         """Finish a step; what was skipped (as `Step.skipped`) has no part in the sums. All steps have equally many passes."""
         self._skipped.append(skipped)

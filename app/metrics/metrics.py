@@ -24,7 +24,7 @@ from app.ranks.runtime import Runtime
 from app.recipe.schema import LogRecipe
 from app.record import ledger, run_folder
 from app.record.claim import Claim
-from app.task import SAMPLES, Loss
+from app.task import COUNT_RULE, SAMPLES, Loss
 from app.trackers.trackers import Trackers
 
 _RECORD_EVERY_S = 1.0
@@ -60,6 +60,7 @@ class Metrics:
         self.units = Units(unit)
         self._fed = Fed()
         self._unseen: list[Step] = []
+        self._first_step = first_step
         self._seen_steps, self._ended_steps, self._grad_norm = first_step, first_step, math.nan
         # What the next line must say, and what the ledger's has to.
         self._skipped_to_log: list[int] = []
@@ -81,6 +82,8 @@ class Metrics:
 
         `total` is what the `Loss.count` of all its passes on all ranks were to add up to; a tensor is a scalar.
         """
+        if step == self._first_step + 1:  # later ones at the next log, so that no step waits
+            self._check_counts(float(self._runtime.reduce(self._losses.counted())), float(total))
         self._fed.end_step()
         self._unseen.append(taken)
         self.units.end_step(total)
@@ -103,7 +106,8 @@ class Metrics:
         samples = steps * self._global_batch_size
         (loss_sum, counted, *sums), readings = self._gauges.read(self._losses.take(), since, samples=samples)
         counts = self.units.take()
-        self._check_counts(counted, counts)
+        skipped = {at - self._logged_steps - 1 for at in self._skipped_to_log}
+        self._check_counts(counted, sum(count for place, count in enumerate(counts) if place not in skipped))
         loss = loss_sum / max(counted, 1)
         self._unrecorded_s += samples / readings["samples_per_s"]  # the mean of the ranks, so that they agree
         if self._unrecorded_s >= _RECORD_EVERY_S or not math.isfinite(loss):
@@ -135,19 +139,12 @@ class Metrics:
         self._write(run_folder.METRICS, line, shown=line)
         return line
 
-    def _check_counts(self, counted: float, counts: Sequence[float]) -> None:
-        """Raise TrainingError, on all ranks, if the loss was not a mean over as much as the gradient took it for.
-
-        `counts` are those that the gradients of the steps since the last line were weighed by.
-        """
-        skipped = {step - self._logged_steps - 1 for step in self._skipped_to_log}
-        expected = sum(count for place, count in enumerate(counts) if place not in skipped)
+    def _check_counts(self, counted: float, expected: float) -> None:
+        """Raise TrainingError, on all ranks, if the losses since the last line were not means over as much as expected."""
         if counted != expected:
             raise TrainingError(
                 f"the losses since step {self._logged_steps} are means over {counted:,.0f} in total, but the "
-                f"gradients were weighted as means over {expected:,.0f}. A step's gradient is that of the "
-                "mean over its whole global batch, so Loss.count must be what `count` of the samples or of "
-                "the task returns, or the number of samples if neither exists"
+                f"gradients were weighted as means over {expected:,.0f}. {COUNT_RULE}"
             )
 
     def _reported(self, sums: Sequence[float]) -> dict[str, float | None]:

@@ -142,6 +142,7 @@ def takes_verdict(optimizer: torch.optim.Optimizer, device: torch.device) -> boo
     return is_fused and device.type in _FUSED_DEVICES
 
 
+@torch.optim.Optimizer.profile_hook_step
 @torch.no_grad()
 def fused_sgd_step(optimizer: Any) -> None:
     """Take the step of torch's SGD by its fused kernel, unless `optimizer.found_inf` (a float32 scalar on the device) is 1.
@@ -158,10 +159,10 @@ def fused_sgd_step(optimizer: Any) -> None:
             for parameter in parameters:
                 if not optimizer.state[parameter]:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            momenta = [_local(optimizer.state[parameter]["momentum_buffer"]) for parameter in parameters]
+            momenta = [local(optimizer.state[parameter]["momentum_buffer"]) for parameter in parameters]
         sgd(
-            [_local(parameter) for parameter in parameters],
-            [_local(parameter.grad) for parameter in parameters],
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters],
             momenta,
             fused=True,
             found_inf=optimizer.found_inf,
@@ -169,5 +170,6 @@ def fused_sgd_step(optimizer: Any) -> None:
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

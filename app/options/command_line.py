@@ -47,16 +47,34 @@ _ACCELERATES = {
 _OF_LAUNCHERS = {**_ACCELERATES, "num_processes": "--processes", "processes_per_node": "--processes-per-node"}
 
 
+class _Once(argparse._StoreAction):
+    """Stores the value of an option, and refuses a second one, which argparse would take without a word."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        if option_string and self.dest in parser._given:
+            parser.error(f"{option_string} is given twice ({parser._given[self.dest]} and {values}): keep one of them")
+        parser._given[self.dest] = values
+        super().__call__(parser, namespace, values, option_string)
+
+
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises UsageError, one sentence, where the other prints its usage; no option is abbreviated."""
 
     def __init__(self, **settings: Any) -> None:
         """`settings` are those of `ArgumentParser`."""
         super().__init__(allow_abbrev=False, **settings)
+        self._given: dict[str, Any] = {}
+        for name in (None, "store"):
+            self.register("action", name, _Once)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(f"{message.removeprefix('argument ')} (`{self.prog} --help` lists the options)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments that are known. Raises UsageError for an option that is given twice."""
+        self._given = {}
+        return super().parse_known_args(args, namespace)
 
     def parse_all(self, argv: Sequence[str] | None, *, also: Collection[str] = ()) -> argparse.Namespace:
         """Parse options and positional arguments in any order; None: those of this program. Raises UsageError for others.

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 def names(text: str) -> list[str]:
     """Return the words of an option with commas between them, each once."""
-    return list(dict.fromkeys(filter(None, text.split(","))))
+    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
 def numbers(text: str) -> list[int]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from app.errors import PresetError, TopologyError
-from app.place import degrees, started_ranks
+from app.place import deepspeed_file, degrees, started_ranks
 from app.place.environment import END_TIME, PRESET_FILE, START_TIME, SUBMIT_TIME, check_threads, number, said
 from app.place.slurm_variables import JOB
 
@@ -151,6 +151,7 @@ def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence
             f"the environment has {there} but not {', '.join(missing)}: a process needs all of {', '.join(_TORCHRUN)} to find "
             "the others. Start the run with `accelerate launch` or `samerun launch`, or unset these variables."
         )
+    number(environ, "MASTER_PORT")
     world_size, rank = number(environ, "WORLD_SIZE"), number(environ, "RANK")
     if not 0 <= rank < world_size:
         raise TopologyError(f"RANK is {rank} and WORLD_SIZE is {world_size}: the rank must be in 0..{world_size - 1}.")
@@ -260,6 +261,8 @@ def _strategy(environ: Mapping[str, str]) -> Strategy:
     if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
         raise PresetError("the preset's distributed_type is MEGATRON_LM: use MULTI_GPU, DEEPSPEED or FSDP (fsdp_version: 2).")
     if _is_true(environ, "ACCELERATE_USE_DEEPSPEED"):
+        if file := environ.get(deepspeed_file.VARIABLE):
+            deepspeed_file.read(file)  # refuses what the file must not say
         return "deepspeed"
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         if environ.get("FSDP_VERSION", "1") != "2":

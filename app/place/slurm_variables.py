@@ -7,6 +7,7 @@ shell of salloc is told nothing of its GPUs. Pure: the environment is a mapping 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,14 +81,25 @@ class Slurm:
         return JOB.node not in self.environment
 
     def number(self, name: str) -> int:
-        """Value of a variable that must be there, such as 2; a type may go before it, as in `a100:2`. Raises TopologyError."""
+        """Value of a variable that must be there, such as 2. Raises TopologyError."""
+        value = self._value(name)
+        if not (value.isascii() and value.isdecimal()):
+            raise TopologyError(f"{name} is {value!r}: it must be a whole number. {UNSET}")
+        return int(value)
+
+    def gpus(self, name: str) -> int:
+        """Return the number of GPUs that a variable gives, of all types: 4 of `a100:2,h100:2`. Raises TopologyError."""
+        value = self._value(name)
+        try:
+            return sum(gpus_of(value).values())
+        except ValueError as error:
+            raise TopologyError(f"{name} is {value!r}: {error}. {UNSET}") from error
+
+    def _value(self, name: str) -> str:
         value = self.environment.get(name)
         if value is None:
             raise TopologyError(f"{JOB.job_id} is set, but {name} is not: Slurm did not create this environment. {UNSET}")
-        found = re.fullmatch(r"(?:.*:)?(\d+)", value)
-        if not found:
-            raise TopologyError(f"{name} is {value!r}: it must be a whole number. {UNSET}")
-        return int(found[1])
+        return value
 
     def counts(self, name: str) -> list[tuple[int, int]]:
         """Return the numbers of a variable for its nodes in their order: `4(x2),1` is 4 on 2 nodes, then 1 on one."""
@@ -107,17 +119,55 @@ class Slurm:
 
         Raises TopologyError for a list that cannot be read.
         """
-        from hostlist import BadHostlist, expand_hostlist  # only in Slurm's jobs, so that elsewhere nothing asks for it
-
         listed = self.environment.get(self.names.hosts, "")
         try:
-            return tuple(expand_hostlist(listed))
-        except BadHostlist as error:
+            return tuple(hosts_of(listed))
+        except ValueError as error:
             raise TopologyError(f"{self.names.hosts} is {listed!r}, which is not a list of nodes: {error}. {UNSET}") from error
 
     def said(self, *names: str) -> str:
         """The variables with their values, for messages: `SLURM_NODEID=1`."""
         return said(self.environment, *names)
+
+
+def hosts_of(listed: str) -> list[str]:
+    """Return the names in Slurm's words for several nodes, in their order: `a,n[01-02,7]` is a, n01, n02, n7.
+
+    Raises ValueError for other words.
+    """
+    part = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+    if not re.fullmatch(f"{part}(?:,{part})*", listed):
+        raise ValueError("expected names such as node[01-03,7],login1")
+    names: list[str] = []
+    for word in re.findall(part, listed):
+        pieces = re.split(r"\[([^]]*)\]", word)  # text and numbers in turn
+        choices = [_numbers(piece) if at % 2 else [piece] for at, piece in enumerate(pieces)]
+        names += map("".join, itertools.product(*choices))
+    return names
+
+
+def _numbers(ranges: str) -> list[str]:
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        if last and int(last) < int(first):
+            raise ValueError(f"[{item}] counts down")
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def gpus_of(text: str) -> dict[str, int]:
+    """Return the number of GPUs of each type in Slurm's words: `4`, `a100:4`, `gpu:a100:4` or `a100:2,h100:2`.
+
+    A number without a type has the type "". Raises ValueError for other words.
+    """
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"(?:gpu:)?(?:([\w.-]+):)?(\d+)", part, re.ASCII)
+        if not found:
+            raise ValueError("it must be a number of GPUs, such as 4, a100:4 or a100:2,h100:2")
+        counts[found[1] or ""] = counts.get(found[1] or "", 0) + int(found[2])
+    return counts
 
 
 def is_in_step(environment: Mapping[str, str]) -> bool:

@@ -193,14 +193,11 @@ def _hosts(environment: Mapping[str, str], starter: Starter, read: Callable[[str
     slurm = Slurm(environment, STEP if starter.name == "srun" else JOB)
     if slurm.names.hosts in environment:
         return slurm.hosts(), slurm.names.hosts
-    for name in ("PBS_NODEFILE", "PE_HOSTFILE"):
-        if name in environment:
-            try:
-                lines = read(environment[name]).splitlines()
-            except OSError:  # the file is on the first host only: then it is as if it were not there
-                continue
-            return [line.split()[0] for line in lines if line.strip()], name
-    return [], ""
+    try:
+        lines = read(environment["PBS_NODEFILE"]).splitlines()
+    except (KeyError, OSError):  # the file is on the first host only: then it is as if it were not there
+        return [], ""
+    return [line.split()[0] for line in lines if line.strip()], "PBS_NODEFILE"
 
 
 def _port(environment: Mapping[str, str], starter: Starter) -> int:

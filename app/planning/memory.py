@@ -1,181 +1,299 @@
 """How much memory a device needs for a step of training, by kind, before the job: no GPU, no weights, seconds.
 
-What a pass holds is traced on tensors without data (`passes`). What lies there all the time is counted: weights, the states of
-the optimizer (`states`), gradients where they have a place of their own. What DeepSpeed takes is worked out (`zero`).
+What a pass holds is traced on tensors without data (`tracing`). What exists during the whole step is counted: weights, the
+optimizer's states, gradients in buffers of their own.
+
+What DeepSpeed takes for ZeRO is computed from its settings, as the shipped presets have them: at their defaults. It is not
+traced, because its engine does not run on tensors without data. The rules were read in deepspeed 0.19.8
+(runtime/zero/stage_1_and_2.py, stage3.py, config.py); benchmarks/RESULTS.md has measurements.
+
+Not counted: the libraries' memory on a GPU, fragmentation, workspaces of kernels, evaluations, checkpoints and building.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
-from app.planning import model as models
-from app.planning import passes, states, tensor_parallel, zero
-from app.planning.case import STRATEGIES, Case, Memory
-from app.planning.ledger import KINDS, Bytes
-from app.planning.model import Blueprint, Sizes, of_model
-from app.recipe.schema import Recipe
+from app.optim import from_recipe
+from app.place.sharding import Sharding
+from app.planning import blueprint as blueprints
+from app.planning import tracing
+from app.planning.blueprint import Blueprint
+from app.planning.tracing import KINDS, Bytes, How, Ledger
+from app.recipe import optimizers
+from app.recipe.schema import OptimRecipe, Recipe
 
-__all__ = ["LEFT_OUT", "STRATEGIES", "Case", "Memory", "Sizes", "largest_micro_batch", "of_model", "peak"]
+Shape = tuple[int, ...]
 
-_ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
+_WHOLE = 4
+"""Bytes of a number that DeepSpeed's optimizer steps on."""
+_BUCKET = 500_000_000
+"""Elements of the buffer that DeepSpeed adds up gradients in, for a model of any size (`reduce_bucket_size`)."""
+_LIVE = 1_000_000_000
+"""Elements of weights that ZeRO-3 can keep gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`)."""
+_SUBGROUP = 1_000_000_000
+"""Elements that ZeRO-3 steps on at a time (`sub_group_size`)."""
 _SIZES = (2, 4)
-"""Samples of the passes that are traced. One alone is another matter for batch normalization."""
+"""Samples of the passes that are traced. One alone is different for batch normalization."""
 _SHARDS = (2, 8, 64)
-"""Numbers of shards that are traced: others lie between two of them, or beyond the last. One alone gathers nothing, and is
-traced where it is asked for."""
-_FSDP2 = ("fsdp2", "hsdp", "tensor_parallel")
+"""Numbers of shards that are traced: others are between two of them, or beyond the last. One alone gathers nothing, and is
+traced where it is needed."""
+_PRIMES = (2, 3, 5, 7, 11, 13)
 
-LEFT_OUT = (
-    (
-        "memory of the libraries on a GPU (CUDA context, NCCL's buffers, workspaces of cuBLAS and cuDNN): "
-        "counted as 0, not calibrated on a GPU"
-    ),
-    "fragmentation in torch's allocator",
-    "the workspace of each kernel while it runs",
-    "evaluations, checkpoints and building the model, which happen outside the steps",
-    "on a CPU, FSDP2's gather of a whole weight through gloo",
-)
-"""What an estimate does not hold."""
+
+class Memory(NamedTuple):
+    """Bytes of one device at the worst moment of a step, by kind."""
+
+    weights: int = 0
+    """Weights that the device keeps, and those that it gathers for a pass."""
+    gradients: int = 0
+    """Gradients, and buffers in which they are added up."""
+    optimizer: int = 0
+    """Its states, float32 copies of weights in half precision, and an average of the weights (`train.ema_decay`)."""
+    activations: int = 0
+    """Tensors that layers keep for the backward pass, and work with."""
+    loss: int = 0
+    """The same for the last layer and the loss: logits."""
+    buffers: int = 0
+    """Buffers of the model, such as running statistics."""
+    host: int = 0
+    """Bytes of the host's memory that this process takes for what is offloaded; not part of `total`."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return sum(self) - self.host
+
+    def plus(self, **more: int) -> Memory:
+        """Return it with more bytes of some kinds."""
+        return self._replace(**{kind: getattr(self, kind) + count for kind, count in more.items()})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe under a sharding, with a micro-batch."""
+
+    recipe: Recipe
+    sharding: Sharding
+    micro_batch: int = 1
+    """Samples of a pass on one rank."""
+    data_ranks: int = 1
+    """Ranks among which the global batch is divided."""
+    precision: str = "no"
+    """Accelerate's word: no, bf16 or fp16."""
+    recomputes: bool = False
+    """Whether blocks are recomputed in the backward pass."""
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which a copy of the model is sharded by FSDP2, 0 without it."""
+        return self.data_ranks // self.sharding.replicas if self.sharding.kind == "fsdp2" else 0
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are tensors of their own, not in the buckets of DDP or DeepSpeed."""
+        return self.sharding.kind == "fsdp2" or (self.sharding.stage == 0 and self.data_ranks == 1)
 
 
 def peak(case: Case) -> Memory:
     """Return what a device of the case needs.
 
-    This process must not have joined others. Raises DataError if what the data tells of the model is not known, RecipeError for
-    a task whose loss looks at numbers, or for tensor parallelism of a model without a plan.
+    This process must not have joined others. Raises DataError if the model depends on data that is missing, RecipeError for a
+    task whose loss looks at numbers, and PresetError for tensor parallelism that the model does not allow.
     """
-    blueprint = _of_one_rank(case.plain_recipe, case.tensor_parallel)
-    kept = _kept(case, blueprint)
-    held = _passes(case, blueprint)
+    blueprint = blueprints.of_one_rank(case.recipe, case.sharding.tensor_parallel)
+    kept = (_kept_by_zero if case.sharding.stage else _kept)(case, blueprint).plus(
+        buffers=sum(buffer.nbytes for buffer in blueprint.model.buffers())
+    )
+    accumulates = case.recipe.train.global_batch_size // (case.micro_batch * case.data_ranks) > 1
     moments = [
-        kept.plus(**dict(zip(KINDS, bytes_of_kinds, strict=True))).plus(**_of_pass(case, blueprint, phase))
-        for phase, bytes_of_kinds in held.items()
+        kept.plus(**dict(zip(KINDS, held, strict=True))).plus(**_of_zero_in(phase, case, blueprint, accumulates=accumulates))
+        for phase, held in _passes(case, blueprint).items()
+        if accumulates or not phase.endswith(tracing.LATER)
     ]
-    named = [replace(moment, moment=phase) for moment, phase in zip(moments, held, strict=True)]
-    moments = [*named, _step(case, blueprint, kept)]
-    worst = max(moments, key=lambda it: it.total)
-    return replace(worst, host=max(moment.host for moment in moments))
+    moments.append((_step_of_zero if case.sharding.stage else _step)(case, blueprint, kept))
+    return max(moments, key=lambda it: it.total)._replace(host=max(moment.host for moment in moments))
 
 
-def largest_micro_batch(case: Case, limit: int, *, most: int | None = None) -> int:
-    """Return the largest micro-batch with which a case fits into so many bytes; 0: none does.
+def _shapes(case: Case, blueprint: Blueprint, *, trained: bool) -> list[Shape]:
+    """Return the shapes of rank 0's rows of the parameters, as torch.chunk divides them."""
+    shapes = [tuple(it.shape) for it in blueprint.model.parameters() if it.requires_grad == trained]
+    return [(math.ceil(shape[0] / max(case.shards, 1)), *shape[1:]) if shape else shape for shape in shapes]
 
-    Between two sizes the peak lies on a line, or above it only where another moment of the step becomes the worst: so two
-    peaks tell where to look, and what is returned was looked at, with the next size too large. `most`: no larger one is
-    wanted; None: what a rank's share of the global batch is.
-    """
-    most = most or max(case.plain_recipe.train.global_batch_size // case.data_ranks, 1)
 
-    @functools.cache
-    def of(size: int) -> int:
-        return peak(replace(case, micro_batch=size)).total
-
-    if of(1) > limit:
-        return 0
-    low, high = 1, most + 1  # low fits, high does not or is not wanted
-    guess = min(2, most)
-    while high - low > 1:
-        if of(guess) <= limit:
-            low = guess
-        else:
-            high = guess
-        other = high if high <= most else max(1, low - 1)
-        slope = (of(other) - of(low)) / (other - low) if other != low else 0
-        ahead = low + math.floor((limit - of(low)) / slope) if slope > 0 else most
-        guess = min(max(ahead, low + 1), high - 1)
-    return low
+def _itemsize(recipe: Recipe) -> int:
+    dtype: torch.dtype = getattr(torch, recipe.train.dtype)
+    return dtype.itemsize
 
 
 def _kept(case: Case, blueprint: Blueprint) -> Memory:
-    """What lies there during the whole step."""
-    recipe, strategy = case.plain_recipe, case.strategy
-    itemsize = torch.finfo(getattr(torch, recipe.train.dtype)).bits // 8
-    trainable = [tuple(it.shape) for it in blueprint.model.parameters() if it.requires_grad]
-    buffers = blueprint.sizes.buffers
-    if strategy in _ZERO:
-        return zero.kept(case, blueprint).plus(buffers=buffers)
-    shards = case.shards if strategy in _FSDP2 else 1
-    mine = [_rows(shape, shards) for shape in trainable]
-    frozen = [_rows(tuple(it.shape), shards) for it in blueprint.model.parameters() if not it.requires_grad]
-    average = sum(map(math.prod, mine)) * itemsize if recipe.train.ema_decay is not None else 0
+    """Return what exists during the whole step on one process, under DDP and FSDP2."""
+    recipe, itemsize, mine = case.recipe, _itemsize(case.recipe), _shapes(case, blueprint, trained=True)
+    trained, frozen = (sum(map(math.prod, it)) * itemsize for it in (mine, _shapes(case, blueprint, trained=False)))
+    average = trained if recipe.train.ema_decay is not None else 0
     return Memory(
-        weights=sum(map(math.prod, (*mine, *frozen))) * itemsize,
-        gradients=sum(map(math.prod, trainable)) * itemsize if strategy == "ddp" else 0,  # its buckets stay
-        optimizer=states.of_shapes(recipe.optim, mine, itemsize=itemsize) + average,
-        buffers=buffers,
+        weights=trained + frozen,
+        gradients=0 if case.keeps_gradients else trained,  # DDP's buckets stay
+        optimizer=bytes_of_states(recipe.optim, mine, itemsize=itemsize) + average,
     )
-
-
-def _rows(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
-    """The shape of rank 0's rows, as torch.chunk deals them out."""
-    return (math.ceil(shape[0] / shards), *shape[1:]) if shape else shape
-
-
-def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, Bytes]:
-    recipe, strategy = case.plain_recipe, case.strategy
-    preferred = recipe.train.takes_channels_last(
-        tensor_cores=case.device == "cuda" and case.precision != "no", preferred=blueprint.task.channels_last
-    )
-    how = passes.How(
-        micro_batch=case.micro_batch,
-        precision=case.precision,
-        half_weights=strategy in _ZERO and case.precision != "no",
-        checkpoints=case.checkpoint_activations == "blocks",
-        passes=2 if strategy in ("single", *_FSDP2) else 1,
-        keeps_gradients=strategy not in ("ddp", *_ZERO),
-        shards=case.shards if strategy in _FSDP2 else 0,
-        channels_last=preferred,
-    )
-    held = _of_any_size(recipe, case.tensor_parallel, how)
-    return {phase: of_phase for phase, of_phase in held.items() if case.accumulation > 1 or not phase.endswith(passes.LATER)}
-
-
-def _of_any_size(recipe: Recipe, ranks: int, how: passes.How) -> Mapping[str, Bytes]:
-    """What a pass of any size on any number of shards holds: two of each are traced.
-
-    In each phase it grows by the same with every further sample. Of what FSDP2 holds, a part is of whole units, and the rest is
-    divided by the number of shards.
-    """
-    if how.shards <= 1 or how.shards in _SHARDS:
-        few, more = (_traced(recipe, ranks, how._replace(micro_batch=size)) for size in _SIZES)
-        return passes.on_line(few, more, Fraction(how.micro_batch - _SIZES[0], _SIZES[1] - _SIZES[0]))
-    ends = _SHARDS[:2] if how.shards < _SHARDS[1] else _SHARDS[1:]
-    low, high = (_of_any_size(recipe, ranks, how._replace(shards=shards)) for shards in ends)
-    one, other, asked = (Fraction(1, shards) for shards in (*ends, how.shards))
-    return passes.on_line(low, high, (one - asked) / (one - other))
-
-
-@functools.lru_cache(maxsize=256)
-def _traced(recipe: Recipe, ranks: int, how: passes.How) -> Mapping[str, Bytes]:
-    """The trace that several strategies share."""
-    return passes.peaks(_of_one_rank(recipe, ranks), how)
-
-
-@functools.lru_cache(maxsize=8)
-def _of_one_rank(recipe: Recipe, ranks: int) -> Blueprint:
-    whole = models.blueprint(recipe)
-    return whole if ranks == 1 else tensor_parallel.of_one_rank(whole, ranks)
-
-
-def _of_pass(case: Case, blueprint: Blueprint, phase: str) -> dict[str, int]:
-    """What the strategy takes in this phase that no trace has seen."""
-    return zero.in_pass(case, blueprint, phase) if case.strategy in _ZERO else {}
 
 
 def _step(case: Case, blueprint: Blueprint, kept: Memory) -> Memory:
-    """What is held while the optimizer steps."""
-    recipe, strategy = case.plain_recipe, case.strategy
-    if strategy in _ZERO:
-        return replace(zero.step(case, blueprint, kept), moment="step")
-    shards = case.shards if strategy in _FSDP2 else 1
-    itemsize = torch.finfo(getattr(torch, recipe.train.dtype)).bits // 8
-    sizes = [math.prod(_rows(tuple(it.shape), shards)) * itemsize for it in blueprint.model.parameters() if it.requires_grad]
-    extra = states.of_step(recipe.optim, sizes, on_gpu=case.device == "cuda")
-    gradients = 0 if strategy == "ddp" else sum(sizes)
-    return replace(kept.plus(optimizer=extra, gradients=gradients), moment="step")
+    """Return what is held while the optimizer steps."""
+    itemsize = _itemsize(case.recipe)
+    sizes = [math.prod(shape) * itemsize for shape in _shapes(case, blueprint, trained=True)]
+    extra = _bytes_of_step(case.recipe.optim, sizes, on_gpu=case.device == "cuda")
+    return kept.plus(optimizer=extra, gradients=sum(sizes) if case.keeps_gradients else 0)
+
+
+def _zero_sizes(case: Case, blueprint: Blueprint) -> tuple[int, int]:
+    """Return the bytes of a weight under ZeRO, and the trained elements of each rank."""
+    return _WHOLE if case.precision == "no" else 2, math.ceil(blueprint.trainable / case.data_ranks)
+
+
+def _kept_by_zero(case: Case, blueprint: Blueprint) -> Memory:
+    """Return what exists during the whole step under ZeRO."""
+    width, share = _zero_sizes(case, blueprint)
+    average = share * _WHOLE if case.recipe.train.ema_decay is not None else 0
+    optimizer = bytes_of_states(case.recipe.optim, [(share,)]) + average
+    if case.sharding.stage < 3:
+        return Memory(weights=blueprint.parameters * width, optimizer=share * _WHOLE + optimizer)
+    weights = (share + math.ceil((blueprint.parameters - blueprint.trainable) / case.data_ranks)) * width
+    gradients, bucket = share * width, _BUCKET * width
+    if case.sharding.offload:  # also the float32 weights that are stepped on, and their gradients
+        return Memory(gradients=bucket, host=weights + gradients + 2 * share * _WHOLE + optimizer)
+    copies = 0 if width == _WHOLE else share * _WHOLE  # in float32 it steps on the weights themselves
+    return Memory(weights=weights, gradients=gradients + bucket, optimizer=copies + optimizer)
+
+
+def _of_zero_in(phase: str, case: Case, blueprint: Blueprint, *, accumulates: bool) -> dict[str, int]:
+    """Return what ZeRO takes in a phase of a pass, which no trace has seen."""
+    stage, (width, share) = case.sharding.stage, _zero_sizes(case, blueprint)
+    if stage == 3:
+        return {"weights": min(blueprint.parameters, _LIVE + blueprint.largest_unit) * width}
+    if stage and phase.startswith("backward"):
+        return {"gradients": (blueprint.trainable * width if stage == 1 else 0) + share * width + _BUCKET * width}
+    return {"gradients": share * width if stage and accumulates else 0}
+
+
+def _step_of_zero(case: Case, blueprint: Blueprint, kept: Memory) -> Memory:
+    """Return what is held while DeepSpeed's optimizer steps."""
+    width, share = _zero_sizes(case, blueprint)
+    is_offloaded = case.sharding.stage == 3 and case.sharding.offload  # then the optimizer steps on the host
+    extra = _bytes_of_step(case.recipe.optim, [share * _WHOLE], on_gpu=case.device == "cuda" and not is_offloaded)
+    if is_offloaded:
+        return kept.plus(host=extra)
+    if case.sharding.stage < 3:
+        return kept.plus(gradients=share * (width + _WHOLE), optimizer=extra)
+    live = min(blueprint.parameters, _LIVE) * width
+    return kept.plus(gradients=min(share, _SUBGROUP) * _WHOLE, optimizer=extra, weights=live)
+
+
+def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, Bytes]:
+    """Return what a pass holds in each phase."""
+    is_half = case.precision != "no"
+    how = How(
+        micro_batch=case.micro_batch,
+        precision=case.precision,
+        half_weights=case.sharding.stage > 0 and is_half,
+        recomputes=case.recomputes,
+        keeps_gradients=case.keeps_gradients,
+        shards=case.shards,
+        channels_last=case.recipe.train.takes_channels_last(
+            tensor_cores=case.device == "cuda" and is_half, preferred=blueprint.task.channels_last
+        ),
+    )
+    return of_any_size(case.recipe, case.sharding.tensor_parallel, how)
+
+
+def of_any_size(recipe: Recipe, tensor_parallel: int, how: How) -> Mapping[str, Bytes]:
+    """Return what a pass of any size on any number of shards holds: two of each are traced.
+
+    Each phase grows by the same amount with every further sample. Of what FSDP2 holds, a part is of whole units, and the rest
+    is divided by the number of shards.
+    """
+    if how.shards <= 1 or how.shards in _SHARDS:
+        few, more = (_traced(recipe, tensor_parallel, how._replace(micro_batch=size)) for size in _SIZES)
+        return tracing.on_line(few, more, Fraction(how.micro_batch - _SIZES[0], _SIZES[1] - _SIZES[0]))
+    ends = _SHARDS[:2] if how.shards < _SHARDS[1] else _SHARDS[1:]
+    low, high = (of_any_size(recipe, tensor_parallel, how._replace(shards=shards)) for shards in ends)
+    one, other, wanted = (Fraction(1, shards) for shards in (*ends, how.shards))
+    return tracing.on_line(low, high, (one - wanted) / (one - other))
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(recipe: Recipe, tensor_parallel: int, how: How) -> Mapping[str, Bytes]:
+    return tracing.peaks(blueprints.of_one_rank(recipe, tensor_parallel), how)
+
+
+# What an optimizer keeps of each parameter, and what it takes for a step, is found by a step on a tiny parameter. Its
+# dimensions are different primes, which identifies the dimensions of each state.
+
+
+def bytes_of_states(recipe: OptimRecipe, shapes: Iterable[Shape], *, itemsize: int = 4) -> int:
+    """Return the bytes of the optimizer's states for parameters of these shapes, whose numbers have `itemsize` bytes."""
+    dtype, key = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize], _key(recipe)
+    return sum(
+        math.prod(shape[_PRIMES.index(length)] if length in _PRIMES else length for length in state) * size
+        for shape in shapes
+        for state, size in _states(key, len(shape), dtype)
+    )
+
+
+def _bytes_of_step(recipe: OptimRecipe, sizes: list[int], *, on_gpu: bool) -> int:
+    """Return the bytes that a step takes beyond all that is kept, for parameters of these sizes in bytes.
+
+    On GPUs torch's optimizers that have no fused kernel step on all parameters together, and their temporary tensors are as
+    large as these, once or more; on a CPU they step on one after the other.
+    """
+    kind = optimizers.TABLE[recipe.name].torch_name
+    if not sizes or kind in ("Adam", "AdamW") or (kind == "SGD" and on_gpu):  # fused kernels, which work in place
+        return 0
+    return round(_bytes_in_step(_key(recipe), on_gpu) * (sum(sizes) if on_gpu else max(sizes)))
+
+
+def _key(recipe: OptimRecipe) -> OptimRecipe:
+    return replace(recipe, groups=None)
+
+
+@functools.cache
+def _states(recipe: OptimRecipe, dimensions: int, dtype: torch.dtype) -> list[tuple[Shape, int]]:
+    """Return the shape of each state of a parameter [2, 3, 5, ...], and the bytes of one of its numbers."""
+    parameter = nn.Parameter(torch.ones(_PRIMES[:dimensions], dtype=dtype))
+    states = _stepped(recipe, [parameter]).state[parameter].values()
+    return [(tuple(state.shape), state.itemsize) for state in states if isinstance(state, torch.Tensor)]
+
+
+@functools.cache
+def _bytes_in_step(recipe: OptimRecipe, together: bool) -> float:
+    """Return the bytes that are allocated at most in a step with states, for each byte of the parameters."""
+    parameters = [nn.Parameter(torch.ones(64, 64)) for _ in range(4 if together else 1)]
+    optimizer = _stepped(recipe, parameters, foreach=together)
+    ledger = Ledger()
+    ledger.ignore(it for of_one in optimizer.state.values() for it in of_one.values() if isinstance(it, torch.Tensor))
+    ledger.ignore([*parameters, *(it.grad for it in parameters if it.grad is not None)])
+    with ledger:
+        optimizer.step()
+    most = max((sum(held) for held in ledger.peaks.values()), default=0)
+    return most / sum(parameter.nbytes for parameter in parameters)
+
+
+def _stepped(recipe: OptimRecipe, parameters: list[nn.Parameter], *, foreach: bool | None = None) -> torch.optim.Optimizer:
+    module = nn.ParameterDict({f"p{number}_weight": parameter for number, parameter in enumerate(parameters)})
+    optimizer: Any = from_recipe.build(recipe, module, fused=False if foreach else None)
+    for group in optimizer.param_groups:
+        if foreach is not None and "foreach" in group:
+            group["foreach"] = foreach
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer  # type: ignore[no-any-return]

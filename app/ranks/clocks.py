@@ -13,10 +13,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from app.ranks.runtime import Runtime  # torch, which `samerun timeline` does without
+from app.ranks.runtime import Runtime
 
 _MEETINGS = 20
 """Enough for one in which nobody was late: a few milliseconds through gloo."""
@@ -85,27 +83,3 @@ def offset(rank: int, of_all: Sequence[Bounds]) -> Offset:
     least_ns = max(one.least_ns for one in of_all if one.host == host)
     most_ns = min(one.most_ns for one in of_all if one.host == host)
     return Offset((least_ns + most_ns) / 2, abs(most_ns - least_ns) / 2)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Turns a rank's moments into those of the common time axis, which is rank 0's clock since `zero_ns`."""
-
-    zero_ns: int
-    """Unix time, by rank 0's clock."""
-    begin_ns: int
-    """When the first offset was measured, by this rank's clock."""
-    begin: Offset
-    end_ns: int
-    """When the last was."""
-    end: Offset
-
-    @property
-    def error_ns(self) -> float:
-        """How far a moment may be wrong, for clocks that differ by a steady rate in between."""
-        return max(self.begin.error_ns, self.end.error_ns)
-
-    def common_ns(self, moment_ns: int) -> int:
-        """Return when a moment (Unix time by this rank's clock) is on the common axis; a later one is never earlier."""
-        share = (moment_ns - self.begin_ns) / max(1, self.end_ns - self.begin_ns)
-        return moment_ns - self.zero_ns - round(self.begin.ahead_ns + share * (self.end.ahead_ns - self.begin.ahead_ns))

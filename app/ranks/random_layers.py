@@ -12,7 +12,7 @@ def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
 
     Raises RecipeError if it takes none, and on CPU, where torch has no such layer.
     """
-    if not _batchnorms(model):
+    if not batchnorms(model):
         raise RecipeError(
             f"train.sync_batchnorm is true, but the model, {type(model).__name__}, has no batch normalization: remove it"
         )
@@ -29,7 +29,7 @@ def topology_dependence(model: nn.Module) -> list[str]:
     """Return a sentence for each kind of layer through which the same recipe can give another result on other processes."""
     sentences = []
     # One that is frozen is not in training mode: it keeps its statistics.
-    using_batches = {name: layer for name, layer in _batchnorms(model).items() if layer.training}
+    using_batches = {name: layer for name, layer in batchnorms(model).items() if layer.training}
     unsynchronized = [name for name, layer in using_batches.items() if not isinstance(layer, nn.SyncBatchNorm)]
     if unsynchronized:
         sentences.append(
@@ -40,7 +40,8 @@ def topology_dependence(model: nn.Module) -> list[str]:
     return sentences
 
 
-def _batchnorms(model: nn.Module) -> dict[str, nn.Module]:
+def batchnorms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """Return the model's batch normalizations by their names."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
 
 

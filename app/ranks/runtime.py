@@ -35,6 +35,7 @@ from app.errors import PresetError, TopologyError
 from app.place.launched import NO_FP16_ON_CPU, Launched
 from app.ranks import compiled_ops, compiling, deepspeed_settings, devices, malloc, mesh, numerics, quiet
 from app.ranks.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
+from app.ranks.store_watch import StoreWatch
 from app.recipe.batching import BatchPlan
 
 _MEETING_S = 45.0
@@ -78,6 +79,10 @@ class Runtime:
         self._collective = _time_out(hang_timeout_s)
         on_cpu = _runs_on_cpu(launched)
         quiet.set_up(on_cpu=on_cpu)
+        self.store_watch = StoreWatch(launched, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}")
+        """Until the first step; with a --hang-timeout of 0 never."""
+        if hang_timeout_s != 0:
+            self.store_watch.start()
         try:
             store = self._compare_devices(on_cpu=on_cpu)
             with connecting(launched.rank):
@@ -92,6 +97,9 @@ class Runtime:
         # After Accelerate, which sets some of it.
         self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
         compiling.survive_failures(self.accelerator)
+        self.store_watch.phase = "preparing the training"
+        if hang_timeout_s is None:  # tools have no watchdog that takes over
+            self.store_watch.stop()
 
     def _compare_devices(self, *, on_cpu: bool) -> Any:
         """Check that each process has its own device; return the store that they used for it."""
@@ -110,9 +118,11 @@ class Runtime:
 
     @property
     def device(self) -> torch.device:
-        """This process's device."""
+        """This process's device, with its number: in a single process Accelerate's device has none, and threads ask for it."""
         device: torch.device = self.accelerator.device
-        return device
+        if device.type == "cpu" or device.index is not None:
+            return device
+        return torch.device(device.type, torch.get_device_module(device).current_device())
 
     def input_dtype(self, weights: torch.dtype) -> torch.dtype:
         """Return the dtype of the model's inputs: DeepSpeed casts weights to the preset's precision, but not inputs."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -63,10 +64,11 @@ class PassDraws:
         self.layers: list[SampleDropout] = []
         self.left: dict[str, str] = {}
         """Layers whose draws cannot belong to samples, and why."""
-        self.are_looked_at = False
-        """Whether first dimensions of inputs are known to grow with the batch, or to be in `left` (`look`)."""
+        self.growing: set[str] | None = None
+        """Layers whose inputs' first dimension is known to grow with the batch (`compare`); None: nothing was compared."""
         self.rows: dict[str, list[int]] | None = None
-        """While `look` looks: the first dimensions of the inputs of each layer's calls."""
+        """While rows are counted (`counted`): the first dimensions of the inputs of each layer's calls."""
+        self._plan: tuple[BatchPlan, int] | None = None
         self._seed = seed
         self._streams: dict[tuple[str, int], int] = {}
         """Layers and numbers of calls that were met so far, and their places in `_of_pass`."""
@@ -112,35 +114,61 @@ class PassDraws:
         return (
             f"{said}, so the result would depend on the topology (here {plan}). Set the dropout of attention "
             "to 0 (nn.MultiheadAttention(dropout=0.0), attention_dropout=0.0 or attn_pdrop=0.0 of "
-            "transformers), use layers such as nn.Dropout on inputs [B, ...], draw in the task's `ready`, or "
+            "transformers), use layers such as nn.Dropout on inputs [B, ...], draw in the task's `preprocess`, or "
             "train on one process without accumulation"
         )
 
     def refuse_others(self, plan: BatchPlan, *, parts: int = 1) -> None:
-        """Raise RecipeError for layers that are `left`, where a step is several passes, or several processes' together."""
+        """Raise RecipeError for layers that are `left`, where a step is several passes, or several processes' together.
+
+        So does a layer that is left later, in a pass.
+        """
+        self._plan = plan, parts
         if self.left and plan.passes * parts > 1:
             raise RecipeError(self.said_of_others(plan, parts=parts))
 
-    def look(self, forward: Callable[[int], Any]) -> None:
-        """See which layers' inputs have the samples in their first dimension; the others are `left` from now on.
+    def leave(self, layer: str, why: str) -> None:
+        """Let torch draw for a layer from now on. Raises RecipeError where that is refused."""
+        self.left[layer] = why
+        if self._plan is not None:
+            plan, parts = self._plan
+            self.refuse_others(plan, parts=parts)
 
-        `forward` computes a pass over a batch that is repeated so many times, on torch's meta device.
-        """
-        if not any(layer.p > 0 for layer in self.layers):
-            return
-        once, twice = self._rows_of(forward, 1), self._rows_of(forward, 2)
-        for name, rows in once.items():
-            if twice.get(name) != [2 * count for count in rows]:
-                self.left[name] = f"the first dimension of its input, {rows[0]}, is not that of the samples (batch_first=True?)"
-        self.are_looked_at = True
-
-    def _rows_of(self, forward: Callable[[int], Any], times: int) -> dict[str, list[int]]:
-        rows = self.rows = defaultdict(list)
+    @contextmanager
+    def counted(self) -> Iterator[dict[str, list[int]]]:
+        """Return the block in which layers drop nothing, and note the first dimension of the input of each of their calls."""
+        self.rows = defaultdict(list)
         try:
-            forward(times)
+            yield self.rows
         finally:
             self.rows = None
-        return rows
+
+    def compare(self, whole: Mapping[str, list[int]], halves: Sequence[Mapping[str, list[int]]]) -> None:
+        """See which layers' inputs have the samples in their first dimension, by the rows that were `counted`.
+
+        `whole` are those of a pass, `halves` those of passes over half as many samples; none if a pass has always the same
+        size. A layer whose rows are not twice as many is `left`.
+        """
+        self.growing = set()
+        for name, rows in whole.items():
+            if all([2 * count for count in half.get(name, [])] == rows for half in halves):
+                self.growing.add(name)
+            else:
+                self.left[name] = f"the first dimension of its input, {rows[0]}, is not that of the samples (batch_first=True?)"
+
+    def look(self, forward: Callable[[int], Any]) -> None:
+        """Do as `compare`; `forward` computes a pass over a batch that is repeated so many times, on torch's meta device."""
+        if any(layer.p > 0 for layer in self.layers):
+            with self.counted() as once:
+                forward(1)
+            with self.counted() as twice:
+                forward(2)
+            self.compare(twice, [once])
+
+    def leave_all(self, why: str) -> None:
+        """Let torch draw for every layer: nothing could be compared."""
+        self.growing = set()
+        self.left |= {layer.name: why for layer in self.layers if layer.p > 0}
 
     def _numbers(self, samples: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return what places are mixed with and multiplied by, each int32 [B, 1], for every layer and call that is known."""
@@ -196,7 +224,7 @@ class SampleDropout(_DropoutNd):
         """Return the activations [B, ...] or [B*k, ...], with what is dropped 0 and the rest larger, so that means stay."""
         if self._draws.rows is not None:
             if self.p > 0:
-                self._draws.rows[self.name].append(len(input))
+                self._draws.rows[self.name].append(len(input) if input.ndim else 0)
             return input
         if not self.training or self.p == 0 or input.numel() == 0:
             return input
@@ -217,17 +245,18 @@ class SampleDropout(_DropoutNd):
         return f"p={self.p}, {self._kind.what}s of samples"
 
     def _fits(self, input: Tensor) -> bool:  # noqa: A002
-        """Whether each sample's part of the input is known; if not, it is noted why."""
+        """Whether each sample's part of the input is known; if not, the layer is left."""
         assert self._draws.samples is not None
         if self.name in self._draws.left:
             return False
         size, rows = len(self._draws.samples), input.shape[0] if input.ndim else 0
-        of_samples = (rows > 0 and rows % size == 0) if self._draws.are_looked_at else rows == size
-        if of_samples and self._kind.dimensions in (None, input.ndim):
+        if self._draws.growing is not None and self.name not in self._draws.growing:
+            why = "it was not called when the inputs of layers were compared at the start"
+        elif not (rows > 0 and rows % size == 0 and self._kind.dimensions in (None, input.ndim)):
+            why = f"the first dimension of its input {list(input.shape)} is not {size}, the number of samples"
+        else:
             return True
-        self._draws.left[self.name] = (
-            f"the first dimension of its input {list(input.shape)} is not {size}, the number of samples"
-        )
+        self._draws.leave(self.name, why)
         return False
 
     def _drawn_by_torch(self, input: Tensor) -> Tensor:  # noqa: A002

@@ -52,8 +52,8 @@ class BatchPlan:
             data_ranks=data_ranks,
             tensor_parallel=tensor_parallel,
             max_micro_batch=recipe.train.max_micro_batch,
-            neighbours=recipe.sections.neighbours,
-            why_neighbours=recipe.sections.why_neighbours,
+            group_size=recipe.sections.group_size,
+            why_grouped=recipe.sections.why_grouped,
         )
 
     @classmethod
@@ -64,15 +64,15 @@ class BatchPlan:
         data_ranks: int,
         tensor_parallel: int = 1,
         max_micro_batch: int | None = None,
-        neighbours: int = 1,
-        why_neighbours: str = "",
+        group_size: int = 1,
+        why_grouped: str = "",
     ) -> BatchPlan:
         """Return the plan with the fewest forward passes whose micro-batch is at most `max_micro_batch` samples.
 
-        Every micro-batch holds whole groups of so many `neighbours`, for the reason given (mixup mixes pairs).
+        Every micro-batch holds whole groups of `group_size` samples, for the reason given (mixup mixes pairs).
         Raises RecipeError, which names the numbers of processes that would do, when no plan exists.
         """
-        accumulation = _fewest_passes(global_batch_size, data_ranks, max_micro_batch, neighbours)
+        accumulation = _fewest_passes(global_batch_size, data_ranks, max_micro_batch, group_size)
         plan = cls(
             global_batch_size=global_batch_size,
             data_ranks=data_ranks,
@@ -80,7 +80,7 @@ class BatchPlan:
             tensor_parallel=tensor_parallel,
         )
         if accumulation is None:
-            raise RecipeError(_refusal(plan, max_micro_batch, neighbours, why_neighbours))
+            raise RecipeError(_refusal(plan, max_micro_batch, group_size, why_grouped))
         return plan
 
 
@@ -88,36 +88,36 @@ def _counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{plural if count > 1 else ''}"
 
 
-def _fewest_passes(global_batch_size: int, data_ranks: int, max_micro_batch: int | None, neighbours: int) -> int | None:
+def _fewest_passes(global_batch_size: int, data_ranks: int, max_micro_batch: int | None, group_size: int) -> int | None:
     share, rest = divmod(global_batch_size, data_ranks)
     if rest or share == 0:
         return None
     for accumulation in range(1, share + 1):
         micro_batch, rest = divmod(share, accumulation)
         fits = max_micro_batch is None or micro_batch <= max_micro_batch
-        if not rest and fits and micro_batch % neighbours == 0:
+        if not rest and fits and micro_batch % group_size == 0:
             return accumulation
     return None
 
 
-def _refusal(plan: BatchPlan, max_micro_batch: int | None, neighbours: int, why_neighbours: str) -> str:
+def _refusal(plan: BatchPlan, max_micro_batch: int | None, group_size: int, why_grouped: str) -> str:
     """Why a plan, of whatever accumulation, cannot be."""
     global_batch_size, ranks, each = plan.global_batch_size, plan.data_ranks, plan.tensor_parallel
 
     def works(size: int) -> bool:
-        return _fewest_passes(global_batch_size, size, max_micro_batch, neighbours) is not None
+        return _fewest_passes(global_batch_size, size, max_micro_batch, group_size) is not None
 
-    if max_micro_batch is not None and max_micro_batch < neighbours:
+    if max_micro_batch is not None and max_micro_batch < group_size:
         return (
-            f"train.max_micro_batch is {max_micro_batch}, and {why_neighbours}: set train.max_micro_batch to "
-            f"{neighbours} or more, or turn that off"
+            f"train.max_micro_batch is {max_micro_batch}, and {why_grouped}: set train.max_micro_batch to "
+            f"{group_size} or more, or turn that off"
         )
     legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and works(size)]
     below = [size * each for size in legal if size < ranks][-4:]
     above = [size * each for size in legal if size > ranks][:4]
     conditions = "equal micro-batches"
-    if neighbours > 1:
-        conditions = f"equal micro-batches of a multiple of {neighbours} ({why_neighbours})"
+    if group_size > 1:
+        conditions = f"equal micro-batches of a multiple of {group_size} ({why_grouped})"
     if max_micro_batch is not None:
         conditions += f" of at most {max_micro_batch} samples (train.max_micro_batch)"
     choices = ", ".join(map(str, [*below, *above]))
@@ -125,5 +125,5 @@ def _refusal(plan: BatchPlan, max_micro_batch: int | None, neighbours: int, why_
     who = f"{ranks} processes" if each == 1 else f"{ranks} data-parallel ranks of {each} processes"
     return (
         f"train.global_batch_size is {global_batch_size}, which {who} cannot divide into {conditions}: "
-        f"{remedy} change train.global_batch_size (a multiple of {ranks * neighbours} always works)"
+        f"{remedy} change train.global_batch_size (a multiple of {ranks * group_size} always works)"
     )

@@ -98,10 +98,10 @@ def _contradictions(recipe: Recipe) -> list[str]:
         both = f"optim.warmup_epochs is {optim.warmup_epochs} and optim.warmup_steps is {optim.warmup_steps}"
         problems.append(f"{both}: give one of them")
     problems += _of_initial_weights(train)
-    neighbours, why = recipe.sections.neighbours, recipe.sections.why_neighbours
-    if train.global_batch_size % neighbours:
+    group_size, why = recipe.sections.group_size, recipe.sections.why_grouped
+    if train.global_batch_size % group_size:
         problems.append(
-            f"train.global_batch_size is {train.global_batch_size}: it must be a multiple of {neighbours}, because {why}"
+            f"train.global_batch_size is {train.global_batch_size}: it must be a multiple of {group_size}, because {why}"
         )
     if optim.nesterov and optim.momentum == 0:
         problems.append("optim.nesterov needs optim.momentum greater than 0")

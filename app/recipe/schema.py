@@ -207,7 +207,7 @@ class CheckpointRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRecipe:
-    """A profiler trace of some steps, with all processes on one time axis (docs/profiling.md)."""
+    """A profiler trace of some steps on each rank (docs/profiling.md)."""
 
     not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
@@ -258,8 +258,8 @@ class Recipe:
     """The task: the name of one that comes with the package, or a Python file of your own, relative to the recipe
     (docs/your-own-task.md). Each task adds its own sections to the recipe."""
     sections: Any = field(default_factory=_default_sections)
-    """The task's own sections: its `Sections`. Beside them it says how many `neighbours` of the order of samples are computed
-    with together, so that every micro-batch holds whole groups of them, and in a sentence `why_neighbours`; and by key the
+    """The task's own sections: its `Sections`. Beside them it says how many samples in a row, `group_size`, are computed
+    together, so that every micro-batch holds whole groups of them, and in a sentence `why_grouped`; and by key the
     `inputs`, files that must be there before the run."""
     train: TrainRecipe = field(default_factory=TrainRecipe)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
@@ -274,8 +274,11 @@ class Recipe:
             raise RecipeError(*problems)
 
     @property
-    def inputs(self) -> dict[str, str]:
-        """Files and folders that must be there before the run, each by its key; `~` and variables are not filled in."""
+    def inputs(self) -> dict[str, str | None]:
+        """Files and folders that must be there before the run, each by its key, None if the recipe lacks the path of one.
+
+        `~` and variables are not filled in.
+        """
         begins_with = self.train.init_from
         own = {} if begins_with is None or begins_with.startswith(PUBLISHED) else {"train.init_from": begins_with}
         return {**self.sections.inputs, **own}

@@ -56,10 +56,10 @@ def located(text: str, folder: Path) -> str:
 def sections_of(path: str) -> type:
     """Return a dataclass with the sections that a task file names, and the keys, types and defaults of each.
 
-    Beside them it has what a shipped task's has: `neighbours`, `why_neighbours`, `inputs`. Raises RecipeError.
+    Beside them it has what a shipped task's has: `group_size`, `why_grouped`, `inputs`. Raises RecipeError.
     """
     classes, module = _parsed(path)
-    neighbours = _neighbours(module, classes, path)
+    group_size = _group_size(module, classes, path)
     sections = [(name, _section(path, name, classes[of])) for name, of in _named(path, classes).items()]
     return make_dataclass(
         SECTIONS,
@@ -67,8 +67,8 @@ def sections_of(path: str) -> type:
         frozen=True,
         kw_only=True,
         namespace={
-            "neighbours": neighbours,
-            "why_neighbours": f"{Path(path).name} combines {neighbours} neighbouring samples",
+            "group_size": group_size,
+            "why_grouped": f"{Path(path).name} combines {group_size} neighbouring samples",
             "inputs": property(_inputs),
         },
     )
@@ -93,7 +93,7 @@ def _targets(node: ast.stmt) -> Iterator[ast.Name]:
     return (target for target in targets if isinstance(target, ast.Name))
 
 
-_RESERVED = ("neighbours", "why_neighbours", "inputs")
+_RESERVED = ("group_size", "why_grouped", "inputs")
 
 
 def _named(path: str, classes: Mapping[str, ast.ClassDef]) -> dict[str, str]:
@@ -210,16 +210,16 @@ def _scalar(node: ast.expr) -> type:
     return found  # type: ignore[no-any-return]
 
 
-def _neighbours(module: ast.Module, classes: Mapping[str, ast.ClassDef], path: str) -> int:
+def _group_size(module: ast.Module, classes: Mapping[str, ast.ClassDef], path: str) -> int:
     """What the task's class says of them; 1 if it says nothing."""
     named = {target.id: node for node in module.body for target in _targets(node)}.get(TASK)
     value = getattr(named, "value", None)
     node = classes.get(value.id) if isinstance(value, ast.Name) else None
     for one in node.body if node else ():
-        if any(target.id == "neighbours" for target in _targets(one)):
-            found = _literal(path, "neighbours", one)
+        if any(target.id == "group_size" for target in _targets(one)):
+            found = _literal(path, "group_size", one)
             if not isinstance(found, int) or found < 1:
-                raise RecipeError(f"{path}:{one.lineno}: neighbours is {found!r}: it must be a whole number, 1 or more")
+                raise RecipeError(f"{path}:{one.lineno}: group_size is {found!r}: it must be a whole number, 1 or more")
             return found
     return 1
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from app.recipe import recipe_file, recipe_keys, task_file
 
@@ -55,10 +54,10 @@ def written(told: Told, weights: Mapping[str, Any]) -> bytes:
     batch = recipe["train.global_batch_size"]
     begun = f", from the weights of `{_name(recipe['train.init_from'])}`" if recipe["train.init_from"] else ""
     rows = "".join(f"| {name.replace('_', ' ')} | {value:.4f} |\n" for name, value in weights["scores"].items())
-    front = yaml.safe_dump(_front(told, weights), sort_keys=False, allow_unicode=True)
     return f"""\
 ---
-{front}---
+{_front(told, weights)}
+---
 
 # {told.title}
 
@@ -88,21 +87,36 @@ hf upload USER/NAME THIS_FOLDER
 """.encode()
 
 
-def _front(told: Told, weights: Mapping[str, Any]) -> dict[str, Any]:
-    front: dict[str, Any] = {"library_name": told.library}
-    front |= {"pipeline_tag": told.pipeline} if told.pipeline else {}
-    front |= {"tags": ["samerun"]} | ({"datasets": [told.dataset]} if told.dataset else {})
+def _front(told: Told, weights: Mapping[str, Any]) -> str:
+    from huggingface_hub import EvalResult, ModelCardData  # here: the first step need not wait for it
+
     results = []
     for split in ("validation", "test"):
-        scores = {name: value for name, value in weights["scores"].items() if name.startswith(f"{split}_")}
-        metrics = [
-            {"type": told.metrics.get(plain, plain), "value": value, "name": f"{split} {plain.replace('_', ' ')}"}
-            for plain, value in ((name.removeprefix(f"{split}_"), value) for name, value in scores.items())
-        ]
-        if metrics:
-            about = {"type": told.dataset or told.data_id, "name": told.data_id, "split": split}
-            results.append({"task": {"type": told.pipeline or "other"}, "dataset": about, "metrics": metrics})
-    return front | ({"model-index": [{"name": told.title, "results": results}]} if results else {})
+        for name, value in weights["scores"].items():
+            if name.startswith(f"{split}_"):
+                plain = name.removeprefix(f"{split}_")
+                result: dict[str, Any] = {
+                    "metric_type": told.metrics.get(plain, plain),
+                    "metric_value": value,
+                    "metric_name": f"{split} {plain.replace('_', ' ')}",
+                    "dataset_type": told.dataset or told.data_id,
+                    "dataset_name": told.data_id,
+                    "dataset_split": split,
+                }
+                results.append(EvalResult(task_type=told.pipeline or "other", **result))
+    # The hub refuses a base model that is not one of its own names, such as a folder.
+    base = weights["recipe"].get("model.path") if weights["recipe"]["train.init_from"] else None
+    data = ModelCardData(
+        library_name=told.library,
+        license="unknown",
+        base_model=base if base and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) else None,
+        pipeline_tag=told.pipeline,
+        tags=["samerun"],
+        datasets=[told.dataset] if told.dataset else None,
+        model_name=told.title if results else None,
+        eval_results=results or None,
+    )
+    return data.to_yaml(original_order=["library_name", "license", "base_model", "pipeline_tag", "tags", "datasets"])
 
 
 def _training(weights: Mapping[str, Any]) -> str:

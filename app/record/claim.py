@@ -35,8 +35,8 @@ from typing import Any
 from app.errors import RunFolderError
 from app.files import regular
 from app.files.lines import Lines, is_count, parsed
-from app.files.whole import sync
-from app.record.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, TEXTS, refusal
+from app.files.whole import disk_errors, refusal, sync
+from app.record.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, TEXTS, refuse_links
 
 _ABOUT = "start.json"
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -82,13 +82,11 @@ class Claim:
         )
 
     @contextmanager
-    def telling(self, path: Path, done: str = "written") -> Iterator[None]:
-        """Raise RunFolderError for what the system refuses in the block, or for the takeover behind it or any other error."""
+    def errors(self, path: Path, done: str = "written") -> Iterator[None]:
+        """Raise RunFolderError for a takeover behind any error in the block, or else for what the system refuses."""
         try:
-            yield
-        except OSError as error:
-            self.check()
-            raise RunFolderError(refusal(path, done, error)) from error
+            with disk_errors(path, done, RunFolderError):
+                yield
         except Exception:
             self.check()
             raise
@@ -120,7 +118,7 @@ class Claim:
         """
         made = self._made(name)
         try:
-            with self.telling(self.path / name):
+            with self.errors(self.path / name):
                 yield made
                 for file in made.rglob("*") if made.is_dir() else [made]:
                     sync(file)
@@ -146,7 +144,7 @@ class Claim:
 
     def remove(self, name: str) -> None:
         """Remove a file of the run folder, if it is there. Raises RunFolderError."""
-        with self.telling(self.path / name, "removed"):
+        with self.errors(self.path / name, "removed"):
             if (self.path / name).exists():
                 with suppress(FileNotFoundError):  # the user was faster, or `check` says what it was
                     self.take_away(self.path / name)
@@ -162,7 +160,7 @@ class Claim:
         complaints = []
         for name in (METRICS, EVALUATIONS, TEXTS, SAMPLES, LEDGER):
             path = self.path / name
-            with self.telling(path):
+            with self.errors(path):
                 if name == METRICS or path.exists():
                     complaints.append(self._copied(name, None if name == LEDGER else step))
         for path in (self.path / TENSORBOARD).glob("*"):  # which are told themselves where to forget
@@ -202,7 +200,7 @@ class Claim:
 
     def append_bytes(self, name: str, content: bytes) -> None:
         """Add to the end of a file that this start has appended to, or that is new. Raises RunFolderError."""
-        with self.telling(self.path / name):
+        with self.errors(self.path / name):
             if name not in self._handles:
                 (self.path / name).parent.mkdir(exist_ok=True)
                 with self._begun(name):
@@ -212,7 +210,7 @@ class Claim:
     def sync(self) -> None:
         """Wait until the disk has all that was appended. Any thread may. Raises RunFolderError."""
         for name, handle in list(self._handles.items()):
-            with self.telling(self.path / name):
+            with self.errors(self.path / name):
                 os.fsync(handle)
 
     def close(self) -> None:
@@ -223,6 +221,7 @@ class Claim:
 
 def claim(path: Path) -> Claim:
     """Make a run folder belong to this start, and to none before it. Raises RunFolderError."""
+    refuse_links(path)
     starts = path / STARTS
     place = starts
     try:

@@ -17,7 +17,7 @@
     config.json, ...  at the end of a language model's run: what makes the folder one that transformers loads
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
     starts/           which start of the run the folder belongs to, and what that is writing (app/record/claim.py)
-    profile/          with profile.steps: a trace of each rank, all on one time axis, and a summary (app/profiling/)
+    profile/          with profile.steps: a trace of each rank, and how far its clock is ahead (app/metrics/profile.py)
     stacks/           after a hang: where each rank stood
     trackers.json     the run's names in its trackers
     tensorboard/, ... what trackers write
@@ -28,7 +28,6 @@ Files appear whole or not at all. A run writes them by its claim; here is what t
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
@@ -40,7 +39,7 @@ from app.errors import RunFolderError
 from app.files import regular
 from app.files.lines import Lines, is_count, parsed
 from app.files.own_folder import new_folder
-from app.files.whole import file_made_whole
+from app.files.whole import disk_errors, file_made_whole
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES, LEDGER = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"
@@ -56,22 +55,6 @@ TRACKERS, TENSORBOARD, PROFILE = "trackers.json", "tensorboard", "profile"
 def predictions(split: str) -> str:
     """Return the folder of the predictions on a split."""
     return f"{split}_predictions"
-
-
-_ADVICE = {
-    errno.ENOSPC: "Free space there, or keep fewer checkpoints.",
-    errno.EDQUOT: "Free space in this quota, or keep fewer checkpoints.",
-    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f).",
-    errno.EROFS: "Mount it writable, or choose another --run-dir.",
-    errno.EACCES: "Give this user the right to, or choose another --run-dir.",
-    errno.EPERM: "Give this user the right to, or choose another --run-dir.",
-}
-
-
-def refusal(path: Path, done: str, error: OSError) -> str:
-    """Return the sentence that `path` cannot be `done` ("written", "read", "removed"), why, and what helps."""
-    advice = _ADVICE.get(error.errno or 0, "Look at the file system it is on.")
-    return f"{path} cannot be {done}: {error.strerror or error}. {advice}"
 
 
 def monitor(about: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -139,6 +122,17 @@ def _refuse_folders(path: Path) -> None:
             )
 
 
+def refuse_links(path: Path) -> None:
+    """Raise RunFolderError for a symbolic link in a run folder: what a run writes and removes would be outside it."""
+    for folder in (path, path / STARTS):
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+            if entry.is_symlink():
+                raise RunFolderError(
+                    f"{entry} is a symbolic link, and a run writes and removes only files within its run folder: replace it "
+                    "by what it leads to. The run folder itself may be a link."
+                )
+
+
 def check_may_begin_again(path: Path) -> None:
     """Say that a run which ended before its first checkpoint begins again; raise RunFolderError if it was finished."""
     refuse_finished(path)
@@ -170,11 +164,8 @@ def last_steps(path: Path) -> dict[str, int]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is never seen half-written, as tools do beside a run. Raises RunFolderError."""
-    try:
-        with file_made_whole(path) as temporary:
-            temporary.write_text(text)
-    except OSError as error:
-        raise RunFolderError(refusal(path, "written", error)) from error
+    with disk_errors(path, "written", RunFolderError), file_made_whole(path) as temporary:
+        temporary.write_text(text)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -1,15 +1,16 @@
 """What differs between two runs in recipe, preset, machines, versions and results, and whether it was the same run.
 
-Two runs were the same if their recipes agree in all that decides what is learnt, if every step that both took had the same
-samples and learning rate, and if the losses of their first hundred common steps are the same to a tolerance; later ones drift
-apart by rounding, the sooner the more kinks a network has. Then the verdict says up to which step they are the same, and what
-the losses cannot tell. What cannot be known is said, not guessed.
+The one comparison of runs, for `samerun compare` and `samerun parity`. Two runs were the same if their recipes agree in all
+that affects training, if every step that both took had the same samples and learning rate, and if the losses of their first
+hundred common steps are the same to a tolerance. Later losses drift apart by rounding, the sooner the more kinks a network has.
+Then the verdict names the step up to which they are the same. What is unknown is reported as unknown.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,15 @@ from app import tasks
 from app.recipe import recipe_keys, task_file
 from app.record import ledger, run_folder
 from app.record.goodput import account
-from app.record.loss_curves import relative_differences
-from app.reports.named_scores import quantities, scores
-from app.reports.past_run import PastRun, flat
+from app.reports.past_run import PastRun, flat, quantities, scores
 
 Pair = tuple[Any, Any]
 _ABSENT = "absent"
 _MOST_KEYS = 5  # that a sentence names
-TOLERANCE = 1e-4
-"""Upper bound of what rounding grows to within DECIDING_STEPS in a network with ReLU (docs/same-run.md)."""
 DECIDING_STEPS = 100
+_EARLY_STEPS, _EARLY, _LATE = 20, 1e-5, 1e-4
+"""Largest relative difference of losses in the first steps, and in all that decide: upper bounds of what rounding grows to in a
+network with ReLU (docs/same-run.md)."""
 _MACHINES = (
     "preset",
     "strategy",
@@ -56,6 +56,9 @@ class LossDifferences:
     deciding_up_to_step: int
     """Later lines may differ, as rounding grows; 0: none was compared."""
 
+    tolerance: float
+    """Largest difference that is the same loss at the step that decides: the first beyond it, or else the last."""
+
     @property
     def drift(self) -> bool:
         """Whether the lines that decide are the same to the tolerance, and a later one is not."""
@@ -78,6 +81,11 @@ class FedDifferences:
     learning_rates_differ_at: int | None
     """The first line with another learning rate than the other run's of the same step; None: all are the same."""
 
+    @property
+    def is_same(self) -> bool:
+        """Whether no step differs."""
+        return self.samples_differ_at is None and self.learning_rates_differ_at is None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -95,7 +103,6 @@ class Comparison:
     """All of them, as the files name them, those of the last lines; the speed is the median of the lines. None: unknown."""
     fed: FedDifferences
     losses: LossDifferences
-    tolerance: float
 
     @property
     def learnt(self) -> list[str] | None:
@@ -106,8 +113,7 @@ class Comparison:
     @property
     def is_same(self) -> bool | None:
         """Whether it was the same run; None if that cannot be known."""
-        fed_alike = self.fed.samples_differ_at is None and self.fed.learning_rates_differ_at is None
-        if self.learnt or not fed_alike or not self.losses.decide:
+        if self.learnt or not self.fed.is_same or not self.losses.decide:
             return False
         return True if self.losses.compared_lines and self.learnt is not None else None
 
@@ -139,24 +145,24 @@ class Comparison:
             return "no lines of the two runs cover the same steps, so losses cannot be compared"
         most = f"the largest difference is {found.largest:.1e} of the loss, at step {found.largest_at_step}"
         if found.first_beyond is None:
-            return f"all losses up to step {found.up_to_step} are the same to {self.tolerance:g}: {most}"
+            return f"all losses up to step {found.up_to_step} are the same to {found.tolerance:g}: {most}"
         if found.drift:
             return (
-                f"the losses up to step {found.same_up_to_step} are the same to {self.tolerance:g}; from step "
+                f"the losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}; from step "
                 f"{found.first_beyond} on they drift apart: {most}. Rounding can cause such a drift: it grows from step to "
                 "step, and jumps where a network has kinks (ReLU, maxima). These losses cannot show whether rounding is the "
                 "only cause; with train.dtype=float64, runs that are the same stay together"
             )
         if found.same_up_to_step:
             return (
-                f"the losses up to step {found.same_up_to_step} are the same to {self.tolerance:g}, and those of step "
+                f"the losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}, and those of step "
                 f"{found.first_beyond} are the first that are not: {most}"
             )
-        return f"the losses of step {found.first_beyond} are the first to differ by more than {self.tolerance:g}: {most}"
+        return f"the losses of step {found.first_beyond} are the first to differ by more than {found.tolerance:g}: {most}"
 
 
-def compare(one: PastRun, other: PastRun, *, tolerance: float) -> Comparison:
-    """Compare two runs. `tolerance` is the largest relative difference of losses that are still the same."""
+def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> Comparison:
+    """Compare two runs. `tolerance`: largest relative difference of losses; None: 1e-5 in the first 20 steps, then 1e-4."""
     presets = [flat(run.preset) for run in (one, other)]
     return Comparison(
         recipe=_different(_learnt(one), _learnt(other)) if one.recipe and other.recipe else None,
@@ -166,7 +172,6 @@ def compare(one: PastRun, other: PastRun, *, tolerance: float) -> Comparison:
         results=_pairs(_results(one), _results(other)),
         fed=_fed_differences(one, other),
         losses=_loss_differences(one, other, tolerance=tolerance),
-        tolerance=tolerance,
     )
 
 
@@ -177,24 +182,44 @@ def _learnt(run: PastRun) -> dict[str, Any]:
     return {**flat(run.recipe), **own, **({} if digest == "none" else {"the task's files": digest})}
 
 
-def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float) -> LossDifferences:
+def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float | None) -> LossDifferences:
     losses = [_losses_by_steps(run) for run in (one, other)]
     common = sorted((steps for steps in losses[0] if steps in losses[1]), key=lambda steps: steps[1])
     differences = relative_differences(*([of_run[steps] for steps in common] for of_run in losses))
     ends = [last for _, last in common]
     at = max(range(len(common)), key=differences.__getitem__, default=None)
-    beyond = next((end for end, found in zip(ends, differences, strict=True) if found > tolerance), None)
+    before = common[0][0] - 1 if common else 0
+
+    def allowed(step: int) -> float:
+        return (_EARLY if step - before <= _EARLY_STEPS else _LATE) if tolerance is None else tolerance
+
+    beyond = next((end for end, found in zip(ends, differences, strict=True) if found > allowed(end)), None)
     # The first line decides, however many steps it covers.
-    deciding = max(ends[0], common[0][0] + DECIDING_STEPS - 1) if common else 0
+    deciding = max(ends[0], before + DECIDING_STEPS) if common else 0
+    last = ends[-1] if ends else 0
     return LossDifferences(
         compared_lines=len(common),
-        up_to_step=ends[-1] if ends else 0,
+        up_to_step=last,
         largest=0.0 if at is None else differences[at],
         largest_at_step=0 if at is None else ends[at],
         first_beyond=beyond,
         same_up_to_step=max((end for end in ends if beyond is None or end < beyond), default=0),
         deciding_up_to_step=max((end for end in ends if end <= deciding), default=0),
+        tolerance=allowed(last if beyond is None else beyond),
     )
+
+
+def relative_differences(references: Sequence[float], losses: Sequence[float]) -> list[float]:
+    """Return each |loss - reference| / |reference|: infinite where a loss is not finite, or only the reference 0."""
+
+    def difference(expected: float, found: float) -> float:
+        if not (math.isfinite(expected) and math.isfinite(found)):
+            return math.inf  # two that are not finite are not the same run either
+        if expected == found:
+            return 0.0
+        return abs(found - expected) / abs(expected) if expected else math.inf
+
+    return [difference(expected, found) for expected, found in zip(references, losses, strict=True)]
 
 
 def _fed_differences(one: PastRun, other: PastRun) -> FedDifferences:

@@ -5,34 +5,40 @@ Reads run folders and nothing else. What a run does not have is a sentence on st
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.errors import RunFolderError
+from app.errors import RunFolderError, printable
 from app.options.command_line import Parser
-from app.reports import past_run
-from app.reports.named_scores import quantities
-from app.reports.past_run import PastRun
+from app.options.values import names
+from app.reports.past_run import find, quantities, say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_DPI = 150
-
 
 def main(argv: list[str]) -> int:
     """Draw the runs from the command line, and print the files that were written. Raises RunFolderError for none to draw."""
-    parser = _parser()
+    parser = Parser(
+        prog="samerun curves",
+        description="Draw the loss and the score of runs, in training and in validation, as curves.pdf and curves.png.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
+    parser.add_argument(
+        "--x", type=names, metavar="X", help="what to draw against, a column each (default: epoch,time; tokens in place of "
+        "epoch if the runs count these; both if their epochs differ in size)"
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
+    parser.add_argument("--each", action="store_true", help="also loss_NAME.pdf and SCORE_NAME.pdf of each run, such as "
+                        "accuracy_NAME.pdf, against the first of --x"
+                        )  # fmt: skip
     options = parser.parse_all(argv)
     from app.reports import plots  # matplotlib takes half a second, which the help does not need
 
     runs = find(options.runs)
-    for run in runs:
-        for complaint in run.complaints:
-            say(complaint)
+    for complaint in [complaint for run in runs for complaint in run.complaints]:
+        say(complaint)
     drawn = [run for run in runs if run.metrics or run.evaluations]
     if not drawn:
         folders = ", ".join(map(str, options.runs))
@@ -44,73 +50,23 @@ def main(argv: list[str]) -> int:
     page, notes = plots.page(drawn, xs=xs)
     for note in notes:
         say(note)
-    files = _write(page, options.out / "curves", "pdf", "png")
+    files = write_figure(page, options.out / "curves", "pdf", "png")
     if options.each:
         for run, name in zip(drawn, plots.labels(drawn), strict=True):
             for quantity in quantities([run]):
                 page, _ = plots.page([run], only=[quantity], xs=xs[:1])
-                files += _write(page, options.out / f"{quantity}_{name.replace('/', '-')}", "pdf")
-    sys.stdout.write("".join(f"{file}\n" for file in files))
+                files += write_figure(page, options.out / f"{quantity}_{name.replace('/', '-')}", "pdf")
+    sys.stdout.write(printable("".join(f"{file}\n" for file in files)))
     return 0
 
 
-def find(places: Iterable[Path]) -> list[PastRun]:
-    """Return the runs at these places, each of which is a run folder or a folder of them, every run once.
-
-    What is neither is a sentence on stderr.
-    """
-    runs: dict[Path, PastRun] = {}
-    for place in places:
-        inner = [] if past_run.is_run(place) else [path for path in _children(place) if past_run.is_run(path)]
-        for folder in inner or [place]:
-            try:
-                runs.setdefault(folder.resolve(), past_run.read(folder))
-            except RunFolderError as error:
-                say(str(error))
-    return list(runs.values())
-
-
-def _children(folder: Path) -> list[Path]:
-    """What is in a folder, run-2 before run-10."""
-
-    def key(path: Path) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
-
-    return sorted(folder.iterdir(), key=key) if folder.is_dir() else []
-
-
-def _write(figure: Figure, stem: Path, *endings: str) -> list[Path]:
+def write_figure(figure: Figure, stem: Path, *endings: str) -> list[Path]:
+    """Write a figure as STEM.ENDING for each ending and return the files. Raises RunFolderError."""
     files = [stem.parent / f"{stem.name}.{ending}" for ending in endings]
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         for file in files:
-            figure.savefig(file, dpi=_DPI)
+            figure.savefig(file, dpi=150)
     except OSError as error:
         raise RunFolderError(f"{stem.parent} cannot be written: {error.strerror}. Choose another --out.") from error
     return files
-
-
-def say(text: str) -> None:
-    """Say it to who types the command."""
-    sys.stderr.write(f"samerun: {text}\n")
-
-
-def _xs(text: str) -> Sequence[str]:
-    return [name.strip() for name in text.split(",")]
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="samerun curves",
-        description="Draw the loss and the score of runs, in training and in validation, as curves.pdf and curves.png.",
-    )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, or folder of run folders")
-    parser.add_argument(
-        "--x", type=_xs, metavar="X", help="what to draw against, a column each (default: epoch,time; tokens in place of "
-        "epoch if the runs count these; both if their epochs differ in size)"
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
-    parser.add_argument("--each", action="store_true", help="also loss_NAME.pdf and SCORE_NAME.pdf of each run, such as "
-                        "accuracy_NAME.pdf, against the first of --x"
-                        )  # fmt: skip
-    return parser

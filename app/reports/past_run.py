@@ -1,30 +1,38 @@
-"""Reads a run from its folder: finished, running, killed, or copied from another machine with files missing or truncated.
+"""Read a run from its folder: finished, running, killed, or copied from another machine with files missing or truncated.
 
 What cannot be read becomes a sentence among the complaints, and everything else is still there. Imports neither torch nor
 the data of the run.
+
+A score of a split is `validation_NAME` or `test_NAME` in evaluations.jsonl and result.json; the score of the training data is
+NAME in metrics.jsonl. Which scores there are depends on the task: here a score is a name and a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from app.errors import RunFolderError
+from app.errors import RunFolderError, printable
 from app.files import regular
-from app.files.lines import Lines, is_count
+from app.files.lines import Lines, is_count, is_finite
 from app.record import ledger, run_folder
 
 Line = Mapping[str, Any]
 T = TypeVar("T")
+SPLITS = ("validation", "test")
+TEXT_SCORE = "bits_per_byte"
+"""Followed wherever it is recorded: the one score of a text that can be compared across tokenizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """What a run folder holds. Files that every run has from its start, and that are missing or broken, are complained of."""
+    """Contents of a run folder."""
 
     folder: Path
     recipe: Mapping[str, Any]
@@ -34,48 +42,49 @@ class PastRun:
     about: Mapping[str, Any]
     """run.json: processes, devices, batch, versions, command."""
     metrics: Sequence[Line]
-    """The whole lines of metrics.jsonl, by rising step; of a step that was taken twice the later."""
+    """Whole lines of metrics.jsonl, by rising step; of a step that was taken twice the later."""
     evaluations: Sequence[Line]
-    """Those of evaluations.jsonl; of a step after which several splits were scored, one line with the scores of all."""
+    """Lines of evaluations.jsonl; of a step after which several splits were scored, one line with the scores of all."""
     events: Sequence[ledger.Event]
-    """Those of ledger.jsonl, the oldest first."""
+    """Events of ledger.jsonl, the oldest first."""
     texts: Sequence[Line]
-    """Those of texts.jsonl, by rising step; of a step that was evaluated twice the later."""
+    """Lines of texts.jsonl, by rising step; of a step that was evaluated twice the later."""
     result: Mapping[str, Any]
     """result.json; empty if the run is not finished."""
     outcome: Mapping[str, Any]
     """outcome.json; empty if the run did not end by itself."""
     complaints: Sequence[str]
-    """A sentence for each file that is missing or broken."""
+    """A sentence for each file that is broken, or missing though every run has it from its start."""
 
     @property
     def name(self) -> str:
         """The folder's name, as a heading or in a legend."""
-        return self.folder.resolve().name
+        return printable(self.folder.resolve().name)
 
     @property
     def monitor(self) -> tuple[str, str] | None:
-        """The score by which the run is judged, of any split, and whether its best is `max` or `min`.
-
-        None if run.json does not tell.
-        """
+        """The score that judges the run, without its split, and whether its best is `max` or `min`; None if not known."""
         return run_folder.monitor(self.about)
 
     @property
     def unit(self) -> str:
-        """What it counts, as in `tokens_per_s` and `tokens_seen`; samples, where its task has no unit of its own."""
+        """What the run counts, as in `tokens_per_s` and `tokens_seen`; samples, where its task has no unit of its own."""
         return run_folder.unit(self.about)
+
+    @property
+    def starts(self) -> list[ledger.Start]:
+        """Starts of the run, the oldest first."""
+        return [event for event in self.events if isinstance(event, ledger.Start)]
 
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run, as its last start knew them; None if no start is recorded."""
-        return next((event.total_steps for event in reversed(self.events) if isinstance(event, ledger.Start)), None)
+        return self.starts[-1].total_steps if self.starts else None
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Samples that one pass takes: the training data without its incomplete last global batch; None if not known."""
-        size = next((event.training_samples for event in reversed(self.events) if isinstance(event, ledger.Start)), None)
-        batch = self.about.get("global_batch_size")
+        """Samples of one epoch: the training data without its incomplete last global batch; None if not known."""
+        size, batch = self.starts[-1].training_samples if self.starts else None, self.about.get("global_batch_size")
         return size // batch * batch if size and isinstance(batch, int) and batch > 0 else None
 
 
@@ -94,7 +103,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read(folder: Path) -> PastRun:
-    """Return what is in `folder`. Raises RunFolderError if it is not a folder, or not a run's, or its name is no text."""
+    """Return what is in `folder`. Raises RunFolderError if it is not a run folder, or its name is not UTF-8."""
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder: give that of a run (--run-dir, by default runs/<recipe>-<time>).")
     if not is_run(folder):
@@ -102,29 +111,44 @@ def read(folder: Path) -> PastRun:
     run_folder.check_name(folder)
     complaints: list[str] = []
 
-    def attempt(load: Callable[[], T], otherwise: T) -> T:
+    def attempt(load: Callable[[Path], T], name: str, otherwise: T, *, optional: bool = False) -> T:
         try:
-            return load()
+            return otherwise if optional and not (folder / name).exists() else load(folder / name)
         except RunFolderError as error:
             complaints.append(str(error))
             return otherwise
 
-    def optional(name: str) -> Mapping[str, Any]:
-        path = folder / name
-        return attempt(lambda: run_folder.read_json(path), {}) if path.exists() else {}
+    def lines(path: Path, *texts: str) -> list[Line]:
+        reader, found = Lines(path), []
+        for number, _, values in reader:
+            if is_count(values.get("step")) and all(isinstance(values.get(key), str) for key in texts):
+                found.append(values)
+            else:
+                reader.leave_out(number, "it has no step, title and text" if texts else "it has no step")
+        complaints.extend([reader.complaint] if reader.complaint else [])
+        return sorted(found, key=lambda line: int(line["step"]))
 
-    preset = folder / run_folder.PRESET
+    def events(_: Path) -> list[ledger.Event]:
+        found, complaint = ledger.read(folder)
+        complaints.extend([complaint] if complaint else [])
+        return found
+
+    none: list[Line] = []
+    evaluations: dict[int, dict[str, Any]] = {}
+    for line in attempt(lines, run_folder.EVALUATIONS, none, optional=True):
+        evaluations.setdefault(line["step"], {}).update(line)
+    texts = attempt(lambda path: lines(path, "title", "text"), run_folder.TEXTS, none, optional=True)
     return PastRun(
         folder=folder,
-        recipe=attempt(lambda: _yaml(folder / run_folder.RECIPE), {}),
-        preset=attempt(lambda: _yaml(preset), {}) if preset.exists() else {},
-        about=attempt(lambda: run_folder.read_json(folder / run_folder.RUN), {}),
-        metrics=_lines(folder / run_folder.METRICS, complaints),
-        evaluations=_lines(folder / run_folder.EVALUATIONS, complaints, optional=True),
-        texts=_texts(folder / run_folder.TEXTS, complaints),
-        events=_events(folder, complaints),
-        result=optional(run_folder.RESULT),
-        outcome=optional(run_folder.OUTCOME),
+        recipe=attempt(_yaml, run_folder.RECIPE, {}),
+        preset=attempt(_yaml, run_folder.PRESET, {}, optional=True),
+        about=attempt(run_folder.read_json, run_folder.RUN, {}),
+        metrics=list({line["step"]: line for line in attempt(lines, run_folder.METRICS, none)}.values()),
+        evaluations=list(evaluations.values()),
+        texts=list({(line["step"], line["title"]): line for line in texts}.values()),
+        events=attempt(events, run_folder.LEDGER, []),
+        result=attempt(run_folder.read_json, run_folder.RESULT, {}, optional=True),
+        outcome=attempt(run_folder.read_json, run_folder.OUTCOME, {}, optional=True),
         complaints=complaints,
     )
 
@@ -132,52 +156,65 @@ def read(folder: Path) -> PastRun:
 def _yaml(path: Path) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load(regular.content(path))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise RunFolderError(f"{path} holds {type(values).__name__}, not keys with values.")
     return values
 
 
-def _lines(path: Path, complaints: list[str], *, optional: bool = False) -> list[Line]:
-    """The whole lines of a JSONL file, sorted by step; the broken ones are counted in one complaint."""
-    if optional and not path.exists():
-        return []
-    lines = Lines(path)
-    by_step: dict[int, Line] = {}
-    try:
-        for number, _, values in lines:
-            if is_count(values.get("step")):
-                by_step[values["step"]] = {**by_step.get(values["step"], {}), **values} if optional else values
-            else:
-                lines.leave_out(number, "it has no step")
-    except RunFolderError as error:
-        complaints.append(str(error))
-    complaints += [lines.complaint] if lines.complaint else []
-    return [by_step[step] for step in sorted(by_step)]
+def find(places: Iterable[Path]) -> list[PastRun]:
+    """Return the runs at these places, each a run folder or a folder of them, every run once. Others are named on stderr."""
+    runs: dict[Path, PastRun] = {}
+    for place in places:
+        children = place.iterdir() if place.is_dir() and not is_run(place) else ()
+        # run-2 before run-10
+        order = {path: [part.zfill(20) for part in re.split(r"(\d+)", path.name)] for path in children if is_run(path)}
+        for folder in sorted(order, key=order.__getitem__) or [place]:
+            try:
+                runs.setdefault(folder.resolve(), read(folder))
+            except RunFolderError as error:
+                say(str(error))
+    return list(runs.values())
 
 
-def _texts(path: Path, complaints: list[str]) -> list[Line]:
-    if not path.exists():
-        return []
-    lines = Lines(path)
-    found: dict[tuple[int, str], Line] = {}
-    try:
-        for number, _, values in lines:
-            if is_count(values.get("step")) and all(isinstance(values.get(key), str) for key in ("title", "text")):
-                found[values["step"], values["title"]] = values
-            else:
-                lines.leave_out(number, "it has no step, title and text")
-    except RunFolderError as error:
-        complaints.append(str(error))
-    complaints += [lines.complaint] if lines.complaint else []
-    return sorted(found.values(), key=lambda line: int(line["step"]))
+def say(text: str) -> None:
+    """Write a sentence to stderr."""
+    sys.stderr.write(f"samerun: {printable(text)}\n")
 
 
-def _events(folder: Path, complaints: list[str]) -> list[ledger.Event]:
-    try:
-        events, complaint = ledger.read(folder)
-    except RunFolderError as error:
-        events, complaint = [], str(error)
-    complaints += [complaint] if complaint else []
-    return events
+def quantities(runs: Iterable[PastRun]) -> list[str]:
+    """Return the quantities followed over the course of the runs: the loss, the scores that judge them, bits per byte."""
+    runs = list(runs)
+    recorded = {key for run in runs for line in run.evaluations for key in line}
+    texts = [TEXT_SCORE] if any(f"{split}_{TEXT_SCORE}" in recorded for split in SPLITS) else []
+    return list(dict.fromkeys(["loss", *(run.monitor[0] for run in runs if run.monitor), *texts]))
+
+
+def scores(run: PastRun, line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scores in a line of evaluations or a result; the score that judges the run is first."""
+    first = [f"{split}_{run.monitor[0]}" for split in SPLITS] if run.monitor else []
+    keys = [key for key in dict.fromkeys([*first, *line]) if key.startswith(("validation_", "test_"))]
+    return {key: line[key] for key in keys if is_finite(line.get(key)) and not key.endswith("_samples")}
+
+
+def last_scores(run: PastRun) -> dict[str, float]:
+    """Return the scores of the final weights, or else of the last evaluation."""
+    return scores(run, run.result) or scores(run, run.evaluations[-1] if run.evaluations else {})
+
+
+def words(key: str) -> str:
+    """Return the name of a score in words: `test top5 accuracy`."""
+    return printable(key.replace("_", " "))
+
+
+def is_share(key: str, values: Iterable[float]) -> bool:
+    """Return whether these values of a score are shown in per cent: those of an accuracy in 0..1."""
+    return key.endswith("accuracy") and all(0.0 <= value <= 1.0 for value in values)
+
+
+def value_text(key: str, value: float, values: Sequence[float] = ()) -> str:
+    """Return the value of a score as text; `values` are all that are shown next to it."""
+    if is_share(key, (value, *values)):
+        return f"{100 * value:.2f} %"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"

@@ -14,7 +14,7 @@ SHIPPED = {"image_classification": "app.tasks.image_classification", "causal_lm"
 module `task` the class `task`, which is made from them."""
 
 WITH_FOLDERS = ("causal_lm",)
-"""Those that have `beside`: a model of theirs is a folder for another library. The export of all others needs no torch."""
+"""Tasks with `export_files`: their model is a folder for another library. The export of all others needs no torch."""
 
 DEFAULT = "image_classification"
 """Of a recipe that names none."""

@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
             f"{recipe.task}: leave --write out, and repair the listed samples"
         )
     found: dict[str, str] = {}
-    splits = _pictures(recipe, found) if can_leave_out else _splits(recipe)
+    splits, not_read = _pictures(recipe, found) if can_leave_out else (_splits(recipe), [])
+    sys.stdout.write("".join(f"{line}\n" for line in not_read))
     for split, samples in splits.items():
         sys.stdout.write(f"{split}: {len(samples):,} samples\n")
         sys.stdout.flush()
@@ -57,9 +58,13 @@ def _found(samples: Any, split: str, recipe: Recipe, processes: int) -> Iterator
         yield name(number), why
 
 
-def _pictures(recipe: Recipe, found: dict[str, str]) -> Mapping[str, Any]:
-    """Return the splits, opened without the pictures that opening them needs and cannot read, which go into `found`."""
+def _pictures(recipe: Recipe, found: dict[str, str]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the splits, opened without the pictures that opening them needs and cannot read, which go into `found`.
+
+    Also return what is not read of their folders.
+    """
     from app.tasks.image_classification.data import left_out
+    from app.tasks.image_classification.data.notes import not_read
     from app.tasks.image_classification.data.open import download_data, open_undecoded
     from app.tasks.image_classification.data.stage import located
 
@@ -68,7 +73,8 @@ def _pictures(recipe: Recipe, found: dict[str, str]) -> Mapping[str, Any]:
     with tempfile.NamedTemporaryFile("w", errors="surrogateescape") as file:
         while True:
             try:
-                return open_undecoded(sections).there
+                data = open_undecoded(sections)
+                return data.there, not_read(data)
             except left_out.UnreadableError as error:
                 found[error.name] = str(error).removesuffix(f". {left_out.CHECK}")
             names = [(name, "") for name in (*left_out.names_in(recipe.sections.data), *found)]
@@ -82,7 +88,7 @@ def _splits(recipe: Recipe) -> Mapping[str, Any]:
     from app.task import Split
 
     task = tasks.of(recipe)
-    task = task.prepare() or task
+    task = task.prepare_data() or task
     opened = {split: task.samples(split) for split in get_args(Split)}
     return {split: samples for split, samples in opened.items() if samples is not None}
 

@@ -18,10 +18,9 @@ def main(argv: Sequence[str]) -> int:
     if not options.best:
         return generate.run(options, options.folder)
     from app import export  # here and below: the help need not wait for it
-    from app.checkpoints import chosen
-    from app.checkpoints.step_folders import Reader
+    from app.checkpoints.step_folders import Reader, choose_best
 
-    reader = Reader(chosen.best(options.folder))
+    reader = Reader(choose_best(options.folder))
     with tempfile.TemporaryDirectory(prefix="samerun-") as aside:  # a folder of transformers, for as long as it is needed
         export.export(reader, Path(aside), key=reader.finished_key())
         return generate.run(options, Path(aside))

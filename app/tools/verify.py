@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from app.data.order import TrainBatches
-from app.errors import RecipeError, RunFolderError
+from app.errors import RecipeError, RunFolderError, printable
 from app.files import yaml_text
 from app.options.command_line import Parser
 from app.recipe import recipe_keys
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
         values = {"verified": verdict.is_good, **asdict(verdict), "time": time}
         sys.stdout.write(json.dumps(values, default=_first_and_last) + "\n")
     else:
-        sys.stdout.write(f"{verdict}\n\n{_table(spent)}\n")
+        sys.stdout.write(printable(f"{verdict}\n\n{_table(spent)}\n"))
     return 0 if verdict.is_good else 1
 
 

@@ -1,89 +1,93 @@
-"""What the steps of real runs take of a GPU's memory, beside what `samerun plan` says they will.
+"""What the steps of real runs take of a GPU's memory, compared with what `samerun plan` predicts.
 
-Measured is the most that torch's allocator gave out within three steps, and what it had taken for that from the driver
-(`reserved`), which is more for being in pieces. Neither holds CUDA's own context. Some runs go on at the same time: bytes do
-not depend on that. In a dry run both are of a CPU, and of tiny models.
+Measured is the most that torch's allocator gave out within two steps after the first, and what it had taken for that from the
+driver (`reserved`), which is more because of fragmentation. Neither holds CUDA's own context. Several runs train at the same
+time: bytes do not depend on that. In a dry run both are the memory of a process on a CPU, and the models are tiny.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from app.errors import RecipeError
-from benchmarks.gpu import text
-from benchmarks.gpu.contest import Goal, failed_line, say
-from benchmarks.planning import Measured, predicted, trained
+from app.errors import TrainingError
+from app.recipe import recipe_file
+from benchmarks.contest import ON_CPU, SAMERUN, TEXT, Entry, failed_line, say, start, verdict
+from benchmarks.gpu import images, text
 
-_MIB = 2**20
-_GOAL = Goal(most=0.10)
-_TOGETHER = 3
-_LEAST_S = 20.0
-"""With less than this no further run is begun."""
+_TOGETHER, _STEPS, _LEAST_S = 3, 2, 20.0
+"""Runs at the same time, their steps, and the seconds without which no further run is begun."""
 _BLOCKS = "train.checkpoint_activations=blocks"
 
 
-def _text(name: str, network: text.Network, *more: str, strategy: str = "single", precision: str = "bf16") -> Measured:
-    batch = (f"data.sequence_length={network.length}", f"train.global_batch_size={network.rows}")
-    steps = ("optim.warmup_steps=10", "optim.cosine_steps=null")
-    return Measured(name, network.recipe, (*network.words(), *batch, *steps, *more), strategy, 1, precision)
+def measure(options: argparse.Namespace, folder: Path) -> int:
+    """Train and plan, and print the table; return 0 if all were trained."""
+    from app.place.sharding import Sharding
+    from app.planning.memory import Case, peak
 
+    runs = _runs(options, folder)
+    say("| | predicted MiB | allocated MiB | error | reserved MiB | goal of the error |\n|---|---|---|---|---|---|")
 
-def _images(*more: str) -> tuple[str, ...]:
-    return ("data.source=fakedata", "data.validation_split=null", "optim.warmup_epochs=null", *more)
+    def take(name: str) -> dict[str, float]:
+        if time.monotonic() + _LEAST_S > options.end_s:
+            raise TrainingError("left out, no time was left")
+        with start(name, runs[name], threads=1, log=folder / f"{name}.log") as running:
+            running.answer()
+            return running.run(_STEPS)
 
-
-def cases(*, dry_run: bool) -> list[Measured]:
-    """Return what is trained, the most important first."""
-    of = {each.name: text.small_like(each) if dry_run else each for each in (text.GPT2_124M, text.GPT3_350M, text.GPT3_1_3B)}
-    gpt2, gpt3, larger = of.values()
-    llama = replace(text.LLAMA3_8B, overrides=(*text.LLAMA3_8B.overrides, "model.layers=2"))
-    llama = text.small_like(text.LLAMA3_8B) if dry_run else llama
-    small = ("model.name=resnet18", "data.image_size=32", "data.resize_size=32", "train.global_batch_size=8")
-    resnet = _images(*(small if dry_run else ("train.global_batch_size=128",)))
-    return [
-        _text("GPT-2 124M", gpt2),
-        _text("GPT-2 124M, blocks", gpt2, _BLOCKS),
-        _text("GPT-3 350M", gpt3),
-        _text("Llama 3 8B of 2 layers, blocks", llama, _BLOCKS),
-        Measured("ResNet-50", "imagenet_resnet50", resnet, "single", 1, "bf16"),
-        _text("GPT-2 124M, float32", gpt2, precision="no"),
-        _text("GPT-2 124M, whole logits", gpt2, "model.head=whole"),
-        _text("GPT-3 1.3B, blocks", larger, _BLOCKS),
-        _text("GPT-2 124M, fsdp2", gpt2, strategy="fsdp2"),
-        Measured("ResNet-50, float32", "imagenet_resnet50", resnet, "single", 1, "no"),
-    ]
-
-
-def measure(options: argparse.Namespace, folder: Path) -> int:  # noqa: ARG001
-    """Train them, and print the table; return 0 if all were trained."""
-    say("| | predicted MiB | allocated MiB | error | reserved MiB | goal of the error |")
-    say("|---" * 6 + "|")
-    device, failed = "cpu" if options.dry_run else "cuda", 0
+    failed = 0
     with ThreadPoolExecutor(1 if options.dry_run else _TOGETHER) as pool:
-        for case, taken in _begun(pool, options):
+        for name, taken in [(name, pool.submit(take, name)) for name in runs]:
             try:
-                said = predicted(case, device)  # type: ignore[arg-type]
-                (found,) = taken.result()
-            except (RecipeError, TimeoutError) as why:
-                say(failed_line(case.name, str(why), columns=6))
+                found = taken.result()
+            except TrainingError as error:
+                say(failed_line(name, str(error), columns=6))
                 failed = 1
                 continue
-            error = said / found["steps"] - 1
-            mib = [f"{count / _MIB:,.0f}" for count in (said, found["steps"])]
-            reserved = f"{found['reserved'] / _MIB:,.0f}" if "reserved" in found else ""
-            say(f"| {case.name} | {' | '.join(mib)} | {error:+.1%} | {reserved} | {_GOAL.verdict(abs(error))} |")
+            loaded = recipe_file.load(runs[name].task["recipe"], runs[name].task["overrides"])
+            train = loaded.recipe.train
+            case = Case(
+                loaded.recipe, Sharding("fsdp2" if "fsdp2" in name else "ddp"), micro_batch=train.global_batch_size,
+                precision=runs[name].variables["ACCELERATE_MIXED_PRECISION"],
+                recomputes=train.checkpoint_activations == "blocks", device="cpu" if options.dry_run else "cuda",
+            )  # fmt: skip
+            predicted = peak(case).total
+            off = predicted / found["allocated"] - 1
+            mib = [f"{count / 2**20:,.0f}" for count in (predicted, found["allocated"], found["reserved"])]
+            say(f"| {name} | {mib[0]} | {mib[1]} | {off:+.1%} | {mib[2]} | {verdict('<= 0.1', abs(off))} |")
     return failed
 
 
-def _begun(pool: ThreadPoolExecutor, options: argparse.Namespace) -> Iterator[tuple[Measured, Future[list[dict[str, int]]]]]:
-    def take(case: Measured) -> list[dict[str, int]]:
-        if time.monotonic() + _LEAST_S > options.end_s:
-            raise TimeoutError("left out, no time was left")
-        return trained(case, "cpu" if options.dry_run else "cuda")
+def _runs(options: argparse.Namespace, folder: Path) -> dict[str, Entry]:
+    """Return what is trained, the most important first."""
+    networks = (text.GPT2_124M, text.GPT3_350M, text.GPT3_1_3B, text.LLAMA3_8B)
+    gpt2, gpt3, larger, llama = (text.small_like(each) if options.dry_run else each for each in networks)
+    layers, batch = ((), ()) if options.dry_run else (("model.layers=2",), ("train.global_batch_size=128",))
+    resnet = {**images.resnet(options, folder, *batch), "program": SAMERUN}
+    alone = ON_CPU if options.dry_run else {}
+    sharded = {**images.variables_of(["fsdp2"], folder, on_cpu=options.dry_run)["fsdp2"], **alone}
 
-    yield from [(case, pool.submit(take, case)) for case in cases(dry_run=options.dry_run)]
+    def run(task: dict[str, Any], precision: str = "bf16", variables: Mapping[str, str] = alone) -> Entry:
+        return Entry(task=task, variables={**variables, "ACCELERATE_MIXED_PRECISION": precision})
+
+    def of(network: text.Network, *more: str) -> dict[str, Any]:
+        tokens = text.tokens(network, folder, dry_run=options.dry_run)
+        words = (*TEXT, *network.words(), *more, f"data.path={tokens}")
+        return {"program": SAMERUN, "recipe": network.recipe, "overrides": words}
+
+    return {
+        "GPT-2 124M": run(of(gpt2)),
+        "GPT-2 124M, blocks": run(of(gpt2, _BLOCKS)),
+        "GPT-3 350M": run(of(gpt3)),
+        "Llama 3 8B of 2 layers, blocks": run(of(llama, _BLOCKS, *layers)),
+        "ResNet-50": run(resnet),
+        "GPT-2 124M, float32": run(of(gpt2), "no"),
+        "GPT-2 124M, whole logits": run(of(gpt2, "model.head=whole")),
+        "GPT-3 1.3B, blocks": run(of(larger, _BLOCKS)),
+        "GPT-2 124M, fsdp2": run(of(gpt2), variables=sharded),
+        "ResNet-50, float32": run(resnet, "no"),
+    }

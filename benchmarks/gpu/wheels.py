@@ -17,12 +17,13 @@ import site
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 _REPOSITORY = Path(__file__).absolute().parents[2]
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 _MOST_MIB = 64
-_BUILT = ("deepspeed", "hjson", "python-hostlist")
+_BUILT = ("deepspeed", "hjson")
 """Published as sources; without compiled parts of their own."""
 _DOWNLOADED = (
     *("datasets", "dill", "multiprocess", "xxhash", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
@@ -33,14 +34,18 @@ _DOWNLOADED = (
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_12_x86_64")
 
 
-def main(argv: list[str]) -> int:
-    """Bring the wheels, or use them; return 0."""
-    options = _parser().parse_args(argv)
+def main(argv: list[str]) -> None:
+    """Bring the wheels, or use them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.wheels", description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("bring", "use"), help="download wheels, or make an environment with those it lacks")
+    parser.add_argument("folder", type=Path, help="of the wheels")
+    parser.add_argument("--python-version", default="3.12", help="of the machine that they are for (default: 3.12)")
+    parser.add_argument("--into", type=Path, help="the environment that `use` makes")
+    options = parser.parse_args(argv)
     if options.what == "bring":
         _bring(options.folder, options.python_version)
     else:
         _use(options.folder, options.into)
-    return 0
 
 
 def _bring(folder: Path, python_version: str) -> None:
@@ -48,11 +53,10 @@ def _bring(folder: Path, python_version: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    built = ["env", "DS_BUILD_OPS=0", *pip, "wheel", "--no-deps", "--wheel-dir", str(folder), *map(_required, _BUILT)]
+    built = ["env", "DS_BUILD_OPS=0", *_PIP, "wheel", "--no-deps", "--wheel-dir", str(folder), *map(_required, _BUILT)]
     subprocess.run(built, check=True)
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
-    download = [*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *platforms]
+    download = [*_PIP, "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *platforms]
     download += ["--implementation", "cp", "--python-version", python_version]
     # First those that say which versions of the others they need.
     asking = ("datasets", "pydantic", "pytest", "pytest-xdist")
@@ -60,10 +64,7 @@ def _bring(folder: Path, python_version: str) -> None:
     asked = {name: spec for wheel in folder.glob("*.whl") for name, spec in _requirements(wheel).items()}
     others = [name + asked.get(name, "") for name in _DOWNLOADED if name not in asking]
     subprocess.run([*download, *others], check=True)
-    sizes = {wheel.name: wheel.stat().st_size / 2**20 for wheel in sorted(folder.glob("*.whl"))}
-    total_mib = sum(sizes.values())
-    for name, mib in sizes.items():
-        sys.stdout.write(f"{mib:6.1f} MiB  {name}\n")
+    total_mib = sum(wheel.stat().st_size for wheel in folder.glob("*.whl")) / 2**20
     sys.stdout.write(f"{total_mib:6.1f} MiB in {folder}\n")
     if total_mib > _MOST_MIB:
         sys.exit(f"{folder} holds {total_mib:.0f} MiB, more than the {_MOST_MIB} that may be carried: leave some of it out")
@@ -92,26 +93,17 @@ def _use(folder: Path, environment: Path) -> None:
     theirs = [f"import site; site.addsitedir({place!r})" for place in places]
     (own / "theirs.pth").write_text("\n".join([*theirs, str(_REPOSITORY), ""]))
     wheels = {_name(wheel.name.partition("-")[0]): wheel for wheel in sorted(folder.glob("*.whl"))}
-    lacking = {name: wheel for name, wheel in wheels.items() if not _is_there(name)}
+    installed = {_name(found.name) for found in distributions()}
+    lacking = {name: wheel for name, wheel in wheels.items() if name not in installed}
     if lacking:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-index", "--no-deps"]
-        subprocess.run([*pip, "--no-compile", "--target", str(own), *map(str, lacking.values())], check=True)
+        install = [*_PIP, "install", "--no-index", "--no-deps", "--no-compile", "--target", str(own)]
+        subprocess.run([*install, *map(str, lacking.values())], check=True)
     sys.stdout.write(f"{environment}: {sys.executable} and {', '.join(sorted(lacking)) or 'no wheels'}\n")
-    needed = re.findall(
-        r'^    "([\w-]+)[<>=]', (_REPOSITORY / "pyproject.toml").read_text().partition("[project.optional")[0], re.M
-    )
-    missing = [
-        name for name in (*needed, "pytest", "pytest-xdist") if not _is_there(_name(name)) and _name(name) not in lacking
-    ]
+    required = (_REPOSITORY / "pyproject.toml").read_text().partition("[project.optional")[0]
+    needed = (*re.findall(r'^    "([\w-]+)[<>=]', required, re.M), "pytest", "pytest-xdist")
+    missing = [name for name in needed if _name(name) not in installed | lacking.keys()]
     if missing:
         sys.exit(f"neither {sys.executable} nor {folder} has {', '.join(missing)}: `make gpu-wheels` brings what it can")
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return bool(version(name))
-    except PackageNotFoundError:
-        return False
 
 
 def _name(text: str) -> str:
@@ -119,19 +111,5 @@ def _name(text: str) -> str:
     return re.sub(r"[-_.]+", "-", text).lower()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.wheels", description="Wheels for a Python that has its own torch."
-    )
-    commands = parser.add_subparsers(dest="what", required=True)
-    bring = commands.add_parser("bring", help="download what a Python with torch may lack")
-    bring.add_argument("folder", type=Path)
-    bring.add_argument("--python-version", default="3.12", help="of the machine that they are for (default: 3.12)")
-    use = commands.add_parser("use", help="make an environment of this Python and what it lacks")
-    use.add_argument("folder", type=Path)
-    use.add_argument("--into", type=Path, required=True)
-    return parser
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

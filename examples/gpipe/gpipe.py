@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 
-from app.tasks.causal_lm.data.embedded import open_embedded
+from app.tasks.causal_lm.data.store import open_embedded
 
 WIDTH, LAYERS, LENGTH, BATCH, CLIP = 128, 4, 64, 16, 0.5
 TEXT = open_embedded("train")

@@ -1,6 +1,6 @@
 """What a scheduler gave this job, as seen from where `samerun launch` was typed.
 
-`slurm.py`, `pbs.py`, `grid_engine.py` and `hosts.py` each turn an environment (a mapping) into an `Allocation`, or None where
+`slurm.py`, `pbs.py` and `hosts.py` each turn an environment (a mapping) into an `Allocation`, or None where
 they see nothing of theirs; `detect.py` asks them in turn. Standard library only.
 """
 

@@ -12,12 +12,12 @@ from app.errors import TopologyError
 from app.place.environment import check_threads
 from app.place.slurm_variables import is_in_step
 from app.place.started_ranks import STARTERS
-from launch.schedulers import grid_engine, hosts, pbs, pbs_job, slurm, slurm_job
+from launch.schedulers import hosts, pbs, pbs_job, slurm, slurm_job
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import Job
 
 # Each returns None for an environment of another kind.
-FINDERS: tuple[Callable[..., Allocation | None], ...] = (hosts.find, slurm.find, pbs.find, grid_engine.find)
+FINDERS: tuple[Callable[..., Allocation | None], ...] = (hosts.find, slurm.find, pbs.find)
 
 
 def find(
@@ -62,7 +62,7 @@ def find(
 
 def job(environment: Mapping[str, str]) -> Job | None:
     """Return the scheduler's job that `environment` is part of, or None."""
-    return slurm_job.find(environment) or pbs_job.find(environment) or grid_engine.find_job(environment)
+    return slurm_job.find(environment) or pbs_job.find(environment)
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
-"""A job that is a list of hosts: its `Topology`, whoever gives the list (PBS, Grid Engine, or the user by a variable).
+"""A job that is a list of hosts: its `Topology`, whoever gives the list (PBS, or the user by a variable).
 
 `launch/start/spread.py` starts a command on each host of such a list and tells it by the variables below which one it is,
-because a host that PBS or Grid Engine start something on is told little of the job, and a plain host nothing.
+because a host that PBS starts something on is told little of the job, and a plain host nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ STARTER = "SAMERUN_STARTER"
 STARTERS: Mapping[str, tuple[str, ...]] = {
     "pbs_tmrsh": ("pbs_tmrsh", "{host}"),
     "mpiexec": ("mpiexec", "-n", "1", "--hosts", "{host}"),
-    "qrsh": ("qrsh", "-noshell", "-inherit", "-nostdin", "{host}"),
     "ssh": ("ssh", "-o", "BatchMode=yes", "{host}"),
 }
 """How to run a command on a host: what to put before it. `mpiexec` is that of Cray PALS, MPICH and Intel MPI. PBS's pbsdsh is
 not one of them: it ends with exit code 0 whatever happened. pbs_tmrsh ends with the command's."""
 WITH_INPUT = frozenset({"ssh"})
-"""Those whose input reaches the host. That of pbs_tmrsh is empty there, and mpiexec's and qrsh's are their makers' choice."""
+"""Those whose input reaches the host. That of pbs_tmrsh is empty there, and mpiexec's is its maker's choice."""
 
 
 def find(

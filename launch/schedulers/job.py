@@ -1,6 +1,6 @@
 """The scheduler's job of a run: when its time ends, and how it is requeued.
 
-`slurm_job.py`, `pbs_job.py` and `grid_engine.py` each turn an environment (a mapping) into a `Job`; `detect.py` asks them in
+`slurm_job.py` and `pbs_job.py` each turn an environment (a mapping) into a `Job`; `detect.py` asks them in
 turn. Standard library only.
 """
 

@@ -115,11 +115,11 @@ def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, describe_job
     if slurm.in_task and "CUDA_VISIBLE_DEVICES" in environment:
         gpus, origin = count_accelerators(environment)
     elif JOB.gpus_on_node in environment and not slurm.in_salloc:
-        gpus, origin = slurm.number(JOB.gpus_on_node), slurm.said(JOB.gpus_on_node)
+        gpus, origin = slurm.gpus(JOB.gpus_on_node), slurm.said(JOB.gpus_on_node)
     elif JOB.gpus_per_node in environment:
-        return slurm.number(JOB.gpus_per_node), slurm.said(JOB.gpus_per_node)
+        return slurm.gpus(JOB.gpus_per_node), slurm.said(JOB.gpus_per_node)
     elif JOB.gpus_per_task in environment:
-        least = slurm.number(JOB.gpus_per_task) * slurm.least(JOB.tasks_per_node)
+        least = slurm.gpus(JOB.gpus_per_task) * slurm.least(JOB.tasks_per_node)
         origin = slurm.said(JOB.gpus_per_task, JOB.tasks_per_node)
         if len({count for count, _ in slurm.counts(JOB.tasks_per_node)}) > 1 and asked is None:
             _refuse_uneven(origin, num_nodes, even=least, least=least)
@@ -128,7 +128,7 @@ def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, describe_job
         return _gpus_in_description(describe_job(slurm.number(JOB.job_id)), num_nodes, asked)
     else:
         return 0, "no GPU in the allocation"
-    total = slurm.number(JOB.gpus) if JOB.gpus in environment else gpus * num_nodes
+    total = slurm.gpus(JOB.gpus) if JOB.gpus in environment else gpus * num_nodes
     whole_job = slurm.number(slurm.names.num_nodes) == slurm.number(JOB.num_nodes)
     if gpus and whole_job and total != gpus * num_nodes and asked is None:
         _refuse_uneven(f"{slurm.said(JOB.gpus)}, and {origin} here", num_nodes, even=total // num_nodes, least=1)

@@ -33,8 +33,10 @@ class Plan:
     """Further runs of the job."""
     by_hand: str
     """What a user types to go on with it."""
-    after_lack_of_memory: Callable[[], str]
-    """What is said of a run that the kernel has ended for lack of memory."""
+    writes_outcome: bool
+    """Whether a process that this machine starts writes the outcome: on other nodes their own launcher looks for it."""
+    memory_remedy: str
+    """What to change in a run that the kernel has ended for lack of memory."""
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> int:
@@ -49,10 +51,12 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
             watched=True,
         )
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
-            signals.kill_all_with(f"{ATTEMPT}={mark}")
+            from app.place.processes import kill_all_with  # not at the top: the launcher starts at once
+
+            kill_all_with(ATTEMPT, mark)
         if ending.lacks_memory:
-            say(f"the kernel killed a process for lack of memory: {plan.after_lack_of_memory()}")
-        outcome = folder.outcome()
+            say(f"the kernel killed a process for lack of memory. {plan.memory_remedy}")
+        outcome = folder.of_success(ending.exit_code) if plan.writes_outcome else folder.outcome()
         if outcome is not None and outcome.outcome == "stopped":
             return _after_stop(plan, outcome, ending, say)
         if outcome is not None or restart == plan.max_restarts or not _may_restart(ending, say):

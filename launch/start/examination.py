@@ -26,9 +26,9 @@ from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.run_module import program
 from launch.schedulers import detect, local
-from launch.start import meeting_key, signals, supervise
+from launch.start import signals, supervise
 from launch.start.launch import default_preset, divide_total
-from launch.start.meeting import PATIENCE_S, meet
+from launch.start.rendezvous import PATIENCE_S, find_token, meet, new_token, without_token
 
 
 def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
@@ -44,11 +44,11 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         start = [word for word in allocation.start if word != "--label"]
         command = [*start, *program("launch.cli"), "doctor", *told, *argv]
         say(shlex.join(command))
-        os.execvpe(command[0], command, {**environment, **meeting_key.new()})  # noqa: S606 - a shell would stand between
+        os.execvpe(command[0], command, {**environment, **new_token()})  # noqa: S606 - a shell would stand between
     if topology.num_nodes > 1:
         signal.signal(signal.SIGTERM, _end_with_the_first)
         job = detect.job(environment)
-        key = meeting_key.find(environment, options.run_dir, job.name if job else "")
+        key = find_token(environment, options.run_dir, job.name if job else "")
         try:
             port = meet(topology, key, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)
         except TopologyError as error:
@@ -88,7 +88,7 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         alone = one_process.argv(topology, chosen, arguments, environment, module=module)
         command = alone or accelerate_argv(topology, chosen, arguments, module=module)
         # What torchrun puts into TMPDIR it leaves there when it is ended, as for another node that failed.
-        told = {**meeting_key.without(environment), "TMPDIR": folder}
+        told = {**without_token(environment), "TMPDIR": folder}
         ended = supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code
         # From here to its end Python would die of it: another node may be a moment sooner, and srun end this one.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

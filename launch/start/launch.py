@@ -2,7 +2,7 @@
 
 On one machine what is run is `accelerate launch`, or the one process that it would start (`one_process.py`). In an allocation
 it is, by the scheduler's command, `samerun launch` once on every node, which runs the `accelerate launch` of that node when all
-have met (`meeting.py`). From where it was typed, the run is watched (`supervise.py`) and started again where that is wanted
+have met (`rendezvous.py`). From where it was typed, the run is watched (`supervise.py`) and started again where that is wanted
 (`attempts.py`).
 """
 
@@ -34,8 +34,9 @@ from launch.preset import PRECISIONS, Preset
 from launch.schedulers import detect, local
 from launch.schedulers.allocation import Allocation
 from launch.schedulers.job import ATTEMPT, Job
-from launch.start import attempts, explain, meeting, meeting_key, planned, run_checks, signals, supervise
+from launch.start import attempts, explain, run_checks, signals, supervise
 from launch.start.outcome import OutcomeFile
+from launch.start.rendezvous import find_token, meet, new_token, without_token
 from launch.start.resolved import Resolved
 
 
@@ -45,7 +46,6 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     options = resolved.options
     if resolved.topology.node_rank == 0:  # or each node would say the same
         explain.introduce(resolved, say)
-        planned.introduce(resolved, environment, say)
     if options.explain:
         sys.stdout.writelines(explain.explanation(resolved, environment))
     if options.dry_run:
@@ -71,8 +71,10 @@ def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
     if not resolved.is_task:  # or each node would look again
         if not resolved.job:  # or the time is that of the job
             end_time_s(environment)
-        begins = resolved.loaded.recipe.inputs.get("train.init_from")
-        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume(), init_from=begins):
+        inputs = resolved.loaded.recipe.inputs
+        if resolved.is_started_elsewhere:  # perhaps only the nodes have the data
+            inputs = {key: path for key, path in inputs.items() if path is None or key.startswith("train.")}
+        for problem in run_checks.problems(training, run_dir=resolved.run_dir, resume=resolved.resume(), inputs=inputs):
             raise problem
     resolved.accelerate_argv()  # what cannot be is refused here, not on every node
     return resolved
@@ -82,15 +84,16 @@ def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     """Run the processes of this node."""
     command = resolved.accelerate_argv()
     say(shlex.join(command))
-    told = resolved.with_threads(meeting_key.without(resolved.times(environment).told(environment)))
+    told = resolved.with_threads(without_token(resolved.times(environment).told(environment)))
     alone = resolved.alone(told)
-    # Where `samerun launch` started this, it is the one that looks.
-    folder = OutcomeFile(Path(resolved.run_dir)) if resolved.run_dir and ATTEMPT not in environment else None
+    folder = OutcomeFile(Path(resolved.run_dir)) if resolved.run_dir and resolved.writes_outcome else None
     is_lost = _is_lost(environment)
     pass_on = signals.to_ranks if alone is None else signals.to_rank
     ending = supervise.run(alone or command, told, pass_on=pass_on, watched=False, is_lost=is_lost)
-    outcome = folder.outcome() if folder and ending.exit_code == 0 else None
-    return STOPPED if outcome and outcome.outcome == "stopped" else ending.exit_code
+    outcome = folder.of_success(ending.exit_code) if folder else None
+    # Where `samerun launch` started this, it reads the outcome itself.
+    is_stopped = outcome is not None and outcome.outcome == "stopped" and ATTEMPT not in environment
+    return STOPPED if is_stopped and ending.exit_code == 0 else ending.exit_code
 
 
 def _is_lost(environment: Mapping[str, str]) -> Callable[[], bool]:
@@ -143,14 +146,21 @@ def _attempts(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     by_hand = [] if resolved.options.run_dir else ["--run-dir", resolved.run_dir]
     return attempts.Plan(
         command=lambda again: resolved.alone(told, again=again) or resolved.command(again=again),
-        environment={**told, **(meeting_key.new() if resolved.is_started_elsewhere else {})},
+        environment={**told, **(new_token() if resolved.is_started_elsewhere else {})},
         pass_on=pass_on,
         run_dir=Path(resolved.run_dir),
         job=resolved.job,
         max_restarts=resolved.options.max_restarts,
         max_requeues=resolved.options.max_requeues,
+        writes_outcome=resolved.writes_outcome and not resolved.is_started_elsewhere,
         by_hand=shlex.join(["samerun", "launch", *by_hand, *resolved.argv]),
-        after_lack_of_memory=lambda: planned.after_lack_of_memory(resolved, environment),
+        # The kernel kills for the host's memory, with GPUs too: offloading to it, or more devices in it, would not help.
+        memory_remedy=resolved.preset.sharding(resolved.degrees).what_to_change(
+            resolved.topology.world_size,
+            micro_batch=resolved.plan.micro_batch,
+            checkpoint_activations=resolved.loaded.recipe.train.checkpoint_activations,
+            on_cpu=True,
+        ),
     )
 
 
@@ -159,8 +169,8 @@ def _met(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str]
     topology = resolved.topology
     if topology.num_nodes == 1:
         return topology
-    key = meeting_key.find(environment, resolved.run_dir, resolved.job.name if resolved.job else "")
-    port = meeting.meet(topology, key, only_port=resolved.options.port is not None)
+    key = find_token(environment, resolved.run_dir, resolved.job.name if resolved.job else "")
+    port = meet(topology, key, only_port=resolved.options.port is not None)
     if port != topology.port and topology.node_rank == 0:
         say(f"{topology.described('port')} is in use on {topology.hosts[0]}: the run uses {port}")
     return replace(topology, port=port)

@@ -5,11 +5,12 @@ The exit code of its launcher does not tell a run that has stopped from one that
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.errors import TrainingError
 from app.files import regular
+from app.files.lines import parsed
 
 _FILE = "outcome.json"
 
@@ -37,13 +38,26 @@ class OutcomeFile:
         self._file = run_dir / _FILE
         self._before = self._content()
 
+    def of_success(self, exit_code: int) -> RunOutcome | None:
+        """Return the outcome, if any. Raises TrainingError for a run without one whose processes succeeded all the same."""
+        outcome = self.outcome()
+        if exit_code == 0 and outcome is None:
+            raise TrainingError(
+                "the training process ended with exit code 0, but it neither finished the run nor stopped it "
+                f"({self._file} was not written): something called os._exit, perhaps your task file or a library that it uses"
+            )
+        return outcome
+
     def outcome(self) -> RunOutcome | None:
         """Return the outcome that was written since, or None if there is none."""
         content = self._content()
         if content is None or content == self._before:
             return None
-        said = json.loads(content)
-        return RunOutcome(**{name: said[name] for name in RunOutcome.__dataclass_fields__})
+        try:
+            said = parsed(content)
+            return RunOutcome(**{name: said[name] for name in RunOutcome.__dataclass_fields__})
+        except (ValueError, KeyError, TypeError):  # as little as a file that cannot be read
+            return None
 
     def _content(self) -> bytes | None:
         try:

@@ -52,6 +52,11 @@ class Resolved:
         """Whether the scheduler's command has to start `samerun launch` on every node."""
         return self.allocation is not None and bool(self.allocation.start)
 
+    @property
+    def writes_outcome(self) -> bool:
+        """Whether the main process of the run is on this node, and trains."""
+        return self.topology.node_rank == 0 and "--print-recipe" not in self.passed_on
+
     def accelerate_argv(self, node_rank: int | None = None, *, again: bool = False) -> list[str]:
         """Return the `accelerate launch` of this node, or of another; `again`: to go on with the run."""
         return accelerate_argv(
@@ -88,8 +93,11 @@ class Resolved:
         told = [] if self.options.processes_per_node else ["--processes-per-node", str(self.topology.processes_per_node)]
         told += ["--run-dir", self.run_dir] if self.run_dir and not self.options.run_dir else []
         resume = self.resume(again=again)
-        now = ["--resume", resume] if resume and self.options.resume not in (None, resume) else []
-        return [*self.allocation.start, *program("launch.cli"), "launch", *told, *self.argv, *now]
+        words = list(self.argv)
+        if resume and self.options.resume not in (None, resume):  # in the place of what was said for the first start
+            at = next(index for index, word in enumerate(words) if word.partition("=")[0] == "--resume")
+            words[at : at + (1 if "=" in words[at] else 2)] = ["--resume", resume]
+        return [*self.allocation.start, *program("launch.cli"), "launch", *told, *words]
 
     def resume(self, *, again: bool = False) -> str | None:
         """Return the --resume of app.train. What the user said is for the first start only, as any other goes on with it."""

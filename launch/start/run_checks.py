@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from app.errors import CheckpointError, RunFolderError, SamerunError, TrackerError
+from app.errors import CheckpointError, DataError, RunFolderError, SamerunError, TrackerError
 from app.options import tracker_names, train_options
 
 _RECIPE = "recipe.yaml"
 """What a run folder has from its start on."""
+
+
+_INIT_FROM = "train.init_from"
 
 
 def of_training(passed_on: Sequence[str], *, command: str, its_options: Sequence[str]) -> argparse.Namespace:
@@ -23,11 +27,15 @@ def of_training(passed_on: Sequence[str], *, command: str, its_options: Sequence
 
 
 def problems(
-    training: argparse.Namespace, *, run_dir: str | None, resume: str | None, init_from: str | None = None
+    training: argparse.Namespace,
+    *,
+    run_dir: str | None,
+    resume: str | None,
+    inputs: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Iterator[SamerunError]:
     """Yield what the run would end with: how it is started is in `training`, but for its folder and --resume.
 
-    `init_from` is the recipe's, where it is a path.
+    `inputs` are the recipe's files and folders, as far as they must be on this machine.
     """
     try:
         tracker_names.chosen(training.trackers)
@@ -43,10 +51,21 @@ def problems(
     if resume not in (None, "auto", "never") and not Path(resume).is_dir():
         what = "that is a file" if Path(resume).exists() else "no such folder"
         yield CheckpointError(f"--resume is {resume}: {what}; give auto, never, or the path of a run folder or of a checkpoint")
+    init_from = inputs.get(_INIT_FROM)
+    yield from map(DataError, missing({key: path for key, path in inputs.items() if key != _INIT_FROM}))
     # A run that goes on does not read the weights that it began with, which may be gone since.
     if init_from and not holds_a_run and not os.access(os.path.expandvars(Path(init_from).expanduser()), os.F_OK):
         which = "give a file of weights, a run folder or a checkpoint, or torchvision:NAME"
         yield CheckpointError(f"train.init_from is {init_from}: there is no such file or folder; {which}")
+
+
+def missing(inputs: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield which files and folders, by their keys, are not there, or may not be read, or have no path."""
+    for key, path in inputs.items():
+        if path is None:
+            yield f"{key} is not given, and the recipe has no data without it: give {key}=PATH"
+        elif not os.access(os.path.expandvars(Path(path).expanduser()), os.R_OK):
+            yield f"{key} is {path!r}: no such file or folder, or you may not read it. Correct it"
 
 
 def unwritable(folders: Sequence[Path]) -> Iterator[str]:

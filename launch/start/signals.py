@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Those that are passed on."""
@@ -20,7 +19,6 @@ ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGU
 PassOn = Callable[[int, int], None]
 """Passes a signal on: takes the id of the process that was started, and the signal."""
 
-_PROCESSES = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,39 +42,23 @@ def to_rank(pid: int, number: int) -> None:
 
 def to_ranks(pid: int, number: int) -> None:
     """Send it to the processes that an `accelerate launch` has started, or to itself if there are none yet."""
-    for process in list(_ranks(pid)) or [pid]:
+    for process in _ranks(pid) or [pid]:
         with suppress(ProcessLookupError):
             os.kill(process, number)
 
 
-def _ranks(launcher: int) -> Iterator[int]:
-    """Children that run the same interpreter, so no nvidia-smi. Without /proc (macOS) none is found."""
-    for folder in _PROCESSES.glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended, or is somebody else's
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == launcher and (folder / "exe").readlink() == (_PROCESSES / str(launcher) / "exe").readlink():
-                yield int(folder.name)
+def _ranks(launcher: int) -> list[int]:
+    """Children that run the same interpreter, so no nvidia-smi."""
+    import psutil  # not at the top: the launcher starts at once
 
-
-def kill_all_with(mark: str) -> int:
-    """End every process whose environment holds `mark`, as `NAME=VALUE`, at once; return how many there were.
-
-    Until none is left: one may have started another meanwhile. Without /proc (macOS) none is found.
-    """
-    killed: set[int] = set()
-    while left := set(_with(mark)) - killed:
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed |= left
-    return len(killed)
-
-
-def _with(mark: str) -> Iterator[int]:
-    for folder in _PROCESSES.glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended, or is somebody else's
-            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name)
+    ranks: list[int] = []
+    with suppress(psutil.Error):  # it has just ended
+        started = psutil.Process(launcher)
+        for child in started.children():
+            with suppress(psutil.Error):
+                if child.exe() == started.exe():
+                    ranks.append(child.pid)
+    return ranks
 
 
 def end_with_parent() -> None:

@@ -75,11 +75,14 @@ class _Command:
     def is_interrupted_twice(self) -> bool:
         return self.got.count(signal.SIGINT) > 1
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], *, watched: bool) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], *, watched: bool, output: IO[bytes] | None
+    ) -> subprocess.Popen[bytes]:
         self._started = subprocess.Popen(
             command,
             env={**environment, LAUNCHER: self._mark},
-            stderr=subprocess.PIPE if watched else None,
+            stdout=output,
+            stderr=subprocess.PIPE if watched else output,
             start_new_session=True,
             preexec_fn=signals.end_with_parent if command[0] == "srun" else None,  # noqa: PLW1509 - there is no other thread
         )
@@ -89,9 +92,11 @@ class _Command:
 
     def end_all(self) -> None:
         """Kill the command, if it runs, and all on this machine that it started and left."""
+        from app.place.processes import kill_all_with  # not at the top: the launcher starts at once
+
         if self._started is not None and self._started.poll() is None:
             os.killpg(self._started.pid, signal.SIGKILL)
-        signals.kill_all_with(f"{LAUNCHER}={self._mark}")
+        kill_all_with(LAUNCHER, self._mark)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.got.append(number)
@@ -116,14 +121,16 @@ def run(
     pass_on: signals.PassOn,
     watched: bool,
     is_lost: Callable[[], bool] = lambda: False,
+    output: IO[bytes] | None = None,
 ) -> Ending:
     """Run the command to its end, with the signals that this process gets, passed on by `pass_on`.
 
     If it fails, nothing that it started is left on this machine. Unless it is `watched`, its stderr is this process's own, a
     terminal for instance, and less is known of its end. `is_lost` tells whether the run is to end because nobody waits for it.
+    `output` is the file for stdout and, unless it is `watched`, stderr; None: this process's own.
     """
     running, kills = _Command(pass_on), host_memory.kills()
-    started = running.start(command, environment, watched=watched)
+    started = running.start(command, environment, watched=watched, output=output)
     watch = Watch()
     if started.stderr is not None:
         for line in _copied(started, started.stderr, sys.stderr.buffer):

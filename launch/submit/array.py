@@ -19,6 +19,7 @@ from app.place.slurm_variables import JOB
 _INDICES = (JOB.array_task_id, "PBS_ARRAY_INDEX")
 _LONGEST_NAME = 120  # characters; file systems take 255
 _COMMA = re.compile(r",(?![^\[]*\])")
+_CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off")  # of YAML, in any case
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,19 @@ def _values(text: str, said_by: str) -> tuple[dict[str, list[str]], list[str]]:
             problems.append(f"{said_by} has {part!r}: expected key=value,value, as in 'optim.lr=0.1,0.2;seed=0,1'")
         elif key in values:
             problems.append(f"{said_by} has {key} twice: give all its values in one list")
-        elif len(set(choices)) < len(choices):
+        elif len(set(map(_value, choices))) < len(choices):
             problems.append(f"{said_by} has {part!r}: a value is given twice, and both runs would be the same")
         else:
             values[key] = choices
     return values, problems
+
+
+def _value(text: str) -> str:
+    """The same text for the same value: 1e-3 and 0.001, a list with and without spaces, true and True."""
+    try:
+        return repr(float(text))
+    except ValueError:
+        return text.lower() if text.lower() in _CONSTANTS else re.sub(r"\s*([\[\],])\s*", r"\1", text)
 
 
 def _name(chosen: Mapping[str, str]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from app.errors import PresetError, RecipeError, TopologyError
 from app.place.degrees import Degrees
+from app.place.slurm_variables import gpus_of
 from app.place.topology import Topology
 from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
@@ -53,7 +54,7 @@ def form_problems(options: argparse.Namespace) -> Iterator[str]:
     if options.nodes is None:
         yield "--nodes is not given: give the number of nodes of the job"
     gpus = options.gpus_per_node
-    if gpus is not None and not re.fullmatch(r"([\w.-]+:)?0*[1-9]\d*", gpus, re.ASCII):
+    if gpus is not None and not all(gpus_by_type(gpus).values()):
         yield f"--gpus-per-node is {gpus!r}: it must be a whole number, at least 1, such as 4 (for Slurm also a100:4)"
     if options.time is None:
         yield "--time is not given: give the time limit of the job, such as 01:30:00 (hours:minutes:seconds)"
@@ -65,6 +66,14 @@ def form_problems(options: argparse.Namespace) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {value!r}: it must be a word of letters, digits and _.+@,-"
         elif name == "job_name" and value is not None and set("@,") & set(value):
             yield f"--job-name is {value!r}: it must be a word of letters, digits and _.+-, because files are named after it"
+
+
+def gpus_by_type(gpus_per_node: str) -> dict[str, int]:
+    """Return the GPUs of each type that --gpus-per-node asks for, or no GPU if it cannot be read."""
+    try:
+        return gpus_of(gpus_per_node)
+    except ValueError:
+        return {gpus_per_node: 0}
 
 
 def _count_problems(options: argparse.Namespace, *names: str, least: int) -> Iterator[str]:
@@ -89,8 +98,8 @@ def scheduler_problems(options: argparse.Namespace, scheduler: Scheduler, enviro
     elif not options.dry_run and not _is_there(scheduler, environment):
         yield f"--scheduler is {scheduler}, but {command} is not on the PATH: submit on a login node, or use --dry-run"
     elif not options.dry_run and scheduler == "pbs" and "SGE_ROOT" in environment:
-        yield "SGE_ROOT is set, so this qsub is Grid Engine's: call `samerun launch` in a script of qsub -pe instead"
-    if scheduler == "pbs" and ":" in (options.gpus_per_node or ""):
+        yield "SGE_ROOT is set, so this qsub is Grid Engine's, which is not supported: set SAMERUN_HOSTS in your own script"
+    if scheduler == "pbs" and any(gpus_by_type(options.gpus_per_node or "0")):
         yield (
             f"--gpus-per-node is {options.gpus_per_node!r}: for PBS it must be a number; give the type with "
             "--qsub-option='-l select=...'"
@@ -164,7 +173,7 @@ def divide(
         problems: Sequence[str] = ()
         try:
             recipe = load_recipe(options.recipe, replaced(overrides, changed)).recipe
-            problems = [] if options.data_on_nodes else list(_data_problems(recipe))
+            problems = [] if options.data_on_nodes else list(_of_inputs(recipe))
             problems += filter(None, [optimizers.refusal(recipe.optim.name, strategy)])
             if topology:
                 divided = degrees.tensor_parallel
@@ -179,15 +188,10 @@ def divide(
     ]
 
 
-def _data_problems(recipe: Recipe) -> Iterator[str]:
+def _of_inputs(recipe: Recipe) -> Iterator[str]:
     """What of the recipe's inputs is not there. What variables stand for is only known on the nodes."""
-    for key, path in recipe.inputs.items():
-        if "$" in path or os.access(Path(path).expanduser(), os.R_OK):
-            continue
-        yield (
-            f"{key} is {path!r}: no such file or folder, or you may not read it. Correct it, or give "
-            "--data-on-nodes if only the nodes of the job have it"
-        )
+    known = {key: path for key, path in recipe.inputs.items() if path is None or "$" not in path}
+    return (f"{problem}, or give --data-on-nodes if only the nodes of the job have it" for problem in run_checks.missing(known))
 
 
 def folder_problems(folders: Sequence[Path]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,8 @@ from app.errors import SubmitError, UsageError
 from app.options.command_line import Parser
 from app.place.inherited import for_a_new_job
 from app.place.topology import Topology
-from app.planning import devices
-from app.recipe.recipe_file import load as load_recipe
-from launch import preset
 from launch.run_module import program
-from launch.start import launch, planned, run_checks
+from launch.start import launch, run_checks
 from launch.submit import array, checks, script
 from launch.submit.array import Combination
 from launch.submit.script import SUBMITTERS, JobRequest, Scheduler
@@ -46,24 +43,19 @@ def submit(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
     if options.dry_run:
         sys.stdout.write(script.render(plan.job, plan.scheduler))
         return 0
-    sys.stdout.write(f"{_hand_over(plan, environment, say).job_id}\n")
+    plan.script.parent.mkdir(parents=True, exist_ok=True)
+    plan.script.write_text(script.render(plan.job, plan.scheduler))
+    command = [*SUBMITTERS[plan.scheduler], str(plan.script)]
+    finished = subprocess.run(command, env=for_a_new_job(environment), capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise SubmitError(
+            f"`{shlex.join(command)}` ended with exit code {finished.returncode} and submitted no job: "
+            f"{finished.stderr.strip() or 'no reason given'}. The script is kept: {plan.script}"
+        )
+    job_id = finished.stdout.strip().partition(";")[0]  # of several clusters, sbatch names the one as well
+    say(f"{_SCHEDULERS[plan.scheduler]} job {job_id}, submitted by {plan.script}")
+    sys.stdout.write(f"{job_id}\n")
     return 0
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """A job in the queue."""
-
-    job_id: str
-    scheduler: Scheduler
-    log: str
-    """File that its output goes to."""
-
-
-def hand_in(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> Submitted:
-    """Submit one job with the arguments of `samerun submit`, for other commands. Prints nothing. Raises SamerunError."""
-    _, plan = _read(argv, environment, say)
-    return _hand_over(plan, environment, say)
 
 
 def _read(argv: list[str], environment: Mapping[str, str], say: Callable[[str], None]) -> tuple[argparse.Namespace, _Plan]:
@@ -72,14 +64,13 @@ def _read(argv: list[str], environment: Mapping[str, str], say: Callable[[str], 
     _divide_total(options)
     plan = _check(options, passed_on, environment)
     _introduce(plan, say)
-    for note in _notes(options, passed_on, environment):
-        say(note)
     return options, plan
 
 
 def _divide_total(options: argparse.Namespace) -> None:
     """Take --num_processes, Accelerate's number of all processes, as the number on each node."""
-    total, by_hand = options.num_processes, options.processes_per_node or (options.gpus_per_node or "").rpartition(":")[2]
+    total = options.num_processes
+    by_hand = _processes_per_node(options) if options.processes_per_node or options.gpus_per_node else ""
     if total is None or not checks.is_count(options.nodes):
         return
     each, left = divmod(total, int(options.nodes))
@@ -100,24 +91,6 @@ def _introduce(plan: _Plan, say: Callable[[str], None]) -> None:
         say(f"{task}run folder {folder}, log {plan.job.log.format(index=index)}")
 
 
-def _notes(options: argparse.Namespace, passed_on: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
-    """What was planned of the recipe, on the GPUs that the job asks for; of a sweep, as far as all its tasks are alike."""
-    topology, (launching, _, training) = _topology(options), launch.read(passed_on)
-    assert topology is not None
-    recipe = load_recipe(options.recipe, [*options.overrides, *training.overrides]).recipe
-    chosen = preset.load(options.preset or ("multi_gpu" if topology.num_nodes == 1 else "multi_node"))
-    kind = (options.gpus_per_node or "").rpartition(":")[0]
-    wanted = planned.Launch(
-        recipe=recipe,
-        name=options.recipe,
-        preset=chosen,
-        topology=topology,
-        degrees=checks.degrees(options, topology),
-        precision=launching.mixed_precision or chosen.mixed_precision,
-    )
-    return planned.notes(wanted, environment, lambda _: devices.of_scheduler(kind) if kind else None)
-
-
 def _run_task(argv: Sequence[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """In a task of an array: become `samerun launch` with the combination of the task, in a run folder of its own."""
     text, runs, *launch_argv = argv
@@ -125,22 +98,6 @@ def _run_task(argv: Sequence[str], environment: Mapping[str, str], *, say: Calla
     say(f"task {index} of the array: {' '.join(combination.overrides)}")
     run_dir = str(Path(runs) / combination.folder)
     return launch.launch(["--run-dir", run_dir, *launch_argv, *combination.overrides], environment, say=say)
-
-
-def _hand_over(plan: _Plan, environment: Mapping[str, str], say: Callable[[str], None]) -> Submitted:
-    """Write the script and give it to the scheduler."""
-    plan.script.parent.mkdir(parents=True, exist_ok=True)
-    plan.script.write_text(script.render(plan.job, plan.scheduler))
-    command = [*SUBMITTERS[plan.scheduler], str(plan.script)]
-    finished = subprocess.run(command, env=for_a_new_job(environment), capture_output=True, text=True, check=False)
-    if finished.returncode != 0:
-        raise SubmitError(
-            f"`{shlex.join(command)}` ended with exit code {finished.returncode} and submitted no job: "
-            f"{finished.stderr.strip() or 'no reason given'}. The script is kept: {plan.script}"
-        )
-    job_id = finished.stdout.strip().partition(";")[0]  # of several clusters, sbatch names the one as well
-    say(f"{_SCHEDULERS[plan.scheduler]} job {job_id}, submitted by {plan.script}")
-    return Submitted(job_id, plan.scheduler, plan.job.log)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +181,7 @@ def _topology(options: argparse.Namespace) -> Topology | None:
 
 
 def _processes_per_node(options: argparse.Namespace) -> str:
-    return str(options.processes_per_node or (options.gpus_per_node or "1").rpartition(":")[2])
+    return str(options.processes_per_node or sum(checks.gpus_by_type(options.gpus_per_node or "1").values()))
 
 
 def _job_name(recipe: str) -> str:

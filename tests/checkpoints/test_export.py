@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from app import export
 from app.checkpoints import step_folders as files
 from app.checkpoints import stored_weights
-from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, RunFolderError
-from app.initial.region import Region
+from app.initial.region import Piece, Region
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.record.claim import claim

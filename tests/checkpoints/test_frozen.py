@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from app.checkpoints import frozen, initial_weights
+from app.checkpoints import checkpoint, initial_weights
 from app.checkpoints import step_folders as files
-from app.checkpoints.piece import Piece
 from app.errors import CheckpointError
 from app.export import export
-from app.initial.region import Region
+from app.initial.region import Piece, Region
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
@@ -42,7 +41,7 @@ def saved(runtime: Runtime, run_dir: Path, model: nn.Module, step: int, resumed:
     """A checkpoint of two ranks, with an average that is the weights plus 1."""
     run_dir.mkdir(exist_ok=True)
     ours = claim(run_dir)
-    entry = frozen.settle(runtime, ours, model, resumed)
+    entry = checkpoint.settle_frozen(runtime, ours, model, resumed)
     folder = files.begin(ours, step)
     pieces: list[list[Piece]] = [[], []]
     for name, parameter in model.named_parameters():

@@ -11,12 +11,10 @@ import pytest
 import torch
 from processes import SCRIPTS, read, run, train
 
-from app.checkpoints.optimizer_check import check_optimizer
-from app.checkpoints.shards import Shards
+from app.checkpoints.shards import Shards, check_optimizer
 from app.errors import PresetError
 from app.optim import from_recipe
 from app.place.launched import Launched
-from app.ranks.deepspeed_settings import complete
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import OptimRecipe
@@ -106,22 +104,13 @@ def test_what_each_process_would_step_on_by_itself_is_refused(tmp_path: Path) ->
     assert "would not update each parameter once: together they update 2560 elements of head.weight" in finished.output
 
 
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        ({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, "optimizer: the optimizer is the recipe's"),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler: the learning rate is the recipe's"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offload_optimizer.ratio:"),
-        ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, "zero_optimization.compute_grad_norm:"),
-        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow:"),
-    ],
-)
-def test_a_config_file_of_deepspeed_that_decides_what_is_learnt_is_refused(
-    config: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "deepspeed.json"
-    automatic = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    file.write_text(json.dumps({**automatic, "zero_optimization": {"stage": 2}, **config}))
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
-    with pytest.raises(PresetError, match=f"DeepSpeed config must leave out .*{sentence}"):
-        complete(PLAN, clip_norm=0.0)
+@pytest.mark.multiproc
+def test_a_config_file_of_deepspeed_is_held_to_the_rule_of_presets_in_each_process(tmp_path: Path) -> None:
+    """`accelerate launch` alone reads no such file."""
+    config, preset = tmp_path / "zero.json", tmp_path / "zero.yaml"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}))
+    preset.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {config}}}\n")
+    finished = train(preset, tmp_path / "run", "--recipe", "digits", "train.steps=1", processes=1)
+    assert finished.returncode == PresetError.exit_code, finished.output
+    assert "gradient_clipping: 1.0: clipping belongs to the recipe: set optim.clip_norm" in finished.output
+    assert not (tmp_path / "run").exists()

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from saved import bits, piece, random_bits, refusal, save, save_small
 
-from app.checkpoints import durable, manifest
-from app.checkpoints.piece import Piece
+from app.checkpoints import manifest
 from app.checkpoints.step_folders import (
     Reader,
     begin,
@@ -31,7 +30,8 @@ from app.checkpoints.step_folders import (
     write_pieces,
 )
 from app.checkpoints.tensor_file import TensorFile
-from app.initial.region import Region
+from app.files import whole
+from app.initial.region import Piece, Region
 from app.record.claim import claim
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -91,7 +91,7 @@ def test_the_files_are_what_safetensors_reads(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_a_chunk_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(whole, "CHUNK_BYTES", 64)
     values = random_bits(1001, torch.float32, 3)
     folder = save(tmp_path, 1, [piece(values, shape=[1001])])
     assert bits(load_file(folder / "rank-00000.safetensors")["weight/w@0"]) == bits(values)
@@ -141,7 +141,7 @@ def test_many_ranges_are_searched_by_halves(tmp_path: Path) -> None:
             return super().__getitem__(index)
 
     stored = reader._tensors["weight"]["w"]
-    reader._tensors["weight"]["w"] = manifest.Stored(stored.shape, stored.dtype, Counted(stored.ranges))
+    reader._tensors["weight"]["w"] = manifest.TensorEntry(stored.shape, stored.dtype, Counted(stored.ranges))
     last = torch.zeros(1)
     reader.read_into(piece(last, 4_999, shape=[5_000]))
     assert last.item() == 4_999

@@ -133,7 +133,7 @@ WRITERS = """
 import os, signal, sys, time, torch
 from pathlib import Path
 from app.checkpoints.step_folders import begin, commit, committed, prune, write_pieces
-from app.checkpoints.piece import Piece
+from app.initial.region import Piece
 from app.initial.region import Region
 from app.record.claim import claim
 

@@ -48,6 +48,20 @@ def test_the_tensor_hash_is_the_plain_hash(values):
     assert mix64_tensor(torch.tensor(values)).tolist() == [signed(mix64(value)) for value in values]
 
 
+def test_noise_of_any_shape_is_independent_normal_and_that_of_the_sample(device):
+    numbers = np.arange(500)
+    draws, host = Draws(3, torch.from_numpy(numbers).to(device)), HostDraws(3, numbers)
+    noise = draws.normal("noise", (4, 50)).cpu()
+    assert (noise.shape, noise.dtype) == ((500, 4, 50), torch.float32)
+    np.testing.assert_allclose(host.normal("noise", (4, 50)), noise.numpy(), rtol=1e-5, atol=1e-6)
+    assert np.array_equal(host.uniform("crop", (3,)), draws.uniform("crop", (3,)).cpu().numpy())
+    assert torch.equal(Draws(3, torch.tensor([7], device=device)).normal("noise", (4, 50)).cpu()[0], noise[7])
+    assert kolmogorov_distance(noise.flatten(), torch.special.ndtr) < 1.63 / math.sqrt(noise.numel())  # at the level of 1 %
+    columns = noise.view(500, 200).double()
+    correlations = torch.corrcoef(columns.T) - torch.eye(200)
+    assert correlations.abs().max() < 5.5 / math.sqrt(500)
+
+
 def test_draws_stay_what_they_are(device):
     """A change of these numbers changes every run: it needs a line in the changelog."""
     draws = Draws(7, torch.tensor([0, 1, 10**12], device=device))

@@ -31,7 +31,7 @@ def test_what_it_writes_trains_and_learns(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "my-task"
     new([str(folder)])
     assert {path.name for path in folder.iterdir()} == WRITTEN
-    train("fsdp2", tmp_path / "run", "--recipe", str(folder / "recipe.yaml"), "model.width=16", processes=2).check()
+    train("deepspeed_zero3", tmp_path / "run", "--recipe", str(folder / "recipe.yaml"), "model.width=16", processes=2).check()
     assert read(tmp_path / "run" / "result.json")["test_loss"] < 0.005  # 0.037 is the variance of what is learnt
     (line,) = [line for line in (folder / "job.sh").read_text().splitlines() if line.startswith("exec ")]
     assert line == 'exec samerun launch --recipe recipe.yaml "$@"'
@@ -53,7 +53,7 @@ def test_outside_the_repository_with_the_wheel(installed: Path, tmp_path: Path) 
     run_installed(installed, ["samerun", "new", "my-task"], tmp_path).check()
     folder = tmp_path / "my-task"
     run_installed(installed, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"], folder).check()
-    for preset in ("cpu", "deepspeed_zero3"):
+    for preset in ("cpu", "fsdp2"):
         processes = () if preset == "cpu" else ("--processes", "2")
         command = [
             "samerun",
@@ -67,7 +67,7 @@ def test_outside_the_repository_with_the_wheel(installed: Path, tmp_path: Path) 
             f"runs/{preset}",
         ]
         run_installed(installed, [*command, "--trackers", "none"], folder).check()
-    compared = run_installed(installed, ["samerun", "compare", "runs/cpu", "runs/deepspeed_zero3"], folder).check()
+    compared = run_installed(installed, ["samerun", "compare", "runs/cpu", "runs/fsdp2"], folder).check()
     assert "The same run" in compared.output
 
 

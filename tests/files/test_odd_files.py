@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from processes import train
 
-from app.checkpoints import durable, manifest
+from app.checkpoints import manifest
 from app.errors import CheckpointError, PresetError, RecipeError, RunFolderError, SamerunError, TopologyError
+from app.files import whole
 from app.files.lines import Lines
 from app.files.regular import content
 from app.place import launched
@@ -27,7 +28,7 @@ READERS: dict[str, tuple[Callable[[Path], object], type[SamerunError]]] = {
     "recipe.yaml": (lambda path: recipe_file.load(str(path)), RecipeError),
     "preset.yaml": (lambda path: preset.load(str(path)), PresetError),
     "manifest.json": (lambda path: manifest.read(path.parent), CheckpointError),
-    "state.json": (lambda path: durable.check(path, durable.Stamp(0, "")), CheckpointError),
+    "state.json": (lambda path: whole.check_stamp(path, whole.Stamp(0, "")), CheckpointError),
     "metrics.jsonl": (lambda path: list(Lines(path)), RunFolderError),
     "run.json": (run_folder.read_json, RunFolderError),
 }

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from app.task import Task
+
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}
 
@@ -37,7 +39,7 @@ def init(model: PreTrainedModel, unit: nn.Module) -> None:
     model._init_weights(unit)
 
 
-class Drawn:
+class Drawn(Task):
     """A task as far as its model goes."""
 
     def __init__(self, build: Any) -> None:
@@ -48,7 +50,7 @@ class Drawn:
             model: nn.Module = self.build()
         return model
 
-    def init(self, model: Any, _name: str, unit: nn.Module) -> None:
+    def init_module(self, model: Any, _name: str, unit: nn.Module) -> None:
         init(model, unit)
 
 
@@ -57,8 +59,8 @@ def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class Plain:
-    """A task without `init`, whose model transformers builds and fills."""
+class Plain(Task):
+    """A task without `init_module`, whose model transformers builds and fills."""
 
     def model(self, _facts: Any) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(llama().config)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_models import gpt2
-from processes import Started, accelerate, free_port, read, read_lines, run, train
+from processes import SCRIPTS, Started, accelerate, free_port, read, read_lines, run, train
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.multiproc
@@ -128,12 +128,12 @@ def test_an_evaluation_reads_into_each_process_its_share(
 
     Of ZeRO-3 DeepSpeed keeps up to 1e9 gathered elements from the second pass on, by its defaults.
     """
-    evaluate = ("benchmarks.peaks_case", str(tmp_path), "evaluate", str(wide), "--json")
+    evaluate = (str(SCRIPTS / "evaluated_peak.py"), str(tmp_path), str(wide), "--json")
     output = run(preset, processes, *evaluate, env=sizes).check().output
     (scores,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert scores["samples"] == 6
     assert scores["loss"] == pytest.approx(read(wide / "result.json")["validation_loss"], rel=1e-6)
-    peaks = [read(file)["evaluating"] for file in tmp_path.glob("*.json")]
+    peaks = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     print(f"MiB of each process: {peaks}")
     assert len(peaks) == processes
     assert preset != "fsdp2" or max(peaks) < 200
@@ -158,11 +158,11 @@ def test_an_evaluation_of_a_folder_of_transformers_reads_into_each_process_its_s
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     data = (f"data.path={wide.parent}", "data.sequence_length=16")
     rows = ("train.global_batch_size=4", "train.max_validation_samples=6")
-    evaluate = ("benchmarks.peaks_case", str(peaks), "evaluate", str(folder), "--json")
+    evaluate = (str(SCRIPTS / "evaluated_peak.py"), str(peaks), str(folder), "--json")
     output = run("fsdp2", 2, *evaluate, *data, *rows).check().output
     (scores,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert scores["samples"] == 6
     assert scores["loss"] == pytest.approx(read(wide / "result.json")["validation_loss"], rel=1e-6)
-    peaks_mib = [read(file)["evaluating"] for file in peaks.glob("*.json")]
+    peaks_mib = [json.loads(file.read_text()) for file in peaks.glob("*.json")]
     print(f"MiB of each process: {peaks_mib}")
     assert names == "older" or all(128 < peak < 200 for peak in peaks_mib)

@@ -9,13 +9,14 @@ from torch import nn
 
 from app.errors import PresetError
 from app.initial import filling, tensor_parallel
+from app.task import Task
 from app.tasks.causal_lm import model as networks
 from app.tasks.causal_lm.sections import ModelRecipe
 
 TINY: dict[str, Any] = {"architecture": "llama", "hidden_size": 64, "layers": 2, "heads": 4, "intermediate_size": 96}
 
 
-class Text:
+class Text(Task):
     """A language model as far as its network goes."""
 
     def __init__(self, vocab_size: int = 258, **settings: Any) -> None:
@@ -24,12 +25,12 @@ class Text:
     def model(self, _facts: Any) -> nn.Module:
         return networks.build(self.recipe, {"vocab_size": self.vocab_size, "sequence_length": 32})
 
-    def init(self, model: nn.Module, _name: str, unit: nn.Module) -> None:
+    def init_module(self, model: nn.Module, _name: str, unit: nn.Module) -> None:
         networks.initialize(model, unit)
 
 
 def on_meta(**settings: Any) -> nn.Module:
-    model, _ = filling.made(Text(**settings), {}, seed=0)  # type: ignore[arg-type]
+    model, _ = filling.made(Text(**settings), {}, seed=0)
     return model
 
 
@@ -63,7 +64,7 @@ def test_what_is_refused(settings: dict[str, Any], parts: int, said: str) -> Non
 
 
 def test_a_task_without_init_is_refused() -> None:
-    with pytest.raises(PresetError, match="needs a task with `init`"):
+    with pytest.raises(PresetError, match="needs a task that draws weights"):
         tensor_parallel.check(nn.Linear(2, 2), 2)
 
 

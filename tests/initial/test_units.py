@@ -12,10 +12,11 @@ from torch import nn
 from app.errors import RecipeError
 from app.initial import filling
 from app.initial.units import Units
+from app.task import Task
 
 
 def whole(build: Any, seed: int = 0) -> nn.Module:
-    return filling.whole_model(Drawn(build), {}, seed=seed)  # type: ignore[arg-type]
+    return filling.whole_model(Drawn(build), {}, seed=seed)
 
 
 def test_a_unit_is_drawn_from_the_seed_and_its_name_alone() -> None:
@@ -62,7 +63,7 @@ class Parts(nn.Module):
         self.register_buffer("place", torch.arange(3, device="cpu"), persistent=False)
 
 
-class OfParts:
+class OfParts(Task):
     blocks = ("Sequential",)
 
     def __init__(self, forgets: str = "", holds: str = "") -> None:
@@ -76,7 +77,7 @@ class OfParts:
             model.head.bias = nn.Parameter(torch.zeros(3, device="cpu"))
         return model
 
-    def init(self, _model: nn.Module, name: str, unit: nn.Module) -> None:
+    def init_module(self, _model: nn.Module, name: str, unit: nn.Module) -> None:
         self.units.append(name)
         values = {"mask": torch.tensor([True, False, True]), "place": torch.arange(3)}
         for key, tensor in (*unit.named_parameters(), *unit.named_buffers()):
@@ -87,7 +88,7 @@ class OfParts:
 
 def test_units_are_blocks_and_remaining_modules() -> None:
     task = OfParts()
-    model: Any = filling.whole_model(task, {})  # type: ignore[arg-type]
+    model: Any = filling.whole_model(task, {})
     assert [*dict.fromkeys(task.units)] == ["", "blocks.0", "blocks.1", "head"]
     assert model.head.weight is model.blocks[0][0].weight
     assert model.mask.tolist() == [True, False, True]
@@ -98,20 +99,20 @@ def test_units_are_blocks_and_remaining_modules() -> None:
 
 @pytest.mark.parametrize("name", ["scale", "blocks.1.0.bias", "head.bias", "mask", "place"])
 def test_what_a_task_forgets_is_named(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"`init` has not filled {name}, of the (unit|model)"):
-        filling.whole_model(OfParts(forgets=name), {})  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=f"`init_module` has not filled {name}, of the (unit|model)"):
+        filling.whole_model(OfParts(forgets=name), {})
 
 
 def test_what_is_out_of_reach_is_named() -> None:
     with pytest.raises(RecipeError, match=r"head\.plain of the model has no values: .* register_buffer"):
-        filling.whole_model(OfParts(holds="plain"), {})  # type: ignore[arg-type]
+        filling.whole_model(OfParts(holds="plain"), {})
     with pytest.raises(RecipeError, match=r"without memory, but .*head\.bias has memory"):
-        filling.whole_model(OfParts(holds="real"), {})  # type: ignore[arg-type]
+        filling.whole_model(OfParts(holds="real"), {})
 
 
 def test_a_large_model_that_every_process_holds_is_said() -> None:
     large = nn.Linear(20_000, 20_000, bias=False, device="meta")
     (note,) = filling.notes(large, None)
-    assert "every process holds the whole model while it is built, 1.6 GB: a task with `init`" in note
+    assert "every process holds the whole model while it is built, 1.6 GB: a task with `init_module`" in note
     assert filling.notes(large, Units(OfParts(), Parts().to("meta"), seed=0)) == []
     assert filling.notes(nn.Linear(3, 3), None) == []

@@ -28,11 +28,11 @@ class Text:
         places = torch.arange(64)[:, None] * 7 + torch.arange(12)[None]
         return None if split == "validation" else Samples.of({"tokens": (places * places + 3 * places) % 101})
 
-    def model(self, facts):
+    def model(self, metadata):
         return gpt2() if self.sizes.kind == "gpt2" else llama(num_hidden_layers=self.sizes.layers, hidden_size=self.sizes.width)
 
-    def init(self, model, name, unit):
-        init(model, unit)
+    def init_module(self, model, name, module):
+        init(model, module)
 
     def loss(self, model, batch):
         tokens = batch["tokens"]

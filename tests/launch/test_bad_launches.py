@@ -47,6 +47,46 @@ def test_a_preset(content: bytes, sentence: str, refused: Refused, tmp_path: Pat
     refused([*DRY, "--preset", "bad.yaml"], sentence, 4)
 
 
+ZERO = '{"zero_optimization": {"stage": 2}'
+FILES: dict[str, tuple[str, str, str]] = {
+    "clipping": (f'{ZERO}, "gradient_clipping": 1.0}}', "", "gradient_clipping: 1.0: clipping belongs to the recipe: set"),
+    "a batch": (f'{ZERO}, "train_batch_size": 64}}', "", "train_batch_size: 64: set train.global_batch_size in the recipe"),
+    "a micro-batch": (f'{ZERO}, "train_micro_batch_size_per_gpu": 64}}', "", "to limit memory, set train.max_micro_batch"),
+    "accumulation": (f'{ZERO}, "gradient_accumulation_steps": 2}}', "", 'and write "auto" here or leave it out'),
+    "an optimizer": (f'{ZERO}, "optimizer": {{"type": "Adam"}}}}', "", "optimizer: the optimizer is the recipe's (optim.name)"),
+    "a schedule": (f'{ZERO}, "scheduler": {{}}}}', "", "scheduler: the learning rate is the recipe's (optim.schedule)"),
+    "a tracker": (f'{ZERO}, "wandb": {{"enabled": true}}}}', "", "wandb: use --trackers"),
+    "an unknown key": (f'{ZERO}, "gradient_cliping": 1.0}}', "", "gradient_cliping: unknown or unsupported; did you mean"),
+    "an unknown key of ZeRO": ('{"zero_optimization": {"stage": 2, "stag": 3}}', "", "zero_optimization.stag: unknown"),
+    "quantized gradients": (
+        '{"zero_optimization": {"stage": 3, "zero_quantized_gradients": true}}', "", "zero_quantized_gradients: unknown",
+    ),
+    "no norm": ('{"zero_optimization": {"stage": 2, "compute_grad_norm": false}}', "", "zero_optimization.compute_grad_norm:"),
+    "half of the optimizer": (
+        '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}', "", "_optimizer.ratio:",
+    ),
+    "NVMe": ('{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}', "", "offload to the CPU (device:"),
+    "infinite gradients": (f'{ZERO}, "bf16": {{"check_grad_overflow": false}}}}', "", "bf16.check_grad_overflow: steps whose"),
+    "a precision": (f'{ZERO}, "bf16": {{"enabled": true}}}}', "", "bf16.enabled is true, and the precision is no"),
+    "no stage": ('{"zero_optimization": {}}', "", "zero_optimization.stage: null: it must be 0, 1, 2 or 3"),
+    "no section": ("{}", "", "no section zero_optimization"),
+    "a word for a section": ('{"zero_optimization": {"stage": 3, "offload_param": "cpu"}}', "", '_param: "cpu": it must'),
+    "broken": (ZERO, "", "the preset's deepspeed_config_file, zero.json, is not JSON"),
+    "a key twice": ('{"zero_optimization": {"stage": 2, "stage": 3}}', "", "stage is given twice: keep one of them"),
+    "none": ("", "", "the preset's deepspeed_config_file, zero.json, cannot be read from"),
+    "a stage in the preset": (f"{ZERO}}}", "  zero_stage: 3\n", "zero_stage is 3: it belongs in zero.json"),
+    "a precision in the preset": (f"{ZERO}}}", "mixed_precision: bf16\n", "mixed_precision is 'bf16': remove it beside"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "more", "sentence"), FILES.values(), ids=FILES)
+def test_a_config_file_of_deepspeed(content: str, more: str, sentence: str, refused: Refused, tmp_path: Path) -> None:
+    put(tmp_path, "preset.yaml", f"{DEEPSPEED}  deepspeed_config_file: zero.json\n{more}")
+    if content:
+        put(tmp_path, "zero.json", content)
+    refused([*DRY, "--preset", "preset.yaml"], sentence, 4)
+
+
 OPTIONS: dict[str, tuple[str, int]] = {
     "--preset fifo": ("preset fifo: it is not a text file", 4),
     "--preset folder": ("preset folder: it is not a text file", 4),
@@ -74,6 +114,9 @@ OPTIONS: dict[str, tuple[str, int]] = {
     "--run-dir old --resume never": ("old, which already contains a run (it has a recipe.yaml)", 7),
     "--resume file": ("--resume is file: that is a file", 11),
     "--resume nowhere": ("--resume is nowhere: no such folder", 11),
+    "--recipe imagefolder": ("data.path is not given, and the recipe has no data without it: give data.path=PATH", 6),
+    "--recipe imagefolder data.path=nowhere": ("data.path is 'nowhere': no such file or folder, or you may not read it", 6),
+    "--recipe lm_tiny data.path=$NONE/tokens": ("data.path is '$NONE/tokens': no such file or folder", 6),
     "train.init_from=nowhere": ("train.init_from is nowhere: there is no such file or folder", 11),
     "--init-from here.pth": ("recipe values are given as key=value: train.init_from=here.pth", 2),
     "--pretrained here.pth": ("recipe values are given as key=value: train.init_from=here.pth", 2),

@@ -15,6 +15,7 @@ OPTIONS: dict[str, str] = {
     "--nodes 1 --time 1h": "--time is '1h': it must be hours:minutes:seconds",
     "--nodes 1 --time 0:00:00": "--time is '0:00:00': it must be hours:minutes:seconds, more than 0",
     "JOB --gpus-per-node a100:": "--gpus-per-node is 'a100:': it must be a whole number, at least 1",
+    "JOB --gpus-per-node a100:2,h100:0": "--gpus-per-node is 'a100:2,h100:0': it must be a whole number, at least 1",
     "JOB --gpus-per-node 3": "train.global_batch_size is 64, which 3 processes cannot divide",
     "JOB --processes-per-node 0": "--processes-per-node is '0': it must be a whole number, at least 1",
     "JOB --num_processes 3 --gpus-per-node 2": "--num_processes is 3, the total number of processes",
@@ -29,6 +30,7 @@ OPTIONS: dict[str, str] = {
     "JOB seed=1 seed=2": "seed is given twice (command line: 1 and 2): keep one of them",
     "JOB model.name=resnet-18": "model.name is 'resnet-18': no such model; did you mean resnet18",
     "JOB data.path=nowhere": "data.path is 'nowhere': no such file or folder",
+    "JOB --recipe imagefolder": "data.path is not given, and the recipe has no data without it",
     "JOB --run-dir file": "file is a file: choose another --run-dir",
     "JOB --run-dir file/run": "file/run cannot be made, because",
     "JOB --run-dir done": "done holds a finished run (it has a result.json)",
@@ -60,7 +62,8 @@ def test_options(words: str, sentence: str, refused: Refused, tmp_path: Path) ->
     put(tmp_path, "file", "")
     put(tmp_path, "done/result.json", "{}")
     job = words.replace("JOB", "--nodes 1 --time 1:00:00").split()
-    refused(["samerun", "submit", "--dry-run", "--scheduler", "slurm", *job], sentence, 10)
+    scheduler = [] if "--scheduler" in job else ["--scheduler", "slurm"]
+    refused(["samerun", "submit", "--dry-run", *scheduler, *job], sentence, 10)
     assert not (tmp_path / "runs").exists()
 
 

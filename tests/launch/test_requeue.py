@@ -16,7 +16,7 @@ import pytest
 from processes import REPOSITORY, clean_environment
 
 from app.errors import STOPPED
-from launch.schedulers import detect, grid_engine, pbs_job, slurm_job
+from launch.schedulers import detect, pbs_job, slurm_job
 from launch.schedulers.job import NotDoneError, Times
 from launch.start.outcome import OutcomeFile
 
@@ -120,7 +120,7 @@ def test_the_ranks_are_told_the_times_and_nothing_of_another_job():
     assert Times.of(told).ends_s == 3
 
 
-# PBS and Grid Engine -------------------------------------------------------------------------------------------------------
+# PBS -----------------------------------------------------------------------------------------------------------------------
 
 PBS = environment("pbs/select-2x2-batch")
 JOB = {
@@ -207,12 +207,6 @@ def test_only_a_batch_script_of_pbs_has_a_successor():
     assert pbs_found(PBS_ENVIRONMENT="PBS_INTERACTIVE").requeue is None
     assert pbs_found(SAMERUN_NODE_RANK="1").requeue is None
     assert pbs_found(PBS_JOBID="14[1].head").name == "14_1"
-
-
-def test_a_grid_engine_job_is_run_again_by_its_exit_code():
-    job = grid_engine.find_job(environment("sge/sge-2node-4slots-batch"))
-    assert (job.name, job.requeues, job.requeue([]).exit_code) == ("2", 0, 99)
-    assert job.times().ends_s is None
 
 
 def test_outside_of_schedulers_there_is_no_job():

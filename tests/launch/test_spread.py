@@ -61,7 +61,7 @@ def test_no_list_is_nothing():
         ({"SAMERUN_HOSTS": ""}, "SAMERUN_HOSTS is ''"),
         ({"SAMERUN_HOSTS": "a,,b"}, "SAMERUN_HOSTS is 'a,,b'"),
         ({"SAMERUN_HOSTS": "a,b", "SAMERUN_PORT": "x"}, "SAMERUN_PORT is 'x'"),
-        ({"SAMERUN_HOSTS": "a,b", "SAMERUN_STARTER": "rsh"}, "pbs_tmrsh, mpiexec, qrsh, ssh"),
+        ({"SAMERUN_HOSTS": "a,b", "SAMERUN_STARTER": "rsh"}, "pbs_tmrsh, mpiexec, ssh"),
         ({"SAMERUN_HOSTS": "a,b", "SAMERUN_NODE_RANK": "2"}, "node_rank is 2"),
         ({"SAMERUN_HOSTS": "localhost,b"}, "reach node 0"),
     ],
@@ -105,7 +105,7 @@ def test_a_real_shell_gets_folder_variables_and_arguments_as_they_are(tmp_path_f
 
 def test_what_is_brought_along_and_what_is_not():
     kept = {"PATH": "/venv/bin", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "DATABASE_URL": "postgres://me:x@db", "MYSQL_PWD": "x"}
-    left = ["BASH_FUNC_ml%%", "OMP_NUM_THREADS", "PBS_JOBID", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR", "PE_HOSTFILE",
+    left = ["BASH_FUNC_ml%%", "OMP_NUM_THREADS", "PBS_JOBID", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR",
             "SHELLOPTS"]  # fmt: skip
     assert handover.carried(kept | dict.fromkeys(left, "x")) == kept
 

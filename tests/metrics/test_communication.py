@@ -1,4 +1,4 @@
-"""What metrics say of the ranks' waiting for each other, beside what a profile of the same steps finds."""
+"""What metrics say of the ranks' waiting for each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.metrics.clock import Clock
 from app.metrics.communication import Communication, _replaced, _time_waits
-from app.profiling.rank_file import RankFile, path_of
+from app.recipe.recipe_file import load
 
 STEPS, FIRST = 10, 6
 SLOW_S = 0.1
@@ -254,17 +254,17 @@ def test_a_group_of_one_gpu_is_timed_by_its_stream(preset: str, tmp_path: Path) 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
-def test_metrics_and_profile_tell_the_same_of_a_slow_rank(preset: str, tmp_path: Path) -> None:
-    """Rank 0 waits for rank 1 in about half of each step; both take note, in ways of their own."""
-    script = str(processes.SCRIPTS / "slow_rank.py")
-    arguments = ("--run-dir", str(tmp_path), *RUN, f"profile.steps={FIRST}:{STEPS}")
-    processes.run(preset, 2, script, "1", str(SLOW_S), *arguments).check()
-    parts_us = [RankFile(path_of(tmp_path / "profile", rank)).header.parts_us for rank in range(2)]
-    profiled = sum(parts["communication"] for parts in parts_us) / sum(sum(parts.values()) for parts in parts_us)
-    line = read_lines(tmp_path / "metrics.jsonl")[-1]
-    assert line["step"] == STEPS
-    assert line["communication_share"] == pytest.approx(profiled, abs=0.1)
-    assert shares_of(tmp_path)[-1] > 0.3
+def test_a_slow_rank_is_waited_for(preset: str, tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1 in nearly all of each step, and rank 1 for no one: half of the time of both.
+
+    On a loaded machine the rest of a step takes longer, so what is measured at least is seconds.
+    """
+    script, slow_s = str(processes.SCRIPTS / "slow_rank.py"), 3 * SLOW_S
+    processes.run(preset, 2, script, "1", str(slow_s), "--run-dir", str(tmp_path), *RUN).check()
+    share, line = shares_of(tmp_path)[-1], read_lines(tmp_path / "metrics.jsonl")[-1]
+    step_s = load(str(tmp_path / "recipe.yaml")).recipe.train.global_batch_size / line["samples_per_s"]
+    assert share * step_s > 0.3 * slow_s
+    assert share < 0.6
 
 
 @pytest.mark.multiproc

@@ -8,9 +8,7 @@ import pytest
 from processes import read_lines, run, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from app.errors import TrainingError
-from app.reports import page, past_run
-from app.tasks.own import given
+from app.reports import past_run, report
 
 TASK = """
 import torch
@@ -23,19 +21,19 @@ WORDS = "nought <one> two three four five six seven eight nine".split()
 
 
 class Counting:
-    unit = "words"
+    count_unit = "words"
 
     def samples(self, split):
         begin = torch.arange(40) % 10
         return None if split == "test" else Samples.of({"begin": begin, "next": (begin + 1) % 10})
 
-    def model(self, facts):
+    def model(self, metadata):
         return nn.Sequential(nn.Embedding(10, 16), nn.Dropout(0.1), nn.Linear(16, 10))
 
     def loss(self, model, batch):
         return Loss(F.cross_entropy(model(batch["begin"]), batch["next"]), len(batch["begin"]))
 
-    def show(self, model, batch):
+    def generate_samples(self, model, batch):
         assert not torch.is_grad_enabled()
         words, drawn = [batch["begin"]], torch.rand(()).item()
         for _ in range(4):  # each word from the one before
@@ -78,7 +76,7 @@ def test_texts_are_the_same_on_any_topology_and_over_a_stop(tmp_path: Path) -> N
     assert found[-1].tensor_proto.string_val[0].decode().startswith("    three four five six seven\n")
 
     past = past_run.read(alone)
-    html, complaints = page.render(past, 0.0)
+    html, complaints = report.render(past, 0.0)
     assert complaints == []
     assert "What the model wrote" in html
     assert html.index("After step 30") < html.index("After step 10")
@@ -86,8 +84,3 @@ def test_texts_are_the_same_on_any_topology_and_over_a_stop(tmp_path: Path) -> N
     (alone / "texts.jsonl").write_text('{"step": 10, "title": 3}\n')
     assert past_run.read(alone).texts == []
     assert "it has no step, title and text" in past_run.read(alone).complaints[0]
-
-
-def test_what_is_no_text_is_refused_in_a_sentence() -> None:
-    with pytest.raises(TrainingError, match=r"Counting\.show returned .*: \[\(\"a title\", \"a text\"\), \.\.\.\]"):
-        given.texts([("title", 3)], of="Counting.show")

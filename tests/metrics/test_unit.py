@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from processes import read, read_lines, train
 
-from app.errors import RecipeError
-from app.tasks.own import given
-
 pytestmark = pytest.mark.multiproc
 
 TASK = """
@@ -23,7 +20,7 @@ LENGTHS = np.random.default_rng(0).integers(0, 9, 64)
 
 
 class Speech:
-    unit = "words"
+    count_unit = "words"
 
     def samples(self, split):
         x = torch.randn(64, 9, 4, generator=torch.Generator().manual_seed(0))
@@ -32,7 +29,7 @@ class Speech:
     def count(self, batch):
         return batch["length"].sum()
 
-    def model(self, facts):
+    def model(self, metadata):
         return nn.Linear(4, 1)
 
     def loss(self, model, batch):
@@ -75,9 +72,3 @@ def test_words_are_counted_exactly_over_all_starts(tmp_path: Path) -> None:
     assert result["words_seen"] == seen[20]
     assert result["words_per_s"] == pytest.approx((seen[20] - seen[7]) / result["training_s"])
     assert read(run_dir / "run.json")["unit"] == "words"
-
-
-@pytest.mark.parametrize("unit", [3, "", "Tokens", "to kens", ("tokens",)])
-def test_a_unit_that_is_no_name_is_refused(unit: object) -> None:
-    with pytest.raises(RecipeError, match=r"unit of Speech in speech\.py is .*: give the plural of what Loss\.count counts"):
-        given.unit(type("Speech", (), {"unit": unit})(), file="speech.py")

@@ -12,9 +12,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from processes import SCRIPTS, read_lines, run, train
-from torch.optim import optimizer as all_optimizers
 
-from app.checkpoints.average import WeightAverage
+from app.checkpoints.shards import WeightAverage
 from app.optim import from_recipe
 from app.optim.steps import Step, Steps
 from app.recipe.schema import OptimRecipe
@@ -74,7 +73,7 @@ def test_too_many_in_a_row_end_the_run_with_the_step_the_samples_and_the_checkpo
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_steps_are_torchs_own(kind: str, accumulation: int) -> None:
-    """To the last bit, although what torch wraps around them is left out."""
+    """To the last bit."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     ours, theirs = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer))
@@ -197,67 +196,6 @@ def test_a_run_in_fp16_knows_of_each_step_that_its_scaler_has_skipped(tmp_path: 
     command = (str(SCRIPTS / "half.py"), "--run-dir", str(tmp_path / "ended"), *too_many)
     ended = run("cpu", 1, *command, env={"SCALE": str(2.0**24)})
     assert "TrainingError: the last 3 steps up to step 3 were skipped" in ended.output
-
-
-def prepared(parameters: int = 4) -> tuple[Steps, torch.optim.Optimizer, torch.nn.Module]:
-    accelerator, layer = Accelerator(cpu=True), torch.nn.Linear(parameters, 1)
-    model, optimizer = accelerator.prepare(layer, from_recipe.build(OptimRecipe(name="sgd", lr=0.1), layer))
-    return Steps(accelerator, model, optimizer, clip_norm=None), optimizer.optimizer, layer
-
-
-def step(steps: Steps, model: torch.nn.Module) -> None:
-    steps.backward(model(torch.ones(2, 4)).sum(), 1.0)
-    steps.take(0.1)
-
-
-@pytest.mark.parametrize("where", ["its own", "all optimizers'"])
-def test_hooks_on_the_optimizers_step_are_called_and_taken_off_again(where: str) -> None:
-    """However they come, in the middle of a run too; a hook before the step may change what it finds."""
-    steps, optimizer, model = prepared()
-    step(steps, model)  # without any
-    seen: list[tuple[str, torch.Tensor]] = []
-
-    def before(*_: object) -> None:
-        assert model.weight.grad is not None
-        seen.append(("before", model.weight.detach().clone()))
-        model.weight.grad.zero_()
-
-    def after(*_: object) -> None:
-        seen.append(("after", model.weight.detach().clone()))
-
-    place = optimizer if where == "its own" else all_optimizers
-    names = ("register_step_pre_hook", "register_step_post_hook")
-    if where != "its own":
-        names = ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook")
-    handles = [getattr(place, name)(hook) for name, hook in zip(names, (before, after), strict=True)]
-    optimizer.param_groups[0]["momentum"] = 0.0
-    step(steps, model)
-    for handle in handles:
-        handle.remove()
-    step(steps, model)
-    assert [name for name, _ in seen] == ["before", "after"]
-    assert torch.equal(seen[0][1], seen[1][1]), "the hook had set the gradient to zero"
-    assert not torch.equal(model.weight, seen[1][1])
-
-
-def test_a_profiler_sees_the_optimizers_step_by_its_name() -> None:
-    steps, _, model = prepared()
-    step(steps, model)
-    # torch 2.11 warns of events that it might have cleared, unless it is to keep them.
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        step(steps, model)
-    step(steps, model)
-    names = [event.name for event in profile.events()]
-    assert names.count("Optimizer.step#SGD.step") == 1
-
-
-def test_a_step_that_was_put_in_the_place_of_torchs_is_taken() -> None:
-    """As torch's own schedulers of learning rates do, to see whether it was called."""
-    steps, optimizer, model = prepared()
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    step(steps, model)
-    assert optimizer.step._wrapped_by_lr_sched  # type: ignore[attr-defined]
-    assert optimizer._opt_called  # type: ignore[attr-defined]
 
 
 @pytest.mark.multiproc

@@ -73,20 +73,11 @@ WORDS: dict[str, tuple[str, int]] = {
     "parity --processes 7": ("there is no case to compare with the reference", 3),
     "scale --presets ddp": ("did you mean multi_gpu?", 4),
     "scale --processes 0": ("--processes: '0': expected numbers of at least 1", 2),
-    "scale --efficiency 2": ("'2': expected a share, more than 0 and at most 1", 2),
     "scale --recipe digts": ("did you mean digits?", 3),
-    "scale train.steps=3": ("train.steps (command line): the comparison sets it; use --steps", 3),
-    "scale --out file": ("file (--out) is not the folder of a sweep (it has no scale.json)", 7),
-    "scale --from nowhere": ("nowhere (--from) cannot be read: No such file or directory", 6),
-    "scale --from folder": ("folder/scale.json is missing", 7),
-    "scale --from file": (
-        "file:1: its heading is text, without devices and seconds: the first line must be devices,seconds",
-        6,
-    ),
-    "scale --from gpus.csv": ("gpus.csv:1: its heading is gpus,time, without devices and seconds", 6),
-    "scale --from words.csv": ("words.csv:2: expected devices and seconds, as 16,1488.2", 6),
-    "scale --from latin.csv": ("latin.csv (--from) cannot be read: it is not UTF-8", 6),
-    "scale --from empty.csv": ("empty.csv:1: its heading is empty", 6),
+    "scale train.steps=3": ("train.steps=3 (command line): `samerun scale` sets this; use --steps", 3),
+    "scale --processes 7": ("no case can run:\ntrain.global_batch_size is 64, which 7 processes cannot divide", 2),
+    "scale --nodes 2": ("--nodes is 2, but there is no scheduler's allocation here", 2),
+    "scale --out file": ("file/multi_gpu-1x1-1 cannot be made, because ", 2),
 }
 
 
@@ -94,10 +85,6 @@ WORDS: dict[str, tuple[str, int]] = {
 def test_words(words: str, expected: tuple[str, int], refused: Refused, tmp_path: Path) -> None:
     put(tmp_path, "file", "text")
     put(tmp_path, "folder", None)
-    put(tmp_path, "gpus.csv", "gpus,time\n1,2\n")
-    put(tmp_path, "words.csv", "devices,seconds\n1,long\n")
-    put(tmp_path, "latin.csv", b"devices,seconds\n1,\xe9\n")
-    put(tmp_path, "empty.csv", "")
     refused(["samerun", *words.split()], *expected)
 
 
@@ -112,6 +99,19 @@ PROGRAMS: dict[str, tuple[str, int]] = {
         "--epochs: unknown option; recipe values are given as key=value: train.epochs=3",
         2,
     ),
+    "samerun evaluate x model.hidden=3": ("model.hidden: it has no effect here, because the model is that of the run", 2),
+    "samerun evaluate x data.path=y train.steps=3": ("train.steps: it has no effect here", 2),
+    "samerun export x --part-gb 0": ("--part-gb: '0': expected a number, more than 0", 2),
+    "samerun watch x --every 0": ("--every: '0': expected a number, more than 0", 2),
+    "samerun plan --device v100-16 --mixed-precision bf16": (
+        "bf16, which v100-16 does not compute in",
+        4,
+    ),
+    "samerun sweep optim.lr=1e-3,0.001": ("a value is given twice, and both runs would be the same", 2),
+    "samerun launch --recipe digits --recipe mnist": ("--recipe is given twice (digits and mnist): keep one of them", 2),
+    "samerun launch --preset cpu --config_file=multi_gpu": ("--config_file is given twice (cpu and multi_gpu): keep one", 2),
+    "samerun launch --trackers none --trackers wandb": ("--trackers is given twice (none and wandb)", 2),
+    "samerun submit --nodes 1 --nodes 2": ("--nodes is given twice (1 and 2): keep one of them", 2),
     "app.train --lr 0.1": ("--lr: unknown option; recipe values are given as key=value: optim.lr=0.1", 2),
     "app.train --trackers wandbb": ("--trackers has 'wandbb': unknown tracker; did you mean wandb?", 9),
     "app.train --hang-timeout -1": ("'-1': expected a whole number, 0 or more", 2),

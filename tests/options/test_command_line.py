@@ -12,7 +12,7 @@ from torchvision import models as zoo
 from app.errors import TrackerError, UsageError
 from app.options import tracker_names
 from app.options.train_options import parser
-from app.scaling import scale_command
+from app.reports import scale
 from app.tasks.image_classification import model_names
 from app.tools import parity
 from launch import cli
@@ -77,8 +77,8 @@ def test_the_commands_that_compare_topologies_understand_them_too() -> None:
     theirs = parity._parser().parse_intermixed_args(["--config_file", "fsdp2,hsdp", "--num_processes", "4", "seed=1"])
     ours = parity._parser().parse_intermixed_args(["--presets", "fsdp2,hsdp", "--processes", "4", "seed=1"])
     assert theirs == ours
-    theirs = scale_command._parser().parse_intermixed_args(["--preset", "fsdp2", "--num_machines", "1,2"])
-    assert theirs == scale_command._parser().parse_intermixed_args(["--presets", "fsdp2", "--nodes", "1,2"])
+    theirs = scale._parser().parse_intermixed_args(["--preset", "fsdp2", "--num_machines", "1,2"])
+    assert theirs == scale._parser().parse_intermixed_args(["--presets", "fsdp2", "--nodes", "1,2"])
     assert (ours.accumulation, theirs.processes) == ([1], [1, 2])
 
 

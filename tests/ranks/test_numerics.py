@@ -12,7 +12,6 @@ import pytest
 import torch
 from processes import ALONE, REPOSITORY, SCRIPTS, Started, accelerate, read, run, train
 
-from app.device import known_answers
 from app.errors import RecipeError
 from app.ranks import numerics
 from app.ranks.numerics import Numerics
@@ -86,26 +85,6 @@ def test_an_operation_without_a_deterministic_kernel_is_refused_in_a_sentence() 
             torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), numerics.refusals_named():
         torch.zeros(2, 3) @ torch.zeros(2, 3)
-
-
-def with_tf32_factors(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers with the last 13 bits of 23 cut off, as a GPU may."""
-    return (tensor.view(torch.int32) & ~0x1FFF).view(torch.float32)
-
-
-@pytest.mark.usefixtures("_spoilt")
-@pytest.mark.parametrize("tf32", [False, True])
-def test_factors_rounded_to_tf32_are_wrong_unless_they_were_asked_for(tf32: bool) -> None:
-    numerics.set_up(GPU, tf32=tf32, deterministic=False)
-    for operation in known_answers.GENERAL[:4]:  # products: of the others each number is a sum of few
-        exact = [known_answers._numbers(shape, torch.float32, salt=place) for place, shape in enumerate(operation.shapes)]
-        upstream = known_answers._numbers(tuple(operation.apply(*exact).shape), torch.float32, salt=len(exact))
-        allowed = known_answers._allowed(operation, exact, upstream, precision=torch.float32, device=GPU, copies=1)[0]
-        rounded = operation.apply(*(with_tf32_factors(tensor.float()).double() for tensor in exact))
-        assert bool(((rounded - operation.apply(*exact)).abs() <= allowed).all()) is tf32
-    assert not any(
-        each.answer.wrong for each in known_answers.compute(CPU, torch.float32, known_answers.GENERAL[:1])
-    )  # on a CPU nothing is rounded
 
 
 @pytest.mark.usefixtures("_spoilt")

@@ -240,12 +240,25 @@ def test_other_layouts_are_drawn_by_torch_and_refused_where_that_matters(layout:
     assert not torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_was_not_looked_at_needs_the_very_number_of_samples() -> None:
-    model = Windows("windows")
-    draws = give_to_samples(model, SEED)
-    draws.begin(torch.arange(2))
-    model(torch.ones(2, 8, 3))
-    assert draws.left == {"dropout": "the first dimension of its input [8, 2, 3] is not 2, the number of samples"}
+def test_a_layer_that_was_not_called_or_has_other_inputs_later_is_refused_where_that_matters() -> None:
+    for rows, why in ((8, "it was not called when"), (7, "the first dimension of its input [7, 2, 3] is not 2, the number of")):
+        model, draws = looked_at("windows")
+        if rows == 8:
+            draws.compare({}, [])
+        draws.begin(torch.arange(2))
+        draws.refuse_others(ALONE)
+        model.dropout(torch.ones(rows, 2, 3))
+        assert draws.left["dropout"].startswith(why)
+        draws.left.clear()
+        draws.refuse_others(SEVERAL)
+        with pytest.raises(RecipeError, match="random numbers that do not belong to samples"):
+            model.dropout(torch.ones(rows, 2, 3))
+
+
+def test_layers_are_left_where_nothing_could_be_compared() -> None:
+    draws = give_to_samples(Windows("windows"), SEED)
+    draws.leave_all("so")
+    assert draws.left == {"dropout": "so"}
 
 
 class DropPath(nn.Module):

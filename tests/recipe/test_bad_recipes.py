@@ -51,7 +51,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "a number below its range": (b"seed: -1\n", "seed is -1: it must be at least 0"),
     "a number above its range": (b"seed: 99999999999999999999\n", "seed is 99999999999999999999: it must be at least 0"),
     "an unknown source": (b"data: {source: cifar}\n", "data.source is cifar (bad.yaml:1): expected one of digits, mnist"),
-    "a decoder of before": (b"data: {jpeg_decoder: nvjpeg}\n", "(bad.yaml:1): expected one of libjpeg, reduced"),
     "a list of another length": (b"model: {channels: [1,2,3]}\n", "model.channels is [1, 2, 3] (bad.yaml:1): expected a list"),
     "two durations": (b"train: {epochs: 1, steps: 2}\n", "train.epochs is 1 and train.steps is 2: give one of them"),
     "unlike lists": (b"data: {mean: [1,2], std: [1,2,3]}\n", "data.mean has 2 values and data.std 3"),

@@ -13,23 +13,23 @@ from app.recipe.batching import BatchPlan
     global_batch_size=st.integers(1, 512),
     world_size=st.integers(1, 64),
     max_micro_batch=st.none() | st.integers(1, 64),
-    neighbours=st.integers(1, 3),
+    group_size=st.integers(1, 3),
 )
 def test_a_plan_divides_the_global_batch_or_says_why_not(
-    global_batch_size: int, world_size: int, max_micro_batch: int | None, neighbours: int
+    global_batch_size: int, world_size: int, max_micro_batch: int | None, group_size: int
 ) -> None:
-    asked = {"global_batch_size": global_batch_size, "max_micro_batch": max_micro_batch, "neighbours": neighbours}
+    asked = {"global_batch_size": global_batch_size, "max_micro_batch": max_micro_batch, "group_size": group_size}
     # By trying everything: the largest micro-batch that divides the share of a process and keeps the conditions.
     shares = [micro for micro in range(1, global_batch_size + 1) if global_batch_size % (world_size * micro) == 0]
-    fitting = [micro for micro in shares if micro <= (max_micro_batch or micro) and micro % neighbours == 0]
+    fitting = [micro for micro in shares if micro <= (max_micro_batch or micro) and micro % group_size == 0]
     if fitting:
         plan = BatchPlan.fit(data_ranks=world_size, **asked)
         assert plan.micro_batch == max(fitting)
         assert plan.micro_batch * plan.accumulation * plan.data_ranks == global_batch_size
     else:
-        hopeless = max_micro_batch is not None and max_micro_batch < neighbours
+        hopeless = max_micro_batch is not None and max_micro_batch < group_size
         why = (
-            f"set train.max_micro_batch to {neighbours} or more" if hopeless else f"which {world_size} processes cannot divide"
+            f"set train.max_micro_batch to {group_size} or more" if hopeless else f"which {world_size} processes cannot divide"
         )
         with pytest.raises(RecipeError, match=why):
             BatchPlan.fit(data_ranks=world_size, **asked)
@@ -44,7 +44,7 @@ def test_the_refusal_names_world_sizes_that_do() -> None:
 
 
 def test_mixing_pairs_needs_even_micro_batches() -> None:
-    assert BatchPlan.fit(global_batch_size=64, data_ranks=2, max_micro_batch=9, neighbours=2).micro_batch == 8
+    assert BatchPlan.fit(global_batch_size=64, data_ranks=2, max_micro_batch=9, group_size=2).micro_batch == 8
     mixed = recipe_file.load("digits", ["augment.mixup=0.2"]).recipe
     assert BatchPlan.of(mixed, 32).micro_batch == 2
     with pytest.raises(RecipeError, match=r"a multiple of 2 \(augment\.mixup and augment\.cutmix mix pairs"):

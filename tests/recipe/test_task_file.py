@@ -40,7 +40,7 @@ class Sections:
 
 
 class Own:
-    neighbours = 2
+    group_size = 2
 
 
 task = Own
@@ -59,7 +59,7 @@ def test_keys_types_defaults_and_meanings_are_read_and_nothing_is_run(tmp_path: 
     table = loaded.recipe.sections.table
     assert (table.path, table.cache, table.columns, table.ends, table.kind) == ("/x.csv", False, (3,), (1.0, 2.5), None)
     assert loaded.recipe.task == str(tmp_path / "own.py")
-    assert loaded.recipe.sections.neighbours == 2
+    assert loaded.recipe.sections.group_size == 2
     assert loaded.recipe.sections.inputs == {"table.path": "/x.csv"}
     words = recipe_file.reference(loaded.recipe.task)
     assert "table: Where the table is.\n  table.path=null  (text or null)\n      CSV file, with a header." in words
@@ -106,7 +106,7 @@ REFUSED = {
         PLAIN.replace("table: Table", "optim: Table"),
         "task is {path}: its section optim has the name of a section of the application",
     ),
-    "neighbours": (PLAIN.replace("neighbours = 2", "neighbours = 0"), "{path}:28: neighbours is 0: it must be a whole number"),
+    "group_size": (PLAIN.replace("group_size = 2", "group_size = 0"), "{path}:28: group_size is 0: it must be a whole number"),
 }  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_key_is_told_with_what_was_meant(tmp_path: Path) -> None:
 
 
 def test_the_launcher_shows_what_it_would_start_without_running_the_file(tmp_path: Path) -> None:
-    recipe = written(tmp_path, PLAIN.replace("neighbours = 2", "neighbours = 3"))
+    recipe = written(tmp_path, PLAIN.replace("group_size = 2", "group_size = 3"))
     command = [sys.executable, "-m", "launch.cli", "launch", "--dry-run", "--preset", "multi_gpu", "--processes", "2"]
     done = subprocess.run(
         [*command, "--recipe", str(recipe)],

@@ -41,8 +41,8 @@ class TextRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    why_neighbours: ClassVar[str] = "four samples make a page"
-    neighbours: ClassVar[int] = 4
+    why_grouped: ClassVar[str] = "four samples make a page"
+    group_size: ClassVar[int] = 4
     text: TextRecipe = field(default_factory=TextRecipe)
 
     def __post_init__(self):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from processes import Finished, read, train
+from processes import SCRIPTS, Finished, read, run, train
 
 from app.errors import CheckpointError, RunFolderError, SamerunError
 from app.files.lines import Lines
@@ -135,6 +136,19 @@ def test_the_ranks_of_a_run_on_a_full_disk_end_together(disk: Path) -> None:
     leave_free(disk, 60)
     finished = train("multi_gpu", disk / "run", *RECIPE, processes=2)
     assert_is_one_sentence(finished, disk / "run")
+
+
+@pytest.mark.multiproc
+def test_a_disk_that_is_full_when_lines_are_to_be_on_it_leaves_no_checkpoint_half_written(tmp_path: Path) -> None:
+    """Some file systems find out only then. On rank 0 alone; all ranks end with the sentence."""
+    run_dir = tmp_path / "run"
+    script = str(SCRIPTS / "no_fsync.py")
+    finished = run("multi_gpu", 2, script, "2", "--run-dir", str(run_dir), "--trackers", "none", *RECIPE)
+    assert finished.returncode == RunFolderError.exit_code, finished.output
+    assert f"rank 0 of 2 on {socket.gethostname()}: {run_dir}/ledger.jsonl cannot be written: No space left" in finished.output
+    assert "Traceback" not in finished.output
+    assert_nothing_is_half_written(run_dir)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:

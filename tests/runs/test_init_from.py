@@ -12,11 +12,10 @@ import torch
 from processes import read, train
 from safetensors.torch import load_file, save_file
 
-from app.checkpoints import initial_weights, published
+from app.checkpoints import initial_weights
 from app.checkpoints import step_folders as files
-from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, RecipeError
-from app.initial.region import Region
+from app.initial.region import Piece, Region
 from app.place.launched import Launched
 from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
@@ -150,7 +149,7 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
     said = refused(runtime, build(), file)
     assert "norm1.running_mean is not in the file" in said
     said = refused(runtime, build(ModelRecipe(norm="group", hidden=16)), save_checkpoint(tmp_path, 1, trained()))
-    assert "norm2.num_batches_tracked is not in this run's" in said
+    assert "norm2.num_batches_tracked is not in the model" in said
     said = refused(runtime, build(ModelRecipe(name="resnet18")), file)
     assert " and 123 more. Only the last layer, fc, and the names in train.init_allow may differ" in said
 
@@ -239,15 +238,15 @@ def test_published_weights_are_taken_from_the_cache_and_downloaded_if_they_may_b
     (there / f"bad-{digest}.pth").write_bytes(b"other weights")
     good, bad = ((there / f"{kind}-{digest}.pth").as_uri() for kind in ("good", "bad"))
     with pytest.raises(CheckpointError, match=r"downloads are off: set train\.download=true"):
-        published.cached(good, download=False)
-    assert published.cached(good, download=True).read_bytes() == b"weights"
+        initial_weights.cached(good, download=False)
+    assert initial_weights.cached(good, download=True).read_bytes() == b"weights"
     with pytest.raises(CheckpointError, match="invalid hash value"):
-        published.cached(bad, download=True)
+        initial_weights.cached(bad, download=True)
     with pytest.raises(CheckpointError, match="cannot be downloaded"):
-        published.cached((there / "none.pth").as_uri(), download=True)
+        initial_weights.cached((there / "none.pth").as_uri(), download=True)
     assert sorted(path.name for path in cache.iterdir()) == [f"good-{digest}.pth", "squeezenet1_1-b8a52dc0.pth"]
     old = "features.denseblock1.denselayer2.norm.1.running_mean"
-    assert published.name_here(old) == "features.denseblock1.denselayer2.norm1.running_mean"
+    assert initial_weights.name_here(old) == "features.denseblock1.denselayer2.norm1.running_mean"
 
 
 @pytest.mark.multiproc

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from processes import read, read_lines, train
 
-from app.tasks.causal_lm.data.embedded import documents
+from app.errors import DataError
+from app.tasks.causal_lm.data.store import embedded_documents
+from app.tasks.causal_lm.data.token_writer import writing
 from app.tasks.causal_lm.data.tokenizers import Bytes
-from app.tasks.causal_lm.data.writing import writing
 
 pytestmark = pytest.mark.multiproc
 SLOW = pytest.mark.slow
@@ -51,7 +52,7 @@ SOON = [("llama", "fsdp2")]
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tokens of which some count: after each prompt an answer of 1 to 200 bytes."""
     folder, tokenizer, random = tmp_path_factory.mktemp("answers") / "tokens", Bytes(), np.random.default_rng(0)
-    text = np.frombuffer(b"".join(documents()["train"])[:200_000], np.uint8).astype(np.int64)
+    text = np.frombuffer(b"".join(embedded_documents()["train"])[:200_000], np.uint8).astype(np.int64)
     with writing(folder, tokenizer.about, {}, token_bytes=tokenizer.token_bytes, answers=True) as writer:
         for split, end in (("train", 100_000), ("validation", 110_000)):
             begin = 0 if split == "train" else 100_000
@@ -111,3 +112,9 @@ def test_the_same_losses(
     scores = [read(folder / "result.json") for folder in (one, other)]
     for name in ("validation_loss", "validation_bits_per_byte", "validation_perplexity"):
         assert scores[1][name] == pytest.approx(scores[0][name], rel=1e-5)
+
+
+def test_a_recipe_that_names_its_vocabulary_trains_only_with_a_token_folder(tmp_path: Path) -> None:
+    refused = train("cpu", tmp_path / "run", "--recipe", "gpt2_124m", "data.path=nowhere")
+    assert refused.returncode == DataError.exit_code
+    assert "DataError: the token folder nowhere (data.path) does not exist: write it with `samerun data tok" in refused.output

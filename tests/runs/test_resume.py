@@ -19,8 +19,7 @@ from processes import Started, accelerate, read, read_lines, run, start, train
 
 from app import export
 from app.checkpoints import manifest, step_folders
-from app.checkpoints.piece import Piece
-from app.initial.region import Region
+from app.initial.region import Piece, Region
 from app.tools.verify import verify
 
 pytestmark = pytest.mark.multiproc

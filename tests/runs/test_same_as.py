@@ -13,8 +13,8 @@ import same_as
 from outcomes import differences
 from processes import REPOSITORY, Finished, Started
 
-OWN = ("same_as.py", "processes.py", "generated.py", "outcomes.py", "scripts")
-NEEDED = ("app", "launch", "accelerate_configs", "pyproject.toml", *(f"tests/{name}" for name in OWN))
+OWN = ("same_as.py", "processes.py", "generated.py", "outcomes.py", "scripts", "environments")
+NEEDED = ("app", "launch", "samerun", "accelerate_configs", "pyproject.toml", *(f"tests/{name}" for name in OWN))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_base_that_imports_another_trees_code_is_refused(tree: Path) -> None:
     package.write_text(before)
     found = compared(tree, "--only", "as shipped")
     assert found.returncode == 1
-    assert cells(found.output, "as shipped") == ["cpu", "1", *["failed"] * 6]
+    assert cells(found.output, "as shipped") == ["cpu", "1", *["failed"] * 7]
     assert "as shipped, cpu, 1: base failed: " in found.output
     assert f"/tree: {REPOSITORY / 'app'}" in found.output
 
@@ -116,3 +116,5 @@ def test_every_shipped_recipe_and_preset_is_among_the_cases(tmp_path: Path) -> N
     assert {case.name for case in same_as.cases_of_recipes(tmp_path)} == recipes
     # A small convolutional network has no matrices that are divided.
     assert {case.preset for case in same_as.cases_of_digits()} == presets - {"tensor_parallel"}
+    trained = {case.preset for case in same_as.every_case() if isinstance(case, same_as.Case)}
+    assert trained == presets

@@ -27,6 +27,7 @@ class Net:
     functional: float = 0.0
     checkpointed: bool = False
     batch_first: bool = True
+    needs_data: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Sequences:
         x = torch.randn(96, 5, 16, generator=generator)
         return Samples.of({"x": x, "y": x.sin().sum(-1), "length": 1 + torch.arange(96) % 5})
 
-    def model(self, facts):
+    def model(self, metadata):
         return Encoder(self.net)
 
     def count(self, batch):
@@ -74,6 +75,8 @@ class Sequences:
     def loss(self, model, batch):
         valid = torch.arange(5, device=batch["x"].device) < batch["length"][:, None]
         errors = (model(batch["x"]) - batch["y"]).square()
+        if self.net.needs_data:
+            self.shown = errors.mean().item()
         return Loss.of((errors * valid).sum(), batch["length"].sum())
 
 
@@ -164,3 +167,16 @@ def test_draws_that_belong_to_no_sample_are_noted_on_one_process_and_refused_els
     turned = train("multi_gpu", tmp_path / "two", *words[:-1], "net.batch_first=false", processes=2)
     assert turned.returncode != 0
     assert "layers.0.dropout: the first dimension of its input, 5, is not that of the samples" in turned.output
+
+
+def test_samples_in_the_second_dimension_are_seen_though_the_loss_needs_data(recipe: Path, tmp_path: Path) -> None:
+    """On two processes the first dimension, 5, is the micro-batch."""
+    words = ("--recipe", str(recipe), "train.steps=1", "train.global_batch_size=10", "net.needs_data=true")
+    turned = (*words, "net.batch_first=false")
+    why = "layers.0.dropout1: the first dimension of its input, 5, is not that of the samples"
+    assert why in train("cpu", tmp_path / "one", *turned).check().output
+    two = train("multi_gpu", tmp_path / "two", *turned, processes=2)
+    assert two.returncode != 0
+    assert "RecipeError: forward passes use random numbers that do not belong to samples (" in two.output
+    assert why in two.output
+    assert "random numbers" not in train("multi_gpu", tmp_path / "right", *words, processes=2).check().output

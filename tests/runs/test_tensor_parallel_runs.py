@@ -114,10 +114,10 @@ class Sines:
         x = torch.randn(96, 16, generator=torch.Generator().manual_seed(len(split)))
         return None if split == "test" else Samples.of({"x": x, "y": x.sin().sum(-1)})
 
-    def model(self, facts):
+    def model(self, metadata):
         return Net()
 
-    def init(self, model, name, unit):
+    def init_module(self, model, name, module):
         for part in unit.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()

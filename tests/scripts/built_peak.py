@@ -59,14 +59,14 @@ def main(out: str) -> None:
     runtime = Runtime(launched, BatchPlan(global_batch_size=12, data_ranks=launched.world_size, accumulation=1))
     task = Drawn(lambda: llama(**SIZES))
     # Memory of before is not to be had again, and what is loaded late not to be counted.
-    small, units = filling.made(Drawn(llama), {}, seed=0)  # type: ignore[arg-type]
+    small, units = filling.made(Drawn(llama), {}, seed=0)
     assert units is not None
     filling.fill(runtime, small, units)
     torch.ones(2, 2) @ torch.ones(2, 2)
     peak = Peak()
     peak.start()
     start_s = time.perf_counter()
-    model, units = filling.made(task, {}, seed=0)  # type: ignore[arg-type]
+    model, units = filling.made(task, {}, seed=0)
     assert units is not None
     parameters = [it.numel() * it.element_size() / MIB for it in model.parameters()]
     filling.fill(runtime, model, units)

@@ -46,7 +46,7 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
     model, units = filling.made(task, {}, seed=0)
     rule = from_recipe.Rule.of(recipe, model)
     drawn = filling.fill(runtime, model, units) if units else None
-    shares = runtime.gather(sum(it.values.numel() for it in {*held.held(model).values()} if it.is_parameter))
+    shares = runtime.gather(sum(it.values.numel() for it in {*held.held(model).values()} if it.key == "weight"))
     buffers = {name: buffer.sum().item() for name, buffer in model.named_buffers()}
     found = {
         "drawn": runtime.gather(drawn),

@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from app.checkpoints import frozen, step_folders, stored_weights
-from app.checkpoints.average import WeightAverage
-from app.checkpoints.shards import Shards
+from app.checkpoints import checkpoint, step_folders, stored_weights
+from app.checkpoints.shards import Shards, WeightAverage
 from app.initial import held
 from app.record.claim import claim
 
@@ -96,8 +95,8 @@ def save(layout: str, run_dir: Path) -> Path:
     if ours:
         step_folders.commit(ours, 1, entries, state=state, buffers={})
     dist.barrier()
-    every_count = gathered({one.name: one.count for one in shards.stepped()})
-    for name, shape in SHAPES.items():  # what `optimizer_check` adds up
+    every_count = gathered({it.name: it.piece("weight", it.stepped).share().region.count for it in shards.fragments})
+    for name, shape in SHAPES.items():  # what `check_optimizer` adds up
         assert sum(counts.get(name, 0) for counts in every_count) == prod(shape), (layout, name, every_count)
     return step_folders.path_of(run_dir, 1)
 
@@ -129,7 +128,7 @@ def read(layout: str, folder: Path, expected: dict[tuple[str, str], Tensor]) -> 
         fresh = torch.empty_like(it.values)
         stored.read_into(name, fresh, it.region)
         assert torch.equal(fresh, it.region.take(expected["average", name])), (layout, folder, name)
-        joined = frozen._joined(it, gathered((it.region, it.values) if it.copy == 0 else None))
+        joined = checkpoint._joined(it, gathered((it.region, it.values) if it.copies[1] == 0 else None))
         assert torch.equal(joined, expected["weight", name].flatten()), (layout, folder, name)
     return held.digest(model, gathered)
 

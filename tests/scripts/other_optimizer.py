@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from app.checkpoints.optimizer_check import check_optimizer
-from app.checkpoints.shards import Shards
+from app.checkpoints.shards import Shards, check_optimizer
 from app.errors import PresetError
 from app.optim import from_recipe
 from app.place.launched import read

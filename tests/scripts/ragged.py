@@ -28,7 +28,7 @@ from app.ranks.runtime import Runtime
 from app.ranks.sample_dropout import PassDraws
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
-from app.task import Form, Loss
+from app.task import Form, Loss, Task
 
 LONGEST, SIZE, BATCH, STEPS = 200, 64, 16, 6
 
@@ -65,10 +65,7 @@ class KnownSequences(Sequences):
         return self.counts[indices]
 
 
-class Regression:
-    def ready(self, batch: dict[str, Any], _draw: Any, _form: Form) -> dict[str, Any]:
-        return batch
-
+class Regression(Task):
     def loss(self, model: Any, batch: dict[str, Any]) -> Loss:
         valid = torch.arange(LONGEST) < batch["lengths"][:, None]
         errors = (model(batch["inputs"]).squeeze(-1) - batch["targets"]).square()

@@ -12,16 +12,16 @@ from app.tasks.causal_lm import task
 class Labels(task.CausalLM):
     """Forgets to shift the labels: each token is to be told from itself."""
 
-    def ready(self, *arguments: Any) -> Any:
-        batch = super().ready(*arguments)
+    def preprocess(self, *arguments: Any, form: Any) -> Any:
+        batch = super().preprocess(*arguments, form=form)
         return {**batch, "labels": batch["input_ids"]}
 
 
 class Mask(task.CausalLM):
     """Forgets the causal mask: each token is predicted from those after it, too."""
 
-    def model(self, facts: Any) -> Any:
-        model = super().model(facts)
+    def model(self, metadata: Any) -> Any:
+        model = super().model(metadata)
         for module in model.modules():
             if hasattr(module, "is_causal"):
                 module.is_causal = False

@@ -167,8 +167,7 @@ def prepared_pair(runtime: Any, case: Case, seed: int) -> Iterator[tuple[Any, An
 
 
 def parts(runtime: Any, prepared: tuple[Any, Any]) -> tuple[Any, Any]:
-    from app.checkpoints.average import WeightAverage
-    from app.checkpoints.shards import Shards
+    from app.checkpoints.shards import Shards, WeightAverage
 
     average = WeightAverage(runtime.accelerator, *prepared, decay=DECAY)
     return Shards(runtime.accelerator, *prepared, average), average

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from app.checkpoints import model_file, step_folders, tensor_file
-from app.checkpoints.piece import Piece
 from app.errors import CheckpointError, SamerunError
 from app.guard.watchdog import Watchdog
-from app.initial.region import Region
+from app.initial.region import Piece, Region
 from app.recipe.schema import Recipe
 from app.record.claim import Claim, claim
 from app.tasks.image_classification.predictions import Prediction, Predictions
@@ -98,7 +97,7 @@ def stacks(ours: Claim) -> None:
 
 def profile(ours: Claim) -> None:
     made = ours.place / "profile"
-    with ours.telling(made):
+    with ours.errors(made):
         made.mkdir()
         (made / "rank-0.json.gz").write_bytes(b"of the older start")
         ours.put(made, ours.path / "profile")

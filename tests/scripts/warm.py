@@ -84,8 +84,8 @@ def run(command: tuple[str, ...], environment: Mapping[str, str], log: str, root
 
 
 def imported_from_elsewhere(root: Path) -> list[str]:
-    """The files and folders of `app` and `launch` that this process has imported, and that are not below `root`."""
-    own = [module for name, module in sys.modules.items() if name.split(".")[0] in ("app", "launch")]
+    """The files and folders of ours that this process has imported, and that are not below `root`."""
+    own = [module for name, module in sys.modules.items() if name.split(".")[0] in ("app", "launch", "samerun")]
     places = [Path(getattr(module, "__file__", None) or next(iter(module.__path__))) for module in own]
     return [str(place) for place in places if not place.resolve().is_relative_to(root.resolve())]
 

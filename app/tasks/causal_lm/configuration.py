@@ -15,7 +15,8 @@ from typing import Any
 
 from app.data import offline
 from app.errors import DataError, RecipeError
-from app.files import paths
+from app.files import foreign, paths
+from app.files.lines import parsed
 from app.tasks.causal_lm.sections import ModelRecipe
 
 NAMES = {
@@ -29,7 +30,7 @@ NAMES = {
     "tie_embeddings": "tie_word_embeddings",
 }
 """transformers' common names for our keys; a configuration's `attribute_map` has the names of its own."""
-_OTHER_NAMES = {"intermediate_size": ("n_inner", "ffn_dim")}
+OTHER_NAMES = {"intermediate_size": ("n_inner", "ffn_dim")}
 """Names missing in that map: gpt2, opt."""
 _NO_PART = ("transformers_version", "_name_or_path")
 _DROPOUT = (
@@ -80,6 +81,10 @@ def _of_folder(recipe: ModelRecipe) -> Any:
         kind = _class_of_config(values.pop("model_type"))
     except (KeyError, AttributeError) as error:
         raise _is_none_of_transformers(recipe, error) from error
+    except RecipeError as error:
+        if "auto_map" in values:
+            raise RecipeError(f"model.path is {recipe.path}: {foreign.NEEDS_CODE}") from error
+        raise
     names = {*values, *(field.name for field in dataclasses.fields(kind))}
     return _made(kind, {**values, **_changed(recipe, names)})
 
@@ -94,7 +99,7 @@ def _read(recipe: ModelRecipe) -> dict[str, Any]:
             file = Path(hf_hub_download(folder, "config.json", revision=recipe.revision, local_files_only=True))
         else:
             file = Path(folder) / "config.json"
-        return dict(json.loads(file.read_text()).items())
+        return dict(parsed(file.read_bytes()).items())
     except FileNotFoundError as error:
         hint = "set model.download=true to download it once" if recipe.is_named else "give a transformers folder"
         raise RecipeError(f"model.path is {path}: config.json is missing ({error}): {hint}") from error
@@ -128,7 +133,7 @@ def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int 
     for key, value in chosen.items():
         common = NAMES[key]
         own = next(
-            (name for name in (kind.attribute_map.get(common, common), *_OTHER_NAMES.get(key, ())) if name in names), None
+            (name for name in (kind.attribute_map.get(common, common), *OTHER_NAMES.get(key, ())) if name in names), None
         )
         if own is None and key in recipe.chosen:
             raise RecipeError(f"model.{key} is {value}, and {recipe.architecture or 'gpt2'} has no such setting: remove it")

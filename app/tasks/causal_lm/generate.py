@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import DataError, DeviceError, RunFolderError
+from app.files import foreign
 from app.options.command_line import Parser
 from app.options.values import not_negative, positive, share, tolerance
 
@@ -47,16 +48,20 @@ def run(options: argparse.Namespace, folder: Path) -> int:
 def load(folder: Path) -> tuple[Any, Any]:
     """Return the model of a folder, in evaluation mode on the CPU, and its tokenizer. Raises RunFolderError."""
     if not (folder / "config.json").is_file():
-        raise RunFolderError(_no_model(folder))
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # here: a wrong path need not wait for it
-    from transformers.utils import logging
+        why = f"{folder} is no folder of a language model: it has no config.json. Give a finished run, or a transformers folder"
+        if (folder / "checkpoints").is_dir():
+            why = f"{folder} is an unfinished run: export its newest checkpoint with `samerun export {folder}`"
+        elif (folder / "model.json").is_file():
+            why = f"{folder} contains no language model: it has no config.json of transformers"
+        raise RunFolderError(why)
+    from transformers import AutoModelForCausalLM  # here: a wrong path need not wait for it
 
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a library that reads files may raise
-        raise RunFolderError(f"transformers cannot load the model of {folder}: {_first_line(error)}") from error
-    from app.tasks.causal_lm.folders import has_tokenizer
+    from app.tasks.causal_lm import causality
+    from app.tasks.causal_lm.model import read_folder
+    from app.tasks.causal_lm.transformers_folder import has_tokenizer
+
+    model: Any = read_folder(folder, AutoModelForCausalLM)
+    causality.check(model.config, model.config._attn_implementation, f"the {model.config.model_type} of {folder}")
 
     if not has_tokenizer(folder):
         raise RunFolderError(
@@ -64,7 +69,7 @@ def load(folder: Path) -> tuple[Any, Any]:
             "(tokenizer.json, tokenizer_config.json)"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = foreign.tokenizer(folder)
     except Exception as error:  # the same
         raise RunFolderError(f"transformers cannot load the tokenizer of {folder}: {_first_line(error)}") from error
     return model.eval(), tokenizer
@@ -98,50 +103,44 @@ def generate(
 
 
 class Written:
-    """A streamer of transformers that hands each new token's text on, once it is whole characters."""
+    """A streamer of transformers that writes each new token's text, once it is whole characters.
+
+    transformers' own TextStreamer drops the space that the first token begins with, and each one after a line break.
+    """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
         """`write` is called with each piece of new text."""
         self._tokenizer, self._write = tokenizer, write
         self._tokens: list[int] = []
-        # A token's text may depend on that before it (a space, half a character), so a few are decoded together.
-        self._first = self._shown = 0
-        self._characters = 0
-        """The text from `_first` on that was printed or belongs to the prompt."""
+        # The text of a token may depend on the tokens before it (a space, half a character), so a few are decoded together.
+        self._context = self._written = 0
         self.text = ""
-        """All text printed so far."""
+        """All text written so far."""
 
     def put(self, tokens: torch.Tensor) -> None:
         """Take the prompt, which comes first, or the next token."""
         is_prompt = not self._tokens
         self._tokens += tokens.reshape(-1).tolist()
         if is_prompt:
-            self._shown = max(0, len(self._tokens) - _MOST_TOKENS_OF_CHARACTER)
-            self._move()
+            self._written = len(self._tokens)
+            self._context = max(0, self._written - _MOST_TOKENS_OF_CHARACTER)
         else:
             self._show(at_end=False)
 
     def end(self) -> None:
-        """Hand on what was held back."""
+        """Write what was held back."""
         self._show(at_end=True)
 
     def _show(self, *, at_end: bool) -> None:
-        together = self._decoded()
-        whole = together if at_end else together.rstrip(_HALF)
-        new = whole[self._characters :]
-        if new:
+        before, whole = self._decoded(self._written), self._decoded(len(self._tokens))
+        new = whole[len(before) :]
+        if new and (at_end or not whole.endswith(_HALF)):
             self.text += new
-            self._characters = len(whole)
             self._write(new)
-        if whole == together:
-            self._move()
+            self._context, self._written = self._written, len(self._tokens)
 
-    def _move(self) -> None:
-        self._first, self._shown = self._shown, len(self._tokens)
-        self._characters = len(self._decoded())
-
-    def _decoded(self) -> str:
-        tokens = self._tokens[self._first :]
+    def _decoded(self, end: int) -> str:
+        tokens = self._tokens[self._context : end]
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
@@ -190,14 +189,6 @@ def _device(name: str | None) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"--device {name} is not available: {_first_line(error)}") from error
-
-
-def _no_model(folder: Path) -> str:
-    if (folder / "checkpoints").is_dir():
-        return f"{folder} is an unfinished run: export its newest checkpoint with `samerun export {folder}`"
-    if (folder / "model.json").is_file():
-        return f"{folder} contains no language model: it has no config.json of transformers"
-    return f"{folder} is not a folder of a language model: it has no config.json. Give a finished run, or a transformers folder"
 
 
 def _write(text: str) -> None:

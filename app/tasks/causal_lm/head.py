@@ -1,6 +1,9 @@
 """The last layer of a language model, which gives the loss of its targets without holding all logits.
 
-Shapes: B rows, S tokens a row, H numbers a token, V tokens in the vocabulary.
+A head may be sharded over the vocabulary, so that each process has the weights of some consecutive tokens. As in Megatron-LM
+(Shoeybi et al. 2019, arXiv:1909.08053, section 3), the processes then exchange three numbers a token, no logits.
+
+Shapes: B rows, S tokens a row, T tokens in all, H numbers a token, V tokens in the vocabulary, of which this process has P.
 """
 
 from __future__ import annotations
@@ -10,11 +13,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-from app.tasks.causal_lm import vocabulary
 
 IGNORED = -100
 """The label of tokens that do not count, as in torch and transformers."""
@@ -76,13 +77,16 @@ class Head(nn.Linear):
     def _in_parts(self, hidden: Tensor, labels: Tensor | None, weight: DTensor, *, by_row: bool) -> Tensor:
         """Do the same as `forward` with a part of the vocabulary, together with the processes that have the others."""
         if labels is None:
-            return vocabulary.logits_of(super().forward, hidden, weight)
+            logits: Tensor = super().forward(_replicated(hidden, weight)).full_tensor()  # type: ignore[attr-defined]
+            return logits
         own, bias = weight.to_local(), self.bias.to_local() if isinstance(self.bias, DTensor) else None
 
         def nats(tokens: Tensor, targets: Tensor) -> Tensor:
-            return vocabulary.nats_of_part(F.linear(tokens, own, bias), targets, weight, ignored=IGNORED)
+            return _nats_of_part(F.linear(tokens, own, bias), targets, weight)
 
-        found = torch.cat(self._parts(nats, vocabulary.for_all(hidden, weight), labels))
+        # The gradient of the hidden states is the sum of the processes' gradients.
+        shared: Tensor = _replicated(hidden, weight).to_local(grad_placements=[Partial()])
+        found = torch.cat(self._parts(nats, shared, labels))
         return found.view(labels.shape).sum(1) if by_row else found.sum()
 
     def _parts(self, nats: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor) -> list[Tensor]:
@@ -99,3 +103,21 @@ def nats_of(logits: Tensor, labels: Tensor, *, by_row: bool) -> Tensor:
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     found = F.cross_entropy(exact, labels.reshape(-1), ignore_index=IGNORED, reduction="none" if by_row else "sum")
     return found.view(labels.shape).sum(1) if by_row else found
+
+
+def _replicated(hidden: Tensor, weight: DTensor) -> DTensor:
+    return DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+
+
+def _nats_of_part(logits: Tensor, targets: Tensor, weight: DTensor) -> Tensor:
+    """Return the nats [T] of all targets int64 [T], 0 where they are ignored, by this process's logits [T, P]."""
+    mesh, count = weight.device_mesh, logits.shape[1]
+    first = mesh.get_local_rank() * count
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    greatest = DTensor.from_local(exact.detach().amax(1), mesh, [Partial("max")], run_check=False).full_tensor()
+    is_own = (targets >= first) & (targets < first + count)
+    own = exact.gather(1, (targets - first).where(is_own, 0)[:, None])[:, 0].where(is_own, 0.0)
+    parts = torch.stack([(exact - greatest[:, None]).exp().sum(1), own])
+    total, wanted = DTensor.from_local(parts, mesh, [Partial()], run_check=False).full_tensor()
+    nats: Tensor = total.log() + greatest - wanted
+    return nats.where(targets != IGNORED, 0.0)

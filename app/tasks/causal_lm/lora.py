@@ -6,13 +6,13 @@ A layer `q_proj` becomes one of peft's: its own weights are `q_proj.base_layer.*
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from typing import Any
 
 from torch import nn
 
 from app.errors import RecipeError
+from app.files import foreign
 from app.task import Adapters, LowRank
 from app.tasks.causal_lm.sections import ModelRecipe
 
@@ -22,11 +22,10 @@ _NAME = "default"
 
 def add(model: nn.Module, recipe: ModelRecipe) -> None:
     """Give the chosen layers adapters, and freeze all else. Raises RecipeError for layers that cannot have them."""
-    peft = _peft()
     try:
         with warnings.catch_warnings():  # that layers of GPT-2 hold their weights transposed, which it then sees to
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-            peft.inject_adapter_in_model(config_of(recipe), model, adapter_name=_NAME)
+            foreign.add_lora(config_of(recipe), model, _NAME)
     except ValueError as error:
         raise RecipeError(f"model.lora_targets is {recipe.lora_targets}: {error}") from error
 
@@ -35,7 +34,10 @@ def config_of(recipe: ModelRecipe) -> Any:
     """Return peft's configuration of the adapters."""
     targets = "all-linear" if recipe.lora_targets is None else list(recipe.lora_targets)
     alpha = 2 * (recipe.lora_rank or 0) if recipe.lora_alpha is None else recipe.lora_alpha
-    return _peft().LoraConfig(r=recipe.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    try:
+        return foreign.lora_config(r=recipe.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    except ImportError as error:
+        raise RecipeError('model.lora_rank is set, which needs peft: pip install "samerun[lora]"') from error
 
 
 def initialize(module: nn.Module) -> None:
@@ -72,10 +74,3 @@ def _about(recipe: ModelRecipe, *, transposed: bool) -> dict[str, Any]:
     config.inference_mode, config.fan_in_fan_out = True, transposed
     said = config.to_dict()
     return {key: sorted(value) if isinstance(value, set) else value for key, value in said.items()}
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise RecipeError('model.lora_rank is set, which needs peft: pip install "samerun[lora]"') from error

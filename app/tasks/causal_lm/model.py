@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from app.errors import RecipeError, RunFolderError
+from app.files import foreign
+from app.initial import accounting
 from app.tasks.causal_lm import lora
 from app.tasks.causal_lm.configuration import config_of
 from app.tasks.causal_lm.head import Head, nats_of
@@ -50,18 +52,30 @@ def load(recipe: ModelRecipe, folder: Path, facts: Mapping[str, Any]) -> nn.Modu
     `recipe` has the folder as its `path`. Raises RecipeError if the text does not suit it, RunFolderError if it cannot be read.
     """
 
-    def read(kind: Any, config: Any) -> nn.Module:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        try:
-            model: nn.Module = kind.from_pretrained(folder, config=config, local_files_only=True)
-        except Exception as error:  # whatever a library that reads files may raise
-            why = str(error).strip().partition("\n")[0]
-            raise RunFolderError(f"transformers cannot load the model of {folder}: {why}") from error
-        return model
-
+    read = functools.partial(read_folder, folder)
     return _with_loss(recipe, facts, read).eval()
+
+
+def read_folder(folder: Path, kind: Any, config: Any = None) -> nn.Module:
+    """Return the model that a class of transformers makes of a folder, with all its weights, and no others.
+
+    Raises RunFolderError if it cannot, or if weights are missing, left over, contradictory or of another shape.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model: nn.Module
+    try:
+        model, told = foreign.model(kind, folder, config=config)
+    except Exception as error:  # whatever a library that reads files may raise
+        why = str(error).strip().partition("\n")[0]
+        raise RunFolderError(f"transformers cannot load the model of {folder}: {why}") from error
+    if wrong := accounting.of_transformers(model, told):
+        raise RunFolderError(
+            f"the weights of {folder} belong to another model than its config.json: {accounting.listed(wrong.values())}. "
+            "Save the whole model there again, or correct config.json"
+        )
+    return model
 
 
 def _with_loss(recipe: ModelRecipe, facts: Mapping[str, Any], made: Callable[[Any, Any], nn.Module]) -> nn.Module:
@@ -76,15 +90,21 @@ def _with_loss(recipe: ModelRecipe, facts: Mapping[str, Any], made: Callable[[An
         )
     config._attn_implementation = recipe.attention
     try:
-        model = made(_class_of(_base_of(config)), config)
+        model = made(class_for(config), config)
     except (ImportError, ValueError) as error:
-        raise RecipeError(
-            f"transformers refuses to build a {config.model_type} with model.attention={recipe.attention}: {error}"
-        ) from error
+        raise RecipeError(refused(config, recipe.attention, error)) from error
     last = model.get_output_embeddings()  # type: ignore[operator]
     if is_plain and type(last) is nn.Linear:
         model.set_output_embeddings(Head(last, chunked=chunked))  # type: ignore[operator]
     return model
+
+
+def refused(config: Any, attention: str, error: Exception) -> str:
+    """Return the sentence for a network that transformers cannot build or compute, with the first line of its own."""
+    why = str(error).strip().partition("\n")[0] or repr(error)
+    if attention != "eager" and "does not support an attention implementation" in why:
+        return f"transformers has no {config.model_type} with model.attention={attention}: set model.attention=eager"
+    return f"transformers refuses a {config.model_type} with model.attention={attention}: {why}"
 
 
 def initialize(model: Any, unit: nn.Module) -> None:
@@ -122,6 +142,11 @@ class _GivesLoss:
             return head(hidden, labels, by_row=by_row)
         logits = super().forward(*args, use_cache=False, **named).logits  # type: ignore[misc]
         return nats_of(logits, labels, by_row=by_row)
+
+
+def class_for(config: Any) -> type[nn.Module]:
+    """Return the class of transformers for a configuration, which gives its loss by itself. Raises RecipeError."""
+    return _class_of(_base_of(config))
 
 
 @functools.cache

@@ -109,8 +109,8 @@ class ModelRecipe:
 class Sections:
     """All that a recipe says of this task alone. Raises RecipeError for what cannot be."""
 
-    why_neighbours: ClassVar[str] = "each row is a sample"
-    neighbours: ClassVar[int] = 1
+    why_grouped: ClassVar[str] = "each row is a sample"
+    group_size: ClassVar[int] = 1
     data: DataRecipe = field(default_factory=DataRecipe)
     model: ModelRecipe = field(default_factory=ModelRecipe)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from app.files import paths
-from app.tasks.causal_lm.data import nanogpt, store
+from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.tokenizers import Bytes, Tokenizer, open_tokenizer
 
 BEGINNING, ADDED = 32, 64
@@ -40,7 +40,7 @@ def tokenizer_of(data_path: str | None) -> Tokenizer | None:
     if data_path is None:
         return Bytes()
     folder = Path(paths.filled_in("data.path", data_path))
-    if nanogpt.is_nanogpt(folder):
+    if store.is_nanogpt(folder):
         return None
     said = store.about(folder)["tokenizer"]
     if said["kind"] == "bytes":

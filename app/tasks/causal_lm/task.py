@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,22 @@ from app.data.draws import Draws
 from app.data.samples import Batch, Splits
 from app.errors import DataError
 from app.files import paths
-from app.task import Adapters, Form, Loss, Scores, Split, Table, Totals
-from app.tasks.causal_lm import configuration, folders, leaving, lora, showing
+from app.task import Adapters, Form, Loss, Scores, Split, Table, Task, Totals
+from app.tasks.causal_lm import causality, configuration, lora, showing, transformers_folder
 from app.tasks.causal_lm import model as networks
-from app.tasks.causal_lm.data import embedded, nanogpt, store
+from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.rows import Rows
 from app.tasks.causal_lm.data.store import Tokens
 from app.tasks.causal_lm.head import IGNORED
 from app.tasks.causal_lm.sections import Sections
 
 
-class CausalLM:
+class CausalLM(Task):
     """Predicts the next token."""
 
     monitor: tuple[str, Literal["max", "min"]] = ("loss", "min")
     """The best checkpoint has the smallest loss a token."""
-    unit: ClassVar[str] = "tokens"
-    """What a loss counts."""
-    channels_last: ClassVar[bool] = False
+    count_unit = "tokens"
 
     def __init__(self, sections: Sections) -> None:
         self._sections = sections
@@ -42,10 +40,23 @@ class CausalLM:
 
     # Data -------------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> CausalLM:
+    def prepare_data(self) -> CausalLM:
         """Download the configuration of the network, if the recipe says so."""
         configuration.download(self._sections.model)
         return self
+
+    def check_training(self) -> None:
+        """Raise RecipeError for a network that sees later tokens, or cannot be trained."""
+        self._check(to_train=True)
+
+    def _check(self, *, to_train: bool) -> None:
+        recipe = self._sections.model
+        config = configuration.config_of(recipe, vocab_size=None, sequence_length=None)
+        where = (
+            f"model.path={recipe.path}, a {config.model_type}," if recipe.path else f"model.architecture={config.model_type}"
+        )
+        masks = self._sections.data.document_masks
+        causality.check(config, recipe.attention, where, document_masks=masks, to_train=to_train)
 
     def samples(self, split: Split) -> Rows | None:
         """Open a split as rows; None: there is none."""
@@ -58,7 +69,19 @@ class CausalLM:
             length = configuration.positions_of(self._sections.model)
         return Rows(tokens, length, document_masks=data.document_masks, training=split == "train")
 
-    def reads(self) -> dict[str, str]:
+    def metadata_without_data(self) -> dict[str, Any]:
+        """Return what the recipe alone tells a model of its text, to plan with. Raises DataError if it names no vocabulary."""
+        data, network = self._sections.data, self._sections.model
+        if network.path is None and network.vocab_size is None:
+            raise DataError("without the data the vocabulary is unknown: set model.vocab_size, or give data.path")
+        config = configuration.config_of(network, vocab_size=None, sequence_length=data.sequence_length)
+        length = data.sequence_length or configuration.positions_of(network)
+        if length is None:
+            raise DataError("without the data the length of a row is unknown: set data.sequence_length, or give data.path")
+        masks = data.document_masks
+        return {"vocab_size": config.vocab_size, "sequence_length": length, "tokenizer": {}, "document_masks": masks}
+
+    def data_digests(self) -> dict[str, str]:
         """Return a digest of what model.path says the network is."""
         return configuration.digest(self._sections.model)
 
@@ -77,16 +100,16 @@ class CausalLM:
             )
         ]
 
-    def matched(self, samples: Rows, facts: Mapping[str, Any]) -> Rows:
+    def adapt_samples(self, samples: Rows, metadata: Mapping[str, Any]) -> Rows:
         """Return other text, if its tokens are those that the model knows. Raises DataError if not."""
-        theirs, ours = samples.facts["tokenizer"].get("digest"), facts["tokenizer"].get("digest")
+        theirs, ours = samples.facts["tokenizer"].get("digest"), metadata["tokenizer"].get("digest")
         if theirs != ours:
             raise DataError(
                 f"the text was tokenized with {theirs}, and the model was trained with {ours}: tokenize the "
                 "text with the model's tokenizer (samerun data tokenize)"
             )
         config = configuration.config_of(
-            self._sections.model, vocab_size=facts["vocab_size"], sequence_length=facts["sequence_length"]
+            self._sections.model, vocab_size=metadata["vocab_size"], sequence_length=metadata["sequence_length"]
         )
         most = getattr(config, "max_position_embeddings", None)
         if most and samples.sequence_length > most:
@@ -97,15 +120,15 @@ class CausalLM:
 
     # Training ---------------------------------------------------------------------------------------------------------
 
-    def model(self, facts: Mapping[str, Any]) -> nn.Module:
-        """Return the network for text with these facts."""
-        network = networks.build(self._sections.model, facts)
+    def model(self, metadata: Mapping[str, Any]) -> nn.Module:
+        """Return the network for text with this metadata."""
+        network = networks.build(self._sections.model, metadata)
         self._parameters = sum(parameter.numel() for parameter in network.parameters())
         return network
 
-    def init(self, model: nn.Module, name: str, unit: nn.Module) -> None:  # noqa: ARG002
+    def init_module(self, model: nn.Module, name: str, module: nn.Module) -> None:  # noqa: ARG002
         """Draw the weights of a unit of the model by transformers' rules for it, and fill its buffers."""
-        networks.initialize(model, unit)
+        networks.initialize(model, module)
 
     def head(self, model: nn.Module) -> str:
         """Return the name of the layer whose outputs are tokens."""
@@ -113,7 +136,7 @@ class CausalLM:
         found: str = next(name for name, module in model.named_modules() if module is last)
         return found
 
-    def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:  # noqa: ARG002
+    def preprocess(self, batch: Batch, rng: Draws | None, *, form: Form) -> Batch:  # noqa: ARG002
         """Return `input_ids` and `labels`, int64 [B, S], `position_ids` where documents are masked, and `bytes` where known."""
         tokens = batch["tokens"].long()
         labels = tokens[:, 1:]
@@ -130,7 +153,7 @@ class CausalLM:
 
     # Scores -----------------------------------------------------------------------------------------------------------
 
-    def score(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
+    def metrics(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
         """Return nats a token, and bits a byte of text where the bytes are known."""
         nats = model(**_taken(batch), by_row=True).double() * valid
         tokens = (batch["labels"] != IGNORED).sum(1).double() * valid
@@ -139,40 +162,42 @@ class CausalLM:
             sums["bits_per_byte"] = nats.sum() / math.log(2), (batch["bytes"].double() * valid).sum()
         return Scores(sums)
 
-    def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
+    def reduce_metrics(self, sums: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
         """Return the scores, perplexity among them. Raises DataError if no token counts."""
-        if not totals["loss"][1]:
+        if not sums["loss"][1]:
             raise DataError("no token of this text counts, so there is no score: check that it contains answers")
-        scores = {name: (total / count).item() for name, (total, count) in totals.items() if count}
+        scores = {name: (total / count).item() for name, (total, count) in sums.items() if count}
         return {**scores, "perplexity": math.exp(min(scores["loss"], 700.0))}, {}
 
-    def show(self, model: Callable[..., Any], batch: Batch) -> list[tuple[str, str]]:
+    def generate_samples(self, model: Callable[..., Any], batch: Batch) -> list[tuple[str, str]]:
         """Return the beginnings of rows and the model's continuations; nothing for a large model."""
         tokenizer = showing.tokenizer_of(self._sections.data.path) if self._parameters <= showing.LARGEST else None
         return [] if tokenizer is None else showing.texts(model, batch["input_ids"], tokenizer)
 
-    def beside(self, facts: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, bytes]:
+    def export_files(self, metadata: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, bytes]:
         """Return what makes a folder with the weights one that transformers loads."""
-        return leaving.beside(self._sections, facts, told)
+        return transformers_folder.beside(self._sections, metadata, info)
 
     def adapters(self, model: nn.Module) -> Adapters | None:
         """Return how adapters of low rank are added to the weights, where the recipe has some."""
         return lora.adapters(model, self._sections.model) if self._sections.model.lora_rank else None
 
-    def of_folder(self, folder: Path, facts: Mapping[str, Any]) -> nn.Module:
+    def load_folder(self, folder: Path, metadata: Mapping[str, Any]) -> nn.Module:
         """Return the network of a folder of transformers, which is the recipe's `model.path`, with its weights."""
-        return networks.load(self._sections.model, folder, facts)
+        return networks.load(self._sections.model, folder, metadata)
 
-    def check_folder(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Raise DataError if the text is of another tokenizer than lies in a folder of transformers."""
-        folders.check_tokenizer(folder, facts["tokenizer"])
+    def check_folder(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Raise DataError if the text is of another tokenizer than a folder of transformers, RecipeError if its network sees
+        later tokens."""
+        transformers_folder.check_tokenizer(folder, metadata["tokenizer"])
+        self._check(to_train=False)
 
-    def example(self, facts: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
+    def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:  # noqa: ARG002
         """Return two rows without data. All of attention is counted, what the causal mask hides too.
 
         So do Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B), by whose figures MFU is compared.
         """
-        rows = torch.empty(2, facts["sequence_length"], dtype=torch.int64, device="meta")
+        rows = torch.empty(2, metadata["sequence_length"], dtype=torch.int64, device="meta")
         return {"input_ids": rows, "labels": torch.empty_like(rows), "samples": torch.arange(2, device="meta")}
 
 
@@ -186,14 +211,14 @@ def positions_in(documents: Tensor) -> Tensor:
 
 def _open(sections: Sections, split: str) -> Tokens | None:
     if sections.data.path is None:
-        return embedded.open_embedded(split)
+        return store.open_embedded(split)
     folder, network = Path(paths.filled_in("data.path", sections.data.path)), sections.model
-    if not nanogpt.is_nanogpt(folder):
+    if not store.is_nanogpt(folder):
         return store.open_split(folder, split)
     size = network.vocab_size
     if network.path is not None:
         size = configuration.config_of(network, vocab_size=None, sequence_length=None).vocab_size
-    return nanogpt.open_nanogpt(folder, split, size)
+    return store.open_nanogpt(folder, split, size)
 
 
 def _taken(batch: Batch) -> dict[str, Tensor]:

@@ -16,18 +16,17 @@ _MARGIN, _LINE = 4, 14
 """Between samples, and the height of a line of text, in pixels; the text of Pillow's own font is 11 pixels high."""
 
 
-def grid(pixels: Any, texts: Sequence[str], title: str) -> Any:
-    """Return a picture, uint8 [H, W, 3] (an array): samples, uint8 [n, C, H, W], each over its text, below a title."""
+def grid(pixels: Any, texts: Sequence[str]) -> Any:
+    """Return a picture, uint8 [H, W, 3] (an array): samples, uint8 [n, C, H, W], each over its text."""
     samples = [_sized(_picture(sample)) for sample in pixels]
     columns = math.ceil(math.sqrt(len(samples)))
     width, height = samples[0].width + _MARGIN, samples[0].height + _LINE + _MARGIN
     rows = math.ceil(len(samples) / columns)
-    whole = Image.new("RGB", (columns * width + _MARGIN, rows * height + _LINE + _MARGIN), "white")
+    whole = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), "white")
     draw = ImageDraw.Draw(whole)
-    draw.text((_MARGIN, 1), _fitting(draw, title, whole.width - _MARGIN), fill="black")
     for position, (sample, text) in enumerate(zip(samples, texts, strict=True)):
         row, column = divmod(position, columns)
-        left, top = _MARGIN + column * width, _MARGIN + _LINE + row * height
+        left, top = _MARGIN + column * width, _MARGIN + row * height
         whole.paste(sample, (left, top))
         draw.text((left, top + sample.height), _fitting(draw, text, sample.width), fill="black")
     return np.asarray(whole)

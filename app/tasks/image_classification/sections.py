@@ -59,9 +59,6 @@ class DataRecipe:
     color: Literal["auto", "rgb", "gray"] = "auto"
     """Color mode that picture files are decoded to. auto: RGB; for huggingface gray, if all of a sample of pictures are
     gray."""
-    jpeg_decoder: Literal["libjpeg", "reduced"] = "libjpeg"
-    """How JPEG files are decoded. reduced: libjpeg decodes directly at 1/2 to 1/8 of the size where data.image_size is no
-    larger, which is faster for large photographs; needs data.image_size. The pixels differ slightly between the two."""
     image_size: int | None = None
     """Side of the square image that the model gets, in pixels. None: as stored, for data whose images all have one size."""
     resize_size: int | None = None
@@ -134,7 +131,7 @@ class ModelRecipe:
 class Sections:
     """All that a recipe says of this task alone. Raises RecipeError for what cannot be."""
 
-    why_neighbours: ClassVar[str] = "augment.mixup and augment.cutmix mix pairs of neighbouring samples"
+    why_grouped: ClassVar[str] = "augment.mixup and augment.cutmix mix pairs of neighbouring samples"
     data: DataRecipe = field(default_factory=DataRecipe)
     augment: AugmentRecipe = field(default_factory=AugmentRecipe)
     model: ModelRecipe = field(default_factory=ModelRecipe)
@@ -147,17 +144,22 @@ class Sections:
             raise RecipeError(*problems)
 
     @property
-    def neighbours(self) -> int:
+    def group_size(self) -> int:
         """How many neighbouring samples are computed with together: every micro-batch holds whole groups of them."""
         return 2 if self.augment.mixes_pairs else 1
 
     @property
-    def inputs(self) -> Mapping[str, str]:
-        """Files and folders that must be there before the run, each by its key; `~` and variables are not filled in."""
+    def inputs(self) -> Mapping[str, str | None]:
+        """Files and folders that must be there before the run, each by its key, None if the recipe lacks the path of one.
+
+        `~` and variables are not filled in.
+        """
         path = self.data.path
         # A name of the hub looks like a relative path.
         is_name = self.data.source == "huggingface" and not Path(path or "").expanduser().is_absolute()
-        found = {} if path is None or is_name or self.data.download else {"data.path": path}
+        is_needed = path is None and self.data.source in (*_DECODED, "arrays")
+        is_there_before = path is not None and not is_name and not self.data.download
+        found: dict[str, str | None] = {"data.path": path} if is_needed or is_there_before else {}
         return found if self.data.leave_out is None else {**found, "data.leave_out": self.data.leave_out}
 
 
@@ -198,8 +200,6 @@ def _contradictions(sections: Sections) -> list[str]:
         problems.append("data.resize_size needs data.image_size: the size in pixels of the centre crop")
     if data.resize_size is not None and data.image_size is not None and data.resize_size < data.image_size:
         problems.append(f"data.resize_size is {data.resize_size}: it must be at least data.image_size, {data.image_size}")
-    if data.jpeg_decoder == "reduced" and data.image_size is None:
-        problems.append("data.jpeg_decoder=reduced needs data.image_size: the size in pixels to resize pictures to")
     if data.leave_out is not None and data.source not in _DECODED:
         problems.append(
             f"data.leave_out is for data.source={', '.join(_DECODED)}: {data.source} has no files that could be left out"

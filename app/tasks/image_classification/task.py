@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from app.data.draws import Draws
 from app.data.samples import Batch, Splits
 from app.errors import DataError
-from app.task import SAMPLES, Form, Later, Loss, Scores, Split, Table, Totals
+from app.place.topology import listed
+from app.task import Form, Later, Loss, Scores, Split, Table, Task, Totals
 from app.tasks.image_classification import classify, looks, model_names, models, predictions
 from app.tasks.image_classification.data import left_out
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.notes import notes_on
 from app.tasks.image_classification.data.open import Data, download_data, open_staged
-from app.tasks.image_classification.data.relabelled import relabelled
 from app.tasks.image_classification.data.source import NoTraining, Source
 from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import Sections
@@ -31,25 +31,20 @@ _FEW_LOGITS = 16_384
 """Up to this many logits of a pass are kept until the next log; beyond, only the largest of each sample."""
 
 
-class ImageClassification:
+class ImageClassification(Task):
     """Tells to which of K classes a picture belongs."""
 
     monitor: tuple[str, Literal["max", "min"]] = ("accuracy", "max")
     """The best checkpoint is the one that is right most often."""
-    unit = SAMPLES
 
     def __init__(self, sections: Sections) -> None:
         self._sections = sections
+        self.channels_last = sections.model.name == model_names.CONVNET  # max-pooling on a CPU takes a fifth of its time so
         self._data: Data | None = None
         self._facts: Mapping[str, Any] = {}
         self._preparation: Preparation | None = None
         self._inputs: Tensor | None = None
         """The inputs of the last training batch; their memory is reused for the next batch."""
-
-    @property
-    def channels_last(self) -> bool:
-        """On a CPU the convnet's max-pooling takes a fifth of its time so."""
-        return self._sections.model.name == model_names.CONVNET
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_sections": self._sections}
@@ -59,7 +54,7 @@ class ImageClassification:
 
     # Data -------------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> ImageClassification:
+    def prepare_data(self) -> ImageClassification:
         """Download what is missing and allowed, and copy the data to the node's disk if the recipe says so."""
         download_data(self._sections)
         return ImageClassification(staged(self._sections))
@@ -76,55 +71,56 @@ class ImageClassification:
         """Return a sentence for classes without a sample, and for files that are no pictures."""
         return notes_on(Data(data.train, data.validation, data.test))
 
-    def matched(self, samples: Source, facts: Mapping[str, Any]) -> Source:
-        """Return pictures labelled by the names of the model's classes. Raises DataError if these are not of its kind."""
+    def adapt_samples(self, samples: Source, metadata: Mapping[str, Any]) -> Source:
+        """Return the samples. Raises DataError unless they have the model's classes, channels and size."""
         data = self._sections.data
-        if samples.channels != facts["channels"] or (
-            samples.image_size != tuple(facts["image_size"]) and data.image_size is None
+        if samples.channels != metadata["channels"] or (
+            samples.image_size != tuple(metadata["image_size"]) and data.image_size is None
         ):
             raise DataError(
                 f"the pictures of data.source={data.source}, data.path={data.path} have "
-                f"{_kind(samples.facts)}, but the run was trained on {_kind(facts)}: set data.color and "
+                f"{_kind(samples.facts)}, but the run was trained on {_kind(metadata)}: set data.color and "
                 "data.image_size to match"
             )
-        self._facts = facts
-        return relabelled(samples, tuple(facts["classes"]))
+        if samples.classes != tuple(metadata["classes"]):
+            differing = sorted({*samples.classes} ^ {*metadata["classes"]}) or list(samples.classes)
+            raise DataError(
+                f"the classes of data.source={data.source}, data.path={data.path} are not those that the run was trained on, "
+                f"in their order ({listed(differing, 5)} differ): give the data the same classes"
+            )
+        self._facts = metadata
+        return samples
 
-    def reads(self) -> dict[str, str]:
+    def data_digests(self) -> dict[str, str]:
         """Return a digest of which samples are left out."""
         return left_out.digest(self._sections.data)
 
     # Model and loss ---------------------------------------------------------------------------------------------------
 
-    def model(self, facts: Mapping[str, Any]) -> nn.Module:
-        """Return the recipe's network for pictures with these facts: classes, channels, image_size."""
-        self._facts = facts
+    def model(self, metadata: Mapping[str, Any]) -> nn.Module:
+        """Return the recipe's network for pictures with this metadata: classes, channels, image_size."""
+        self._facts = metadata
         self._preparation = None
-        Preparation.check(self._sections.data, channels=facts["channels"])
+        Preparation.check(self._sections.data, channels=metadata["channels"])
         return models.build(
             self._sections.model,
-            channels=facts["channels"],
-            image_size=tuple(facts["image_size"]),
-            num_classes=len(facts["classes"]),
+            channels=metadata["channels"],
+            image_size=tuple(metadata["image_size"]),
+            num_classes=len(metadata["classes"]),
         )
 
-    def head(self, model: nn.Module) -> str:
-        """Return the layer that gives the classes: in every classification model the last one with parameters."""
-        names: list[str] = [name for name, layer in model.named_modules() if any(True for _ in layer.parameters(recurse=False))]
-        return names[-1]
-
-    def example(self, facts: Mapping[str, Any], form: Form) -> Batch:
+    def example(self, metadata: Mapping[str, Any], form: Form) -> Batch:
         """Return two pictures without content."""
-        size = (2, facts["channels"], *facts["image_size"])
+        size = (2, metadata["channels"], *metadata["image_size"])
         numbers = torch.zeros(2, dtype=torch.int64, device="meta")
         return {"inputs": torch.empty(size, dtype=form.dtype, device="meta"), "targets": numbers, "samples": numbers}
 
-    def ready(self, batch: Batch, draw: Draws | None, form: Form) -> Batch:
+    def preprocess(self, batch: Batch, rng: Draws | None, *, form: Form) -> Batch:
         """Return the batch with `inputs` [B, C, H, W] and `targets`: labels int64 [B], or shares of the classes [B, K]."""
         preparation = self._preparation or self._prepares(form)
-        if draw is None:
+        if rng is None:
             return {**batch, "inputs": preparation.evaluate(batch), "targets": batch["labels"]}
-        self._inputs, targets = preparation.train(batch, draw, self._inputs)
+        self._inputs, targets = preparation.train(batch, rng, self._inputs)
         return {**batch, "inputs": self._inputs, "targets": targets}
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
@@ -141,7 +137,7 @@ class ImageClassification:
 
     # Scores -----------------------------------------------------------------------------------------------------------
 
-    def score(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
+    def metrics(self, model: Callable[..., Any], batch: Batch, valid: Tensor) -> Scores:
         """Return accuracy (over all and of each class), top-5 accuracy and loss; rows are label, prediction, probability."""
         labels, weights = batch["targets"], valid.double()
         logits = model(batch["inputs"]).double()
@@ -162,24 +158,24 @@ class ImageClassification:
         probabilities = (likeliest.values[:, 0] - logits.logsumexp(dim=1)).exp()
         return Scores(sums, torch.stack([labels, likeliest.indices[:, 0], probabilities], dim=1))
 
-    def finish(self, totals: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
+    def reduce_metrics(self, sums: Totals, rows: Tensor | None) -> tuple[dict[str, float], dict[str, Table]]:  # noqa: ARG002
         """Return the scores, and the accuracy of each class."""
-        scores = {name: (found / count).item() for name, (found, count) in totals.items() if found.ndim == 0}
-        right, seen = (part.tolist() for part in totals["class_accuracy"])
+        scores = {name: (found / count).item() for name, (found, count) in sums.items() if found.ndim == 0}
+        right, seen = (part.tolist() for part in sums["class_accuracy"])
         of_class = zip(self._facts["classes"], right, seen, strict=True)
         return scores, {"class_accuracy": {name: hits / count if count else None for name, hits, count in of_class}}
 
     # What people see --------------------------------------------------------------------------------------------------
 
-    def look(self, batch: Batch, most: int, title: str) -> tuple[str, Any]:
+    def preview(self, batch: Batch, limit: int) -> tuple[str, Any]:
         """Return the first pictures of a training batch side by side, each over its label."""
         assert self._preparation is not None, "no batch was prepared"
-        pixels = self._preparation.pixels(batch["inputs"][:most].detach()).cpu().numpy()
-        texts = [looks.text_of(target, self._facts["classes"]) for target in batch["targets"][:most].detach().cpu()]
-        return "augmented_batch", looks.grid(pixels, texts, title)
+        pixels = self._preparation.pixels(batch["inputs"][:limit].detach()).cpu().numpy()
+        texts = [looks.text_of(target, self._facts["classes"]) for target in batch["targets"][:limit].detach().cpu()]
+        return "augmented_batch", looks.grid(pixels, texts)
 
-    def leave(self, folder: Path, samples: Source, rows: Tensor) -> None:
-        """Leave what was mistaken for what, and some pictures."""
+    def write_outputs(self, folder: Path, samples: Source, rows: Tensor) -> None:
+        """Write what was mistaken for what, and some pictures."""
         predictions.write(folder, samples, predictions.of(rows))
 
     def predict(self, model: nn.Module, inputs: Sequence[Path], *, top: int) -> list[tuple[str, dict[str, Any]]]:
@@ -188,7 +184,7 @@ class ImageClassification:
         for file in inputs:
             image = classify.image_of(file, self._facts, resize_size=self._sections.data.resize_size)
             none = torch.zeros(1, dtype=torch.int64)
-            batch = self.ready({"images": image[None], "labels": none, "samples": none}, None, form)
+            batch = self.preprocess({"images": image[None], "labels": none, "samples": none}, None, form=form)
             found.append(classify.likeliest(model(batch["inputs"])[0], list(self._facts["classes"]), top=top))
         return found
 

@@ -15,21 +15,21 @@ from typing import Any
 
 from app.errors import RecipeError
 from app.recipe import task_file
-from app.tasks.own.complete import Complete
+from app.tasks.own.own_task import OwnTask
 
-_RUN = "run.json"
-"""The file that marks a run folder."""
-_OURS = ("app", "launch")
+_OF_RUNS = ("run.json", "model.json", "metrics.jsonl", "ledger.jsonl")
+"""Files that mark a run folder: each is in the folder of some run that a command takes."""
+_OURS = ("app", "launch", "samerun")
 
 
-def task_of(recipe: Any) -> Complete:
+def task_of(recipe: Any) -> OwnTask:
     """Return the task of a recipe whose `task` is a file. Raises RecipeError for a file that is no task."""
     path = Path(recipe.task)
     module = _module(path)
     make = getattr(module, task_file.TASK)
     if not hasattr(module, task_file.SECTIONS):
-        return Complete(make(), name=path.name)
-    return Complete(make(_sections(module, recipe.sections, path)), name=path.name)
+        return OwnTask(make(), name=path.name)
+    return OwnTask(make(_sections(module, recipe.sections, path)), name=path.name)
 
 
 def sources(task: str) -> dict[str, str]:
@@ -54,7 +54,8 @@ def _module(path: Path) -> ModuleType:
     loaded = sys.modules.get(name)
     if loaded is not None and _is(getattr(loaded, "__file__", None), path):
         return loaded
-    run = next((parent for parent in path.parents if (parent / _RUN).exists()), None)
+    above = (*path.absolute().parents, *path.resolve().parents)
+    run = next((parent for parent in above if any((parent / name).exists() for name in _OF_RUNS)), None)
     if run is not None:
         raise RecipeError(
             f"task is {path}, which is in the run folder {run}: code in a run folder is never executed. Copy it elsewhere"
@@ -65,7 +66,17 @@ def _module(path: Path) -> ModuleType:
     if spec is None or not _is(spec.origin, path):
         other = f", but Python finds {spec.origin or 'another module'} by that name" if spec else ", which is not a module name"
         raise RecipeError(f"task is {path}{other}. Give the file another name, such as my_{name.replace('-', '_')}.py")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        places = [path.parent / package, path.parent / f"{package}.py"]
+        if package not in _OURS or not any(place.exists() for place in places):
+            raise
+        raise RecipeError(
+            f"{path.name} imports {error.name} of {path.parent}, but Python finds Samerun's own package {package} ({error}): "
+            f"give yours another name, such as my_{package}"
+        ) from error
 
 
 def _is(file: str | None, path: Path) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
+from processes import train
 from small_tokenizer import MARKED, PLAIN, SPECIAL, write_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -17,7 +19,7 @@ from app.errors import DataError
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.chat import Examples, Unusable
 from app.tasks.causal_lm.data.rows import Rows
-from app.tasks.causal_lm.data.tokenizers import Bytes, open_tokenizer
+from app.tasks.causal_lm.data.tokenizers import open_tokenizer
 from app.tasks.causal_lm.data_tools.command import main
 
 PAIRS = [
@@ -155,9 +157,11 @@ def test_packed_examples_are_whole_and_can_be_looked_at(
 
 UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("text", {"prompt": "a", "completion": 3}, "prompt holds str, completion holds int: expected two texts"),
-    ("text", {"prompt": "a", "completion": "\ud800"}, "not UTF-8"),
+    ("text", {"messages": TALKS[0]}, "messages need a tokenizer with a chat template, and this one has none"),
     ("marked", {"messages": ["hello"]}, "a message is str: expected an object with role and content"),
     ("marked", {"messages": [{"content": "hello"}]}, "a message has no role; it has 'content'"),
+    ("marked", {"messages": TALKS[0], "tools": "no JSON"}, "tools is no JSON"),
+    ("marked", {"messages": TALKS[0], "chat_template_kwargs": ["a"]}, "chat_template_kwargs is list: expected an object"),
     ("refuses", {"messages": TALKS[0]}, r"the chat template refuses it \(TemplateError: no such roles\)"),
     ("plain", {"messages": TALKS[2]}, "it begins with an answer, which cannot be found because the chat template has no"),
     ("changes", {"messages": TALKS[1]}, "message 2: the chat template renders the messages before it differently"),
@@ -171,13 +175,35 @@ def test_what_is_no_example_says_why(tokenizers: dict[str, str], tmp_path: Path,
         "changes": PLAIN.replace("{% for", "{{ messages|length }}{% for", 1),
     }
     folder = tokenizers.get(name) or write_tokenizer(tmp_path / name, templates[name])
-    with pytest.raises(Unusable, match=text):
-        Examples(open_tokenizer(folder), list(row))(row)
+    with pytest.raises((Unusable, DataError), match=text):
+        Examples(open_tokenizer(folder), [column for column in row if column not in ("tools", "chat_template_kwargs")])(row)
 
 
-def test_messages_need_a_template() -> None:
-    with pytest.raises(DataError, match="messages need a tokenizer with a chat template, and this one has none"):
-        Examples(Bytes(), ["messages"])({"messages": TALKS[0]})
+def test_what_is_left_stops_at_the_end_of_a_turn(tokenizers: dict[str, str], tmp_path: Path) -> None:
+    """The base model ends its texts with another token than the chat."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    config = LlamaConfig(vocab_size=600, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                         max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=0)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(base)
+    ours(tmp_path, tokenizers["marked"], [{"messages": TALKS[0]}] * 8)
+    keys = ("train.steps=1", "train.global_batch_size=1", "train.evaluate_every_epochs=0", f"data.sequence_length={LENGTH}")
+    train(
+        "cpu",
+        run,
+        "--recipe",
+        "finetune_lm",
+        f"train.init_from={base}",
+        f"model.path={base}",
+        f"data.path={tmp_path / 'out'}",
+        *keys,
+    ).check()
+    end = AutoTokenizer.from_pretrained(run).eos_token_id
+    network = LlamaForCausalLM.from_pretrained(run)
+    assert network.config.eos_token_id == network.generation_config.eos_token_id == [end, 0]
+    with torch.no_grad():
+        network.lm_head.weight.zero_()
+    network.lm_head.bias = torch.nn.Parameter(torch.nn.functional.one_hot(torch.tensor(end), 600).float())
+    assert network.generate(torch.tensor([[5, 6]]), max_new_tokens=9, do_sample=False).tolist() == [[5, 6, end]]
 
 
 def test_examples_that_are_too_long_can_be_left_out(

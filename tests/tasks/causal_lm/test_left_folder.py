@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app import export
 from app.checkpoints import model_file
 from app.errors import DataError
-from app.tasks.causal_lm import leaving
-from app.tasks.causal_lm.data import embedded
+from app.tasks.causal_lm import transformers_folder
+from app.tasks.causal_lm.data import store
+from app.tasks.causal_lm.data.token_writer import writing
 from app.tasks.causal_lm.data.tokenizers import Bytes
-from app.tasks.causal_lm.data.writing import writing
 from app.tools import generate_command as generate
 
 LENGTH = 64
@@ -72,7 +72,7 @@ def perplexities(folder: Path, rows: list[torch.Tensor]) -> dict[str, float]:
 
 
 def rows_of(split: str, most: int | None = None) -> list[torch.Tensor]:
-    tokens = torch.from_numpy(embedded.open_embedded(split).tokens.astype(np.int64))
+    tokens = torch.from_numpy(store.open_embedded(split).tokens.astype(np.int64))
     return [tokens[start : start + LENGTH + 1] for start in range(0, len(tokens) - 1, LENGTH)][:most]
 
 
@@ -187,10 +187,10 @@ def test_a_tokenizer_that_is_gone_or_another_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"text does not contain the tokenizer .* export only the weights \(--out FILE\.safetensors\)"
     ):
-        leaving.tokenizer_files(str(tmp_path / "text"), tokenizer)
+        transformers_folder.tokenizer_files(str(tmp_path / "text"), tokenizer)
     document = Bytes().document("a text")
     with writing(tmp_path / "text", tokenizer, {"tokenizer.json": b"{}"}, token_bytes=None) as writer:
         writer.append("train", document, np.array([len(document)]))
-    assert leaving.tokenizer_files(str(tmp_path / "text"), tokenizer) == {"tokenizer.json": b"{}"}
+    assert transformers_folder.tokenizer_files(str(tmp_path / "text"), tokenizer) == {"tokenizer.json": b"{}"}
     with pytest.raises(DataError, match="put the other one back"):
-        leaving.tokenizer_files(str(tmp_path / "text"), {**tokenizer, "digest": "2" * 32})
+        transformers_folder.tokenizer_files(str(tmp_path / "text"), {**tokenizer, "digest": "2" * 32})

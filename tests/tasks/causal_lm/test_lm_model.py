@@ -147,7 +147,7 @@ def test_the_sliding_window_is_seen() -> None:
         ({"dropout": 0.1}, "model.dropout is 0.1, and llama has no such dropout"),
         ({"architecture": "gpt2", "key_value_heads": 2}, "model.key_value_heads is 2, and gpt2 has no such setting"),
         ({"architecture": "gemma2", "head": "chunked"}, "model.head is chunked, which does not work for gemma2"),
-        ({"attention": "flash_attention_2"}, "transformers refuses to build a llama with model.attention=flash_attention_2"),
+        ({"attention": "flash_attention_2"}, "transformers refuses a llama with model.attention=flash_attention_2"),
     ],
 )
 def test_what_cannot_be_is_refused(keys: dict[str, Any], text: str) -> None:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from app.data.samples import LooksUp
 from app.errors import DataError
-from app.tasks.causal_lm.data.embedded import documents, open_embedded
 from app.tasks.causal_lm.data.rows import Rows
-from app.tasks.causal_lm.data.store import Tokens, open_split
-from app.tasks.causal_lm.data.writing import writing
+from app.tasks.causal_lm.data.store import Tokens, embedded_documents, open_embedded, open_split
+from app.tasks.causal_lm.data.token_writer import writing
 
 VOCABULARY = 40
 TABLE = np.arange(VOCABULARY) % 5  # bytes that each token stands for
@@ -148,7 +147,7 @@ def test_rows_go_to_other_processes_as_a_name(tmp_path: Path) -> None:
 
 
 def test_the_embedded_text_is_all_there() -> None:
-    found = documents()
+    found = embedded_documents()
     for split, number in (("train", 125), ("validation", 7), ("test", 6)):
         rows = Rows(open_embedded(split), 256, document_masks=True)
         every = rows.fetch(np.arange(len(rows)), None)

@@ -15,14 +15,14 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
+from backports import zstd
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import DataError
-from app.tasks.causal_lm.data import text_files, texts
-from app.tasks.causal_lm.data.texts import Asked, Piece
+from app.tasks.causal_lm.data import texts
+from app.tasks.causal_lm.data.texts import Asked, Piece, Texts
 
 TEXTS = ["Call me Ishmael.", "Grüße\nan den Wal \N{WHALE}\r\n", "", " ", "line\u2028separator\x85", "x" * 5000, "the end"]
 END = "<|endoftext|>"
@@ -32,7 +32,7 @@ def read(sources: Sequence[Path | str], asked: Asked = Asked()) -> list[Any]:  #
     """All rows, or of those that cannot be read why."""
     found = texts.find([str(source) for source in sources], asked)
     pieces = itertools.chain.from_iterable(found.parts)
-    rows = itertools.chain.from_iterable(text_files.rows(piece, asked, found.datasets) for piece in pieces)
+    rows = itertools.chain.from_iterable(texts.rows(piece, found) for piece in pieces)
     return [row if isinstance(row, str) else row[asked.columns[0]] for _, row in rows]
 
 
@@ -46,7 +46,7 @@ def as_parquet(path: Path) -> None:
 
 
 def two_frames(content: bytes) -> bytes:
-    return b"".join(zstandard.ZstdCompressor().compress(part) for part in (content[:100], content[100:]))
+    return b"".join(zstd.compress(part) for part in (content[:100], content[100:]))
 
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
@@ -76,7 +76,8 @@ def test_files_in_folders_come_in_the_order_of_their_names_and_others_are_told(t
     (tmp_path / "README.md").touch()
     (tmp_path / ".hidden.txt").write_text("no")
     assert read([tmp_path]) == TEXTS
-    assert texts.find([str(tmp_path)], Asked()).left_out == [tmp_path / "README.md"]
+    (said,) = texts.find([str(tmp_path)], Asked()).not_read
+    assert said.startswith(f"{tmp_path}: 2 files left out: 1 hidden, 1 with another ending (.md), such as ")
     assert read([tmp_path / "deep" / "[12]" / "*.txt", tmp_path / "deep" / "0" / "a.txt"]) == [TEXTS[1], TEXTS[2], TEXTS[0]]
     assert read([tmp_path / "deep" / "*"]) == TEXTS
     assert read([tmp_path / "README.md"], Asked(kind="text")) == [""]
@@ -99,11 +100,11 @@ def test_a_document_is_read_once_wherever_a_file_is_divided(
             continue
         ends = sorted({0, whole.stop, *(cut for cut in cuts if cut < whole.stop)})
         pieces = [replace(whole, start=start, stop=stop) for start, stop in itertools.pairwise(ends)]
-        rows = [row for piece in pieces for row in text_files.rows(piece, asked, {})]
-        right = list(text_files.rows(whole, asked, {}))
+        rows = [row for piece in pieces for row in texts.rows(piece, Texts([], asked))]
+        right = list(texts.rows(whole, Texts([], asked)))
         assert [row for _, row in rows] == [row for _, row in right]
-        where = [text_files.place(piece, number) for piece in pieces for number, _ in text_files.rows(piece, asked, {})]
-        assert where == [text_files.place(whole, number) for number, _ in right]
+        where = [texts.place(piece, number) for piece in pieces for number, _ in texts.rows(piece, Texts([], asked))]
+        assert where == [texts.place(whole, number) for number, _ in right]
 
 
 def test_large_files_are_divided_and_small_ones_put_together(tmp_path: Path) -> None:
@@ -129,19 +130,15 @@ def cut(content: bytes) -> bytes:
 
 BAD: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", lines() + b"{\n", {}, "not JSON (Expecting property name"),
-    ("a.jsonl", b'{"text": "\xff"}\n', {}, "not JSON ('utf-8' codec"),
     ("a.jsonl", b"[1, 2]\n", {}, "not a JSON object with columns, but list"),
     ("a.jsonl", lines("words"), {}, "no column 'text'; there are 'number', 'words': choose one with --column"),
     ("a.txt", b"good\xff", {}, "not UTF-8 (invalid start byte 4 bytes further on): convert it"),
     ("a.jsonl.gz", cut(gzip.compress(lines())), {}, "a.jsonl.gz cannot be read to its end (Compressed file ended"),
-    ("a.jsonl.zst", cut(two_frames(lines())), {}, "a.jsonl.zst cannot be read to its end (it ends within a frame"),
-    ("a.jsonl.zst", b"nothing of the kind", {}, "a.jsonl.zst cannot be read to its end (zstd decompressor error"),
-    ("a.jsonl.gz", b"nothing of the kind", {}, "a.jsonl.gz cannot be read to its end (Not a gzipped file"),
-    ("a.jsonl.xz", b"nothing of the kind", {}, "a.jsonl.xz cannot be read to its end (Input format not supported"),
+    ("a.jsonl.zst", cut(two_frames(lines())), {}, "a.jsonl.zst cannot be read to its end (Compressed file ended before"),
+    ("a.jsonl.zst", b"nothing of the kind", {}, "a.jsonl.zst cannot be read to its end (Unable to decompress"),
     ("a.parquet", b"nothing of the kind", {}, "a.parquet is not a readable parquet file"),
     ("a.doc", b"", {}, "a.doc has an unknown suffix (known: .txt, "),
     ("a.parquet", b"", {"columns": ("words",)}, "has no column 'words'; there are 'number', 'text'"),
-    ("saved", b"", {"columns": ("words",)}, "has no column 'words'; there are 'text'"),
     ("saved", b"", {"split": "more"}, "saved cannot be opened (--split more)"),
 ]
 
@@ -178,8 +175,8 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 def test_places_are_named_as_people_count_them(tmp_path: Path) -> None:
     as_parquet(tmp_path / "a.parquet")
-    assert text_files.place(Piece("parquet", str(tmp_path / "a.parquet"), 1, 2, 0, ""), 1).endswith("a.parquet, row 3")
-    assert text_files.place(Piece("datasets", "name", 10, 20, 0, ""), 1) == "name, row 11"
+    assert texts.place(Piece("parquet", str(tmp_path / "a.parquet"), 1, 2, 0, ""), 1).endswith("a.parquet, row 3")
+    assert texts.place(Piece("datasets", "name", 10, 20, 0, ""), 1) == "name, row 11"
     (tmp_path / "a.jsonl").write_bytes(lines())
     first = len(lines().split(b"\n")[0])
-    assert text_files.place(Piece("jsonl", str(tmp_path / "a.jsonl"), first, 10**6, 0, ""), 0).endswith("a.jsonl, line 2")
+    assert texts.place(Piece("jsonl", str(tmp_path / "a.jsonl"), first, 10**6, 0, ""), 0).endswith("a.jsonl, line 2")

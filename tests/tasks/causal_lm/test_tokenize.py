@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from app.errors import DataError, RecipeError, UsageError
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.tokenizers import open_tokenizer
 from app.tasks.causal_lm.data_tools.command import main
-from app.tasks.causal_lm.data_tools.parts import kept_for
+from app.tasks.causal_lm.data_tools.tokenizing import parts_folder
 from app.tools import data_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
@@ -176,7 +175,7 @@ def test_what_cannot_be_made_is_said(tmp_path: Path, told: list[str], error: typ
 def test_nothing_is_replaced_and_two_do_not_write_one_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     command = ["tokenize", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
-    with kept_for(tmp_path / "out"), pytest.raises(DataError, match="out is being written by another process"):
+    with parts_folder(tmp_path / "out"), pytest.raises(DataError, match="out is being written by another process"):
         main(command)
     assert main(command) == 0
     with pytest.raises(DataError, match="out already exists, and no files are replaced"):
@@ -202,18 +201,3 @@ def test_inspect_goes_to_the_task_of_the_data(tmp_path: Path, capsys: pytest.Cap
         data_command.main(["inspect", str(tmp_path / "out"), "--row", "1"])
     with pytest.raises(DataError, match="has no split test; it has train"):
         data_command.main(["inspect", str(tmp_path / "out"), "--split", "test"])
-
-
-def test_help_is_at_once() -> None:
-    """Under 0.3 s of processor time, and without what takes long to import; the best of three."""
-    for words in (["--help"], ["tokenize", "--help"], ["inspect", "--help"]):
-        code = f"import sys; from launch.cli import main\ntry: main({['data', *words]})\nfinally: print(sorted(sys.modules))"
-        spent = []
-        for _ in range(3):
-            before = os.times()
-            told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-            after = os.times()
-            spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
-        assert "tokenize" in told.stdout or "FOLDER" in told.stdout
-        assert not {"'torch'", "'numpy'", "'transformers'"} & set(told.stdout.splitlines()[-1].strip("[]").split(", "))
-        assert min(spent) < 0.3

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.errors import DataError
-from app.tasks.causal_lm.data.embedded import documents
+from app.tasks.causal_lm.data.store import embedded_documents
 from app.tasks.causal_lm.data.tokenizers import END_OF_TEXT, Bytes, Tokenizer, open_tokenizer
 
 TEXTS = ["Call me Ishmael.", "", "  two  spaces\n\n", "na\u00efve \U0001f40b \u6f22\u5b57 \x00\x7f", f"a {END_OF_TEXT} b </s>"]
@@ -43,7 +43,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    made.train_from_iterator([chapter.decode() for chapter in documents()["test"]], trainer)
+    made.train_from_iterator([chapter.decode() for chapter in embedded_documents()["test"]], trainer)
     made.add_tokens([AddedToken("Ishm\u00e4el", special=False)])
     folder = tmp_path_factory.mktemp("bpe")
     made.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Containers appear whole or not at all, and so does the index of their samples."""
+"""Names of classes, shards, and the index of their samples."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from packed import CLASSES, FORMATS, PICTURE, opened, pack, records, refused
+from packed import CLASSES, FORMATS, PICTURE, opened, pack, records, refused, write
 from processes import clean_environment
 from sources import everything
 
@@ -22,7 +21,7 @@ from app.data.turns import alone
 from app.errors import DataError
 from app.tasks.image_classification.data import containers
 from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES
-from app.tasks.image_classification.data.writers import WRITERS, Record, write_tfrecord, write_webdataset
+from app.tasks.image_classification.data_tools.pack import write_webdataset
 
 # Writing
 
@@ -32,61 +31,26 @@ def test_names_of_any_letters_come_back(tmp_path: Path, source: str) -> None:
     """As folders have them: `\\udcff` is how Python spells a byte that is no UTF-8."""
     names = ("0:a", " b ", "c\u00e9\udcff", "")
     for split in ("train", "test"):
-        WRITERS[source](tmp_path, split, names, [Record("\u00e9\udcff", PICTURE, "jpg", 3)] * 2)
+        write(source, tmp_path, split, names, [(PICTURE, 3)] * 2)
     train, *_ = opened(source, tmp_path)
     assert train.classes == names
     assert everything(train)[1].tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("source", FORMATS)
-def test_a_container_appears_whole_or_not_at_all(pictures: Path, tmp_path: Path, source: str) -> None:
-    def seen() -> set[str]:
-        return {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} - {"labels.txt"}
-
-    def interrupted() -> Iterator[Record]:
-        yield from records(pictures / "train")
-        assert not seen()
-        raise DataError("a picture cannot be read")
-
-    with pytest.raises(DataError, match=r"^a picture cannot be read$"):
-        WRITERS[source](tmp_path, "train", CLASSES, interrupted())
-    assert not seen()
-    assert not list(tmp_path.glob(".*"))
-    with pytest.raises(DataError, match=r"^x has label 3, but labels must be in 0\.\.2; correct it$"):
-        WRITERS[source](tmp_path, "train", CLASSES, [Record("x", b"", "jpg", 3)])
-    with pytest.raises(DataError, match=r"^there are no samples to write$"):
-        WRITERS[source](tmp_path, "train", CLASSES, [])
-    WRITERS[source](tmp_path, "train", CLASSES, records(pictures / "train"))
-    assert seen()
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train.* already exists; remove it, or write to another folder$"):
-        WRITERS[source](tmp_path, "train", CLASSES, records(pictures / "train"))
-
-
-@pytest.mark.parametrize(
-    ("source", "write", "names"),
-    [
-        ("webdataset", write_webdataset, "train-{:06d}.tar"),
-        ("tfrecord", write_tfrecord, "train-{:05d}-of-{:05d}.tfrecord"),
-    ],
-)
-def test_shards_are_numbered_and_read_in_order(
-    pictures: Path, packed: dict[str, Path], tmp_path: Path, source: str, write: Callable[..., None], names: str
-) -> None:
+def test_shards_are_numbered_and_read_in_order(pictures: Path, packed: dict[str, Path], tmp_path: Path) -> None:
     samples = list(records(pictures / "train")) * 20
-    write(tmp_path, "train", CLASSES, samples, shard_bytes=1)  # one sample a shard: more shards than are kept open
+    write_webdataset(tmp_path, "train", CLASSES, samples, shard_bytes=1)  # one sample a shard: more shards than are kept open
     assert len(samples) > containers.MOST_OPEN_FILES
-    assert {path.name for path in tmp_path.glob("train-*")} == {names.format(index, 180) for index in range(180)}
+    assert {path.name for path in tmp_path.glob("train-*")} == {f"train-{index:06d}.tar" for index in range(180)}
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    train, *_ = opened(source, tmp_path, test_split="train")
-    for one, other in zip(everything(train), everything(opened(source, packed[source]).train), strict=True):
+    train, *_ = opened("webdataset", tmp_path, test_split="train")
+    for one, other in zip(everything(train), everything(opened("webdataset", packed["webdataset"]).train), strict=True):
         assert torch.equal(one, torch.cat([other] * 20))
     # The other split had its fingerprint taken, and both have an index.
     assert len(os.listdir("/proc/self/fd")) <= before + containers.MOST_OPEN_FILES + FINGERPRINT_SAMPLES + 4  # noqa: PTH208
-    (tmp_path / names.format(7, 180)).unlink()
-    refused(source, tmp_path, rf"^{tmp_path} lacks 1 of 180 shards of data\.train_split=train: {names.format(7, 180)}; copy")
-    if source == "webdataset":  # as a writer that was killed while it renamed would leave them
-        (tmp_path / "train-000000.tar").unlink()
-        refused(source, tmp_path, r"lacks 2 of 180 shards .*: train-000000\.tar, train-000007\.tar")
+    (tmp_path / "train-000007.tar").unlink()
+    sentence = rf"^{tmp_path} lacks 1 of 180 shards of data\.train_split=train: train-000007\.tar; copy"
+    refused("webdataset", tmp_path, sentence)
 
 
 # The index

@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sources import check_contract, everything
+from sources import check_contract, everything, write_black
 
 from app.errors import DataError
 from app.tasks.image_classification.data import kept
@@ -23,8 +24,6 @@ from app.tasks.image_classification.data.kept import keep, stamps
 from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.data.split import Images, Unstored, open_split, pictures_in_a_chunk, write_split
 from app.tasks.image_classification.sections import DataRecipe, Sections
-from benchmarks.feeding import look_at_all, made_up
-from benchmarks.memory import peak_anonymous_bytes
 
 SHAPE = (40, 3, 6, 5)
 PIXELS = np.random.default_rng(0).integers(0, 256, SHAPE).astype(np.uint8)
@@ -165,13 +164,49 @@ def test_pictures_of_other_sizes_are_decoded_once(tmp_path: Path) -> None:
     assert first.fingerprint == second.fingerprint
 
 
+def look_at_all(recipe: Sections) -> None:
+    """Open the data and fetch every training sample once."""
+    source = open_data(recipe).train
+    for start in range(0, len(source), 128):
+        source.fetch(np.arange(start, min(start + 128, len(source))), None)
+
+
+def own_bytes(process: int) -> int:
+    """What a process has for itself (proc(5), RssAnon); 0 if it has ended."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
+
+
+def peak_own_bytes(work: Callable[[], None]) -> int:
+    """By how much the memory of a forked process that does `work` grows at most, seen from outside."""
+    wait, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(wait, 1)
+        failed = 1
+        try:
+            work()
+            failed = 0
+        finally:
+            os._exit(failed)
+    before = peak = own_bytes(child)
+    os.write(go, b"x")
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        peak = max(peak, own_bytes(child))
+        time.sleep(0.001)
+    os.close(wait)
+    os.close(go)
+    assert ended[1] == 0
+    return peak - before
+
+
 @pytest.mark.parametrize("compress", [False, True])
 def test_memory_does_not_grow_with_the_data(tmp_path: Path, compress: bool) -> None:
-    small, large = (made_up(tmp_path / str(size), size, compress=compress) for size in (10_000, 100_000))
+    small, large = (write_black(tmp_path / str(size), size, compress=compress) for size in (10_000, 100_000))
     grown = {}
     for name, recipe in (("small", small), ("large", large)):
         for turn in ("first", "later"):
-            grown[name, turn] = peak_anonymous_bytes(lambda recipe=recipe: look_at_all(recipe)) / 2**20
+            grown[name, turn] = peak_own_bytes(lambda recipe=recipe: look_at_all(recipe)) / 2**20
     held_mib = 100_000 * 28 * 28 / 2**20
     assert held_mib > 70
     # A few pieces of 4 MiB while it is unpacked, however many there are; what already exists needs none.

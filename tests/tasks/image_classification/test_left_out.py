@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packed import FORMATS, write
 from PIL import Image
 from processes import read_lines, run, train
 from sources import check_contract, check_workers_and_pickling, everything
@@ -18,7 +19,6 @@ from app.errors import CheckpointError, DataError, RecipeError
 from app.recipe import recipe_file
 from app.tasks.image_classification.data.left_out import Rest
 from app.tasks.image_classification.data.open import Data, open_data
-from app.tasks.image_classification.data.writers import WRITERS, Record
 from app.tasks.image_classification.sections import DataRecipe, Sections
 from app.tools.data_command import main
 
@@ -92,20 +92,20 @@ def test_damaged_files_are_listed_and_left_out_as_if_deleted(
     assert capsys.readouterr().out == "train: 7 samples\ntest: 9 samples\nall can be read\n"
 
 
-@pytest.mark.parametrize("source", [*sorted(WRITERS), "huggingface"])
+@pytest.mark.parametrize("source", [*FORMATS, "huggingface"])
 def test_containers_name_samples_by_split_and_number(source: str, tmp_path: Path) -> None:
     """The first is among them, which opening needs; what is named already stays named."""
     damaged = {"train": (0, 3), "test": (1,)}
     for split, bad in damaged.items():
-        rows = [Record(f"{at:08d}", b"damaged" if at in bad else content(at, "PNG"), "png", at % 2) for at in range(6)]
+        rows = [(content(at, "PNG")[: 60 if at in bad else None], at % 2) for at in range(6)]
         if source == "huggingface":
             import datasets
 
-            named = {"image": [row.encoded for row in rows], "label": [row.label for row in rows]}
+            named = {"image": [row[0] for row in rows], "label": [row[1] for row in rows]}
             (tmp_path / "data").mkdir(exist_ok=True)
             datasets.Dataset.from_dict(named).to_parquet(tmp_path / "data" / f"{split}.parquet")
         else:
-            WRITERS[source](tmp_path / "data", split, ("even", "odd"), iter(rows))
+            write(source, tmp_path / "data", split, ("even", "odd"), rows)
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
     first.write_text("train/3\n\n# by hand\n")
     words = ["check", str(tmp_path / "data"), *KEYS, f"data.source={source}"]

@@ -40,8 +40,9 @@ def found(files: Listing) -> list[tuple[str, int]]:
 
 
 def by_torchvision(folder: Path) -> list[tuple[str, int]]:
-    samples = ImageFolder(str(folder), allow_empty=True).samples
-    return [(os.path.relpath(path, folder), label) for path, label in samples]
+    """Without hidden files, which torchvision takes."""
+    samples = [(os.path.relpath(path, folder), label) for path, label in ImageFolder(str(folder), allow_empty=True).samples]
+    return [(path, label) for path, label in samples if not any(part.startswith(".") for part in Path(path).parts)]
 
 
 @pytest.fixture
@@ -54,13 +55,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sub-folders that are listed."""
     names: list[str] = []
-    scan = listing._files
+    walk = listing.walk
 
-    def noting(folder: Path, name: str, dates_ns: dict[str, int]) -> object:
-        names.append(name)
-        return scan(folder, name, dates_ns)
+    def noting(top: Path, below: str, not_read: object) -> object:
+        names.extend([below] if below else [])
+        return walk(top, below, not_read)
 
-    monkeypatch.setattr(listing, "_files", noting)
+    monkeypatch.setattr(listing, "walk", noting)
     return names
 
 

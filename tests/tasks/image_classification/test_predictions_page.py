@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import RunFolderError
-from app.reports import page as report
-from app.reports import past_run
+from app.reports import past_run, report
 from app.tasks.image_classification import page
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from processes import train
-from sources import everything
+from sources import everything, write_black
 
 from app.errors import DataError, RecipeError
 from app.tasks.image_classification.data import stage
 from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import DataRecipe, Sections
-from benchmarks.feeding import made_up
 
 FORK = multiprocessing.get_context("fork")
 
@@ -37,7 +36,7 @@ def own_folder(folder: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    made_up(tmp_path / "data", 200, compress=True)
+    write_black(tmp_path / "data", 200, compress=True)
     return tmp_path / "data"
 
 

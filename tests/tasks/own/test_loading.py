@@ -46,7 +46,7 @@ class Line:
         inputs = torch.randn(128, 4, generator=torch.Generator().manual_seed(len(split)))
         return Samples.of({"x": inputs, "y": inputs.sum(1, keepdim=True)}) if split != "validation" else None
 
-    def model(self, facts):
+    def model(self, metadata):
         return nn.Sequential(nn.Linear(4, self.width), nn.GELU(), nn.Linear(self.width, 1))
 
     def loss(self, model, batch):
@@ -67,10 +67,10 @@ def recipe(tmp_path: Path, own_imports: None) -> Path:
 
 def test_the_file_is_imported_under_its_own_name_and_its_folder_goes_last(recipe: Path) -> None:
     task = tasks.of(load(str(recipe), ["model.width=3"]).recipe)
-    assert task.width == 3
+    assert task.of_user.width == 3
     assert sys.path[-1] == str(recipe.parent)
     assert tasks.sources(str(recipe.parent / "line.py")) == {"helper_of_line.py": "WORD = 1\n", "line.py": LINE}
-    assert tasks.of(load(str(recipe)).recipe).width == 16
+    assert tasks.of(load(str(recipe)).recipe).of_user.width == 16
 
 
 def test_what_the_sections_refuse_is_a_refusal_of_the_recipe(recipe: Path) -> None:
@@ -83,6 +83,15 @@ def test_a_name_that_another_module_has_or_none_can_have_is_refused(recipe: Path
     shutil.copy(recipe.parent / "line.py", recipe.parent / name)
     with pytest.raises(RecipeError, match=r"Give the file another name, such as my_"):
         tasks.of(load(str(recipe), [f"task={recipe.parent / name}"]).recipe)
+
+
+@pytest.mark.parametrize("package", ["app", "launch"])
+def test_a_package_of_the_user_that_has_a_name_of_ours_is_named(recipe: Path, package: str) -> None:
+    (recipe.parent / package).mkdir()
+    (recipe.parent / package / "networks.py").touch()
+    (recipe.parent / "line.py").write_text(f"from {package}.networks import Net\n{LINE}")
+    with pytest.raises(RecipeError, match=rf"line.py imports {package}.networks of .*: give yours another name, such as my_"):
+        tasks.of(load(str(recipe)).recipe)
 
 
 def test_code_of_a_run_folder_is_not_run(recipe: Path) -> None:

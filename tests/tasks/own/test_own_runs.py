@@ -39,7 +39,7 @@ class Line:
     def samples(self, split):
         return Samples.of(Points(*{"train": (101, 0), "validation": (37, 1), "test": (13, 2)}[split]), names=("x", "y"))
 
-    def model(self, facts):
+    def model(self, metadata):
         return nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 1), nn.Flatten(0))
 
     def loss(self, model, batch):

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 from app.data.draws import HostDraws
 from app.data.samples import LooksUp, Samples
 from app.errors import DataError
-from app.tasks.own import repeatable
-from app.tasks.own.samples import completed
+from app.tasks.own.own_samples import check_repeatable, checked
 
 
 class Own:
@@ -33,20 +32,20 @@ def numbered(indices: np.ndarray, draw: HostDraws | None) -> dict[str, Any]:
 
 
 def test_what_is_left_out_is_there() -> None:
-    samples = completed(Own(numbered), what="the training samples")
+    samples = checked(Own(numbered), what="the training samples")
     assert (len(samples), samples.facts, samples.workers, isinstance(samples, LooksUp)) == (30, {}, False, False)
     assert {name: field.dtype for name, field in samples.fetch(np.arange(3), None).items()} == {
         "x": torch.float32,
         "y": torch.float64,
     }
     assert not hasattr(samples, "count")
-    arrays = completed(Samples.of({"x": np.zeros((4, 2))}, facts={"k": [1]}), what="the training samples")
+    arrays = checked(Samples.of({"x": np.zeros((4, 2))}, facts={"k": [1]}), what="the training samples")
     assert (isinstance(arrays, LooksUp), arrays.facts) == (True, {"k": [1]})
 
 
 def test_a_fingerprint_tells_data_apart() -> None:
     def of(fetch: Callable[[np.ndarray, Any], Any], size: int = 30) -> str:
-        return completed(Own(fetch, size), what="").fingerprint
+        return checked(Own(fetch, size), what="").fingerprint
 
     same = [of(numbered), of(lambda indices, draw: dict(numbered(indices, draw)))]
     other = [
@@ -76,20 +75,20 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_what_fetch_returns_is_looked_at(case: str) -> None:
     fetch, text = WRONG[case]
     with pytest.raises(DataError, match=text):
-        completed(Own(fetch), what="the training samples").fetch(np.arange(2), None)
+        checked(Own(fetch), what="the training samples").fetch(np.arange(2), None)
 
 
 def test_samples_that_are_none_are_told() -> None:
     with pytest.raises(
         DataError, match=r"the test samples are a list, which has no fetch: samples\(split\) must return Samples.of"
     ):
-        completed([1, 2], what="the test samples")
+        checked([1, 2], what="the test samples")
     with pytest.raises(DataError, match="the test samples are empty: their length is 0"):
-        completed(Samples.of({"x": np.zeros((0, 2))}), what="the test samples")
+        checked(Samples.of({"x": np.zeros((0, 2))}), what="the test samples")
     with pytest.raises(DataError, match=r"facts of the test samples are .*they are written to model\.json"):
-        completed(Samples.of({"x": np.zeros(2)}, facts={"mean": np.float32(1)}), what="the test samples")
+        checked(Samples.of({"x": np.zeros(2)}, facts={"mean": np.float32(1)}), what="the test samples")
     seen = iter([{"x": torch.zeros(1)}, {"z": torch.zeros(1)}])
-    samples = completed(Own(lambda at, draw: next(seen)), what="the test samples")
+    samples = checked(Own(lambda at, draw: next(seen)), what="the test samples")
     samples.fetch(np.arange(1), None)
     with pytest.raises(DataError, match="returned the fields z, and earlier x: each batch must have the same"):
         samples.fetch(np.arange(1), None)
@@ -114,7 +113,7 @@ UNSTEADY: dict[str, tuple[Any, str, str]] = {
         lambda: Own(lambda at, draw: {"x": at * 1.0, "y": RNG.random(len(at))}),
         "field 'y' of sample 0 of the training samples differs when the same samples with the same draws are fetched "
         "again. fetch must depend only on its arguments",
-        r"Take random numbers from `draw`, as in draw.uniform\('flip'\) \[B\]",
+        r"Take random numbers from its second argument, as in rng.uniform\('flip'\) \[B\]",
     ),
     "a counter": (
         lambda: Own(lambda at, draw: {"x": at + next(COUNTS)}),
@@ -143,7 +142,7 @@ UNSTEADY: dict[str, tuple[Any, str, str]] = {
 def test_samples_that_differ_each_time_are_refused_at_the_start(case: str) -> None:
     make, text, remedy = UNSTEADY[case]
     with pytest.raises(DataError, match=f"{text}.*{remedy}"):
-        repeatable.check(completed(make(), what="the training samples"), is_random=True)
+        check_repeatable(checked(make(), what="the training samples"), is_random=True)
 
 
 def padded(indices: np.ndarray, draw: HostDraws | None) -> dict[str, Any]:
@@ -154,4 +153,4 @@ def padded(indices: np.ndarray, draw: HostDraws | None) -> dict[str, Any]:
 @pytest.mark.parametrize("fetch", [numbered, padded])
 @pytest.mark.parametrize("is_random", [True, False])
 def test_samples_that_keep_the_rule_pass(fetch: Any, is_random: bool) -> None:
-    repeatable.check(completed(Own(fetch), what=""), is_random=is_random)
+    check_repeatable(checked(Own(fetch), what=""), is_random=is_random)

@@ -56,8 +56,7 @@ class Examples:
         if not all(isinstance(value, list) for value in values):
             kinds = ", ".join(f"{name} holds {type(value).__name__}" for name, value in zip(self._columns, values, strict=True))
             raise Unusable(f"{kinds}: expected two texts, or lists of messages")
-        tools = row.get("tools")
-        told = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
+        told = {"tools": _read(row, "tools", list), **(_read(row, "chat_template_kwargs", dict) or {})}
         parts = [[_message(message) for message in value] for value in values]
         return self._of_prompt(*parts, told=told) if len(parts) == 2 else self._of_messages(parts[0], told)
 
@@ -137,6 +136,21 @@ def _after(prompt: list[int], whole: list[int]) -> Example:
     counted = np.zeros(len(whole), bool)
     counted[same:] = True
     return Example(np.array(whole, np.int32), counted, is_merged=same < len(prompt))
+
+
+def _read(row: Mapping[str, Any], column: str, kind: type) -> Any:
+    """Return what a column tells the template, which may be JSON as text; None: nothing."""
+    value = row.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise Unusable(f"{column} is no JSON ({error})") from error
+    if value is not None and not isinstance(value, kind):
+        raise Unusable(
+            f"{column} is {type(value).__name__}: expected {'a list' if kind is list else 'an object'}, or it as JSON"
+        )
+    return value
 
 
 def _message(message: Any) -> Message:

@@ -22,8 +22,7 @@ from torch import Tensor
 from app.data.draws import HostDraws
 from app.data.samples import Layout
 from app.errors import DataError
-from app.tasks.causal_lm.data.packing import Pieces
-from app.tasks.causal_lm.data.store import Tokens
+from app.tasks.causal_lm.data.store import Pieces, Tokens
 
 
 class Rows:

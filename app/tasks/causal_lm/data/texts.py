@@ -1,29 +1,40 @@
-"""Where texts are: files, folders and data sets, found in their order and divided into pieces that can be read apart.
+"""Where texts are: files, folders and data sets, found in their order and divided into pieces, and the rows of a piece.
 
-How they are divided depends on the sources alone, never on who reads them. What is in a piece says `text_files`.
+How they are divided depends on the sources alone, never on who reads them. A row is a document or an example.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import glob
+import itertools
+import json
+import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from app.data import offline
+from app.data.compressed import SUFFIXES, is_compressed, opened, unreadable
+from app.data.tables import check_columns, check_names
+from app.data.walk import NotRead, check_complete, walk
 from app.errors import DataError
+from app.files import foreign
 
 Kind = Literal["text", "jsonl", "parquet", "datasets"]
 KINDS: dict[str, Kind] = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
 """The kind of a file, by its suffix; before .gz, .bz2, .xz or .zst."""
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # What the `datasets` library reads by itself of what is a file.
 _BUILDERS = {".csv": "csv", ".arrow": "arrow"}
+Row = tuple[int, Mapping[str, Any] | str]
+"""A row's position in its piece, for `place`, and its columns, or the reason why it cannot be read."""
+_ROWS = 1000
 _SMALLEST_PIECE, _LARGEST_PIECE, _PIECES = 1 << 20, 1 << 26, 256
 
 
@@ -43,6 +54,8 @@ class Asked:
     """Of data sets of the `datasets` library, and so are the next two."""
     revision: str | None = None
     split: str = "train"
+    skip_unreadable: bool = False
+    """Leave out what cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +83,8 @@ class Texts:
     asked: Asked
     datasets: Mapping[str, Any] = field(default_factory=dict)
     """The opened data sets by name."""
-    left_out: list[Path] = field(default_factory=list)
-    """Files in the folders that were given and that are of an unknown kind."""
-
-    @property
-    def size_bytes(self) -> int:
-        """About how much there is to read."""
-        return sum(piece.size for part in self.parts for piece in part)
+    not_read: list[str] = field(default_factory=list)
+    """A sentence for each folder in which there is something that is not read."""
 
 
 def find(sources: Sequence[str], asked: Asked) -> Texts:
@@ -87,7 +95,7 @@ def find(sources: Sequence[str], asked: Asked) -> Texts:
     files: list[tuple[Kind, Path] | str] = []
     texts = Texts([], asked, {})
     for source in sources:
-        files += _found(source, asked, texts.left_out)
+        files += _found(source, asked, texts.not_read)
     stated = {path: _size(path) for _, path in (file for file in files if not isinstance(file, str))}
     datasets = {name: _dataset(name, asked) for name in dict.fromkeys(file for file in files if isinstance(file, str))}
     total = sum(stated.values()) + sum(int(dataset.data.nbytes) for dataset in datasets.values())
@@ -97,10 +105,10 @@ def find(sources: Sequence[str], asked: Asked) -> Texts:
     return texts
 
 
-def _found(source: str, asked: Asked, left_out: list[Path]) -> list[tuple[Kind, Path] | str]:
+def _found(source: str, asked: Asked, not_read: list[str]) -> list[tuple[Kind, Path] | str]:
     path = Path(source).expanduser()
     if path.is_file():
-        if asked.kind is None and path.suffix in _BUILDERS:
+        if asked.kind is None and path.suffix.lower() in _BUILDERS:
             return [source]
         kind = asked.kind or kind_of(path)
         if kind is None:
@@ -111,32 +119,37 @@ def _found(source: str, asked: Asked, left_out: list[Path]) -> list[tuple[Kind, 
     if path.is_dir():
         if any(path.glob("state.json")) or (path / "dataset_dict.json").is_file():
             return [source]
-        within = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
-        kinds = [(asked.kind or kind_of(file), file) for file in within]
-        left_out += [file for kind, file in kinds if kind is None]
-        found: list[tuple[Kind, Path] | str] = [(kind, file) for kind, file in kinds if kind is not None]
-        if not found:
-            raise DataError(f"{path} contains no text files ({', '.join(KINDS)}): for other suffixes give --format text")
-        return found
+        return _below(path, asked, not_read)
     if any(sign in source for sign in "*?["):
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - the pattern may be absolute
         if not matches:
             raise DataError(f"{source}: no file matches")
-        return [one for match in matches for one in _found(glob.escape(match) if match == source else match, asked, left_out)]
-    if path.suffix in (*KINDS, *COMPRESSED, *_BUILDERS) or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        check_complete(map(Path, matches), wanted=lambda missing: fnmatch.fnmatch(str(missing), str(path)))
+        return [one for match in matches for one in _found(glob.escape(match) if match == source else match, asked, not_read)]
+    if path.suffix.lower() in (*KINDS, *SUFFIXES, *_BUILDERS) or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise DataError(f"{source}: no such file or folder")
     return [source]
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
+def _below(top: Path, asked: Asked, not_read: list[str]) -> list[tuple[Kind, Path] | str]:
+    others, found = NotRead(), list[tuple[Kind, Path] | str]()
+    for path in sorted(Path(folder.name, name) for folder in walk(top, "", others) for name in folder.files):
+        kind = asked.kind or kind_of(path)
+        if kind is None:
+            others.add_ending(str(path))
+        else:
+            found.append((kind, top / path))
+    not_read += [f"{top}: {others}"] if others else []
+    if not found:
+        raise DataError(f"{top} contains no text files ({', '.join(KINDS)}): for other suffixes give --format text")
+    check_complete(Path(file[1]) for file in found)
+    return found
 
 
 def kind_of(path: Path) -> Kind | None:
     """Return what a file holds, by its ending; None: no known kind."""
-    ending = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
-    kind = KINDS.get(ending)
-    return None if kind == "parquet" and path.suffix in COMPRESSED else kind
+    kind = KINDS.get((path.with_suffix("") if is_compressed(path) else path).suffix.lower())
+    return None if kind == "parquet" and is_compressed(path) else kind
 
 
 def _size(path: Path) -> int:
@@ -149,14 +162,14 @@ def _size(path: Path) -> int:
 def _pieces(files: Sequence[tuple[Kind, Path] | str], datasets: Mapping[str, Any], asked: Asked, most: int) -> Iterator[Piece]:
     for file in files:
         if isinstance(file, str):
-            yield from _of_dataset(file, datasets[file], most)
+            yield from _dataset_pieces(file, datasets[file], most)
             continue
         kind, path = file
         told = path.stat()
         stamp = f"{told.st_size} {told.st_mtime_ns}"
         if kind == "parquet":
-            yield from _of_parquet(path, stamp, most)
-        elif path.suffix in COMPRESSED or not _is_divisible(kind, asked.separator):
+            yield from _parquet_pieces(path, stamp, asked, most)
+        elif is_compressed(path) or not (kind == "jsonl" or _is_divisible(asked.separator)):
             yield Piece(kind, str(path), 0, told.st_size, told.st_size, stamp)
         else:
             for start in range(0, told.st_size, most):
@@ -164,20 +177,22 @@ def _pieces(files: Sequence[tuple[Kind, Path] | str], datasets: Mapping[str, Any
                 yield Piece(kind, str(path), start, stop, stop - start, stamp)
 
 
-def _is_divisible(kind: Kind, separator: str | None) -> bool:
-    """Whether a file can be read from the middle: a separator that can overlap itself, as two newlines, is read in order."""
-    if kind == "jsonl":
-        return True
+def _is_divisible(separator: str | None) -> bool:
+    """Return whether a text file can be read from the middle: not if its separator can overlap itself, as two newlines can."""
     return separator is not None and not any(separator.startswith(separator[-n:]) for n in range(1, len(separator)))
 
 
-def _of_parquet(path: Path, stamp: str, most: int) -> Iterator[Piece]:
+def _parquet_pieces(path: Path, stamp: str, asked: Asked, most: int) -> Iterator[Piece]:
+    import pyarrow
     import pyarrow.parquet
 
     try:
         about = pyarrow.parquet.read_metadata(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        if not asked.skip_unreadable:
+            raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
+        yield Piece("parquet", str(path), 0, 0, 0, stamp)  # whoever reads it counts it
+        return
     sizes = [about.row_group(group).total_byte_size for group in range(about.num_row_groups)]
     start = size = 0
     for group, more in enumerate(sizes):
@@ -189,7 +204,7 @@ def _of_parquet(path: Path, stamp: str, most: int) -> Iterator[Piece]:
         yield Piece("parquet", str(path), start, len(sizes), size, stamp)
 
 
-def _of_dataset(name: str, dataset: Any, most: int) -> Iterator[Piece]:
+def _dataset_pieces(name: str, dataset: Any, most: int) -> Iterator[Piece]:
     rows, size = len(dataset), int(dataset.data.nbytes)
     step = max(1, rows * most // max(size, 1))
     for start in range(0, rows, step):
@@ -213,10 +228,17 @@ def _dataset(name: str, asked: Asked) -> Any:
     from datasets.exceptions import DatasetsError
 
     path = Path(name).expanduser()
+    if path.is_file():
+        check_columns(path, (*asked.columns, *asked.more_columns))
     why = None if path.exists() else offline.why()
     try:
         with offline.datasets_offline() if why else nullcontext():
-            dataset = _loader(name, path, asked)()
+            if path.is_file():
+                dataset = foreign.data_set(_BUILDERS[path.suffix.lower()], data_files=str(path), split="train")
+            elif path.is_dir():
+                dataset = foreign.saved_data_set(path if (path / "state.json").is_file() else path / asked.split)
+            else:
+                dataset = foreign.data_set(name, asked.config, split=asked.split, revision=asked.revision)
     except (OSError, ValueError, DatasetsError) as error:
         what = "cannot be opened" if path.exists() else "is not a file or folder here, and the datasets library cannot open it"
         raise DataError(f"{name} {what} (--split {asked.split}): {why or _first_line(error)}") from error
@@ -227,26 +249,150 @@ def _dataset(name: str, asked: Asked) -> Any:
             "the cache; download that revision on a machine with a network")  # fmt: skip
     missing = [column for column in asked.columns if column not in dataset.column_names]
     if missing:
-        raise no_column(name, missing[0], dataset.column_names)
+        raise _no_column(name, missing[0], dataset.column_names)
     if not asked.columns:
         return dataset
     return dataset.select_columns([name for name in dataset.column_names if name in (*asked.columns, *asked.more_columns)])
 
 
-def _loader(name: str, path: Path, asked: Asked) -> Callable[[], Any]:
-    import datasets
-
-    if path.is_file():
-        return lambda: datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
-    if path.is_dir():
-        return lambda: datasets.load_from_disk(str(path if (path / "state.json").is_file() else path / asked.split))
-    return lambda: datasets.load_dataset(name, asked.config, split=asked.split, revision=asked.revision)
-
-
-def no_column(where: str, column: str, there: Sequence[str]) -> DataError:
+def _no_column(where: str, column: str, there: Sequence[str]) -> DataError:
     """Return what to say of a column that is not there."""
     return DataError(f"{where} has no column {column!r}; there are {', '.join(map(repr, there))}: choose one with --column")
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def rows(piece: Piece, texts: Texts) -> Iterator[Row]:
+    """Yield the rows of a piece. Raises DataError if the file cannot be read to its end."""
+    if piece.kind == "datasets":
+        yield from _dataset_rows(piece, texts.datasets[piece.path])
+    else:
+        reader = {"parquet": _parquet_rows, "jsonl": _json_rows, "text": _text_rows}[piece.kind]
+        yield from reader(piece, texts.asked)
+
+
+def place(piece: Piece, number: int) -> str:
+    """Return where a row is, in words. Reads the file up to there."""
+    if piece.kind == "datasets":
+        return f"{piece.path}, row {piece.start + number}"
+    if piece.kind == "parquet":
+        import pyarrow.parquet
+
+        about = pyarrow.parquet.read_metadata(piece.path)
+        return f"{piece.path}, row {sum(about.row_group(group).num_rows for group in range(piece.start)) + number}"
+    if piece.kind == "text":
+        return f"{piece.path}, byte {number}"
+    lines = 0
+    if piece.start:
+        with Path(piece.path).open("rb") as file:
+            lines = sum(1 for _ in _lines(file, 0, piece.start))
+    return f"{piece.path}, line {lines + number + 1}"
+
+
+def _json_rows(piece: Piece, asked: Asked) -> Iterator[Row]:
+    path = Path(piece.path)
+    with opened(path) as file:
+        lines = iter(file) if is_compressed(path) else _lines(file, piece.start, piece.stop)
+        for number, line in enumerate(lines):
+            if line.strip():
+                yield number, _parsed(line, asked)
+
+
+def _lines(file: Any, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the lines of a file that begin at `start` .. `stop` - 1."""
+    if start:
+        file.seek(start - 1)
+        start = start - 1 + len(file.readline())
+    for line in file:
+        if start >= stop:
+            return
+        yield line
+        start += len(line)
+
+
+def _parsed(line: bytes, asked: Asked) -> Mapping[str, Any] | str:
+    try:
+        row = json.loads(line, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+        return f"not JSON ({error})"
+    if not isinstance(row, dict):
+        return f"not a JSON object with columns, but {type(row).__name__}: JSON lines need one object per line"
+    for column in asked.columns:
+        if column not in row:
+            return f"no column {column!r}; there are {', '.join(map(repr, row))}: choose one with --column"
+    return row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError if a name is in it twice: json would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has the name {twice!r} twice")
+    return found
+
+
+def _text_rows(piece: Piece, asked: Asked) -> Iterator[Row]:
+    path = Path(piece.path)
+    with opened(path) as file:
+        if asked.separator is None:
+            yield 0, _text(file.read(), asked)
+        elif is_compressed(path):
+            content = file.read()
+            yield from _separated(content, 0, len(content), asked.separator.encode(), asked)
+        elif piece.stop > piece.start:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                yield from _separated(mapped, piece.start, piece.stop, asked.separator.encode(), asked)
+
+
+def _separated(content: bytes | mmap.mmap, start: int, stop: int, between: bytes, asked: Asked) -> Iterator[Row]:
+    """Yield the documents that begin at `start` .. `stop` - 1; the first at 0, each other one after a separator."""
+    begin = 0
+    if start:
+        found = content.find(between, max(0, start - len(between)))
+        begin = stop if found < 0 else found + len(between)
+    while begin < stop:
+        end = content.find(between, begin)
+        yield begin, _text(content[begin : None if end < 0 else end], asked)
+        begin = stop if end < 0 else end + len(between)
+
+
+def _text(content: bytes, asked: Asked) -> Mapping[str, Any] | str:
+    try:
+        return {asked.columns[0] if asked.columns else "text": content.decode("utf-8-sig")}
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 ({error.reason} {error.start} bytes further on): convert it"
+
+
+def _parquet_rows(piece: Piece, asked: Asked) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(piece.path) as file:
+            there = file.schema_arrow.names
+            for column in asked.columns:
+                if column not in there:
+                    raise _no_column(piece.path, column, there)
+            columns = [name for name in there if not asked.columns or name in (*asked.columns, *asked.more_columns)]
+            check_names(columns, (), piece.path)
+            numbers = itertools.count()
+            for batch in file.iter_batches(_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=columns):
+                yield from zip(numbers, batch.to_pylist())  # noqa: B905 - the numbers do not end
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
+        raise unreadable(piece.path, error) from error
+
+
+def _dataset_rows(piece: Piece, dataset: Any) -> Iterator[Row]:
+    import pyarrow
+
+    for start in range(piece.start, piece.stop, _ROWS):
+        try:
+            columns = dataset[start : min(start + _ROWS, piece.stop)]
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise unreadable(piece.path, error) from error
+        names = list(columns)
+        for number, values in enumerate(zip(*columns.values(), strict=True), start - piece.start):
+            yield number, dict(zip(names, values, strict=True))

@@ -13,48 +13,19 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from app.data import offline
 from app.errors import DataError
+from app.files import foreign
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
 """Usual names of the end-of-text token: a tokenizer.json alone does not say which token it is."""
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path")
 """Keys that record where a tokenizer came from. The digest leaves them out: it must not depend on the place."""
-
-
-class Tokenizer(Protocol):
-    """What text is read with."""
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What is known of it, as JSON holds it: kind, name, revision, digest (of its files), vocab_size, eos_id, bos_id.
-
-        bos_id is null unless documents begin with it.
-        """
-
-    @property
-    def token_bytes(self) -> np.ndarray:
-        """How many bytes of text each token stands for, uint16 [vocab_size]; special ones stand for none."""
-
-    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
-        """Return the tokens of each text, int [n], and nothing at their ends.
-
-        `special`: whether a text that spells a special token means it, as one does that a chat template has written.
-        """
-
-    def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text as a document: with what stands at its ends."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens; bytes that are no UTF-8 are U+FFFD."""
-
-    def files(self) -> dict[str, bytes]:
-        """Return the files that `transformers.AutoTokenizer.from_pretrained` loads it from, by name."""
 
 
 def open_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
@@ -67,14 +38,15 @@ def open_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
 
 
 class Bytes:
-    """The bytes of UTF-8, and 256 for the end of a text."""
+    """The bytes of UTF-8, and 256 for the end of a text. `Transformers` has the same methods."""
 
     vocab_size = 257
     eos_id = 256
 
     @property
     def about(self) -> dict[str, Any]:
-        """As `Tokenizer.about`."""
+        """Kind, name, revision, digest (of its files), vocab_size, eos_id and bos_id, which is None unless documents begin with
+        it."""
         return {
             "kind": "bytes",
             "name": "bytes",
@@ -87,15 +59,18 @@ class Bytes:
 
     @property
     def token_bytes(self) -> np.ndarray:
-        """As `Tokenizer.token_bytes`."""
+        """How many bytes of text each token stands for, uint16 [vocab_size]; special ones stand for none."""
         return np.array([1] * 256 + [0], np.uint16)
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
-        """As `Tokenizer.encode`; uint16."""
+        """Return the tokens of each text, uint16 [n], without anything at its ends.
+
+        `special`: whether a text that spells a special token means it, as one that a chat template has written does.
+        """
         return [self._special(text) if special else self.document(text)[:-1] for text in texts]
 
     def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As `Tokenizer.documents`; uint16."""
+        """Return the tokens of each text as a document, with the special tokens at its ends; uint16."""
         return [self.document(text) for text in texts]
 
     def document(self, text: str | bytes) -> np.ndarray:
@@ -110,11 +85,12 @@ class Bytes:
         return np.concatenate([self.document(part) for part in text.split(END_OF_TEXT)])[:-1]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """As `Tokenizer.decode`."""
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
         return bytes(number for number in ids if number < 256).decode(errors="replace")
 
     def files(self) -> dict[str, bytes]:
-        """As `Tokenizer.files`: byte-level BPE without merges, whose numbers are the values of the bytes."""
+        """Return the files that `transformers.AutoTokenizer` loads it from, by name: byte-level BPE without merges, whose
+        numbers are the values of the bytes."""
         end = {"id": self.eos_id, "content": END_OF_TEXT, "special": True}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         tokenizer = {
@@ -158,7 +134,7 @@ class Transformers:
                 known = loaded.get_vocab()
                 loaded.eos_token = next((end for end in _ENDS if end in known), None)
             else:
-                loaded = _pretrained(transformers, str(path) if path.is_dir() else name, None if path.is_dir() else revision)
+                loaded = _pretrained(str(path) if path.is_dir() else name, None if path.is_dir() else revision)
         except Exception as error:  # whatever a file that is none makes the library raise
             at = f" at the revision {revision}" if revision else ""
             raise DataError(
@@ -170,7 +146,7 @@ class Transformers:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """As `Tokenizer.about`."""
+        """As `Bytes.about`."""
         return {
             "kind": "transformers",
             "name": self._name,
@@ -188,7 +164,7 @@ class Transformers:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """As `Tokenizer.token_bytes`."""
+        """As `Bytes.token_bytes`."""
         added = dict(self.tokenizer.added_tokens_decoder)
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         byte_level = backend is not None and "ByteLevel" in str(json.loads(backend.to_str()).get("decoder"))
@@ -205,7 +181,7 @@ class Transformers:
         return found
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
-        """As `Tokenizer.encode`; int32."""
+        """As `Bytes.encode`; int32."""
         if not texts:
             return []
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -222,16 +198,16 @@ class Transformers:
         return [np.array(ids, np.int32) for ids in found["input_ids"]]
 
     def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As `Tokenizer.documents`; int32."""
+        """As `Bytes.documents`; int32."""
         begin = np.array([] if self._bos is None else [self._bos], np.int32)
         return [np.concatenate([begin, ids, np.array([self._eos], np.int32)]) for ids in self.encode(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """As `Tokenizer.decode`."""
+        """As `Bytes.decode`."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def files(self) -> dict[str, bytes]:
-        """As `Tokenizer.files`."""
+        """As `Bytes.files`."""
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save_pretrained(folder)
             found = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
@@ -240,16 +216,19 @@ class Transformers:
         return {**found, "tokenizer_config.json": (json.dumps(kept, indent=1) + "\n").encode()}
 
 
-def _pretrained(transformers: Any, name: str, revision: str | None) -> Any:
+Tokenizer = Bytes | Transformers
+
+
+def _pretrained(name: str, revision: str | None) -> Any:
     """Return a tokenizer from this machine, or else from the hub."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=True)
+        return foreign.tokenizer(name, revision=revision)
     except OSError:
         if Path(name).is_dir():
             raise
         if reason := offline.why():
             raise OSError(reason) from None
-        return transformers.AutoTokenizer.from_pretrained(name, revision=revision)
+        return foreign.tokenizer(name, revision=revision, download=True)
 
 
 def _digest(files: Mapping[str, bytes]) -> str:

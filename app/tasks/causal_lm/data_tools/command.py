@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +32,8 @@ def main(argv: Sequence[str]) -> int:
 def _tokenize(argv: Sequence[str]) -> int:
     options = _tokenize_parser().parse_all(argv)
     _refuse_contradictions(options)
-    started_s = time.perf_counter()
-    from app.tasks.causal_lm.data.store import about
     from app.tasks.causal_lm.data.tokenizers import open_tokenizer
     from app.tasks.causal_lm.data_tools import tokenizing
-    from app.tasks.causal_lm.data_tools.summary import as_text
 
     is_packed = options.pack or options.prompts
     job = tokenizing.Job(
@@ -47,11 +43,8 @@ def _tokenize(argv: Sequence[str]) -> int:
         sequence_length=(options.sequence_length or _ROW_TOKENS) if is_packed else None,
         prompts=options.prompts,
         too_long=options.too_long,
-        skip_unreadable=options.skip_unreadable,
     )
-    made = tokenizing.tokenize(options.out, job, options.workers)
-    elapsed_s = time.perf_counter() - started_s
-    sys.stdout.write(as_text(options.out, about(options.out), made, workers=options.workers, elapsed_s=elapsed_s))
+    sys.stdout.write(tokenizing.tokenize(options.out, job, options.workers))
     return 0
 
 
@@ -60,14 +53,18 @@ def _sources(options: argparse.Namespace) -> dict[str, Any]:
     from app.tasks.causal_lm.data import texts
     from app.tasks.causal_lm.data_tools.tokenizing import columns_of
 
+    separator = options.document_separator
+    for escape, character in ((r"\n", "\n"), (r"\t", "\t"), (r"\f", "\f"), (r"\0", "\0")):
+        separator = separator and separator.replace(escape, character)
     asked = texts.Asked(
         columns=tuple(options.column.split(",")) if options.column else () if options.prompts else ("text",),
         more_columns=("tools", "chat_template_kwargs") if options.prompts else (),
         kind=options.format,
-        separator=None if options.document_separator is None else _unescaped(options.document_separator),
+        separator=separator,
         config=options.config,
         revision=options.revision,
         split=options.split,
+        skip_unreadable=options.skip_unreadable,
     )
     if not asked.columns:
         asked = replace(asked, columns=columns_of(texts.find(options.sources, asked)))
@@ -81,20 +78,17 @@ def _sources(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_for_files(options: argparse.Namespace, datasets: set[str]) -> None:
-    """Raise UsageError for what is said of data sets where there are only files."""
-    for name, kind, are_there in (
-        ("--config", "data sets of the hub", any(not Path(name).exists() for name in datasets)),
-        ("--revision", "data sets of the hub", any(not Path(name).exists() for name in datasets)),
-        ("--validation-split", "data sets with splits", bool(datasets)),
-        ("--test-split", "data sets with splits", bool(datasets)),
+    """Raise UsageError for options of data sets if there are only files."""
+    of_hub = any(not Path(name).exists() for name in datasets)
+    for name, kind, is_there in (
+        ("config", "data sets of the hub", of_hub),
+        ("revision", "data sets of the hub", of_hub),
+        ("validation_split", "data sets with splits", bool(datasets)),
+        ("test_split", "data sets with splits", bool(datasets)),
     ):
-        value = getattr(options, name[2:].replace("-", "_"))
-        if value is not None and not are_there:
-            raise UsageError(f"{name} {value}: it is for {kind}, and all sources are files; leave it out")
-
-
-def _unescaped(text: str) -> str:
-    return text.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\f", "\f").replace(r"\0", "\0")
+        if (value := getattr(options, name)) is not None and not is_there:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} {value}: it is for {kind}, and all sources are files; leave it out")
 
 
 def _refuse_contradictions(options: argparse.Namespace) -> None:
@@ -133,12 +127,7 @@ def _tokenize_parser() -> Parser:
     add("--column", metavar="NAME", help="column with the text (default: text); with --prompts the column with the messages, "
         "or PROMPT,COMPLETION (default: whichever usual names are there)")  # fmt: skip
     add("--format", choices=("text", "jsonl", "parquet"), help="format of all files, whatever their endings")
-    add(
-        "--document-separator",
-        metavar="TEXT",
-        help=r"separates the documents of a text file, such as '<|endoftext|>' or "
-        r"'\n\n'",
-    )
+    add("--document-separator", metavar="TEXT", help=r"separates the documents of a text file, such as '\n\n'")
     add("--config", metavar="NAME", help="configuration of a hub data set")
     add("--revision", metavar="COMMIT", help="commit, branch or tag of a hub data set")
     add("--split", default="train", metavar="NAME", help="split of a data set to train on (default: train)")
@@ -147,28 +136,11 @@ def _tokenize_parser() -> Parser:
             help=f"share of the training documents to use as the {split} split, such as 0.01")  # fmt: skip
         add(f"--{split}-source", nargs="+", action="extend", metavar="SOURCE", help=f"sources of the {split} split instead")
         add(f"--{split}-split", metavar="NAME", help=f"split of a data set to use for {split}")
-    add(
-        "--pack",
-        action="store_true",
-        help="pack whole documents into rows; without it, rows are cut from one continuous stream of tokens",
-    )
+    add("--pack", action="store_true", help="pack whole documents into rows (default: one continuous stream of tokens)")
     add("--sequence-length", type=positive, metavar="TOKENS", help=f"target tokens per packed row (default: {_ROW_TOKENS})")
-    add(
-        "--prompts",
-        action="store_true",
-        help="rows are prompts with answers, or conversations; only the answers count in the loss",
-    )
-    add(
-        "--too-long",
-        choices=("cut", "leave-out"),
-        default="cut",
-        help="what to do with examples that are longer than a row (default: cut)",
-    )
-    add(
-        "--skip-unreadable",
-        action="store_true",
-        help="skip and count unreadable documents; without it, the first one ends the command",
-    )
+    add("--prompts", action="store_true", help="rows are prompts with answers, or conversations; only answers are targets")
+    add("--too-long", choices=("cut", "leave-out"), default="cut", help="for examples longer than a row (default: cut)")
+    add("--skip-unreadable", action="store_true", help="skip and count unreadable documents (default: the first is an error)")
     count = cores.of_this_process(1)
     add("--workers", type=positive, default=count, metavar="N", help=f"processes (default: {count}, the CPU cores here); the "
         "result is the same with any number")  # fmt: skip
@@ -180,42 +152,20 @@ def _inspect(argv: Sequence[str]) -> int:
         prog="samerun data inspect", description="Show what a token folder contains: its splits, lengths and rows as text."
     )
     add = parser.add_argument
-    add(
-        "words",
-        nargs="+",
-        metavar="FOLDER|--recipe RECIPE [key=value ...]",
-        help="a token folder, or a recipe that trains on one",
-    )
+    what = "FOLDER|--recipe RECIPE [key=value ...]"
+    add("words", nargs="+", metavar=what, help="a token folder, or a recipe that trains on one")
     add("--split", default="train", choices=("train", "validation", "test"), help="split to show rows of (default: train)")
-    add(
-        "--rows",
-        type=not_negative,
-        default=3,
-        metavar="N",
-        help="how many rows to show, evenly spaced over the split (default: 3)",
-    )
+    add("--rows", type=not_negative, default=3, metavar="N", help="number of rows to show, evenly spaced (default: 3)")
     add("--row", type=not_negative, metavar="NUMBER", help="show this row instead")
-    add(
-        "--sequence-length",
-        type=positive,
-        metavar="TOKENS",
-        help="tokens per row, where rows are not packed and no recipe sets it (default: 256)",
-    )
+    add("--sequence-length", type=positive, metavar="TOKENS", help="tokens per row of a folder without packed rows "
+        "(default: 256)")  # fmt: skip
     add("--all", action="store_true", help="read every file of a token folder and verify its checksum")
     options = parser.parse_all(argv)
-    from app.tasks.causal_lm.data_tools.looking import Wanted, look
+    from app.tasks.causal_lm.data_tools.inspection import describe
 
     overrides = [word for word in options.words if "=" in word and not Path(word).exists()]
     paths = [word for word in options.words if word not in overrides]
     if len(paths) != 1:
         raise UsageError(f"{' and '.join(paths) or 'nothing'} given: give one token folder or one recipe")
-    wanted = Wanted(
-        split=options.split,
-        rows=options.rows,
-        row=options.row,
-        sequence_length=options.sequence_length,
-        everything=options.all,
-        coloured=sys.stdout.isatty(),
-    )
-    sys.stdout.write(look(paths[0], overrides, wanted))
+    sys.stdout.write(describe(paths[0], overrides, options, colored=sys.stdout.isatty()))
     return 0

@@ -23,7 +23,7 @@ from app.errors import DataError, RecipeError
 from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.left_out import LeftOut, Rest, reading
-from app.tasks.image_classification.data.pictures import PictureSource, decode, format_of
+from app.tasks.image_classification.data.pictures import PictureSource, decode
 from app.tasks.image_classification.data.rows import numbers_up_to
 from app.tasks.image_classification.data.source import Data, Source, check_labels, fingerprint
 from app.tasks.image_classification.data.split_names import each_split, sources
@@ -48,6 +48,10 @@ class Records(Protocol):
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Name of each class; None if the container does not say."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether the records hold picture files; pixels otherwise."""
 
     def picture(self, index: int, channels: int) -> Tensor:
         """Return a picture, uint8 [C, H, W]; `channels` are those that picture files are decoded to. Raises DataError."""
@@ -87,8 +91,7 @@ class RecordReader:
 
     def file(self, index: int) -> bytes | None:
         """Return the picture's file as it is stored; nothing of one that stores pixels. Raises DataError."""
-        content = self.content(index)
-        return content if format_of(content) else None
+        return self.content(index) if self.records.encoded else None
 
 
 def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Records]) -> Data:

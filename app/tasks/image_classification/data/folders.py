@@ -1,4 +1,7 @@
-"""A folder of images: path/<split>/<class>/<picture>, as torchvision's ImageFolder finds them, or path/<class>/<picture>."""
+"""A folder of images: path/<split>/<class>/<picture>, as torchvision's ImageFolder finds them, or path/<class>/<picture>.
+
+What of a folder is data says `app.data.walk`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from app.data.walk import NotRead, read_folder
 from app.errors import DataError, RecipeError
 from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.left_out import LeftOut, reading
-from app.tasks.image_classification.data.listing import Listing, counted, pictures_below
+from app.tasks.image_classification.data.listing import Listing, pictures_below
 from app.tasks.image_classification.data.pictures import PictureSource, decode
 from app.tasks.image_classification.data.source import Data, Source, fingerprint
 from app.tasks.image_classification.data.split_names import TEST_NAMES, VALIDATION_NAMES, NoSplitError, each_split, sources
@@ -107,14 +111,14 @@ def _is_flat(root: Path, data: DataRecipe) -> bool:
     usual = ("train", *VALIDATION_NAMES, *TEST_NAMES)
     if (data.train_split, data.validation_split, data.test_split) != ("train", None, None) or not root.is_dir():
         return False
-    inner = [entry for entry in root.iterdir() if entry.is_dir()]
+    inner = [root / name for name in read_folder(root, "", NotRead()).folders]
     return bool(inner) and not any((place / name).exists() for place in (root, *inner) for name in usual)
 
 
 def _classes(folder: Path, key: str) -> list[str]:
     """Return the names of the class folders, in the order that ImageFolder numbers them."""
     try:
-        classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        classes = read_folder(folder, "", NotRead()).folders
     except OSError as error:
         raise (NoSplitError if isinstance(error, FileNotFoundError) else DataError)(
             f"{folder} cannot be read ({error.strerror}); data.path must contain a folder for each split, and {key} is its name"
@@ -143,7 +147,7 @@ def _open_split(folder: Path, classes: tuple[str, ...], left_out: LeftOut, *, re
     empty = np.flatnonzero(np.bincount(files.labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(classes[index] for index in empty[:5])
-        others = f" (files of other kinds: {counted(files.left_out)})" if files.left_out else ""
+        others = f" ({files.left_out})" if files.left_out else ""
         raise DataError(
             f"{folder}: there are no pictures in the class folder(s) {names}{others}; add pictures, or remove "
             "these folders from both splits"

@@ -53,28 +53,10 @@ class Framing:
         """Return the images of pictures of one size (uint8 [..., C, H, W]), resized and cropped at the centre."""
         if self.image_size is None:
             return pictures
-        size, top, left = _centre(pictures.shape[-2], pictures.shape[-1], self.image_size, self.resize_size or self.image_size)
+        height, width, target = *pictures.shape[-2:], self.resize_size or self.image_size
+        size = int(target * height / min(height, width)), int(target * width / min(height, width))
+        top, left = round((size[0] - self.image_size) / 2), round((size[1] - self.image_size) / 2)
         return resize(pictures, size)[..., top : top + self.image_size, left : left + self.image_size]
-
-    def box(self, height: int, width: int, draws: SampleDraws | None) -> tuple[float, float, float, float]:
-        """Return top, left, height and width of the part of a picture that becomes its image for a sample's draws.
-
-        Height and width are the picture's. All are in pixels and parts of them: `fixed` crops only after resizing. Needs
-        image_size.
-        """
-        assert self.image_size is not None
-        if self.min_area is not None and draws is not None:
-            return crop_box(height, width, draws, min_area=self.min_area)
-        size, top, left = _centre(height, width, self.image_size, self.resize_size or self.image_size)
-        rows, columns = height / size[0], width / size[1]
-        return top * rows, left * columns, self.image_size * rows, self.image_size * columns
-
-
-def _centre(height: int, width: int, side: int, target: int) -> tuple[tuple[int, int], int, int]:
-    """Return the height and width of a picture whose shorter side becomes `target`, and top and left of its centre crop."""
-    shorter = min(height, width)
-    size = int(target * height / shorter), int(target * width / shorter)
-    return size, round((size[0] - side) / 2), round((size[1] - side) / 2)
 
 
 def crop_box(height: int, width: int, draws: SampleDraws, *, min_area: float) -> tuple[int, int, int, int]:

@@ -99,7 +99,7 @@ def _reading(path: Path, what: str) -> Iterator[None]:
     """Say that `what` cannot be read where the library says so, which it does in many ways. Raises DataError."""
     try:
         yield
-    except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (OSError, KeyError, RuntimeError, TypeError, ValueError, MemoryError) as error:  # the last by a damaged shape
         raise DataError(f"{what} cannot be read ({first_line(error)}); replace {path.name}") from error
 
 
@@ -108,7 +108,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         """Raises DataError if it cannot be opened."""
-        with extra("data.source=hdf5", "h5py"):
+        with extra("data.source=hdf5"):
             import h5py
         with _reading(path, str(path)):
             self.file = h5py.File(path, "r", locking=False)
@@ -128,7 +128,7 @@ class OpenFile:
 
 def _dataset(file: Any, names: Sequence[str], path: Path, what: str) -> Any:
     for name in names:
-        if name in file and hasattr(file[name], "dtype"):
+        if name in file and hasattr(file[name], "ndim"):
             return file[name]
     raise DataError(
         f"{path} contains none of the datasets {', '.join(names)}, but {', '.join(file) or 'nothing'}; set "

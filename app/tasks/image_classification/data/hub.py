@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 
 from app.data import offline
+from app.data.tables import check_columns
+from app.data.walk import NotRead, check_complete, walk
 from app.errors import DataError, RecipeError
+from app.files import foreign
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.kept import stamps
 from app.tasks.image_classification.data.left_out import LeftOut, reading
@@ -35,6 +38,7 @@ def open_hub(recipe: Sections) -> Data:
     channels. Without data.image_size every image must have the size of the first.
     """
     data = recipe.data
+    _check_files(recipe)
     names = _names(recipe)
     splits = _load(recipe, names)
     where = [f"the {name} split of {data.path}" for name in names.values()]
@@ -58,6 +62,17 @@ def open_hub(recipe: Sections) -> Data:
     return Data(opened["train"], opened.get("validation"), opened.get("test"))
 
 
+def _check_files(recipe: Sections) -> None:
+    """Raise DataError if the library would read a part of the files: of a numbered set, or of columns of one name."""
+    path = _path(recipe)
+    files = [path] if path.is_file() else []
+    if path.is_dir():
+        files = [path / folder.name / name for folder in walk(path, "", NotRead()) for name in folder.files]
+        check_complete(files, remedy="keep only complete sets in this folder")
+    for file in {(file.parent, file.suffix): file for file in files}.values():
+        check_columns(file, (recipe.data.image_column, recipe.data.label_column))
+
+
 def download_hub(recipe: Sections) -> None:
     """Download a data set of the hub into the library's cache, unless data.path is a file or a folder.
 
@@ -66,13 +81,12 @@ def download_hub(recipe: Sections) -> None:
     path = _path(recipe)
     if path.exists():
         return
-    from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     why = offline.why()
     try:
         with offline.datasets_offline() if why else nullcontext():
-            load_dataset(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
+            foreign.data_set(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
             f"data.path={path} is not a file or folder here, and cannot be downloaded from the hub: "
@@ -126,8 +140,6 @@ def _saved_splits(path: Path) -> list[str]:
 
 
 def _load_saved(path: Path, names: dict[str, str]) -> list[Any]:
-    from datasets import load_from_disk
-
     saved = _saved_splits(path)
     if saved == ["."]:
         raise DataError(
@@ -137,7 +149,7 @@ def _load_saved(path: Path, names: dict[str, str]) -> list[Any]:
         if name not in saved:
             raise DataError(f"data.{split}_split={name}: {path} has the splits {', '.join(saved)}; use one of these")
     try:
-        return [load_from_disk(str(path / name)) for name in names.values()]
+        return [foreign.saved_data_set(path / name) for name in names.values()]
     except IndexError as error:  # what version 5.2 makes of a split that was empty when it was saved
         raise DataError(f"data.path={path}: one of the splits {' and '.join(names.values())} has no samples") from error
 
@@ -158,19 +170,17 @@ def _refuse_for_files(recipe: Sections, path: Path) -> None:
 
 
 def _load_files(recipe: Sections, path: Path, names: dict[str, str] | None) -> Any:
-    from datasets import load_dataset
-
     splits = None if names is None else list(names.values())
 
     if path.is_file():
-        if path.suffix not in BUILDERS:
+        if path.suffix.lower() not in BUILDERS:
             raise DataError(
                 f"data.path={path} is a file of an unknown kind ({', '.join(BUILDERS)}); use one of these, or a folder"
             )
-        return load_dataset(BUILDERS[path.suffix], data_files=str(path), split=splits)
+        return foreign.data_set(BUILDERS[path.suffix.lower()], data_files=str(path), split=splits)
     if recipe.data.hub_revision is not None:
         return _load_pinned(recipe, names)
-    return load_dataset(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=splits)
+    return foreign.data_set(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=splits)
 
 
 def _load_pinned(recipe: Sections, names: dict[str, str] | None) -> Any:

@@ -5,16 +5,13 @@ The format is four numbers that say type and shape, then the bytes: http://yann.
 
 from __future__ import annotations
 
-import gzip
 import struct
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from app.data.compressed import opened
 from app.errors import DataError
 from app.tasks.image_classification.data.arrays import open_array
 from app.tasks.image_classification.data.kept import keep, stamps
@@ -99,7 +96,7 @@ def read_labels(path: Path) -> np.ndarray:
 def read_shape(path: Path, dimensions: int) -> tuple[int, ...]:
     """Return the shape of the array in an idx file of unsigned bytes; a plain file must have so many. Raises DataError."""
     header, magic = _header_bytes(dimensions), UNSIGNED_BYTE << 8 | dimensions
-    with _opened(path) as file:
+    with opened(path) as file:
         start = file.read(header)
         if len(start) < header or struct.unpack_from(">I", start)[0] != magic:
             raise DataError(
@@ -115,7 +112,7 @@ def read_shape(path: Path, dimensions: int) -> tuple[int, ...]:
 def _unpacked(path: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Yield the array of a compressed file in pieces, and check at its end that it has so many bytes."""
     rows, row_bytes, read_bytes = pictures_in_a_chunk(shape), int(np.prod(shape[1:], dtype=np.int64)), 0
-    with _opened(path) as file:
+    with opened(path) as file:
         file.read(_header_bytes(1 if len(shape) == 1 else 3))
         for start in range(0, shape[0], rows):
             piece = file.read(min(rows, shape[0] - start) * row_bytes)
@@ -132,16 +129,6 @@ def _check_length(path: Path, data_bytes: int, shape: tuple[int, ...]) -> None:
         raise DataError(
             f"{path} holds {data_bytes} bytes of data, but its header says {'x'.join(map(str, shape))}; replace the file"
         )
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[gzip.GzipFile | BinaryIO]:
-    """Open a file, unpacked if it is compressed. Raises DataError, in the block as well, if it cannot be read."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield file
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({error}); replace the file") from error
 
 
 def _header_bytes(dimensions: int) -> int:

@@ -23,6 +23,7 @@ import numpy as np
 from app.data.progress import progress
 from app.data.turns import alone, cache_folder
 from app.errors import DataError
+from app.files import foreign
 from app.files.whole import file_made_whole
 
 _TOLD_EVERY = 256
@@ -42,7 +43,7 @@ class Index:
     @cached_property
     def rows(self) -> np.ndarray:
         """int64 [N, 4]: number of the file, offset in bytes, size in bytes, label."""
-        return np.asarray(np.load(self.path, mmap_mode="r"))
+        return np.asarray(foreign.array(self.path))
 
     @property
     def labels(self) -> np.ndarray:

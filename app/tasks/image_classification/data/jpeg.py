@@ -1,7 +1,7 @@
 """JPEG files to pixels by torchcodec where it is installed (`pip install "samerun[jpeg]"`): Pillow's pixels, sooner.
 
 Both are libjpeg-turbo with its default settings. The copy from Pillow's image to an array costs as much as the decoding for
-large photographs (docs/performance-data.md). What torchcodec does not decode is left to Pillow, and so is the
+large photographs (benchmarks/RESULTS.md). What torchcodec does not decode is left to Pillow, and so is the
 last word on a file that is damaged.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -27,29 +26,15 @@ def decoded(picture: Image.Image, content: bytes, *, channels: int) -> Tensor | 
     `picture` is what Pillow has read of its header; `channels` is 1 for grayscale, 3 for RGB. Raises DataError if torchcodec is
     installed and cannot be loaded.
     """
-    if not (is_plain(picture, content, channels=channels) and is_installed()):
+    kinds = ("L",) if channels == 1 else ("L", "RGB")
+    # torchcodec fills with gray what is missing of a file that was cut, where Pillow refuses it.
+    if not (picture.format == "JPEG" and picture.mode in kinds and content.endswith(_END) and is_installed()):
         return None
     try:
         pixels: Tensor = decoder()(content, mode="GRAY" if channels == 1 else "RGB")
     except RuntimeError:  # damaged inside: Pillow says how, or decodes what can be
         return None
     return pixels
-
-
-def is_plain(picture: Image.Image, content: bytes, *, channels: int) -> bool:
-    """Return whether a file is a whole JPEG, gray or in colour as `channels` has it; the arguments are those of `decoded`."""
-    kinds = ("L",) if channels == 1 else ("L", "RGB")
-    # torchcodec fills with gray what is missing of a file that was cut, where Pillow refuses it.
-    return picture.format == "JPEG" and picture.mode in kinds and content.endswith(_END)
-
-
-def header_of(content: bytes, *, channels: int) -> Image.Image | None:
-    """Return what Pillow reads of the header of a file if it `is_plain`; nothing is decoded yet."""
-    try:
-        picture = Image.open(io.BytesIO(content))
-    except Exception:  # each of Pillow's formats has its own; whoever decodes it then says what is wrong
-        return None
-    return picture if is_plain(picture, content, channels=channels) else None
 
 
 @functools.cache

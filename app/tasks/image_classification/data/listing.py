@@ -3,7 +3,7 @@
 Listing a million files takes a minute on a network disk, and their names take hundreds of megabytes in every process. So a
 list is kept below the user's cache ($SAMERUN_CACHE), one process of a node makes it, and it is made again when a folder has
 changed: one in which a file appears, disappears or is renamed has another date. What is listed, and in which order, is what
-torchvision's ImageFolder finds.
+torchvision's ImageFolder finds, without what `app.data.walk` leaves out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ import numpy as np
 
 from app.data.progress import progress
 from app.data.turns import alone, cache_folder
+from app.data.walk import BESIDE_FOLDERS, NotRead, walk
 from app.errors import DataError
 from app.files.whole import remove_remains
 
-FORMAT = 2
+FORMAT = 3
 """Version of this layout, part of the list's file name."""
 _COLUMNS: dict[str, type[np.generic]] = {"names.bin": np.uint8, "ends.bin": np.int64, "labels.bin": np.int64}
 _ABOUT = "listing.json"
@@ -37,15 +37,13 @@ _TICK_NS = 2 * 10**9
 class Listing:
     """Files, each by its path below the folder and its label. Pickled, one that is kept is its place."""
 
-    def __init__(
-        self, columns: Sequence[np.ndarray], left_out: Mapping[str, int], kept: tuple[Path, int] | None = None
-    ) -> None:
+    def __init__(self, columns: Sequence[np.ndarray], left_out: NotRead, kept: tuple[Path, int] | None = None) -> None:
         self.names = columns[0]
         """The paths, bytes with a zero between two, uint8."""
         self.labels = columns[2]
         """int64 [N]."""
         self.left_out = left_out
-        """Number of files that are not pictures, by suffix; without hidden files."""
+        """Files and folders that are no pictures."""
         self._ends, self._kept = columns[1], kept  # where each path ends in `names`, int64 [N]
 
     @classmethod
@@ -53,7 +51,7 @@ class Listing:
         """Return the one that was made at this time and is kept in `place`. Raises DataError if it is there no more."""
         try:
             about = json.loads((place / _ABOUT).read_text())
-            found_ns, left_out = about["listed_ns"], about["left_out"]
+            found_ns, left_out = about["listed_ns"], NotRead(about["left_out"])
             columns = [_mapped(place / name, kind) for name, kind in _COLUMNS.items()]
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
@@ -69,7 +67,7 @@ class Listing:
     @classmethod
     def in_memory(cls, place: Path) -> Listing:
         """Return the one in `place`, of which nothing is needed any longer."""
-        left_out = json.loads((place / _ABOUT).read_text())["left_out"]
+        left_out = NotRead(json.loads((place / _ABOUT).read_text())["left_out"])
         return cls([np.fromfile(place / name, kind) for name, kind in _COLUMNS.items()], left_out)
 
     def __len__(self) -> int:
@@ -111,13 +109,6 @@ def pictures_below(folder: Path, classes: Sequence[str]) -> Listing:
             return Listing.in_memory(Path(elsewhere))
 
 
-def counted(left_out: Mapping[str, int]) -> str:
-    """Return what was left out in words: `12 .gif, 1 .txt`."""
-    most_first = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
-    shown = ", ".join(f"{count} {ending}" for ending, count in most_first[:5])
-    return shown + (", ..." if len(most_first) > 5 else "")
-
-
 def _kept(place: Path, folder: Path, classes: Sequence[str]) -> Listing | None:
     """Return the list in `place` if it is whole and every folder is as it was."""
     try:
@@ -149,18 +140,24 @@ def _write(place: Path, folder: Path, classes: Sequence[str]) -> tuple[int, int]
     """Write the list's files; return when it was begun, and when a folder last changed. Raises OSError and DataError."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension  # not at the top: it takes a second
 
-    dates_ns: dict[str, int] = {}
-    left_out: Counter[str] = Counter()
     listed_ns, end = time.time_ns(), -1
+    left_out = NotRead()
+    top = next(walk(folder, "", left_out))
+    for name in top.files:
+        left_out.add(BESIDE_FOLDERS, name)
+    dates_ns = {"": top.changed_ns}
     names_file, ends_file, labels_file = ((place / name).open("wb") for name in _COLUMNS)
     doing = progress(f"listing the pictures of {folder}", len(classes), "folders")
     with names_file, ends_file, labels_file, doing as advance:
         for label, name in enumerate(classes):
-            files = list(_files(folder, name, dates_ns))
-            pictures = [path for path in files if has_file_allowed_extension(path, IMG_EXTENSIONS)]
-            if len(pictures) < len(files):
-                others = (Path(path) for path in set(files).difference(pictures))
-                left_out.update(path.suffix.lower() or path.name for path in others if not path.name.startswith("."))
+            pictures = []
+            for found in sorted(walk(folder, name, left_out)):
+                dates_ns[found.name] = found.changed_ns
+                for path in (f"{found.name}/{file}" for file in found.files):
+                    if has_file_allowed_extension(path, IMG_EXTENSIONS):
+                        pictures.append(path)
+                    else:
+                        left_out.add_ending(path)
             paths = [os.fsencode(path) for path in pictures]
             advance(1)
             if not paths:
@@ -176,31 +173,10 @@ def _write(place: Path, folder: Path, classes: Sequence[str]) -> tuple[int, int]
         "classes": list(classes),
         "listed_ns": listed_ns,
         "sizes_bytes": sizes_bytes,
-        "left_out": left_out,
+        "left_out": left_out.found,
     }
     (place / _ABOUT).write_text(json.dumps({**about, "dates_ns": dates_ns}))
     return listed_ns, max(dates_ns.values())
-
-
-def _files(folder: Path, name: str, dates_ns: dict[str, int]) -> Iterator[str]:
-    """Yield the paths below `folder` of all files below its sub-folder `name`, and note the dates of the folders.
-
-    The order is that of sorted(os.walk(..., followlinks=True)), with sorted files.
-    """
-    found = {}
-    to_read = [name]
-    while to_read:
-        name = to_read.pop()
-        try:
-            dates_ns[name] = (folder / name).stat().st_mtime_ns  # before it is read: a change while it is read gives another
-            with os.scandir(folder / name) as scan:
-                entries = [(entry.name, entry.is_dir()) for entry in scan]
-        except OSError as error:
-            raise DataError(f"{folder / name} cannot be read ({error.strerror}); repair or remove it") from error
-        found[name] = sorted(file for file, is_dir in entries if not is_dir)
-        to_read += [f"{name}/{sub}" for sub, is_dir in entries if is_dir]
-    for name, files in sorted(found.items()):
-        yield from (f"{name}/{file}" for file in files)
 
 
 def _mapped(path: Path, kind: type[np.generic]) -> np.ndarray:

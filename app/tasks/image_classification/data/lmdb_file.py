@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -40,6 +40,7 @@ def key_of(index: int) -> bytes:
 class LmdbRecords:
     """The records of a split."""
 
+    encoded: ClassVar[bool] = True
     opened: Database
     classes: tuple[str, ...] | None
     labels: np.ndarray
@@ -114,7 +115,7 @@ def database(path: Path) -> Database:
 
 def open_database(path: Path) -> Any:
     """Return an `lmdb.Environment` that is open for reading, without locks: nobody writes. Raises DataError."""
-    with extra("data.source=lmdb", "lmdb"):
+    with extra("data.source=lmdb"):
         import lmdb
     try:
         # Samples are read in any order: the system need not read what follows one.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from app.data.walk import NotRead, read_folder
+from app.place.topology import listed
 from app.tasks.image_classification.data.decoded import reader_of
 from app.tasks.image_classification.data.folders import FileReader
-from app.tasks.image_classification.data.listing import counted
 from app.tasks.image_classification.data.open import Data
 
 _NAMED = 5
@@ -14,7 +17,7 @@ _NAMED = 5
 
 
 def notes_on(data: Data) -> list[str]:
-    """Return a sentence for each thing that was seen: classes without a training sample, files that are no pictures."""
+    """Return a sentence for each thing that was seen: classes without a training sample, and what is not read."""
     notes = []
     reader, classes = reader_of(data.train), data.train.classes
     if reader.labels is not None:
@@ -29,13 +32,19 @@ def notes_on(data: Data) -> list[str]:
                 )
                 + (_NUMBERED if classes == tuple(map(str, range(len(classes)))) else "")
             )
-    for source in data.there.values():
-        reader = reader_of(source)
-        if isinstance(reader, FileReader) and reader.files.left_out:
-            notes.append(
-                f"{reader.folder}: {counted(reader.files.left_out)} are left out, because their suffixes are "
-                "not those of supported pictures: to use them, convert them, for example to .png"
-            )
+    return notes + not_read(data)
+
+
+def not_read(data: Data) -> list[str]:
+    """Return a sentence for each folder of the data in which there is something that is not read."""
+    readers = [reader for reader in map(reader_of, data.there.values()) if isinstance(reader, FileReader)]
+    notes = [f"{reader.folder}: {reader.files.left_out}" for reader in readers if reader.files.left_out]
+    below = [Path(reader.prefix).parts for reader in readers if reader.prefix]
+    if below:
+        top = readers[0].folder.parents[len(below[0]) - 1]
+        others = [name for name in read_folder(top, "", NotRead()).folders if name not in {parts[0] for parts in below}]
+        if others:
+            notes.append(f"{top}: no split of the recipe reads {listed(others, _NAMED)}")
     return notes
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from app.data.turns import alone
-from app.errors import DataError, RecipeError
+from app.errors import DataError
 from app.tasks.image_classification.data.arrays import open_arrays, open_digits
 from app.tasks.image_classification.data.cifar import download_cifar, open_cifar
 from app.tasks.image_classification.data.decoded import decoded_once
@@ -16,15 +16,12 @@ from app.tasks.image_classification.data.folders import open_folder
 from app.tasks.image_classification.data.hdf5 import open_hdf5
 from app.tasks.image_classification.data.hub import download_hub, open_hub
 from app.tasks.image_classification.data.idx import download_idx, open_idx
-from app.tasks.image_classification.data.left_out import reading
 from app.tasks.image_classification.data.lmdb_file import open_lmdb
-from app.tasks.image_classification.data.pictures import PictureSource
-from app.tasks.image_classification.data.reduced import ReducedSource
-from app.tasks.image_classification.data.source import DOWNLOADS, Data, Source, first_line
+from app.tasks.image_classification.data.source import DOWNLOADS, Data, first_line
 from app.tasks.image_classification.data.stage import located, staged
 from app.tasks.image_classification.data.tar_shards import open_tar_shards
 from app.tasks.image_classification.data.tfrecords import open_tfrecords
-from app.tasks.image_classification.sections import DataRecipe, Sections
+from app.tasks.image_classification.sections import Sections
 
 OPEN: Mapping[str, Callable[[Sections], Data]] = {
     "digits": open_digits,
@@ -56,24 +53,12 @@ def open_data(recipe: Sections) -> Data:
 
 def open_staged(recipe: Sections) -> Data:
     """Return the splits from where `staged` said that they are. Raises DataError and RecipeError as `open_data`."""
-    opened = open_undecoded(recipe)
-    return opened if recipe.data.jpeg_decoder == "reduced" else opened.changed(decoded_once)
+    return open_undecoded(recipe).changed(decoded_once)
 
 
 def open_undecoded(recipe: Sections) -> Data:
     """Return the same with no picture decoded yet that the opening itself does not need. Raises as `open_staged`."""
-    opened = OPEN[recipe.data.source](recipe)
-    return opened.changed(lambda source: _reduced(source, recipe.data)) if recipe.data.jpeg_decoder == "reduced" else opened
-
-
-def _reduced(source: Source, data: DataRecipe) -> Source:
-    """Return the source, decoding no more of a JPEG file than its image needs. Raises RecipeError if it holds pixels."""
-    if not isinstance(source, PictureSource) or reading(source.read.file, getattr(source.read, "name", str))(0) is None:
-        raise RecipeError(
-            f"data.jpeg_decoder is reduced, and data.source={data.source} holds pixels, so there is nothing "
-            "to decode: remove data.jpeg_decoder"
-        )
-    return ReducedSource(**{field.name: getattr(source, field.name) for field in fields(source)})
+    return OPEN[recipe.data.source](recipe)
 
 
 def open_stored(recipe: Sections) -> Data:
@@ -82,7 +67,7 @@ def open_stored(recipe: Sections) -> Data:
     needs_size = data.source in ("imagefolder", "fakedata")  # the first for its batches, which nobody asks for here
     size = (data.image_size or 1) if needs_size else None
     augment = replace(recipe.augment, resized_crop_min_area=None)
-    as_they_are = replace(data, image_size=size, resize_size=None, jpeg_decoder="libjpeg")
+    as_they_are = replace(data, image_size=size, resize_size=None)
     stored = replace(recipe, data=as_they_are, augment=augment)
     return OPEN[data.source](stored)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from app.data.draws import HostDraws
 from app.errors import DataError
 from app.tasks.image_classification.data import jpeg
 from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.image_file import half, is_gray, is_large, opened
 from app.tasks.image_classification.data.source import facts_of
 
 
@@ -100,28 +99,25 @@ def decode(file: Path | BinaryIO, *, channels: int, name: str) -> Tensor:
     are deprecated since 0.29. Orientation tags are ignored and palettes looked up, as torchvision's loader does. Raises
     DataError if it cannot be decoded, is not 8 bits a channel, or is in colour where grayscale is expected.
     """
-    try:
-        with Image.open(file) as picture:
-            if picture.format == "JPEG" and jpeg.is_installed():
-                pixels = jpeg.decoded(picture, _content(file), channels=channels)
-                if pixels is not None:
-                    return pixels
-            picture.load()
-    except DataError:
-        raise
-    except Exception as error:  # each of Pillow's decoders has its own: OSError, SyntaxError, struct.error, ...
-        raise DataError(f"{name} cannot be read as an image ({type(error).__name__}: {error}); replace or remove it") from error
-    if picture.mode[0] in "IF":
-        raise DataError(f"{name} has more than 8 bits per channel (mode {picture.mode}); store it with 8 bits")
-    if channels == 1 and not is_gray(picture):
-        raise DataError(
-            f"{name} is in colour (mode {picture.mode}) in a grayscale data set; store all pictures in the same way"
-        )
-    # By way of RGBA the colours are the same, without the warning of going to RGB at once.
-    plain = picture.convert("RGBA") if picture.mode == "P" and "transparency" in picture.info else picture
-    mode = "L" if channels == 1 else "RGB"
-    array = np.array(plain if plain.mode == mode else plain.convert(mode))
-    return torch.from_numpy(array.reshape(*array.shape[:2], channels)).permute(2, 0, 1)
+    with opened(file, name) as picture:
+        if picture.format == "JPEG" and jpeg.is_installed() and not is_large(picture):
+            pixels = jpeg.decoded(picture, _content(file), channels=channels)
+            if pixels is not None:
+                return pixels
+        if is_large(picture):
+            picture.draft(None, half(picture))
+        picture.load()
+        if picture.mode[0] in "IF":
+            raise DataError(f"{name} has more than 8 bits per channel (mode {picture.mode}); store it with 8 bits")
+        if channels == 1 and not is_gray(picture):
+            raise DataError(
+                f"{name} is in colour (mode {picture.mode}) in a grayscale data set; store all pictures in the same way"
+            )
+        # By way of RGBA the colours are the same, without the warning of going to RGB at once.
+        plain = picture.convert("RGBA") if picture.mode == "P" and "transparency" in picture.info else picture
+        mode = "L" if channels == 1 else "RGB"
+        array = np.array(plain if plain.mode == mode else plain.convert(mode))
+        return torch.from_numpy(array.reshape(*array.shape[:2], channels)).permute(2, 0, 1)
 
 
 def _content(file: Path | BinaryIO) -> bytes:
@@ -133,18 +129,3 @@ def _content(file: Path | BinaryIO) -> bytes:
     content = file.read()
     file.seek(place)
     return content
-
-
-def format_of(content: bytes) -> str | None:
-    """Return Pillow's name for the format of a picture's file, such as JPEG, or None if it is no picture's."""
-    try:
-        with Image.open(io.BytesIO(content)) as picture:
-            name: str | None = picture.format
-            return name
-    except (OSError, SyntaxError):
-        return None
-
-
-def is_gray(picture: Image.Image) -> bool:
-    """Return whether a picture has a single channel of light, with or without transparency."""
-    return picture.mode in ("1", "L", "LA")

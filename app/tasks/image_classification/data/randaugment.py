@@ -144,12 +144,15 @@ def _sharpness(images: Tensor, negative: Tensor, strength: float) -> Tensor:
 
 
 def _posterize(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
-    dropped_bits = round(_MAX_POSTERIZED_BITS * strength)
-    return images.bitwise_and(256 - 2**dropped_bits)
+    from torchvision.transforms.v2.functional import posterize_image  # not at the top: it takes a second
+
+    return posterize_image(images, 8 - round(_MAX_POSTERIZED_BITS * strength))  # type: ignore[no-any-return]
 
 
 def _solarize(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
-    return torch.where(images >= 255 * (1 - strength), 255 - images, images)
+    from torchvision.transforms.v2.functional import solarize_image
+
+    return solarize_image(images, 255 * (1 - strength))  # type: ignore[no-any-return]
 
 
 def _autocontrast(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
@@ -160,15 +163,9 @@ def _autocontrast(images: Tensor, negative: Tensor, strength: float) -> Tensor: 
 
 
 def _equalize(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
-    """Spread each channel's values so that all are about as frequent: PIL's rule, with its whole-number arithmetic."""
-    values = images.flatten(0, 1).flatten(1).long()
-    counts = values.new_zeros(len(values), 256).scatter_add_(1, values, torch.ones_like(values))
-    of_brightest = counts.gather(1, values.amax(1, keepdim=True))
-    step = (values.shape[1] - of_brightest) // 255
-    darker = counts.cumsum(1) - counts
-    table = ((darker + step // 2) // step.clamp(min=1)).clamp_(0, 255)
-    equalized = torch.where(step > 0, table.gather(1, values), values)
-    return equalized.to(torch.uint8).view_as(images)
+    from torchvision.transforms.v2.functional import equalize_image
+
+    return equalize_image(images)  # type: ignore[no-any-return]
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from app.errors import DataError
+from app.tasks.image_classification.data.image_file import is_gray, opened
 from app.tasks.image_classification.data.left_out import ALL, Rest
-from app.tasks.image_classification.data.pictures import decode, is_gray
+from app.tasks.image_classification.data.pictures import decode
 from app.tasks.image_classification.data.source import check_labels
 
 # Integer labels from this on are taken for something else (identifiers, say), not for classes.
@@ -94,9 +94,9 @@ class RowReader:
         """Return whether an encoded picture is grayscale; one that cannot be read, which `decode` reports, is not."""
         (value,) = self._values([index])
         try:
-            with Image.open(self._file(index, value)[0]) as picture:
+            with opened(*self._file(index, value)) as picture:
                 return is_gray(picture)
-        except (OSError, SyntaxError):
+        except DataError:
             return False
 
     def _values(self, indices: Sequence[int]) -> list[Any]:

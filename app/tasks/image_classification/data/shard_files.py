@@ -7,17 +7,16 @@ In a folder, the split `train` is one file (`train.tar`) or a numbered set of th
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from app.data.extras import extra
+from app.data.walk import check_complete, numbered_sets
 from app.errors import DataError
 from app.place.topology import listed
 from app.tasks.image_classification.data.split_names import NoSplitError
-
-# The last number in a name, and of how many.
-_NUMBER = re.compile(r"(\d+)(?:-of-(\d+))?(?=\D*$)")
 
 
 def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) -> list[Path]:
@@ -46,23 +45,30 @@ def find_shards(folder: Path, split: str, *, key: str, suffixes: Sequence[str]) 
             f"{folder} contains no files for {key}={split}: looked for {split if is_pattern else likely}, "
             f"found {listed(there, 5) or 'nothing'}; correct data.path or {key}"
         )
-    if not is_pattern:
-        found.sort(key=lambda file: _number(file) or (0, 0))
-        _check_set(found, f"{key}={split}", starts_at_0=(folder / split) not in (found[0].parent, found[0]))
-    return found
+    if is_pattern:
+        return found
+    return _one_set(found, f"{key}={split}", starts_at_0=(folder / split) not in (found[0].parent, found[0]))
 
 
 def _expanded(pattern: str) -> list[str]:
     if "{" not in pattern:
         return [pattern]
-    with extra("braces in the name of the split", "braceexpand"):
-        from braceexpand import braceexpand
-    return list(braceexpand(pattern))
+    with extra("braces in the name of the split"):
+        import bracex
+    return [str(name) for name in bracex.expand(pattern, limit=0)]
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
     if any(sign in pattern for sign in "*?["):
-        return sorted(folder.glob(pattern))
+        found = sorted(folder.glob(pattern))
+        check_complete(
+            found,
+            f"the pattern {pattern}",
+            remedy="exclude their numbers from the pattern",
+            wanted=lambda file: fnmatch.fnmatch(str(file), str(folder / pattern)),
+            gaps_from_0=False,
+        )
+        return found
     if not (folder / pattern).is_file():
         raise DataError(f"{folder / pattern} is missing; copy it here, or exclude its number from the pattern")
     return [folder / pattern]
@@ -70,7 +76,7 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 
 def _is_shard(name: str, split: str, suffixes: Sequence[str]) -> bool:
     """Return whether a file's name is that of a shard of the split; of any, if that is ""."""
-    suffix = f"({'|'.join(re.escape(suffix) for suffix in suffixes if suffix)})"
+    suffix = f"(?i:{'|'.join(re.escape(suffix) for suffix in suffixes if suffix)})"
     stem = rf"(?!\.)(.+[-_.])?{re.escape(split)}" if split else r"(?!\.).*?"
     forms = [rf"{stem}([-_]?\d+(-of-\d+)?)?{suffix}"]
     if "" in suffixes:
@@ -78,41 +84,17 @@ def _is_shard(name: str, split: str, suffixes: Sequence[str]) -> bool:
     return any(re.fullmatch(form, name) for form in forms)
 
 
-def _number(file: Path) -> tuple[int, int] | None:
-    """Return the number in a shard's name and the size of its set, 0 if the name does not say; None without a number."""
-    match = _NUMBER.search(file.name)
-    return (int(match[1]), int(match[2] or 0)) if match else None
-
-
-def _check_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> None:
-    sets = {_NUMBER.sub("", file.name, count=1): file for file in files}
-    numbers = [_number(file) for file in files]
-    if len(sets) > 1 or (None in numbers and len(files) > 1):
+def _one_set(files: Sequence[Path], what: str, *, starts_at_0: bool) -> list[Path]:
+    """Return the files in the order of their numbers. Raises DataError if they are not one set, or some are missing."""
+    sets = numbered_sets(files)
+    totals = sorted({shards.total or 0 for shards in sets})
+    if len(totals) > 1 and 0 not in totals:
+        raise DataError(f"{files[0].parent} contains sets of {listed(totals, 5)} shards for {what}; keep one of them")
+    if len(files) > 1 and (len(sets) != 1 or len(sets[0].files) != len(files)):
+        names = [min(shards.files.values()).name for shards in sets]
+        unnumbered = {file.name for file in files}.difference(file.name for shards in sets for file in shards.files.values())
         raise DataError(
-            f"{what} could be any of {listed([file.name for file in sets.values()], 5)} in {files[0].parent}; "
-            "choose one with a pattern"
+            f"{what} could be any of {listed([*names, *sorted(unnumbered)], 5)} in {files[0].parent}; choose one with a pattern"
         )
-    present = [number[0] for number in numbers if number]
-    totals = {number[1] for number in numbers if number}
-    if not present:
-        return
-    if len(totals) > 1:
-        raise DataError(
-            f"{files[0].parent} contains sets of {listed(sorted(map(str, totals)), 5)} shards for {what}; keep one of them"
-        )
-    total = totals.pop()
-    wanted = range(total) if total else range(0 if starts_at_0 else present[0], present[-1] + 1)
-    missing = sorted(set(wanted) - set(present))
-    if missing:
-        names = [_renumbered(files[0].name, number) for number in missing]
-        raise DataError(
-            f"{files[0].parent} lacks {len(missing)} of {len(wanted)} shards of {what}: {listed(names, 5)}; "
-            "copy them here, or choose the shards to read with a pattern"
-        )
-
-
-def _renumbered(name: str, number: int) -> str:
-    """Return the name of the shard with that number, given the name of another."""
-    match = _NUMBER.search(name)
-    assert match is not None, name
-    return f"{name[: match.start(1)]}{number:0{len(match[1])}}{name[match.end(1) :]}"
+    check_complete(files, what, remedy="choose the shards to read with a pattern", gaps_from_0=starts_at_0)
+    return [file for _, file in sorted(sets[0].files.items())] if sets else list(files)

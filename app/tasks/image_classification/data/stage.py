@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from app.data.progress import progress
 from app.data.turns import alone
+from app.data.walk import NotRead, walk
 from app.errors import DataError, RecipeError
 from app.files import paths
 from app.files.own_folder import own
@@ -80,16 +81,19 @@ def staged(recipe: Sections) -> Sections:
 
 
 def _files(source: Path) -> Iterator[_File]:
-    """Yield all files below a folder, links followed as readers of folders do; or the one that `source` is."""
+    """Yield all files below a folder, links followed as readers do; or the one that `source` is. Raises DataError."""
     if source.is_file():
         status = source.stat()
         yield _File("", status.st_size, status.st_mtime_ns)
         return
-    for folder, _, names in os.walk(source, followlinks=True):
-        for name in names:
-            path = Path(folder) / name
-            status = path.stat()
-            yield _File(str(path.relative_to(source)), status.st_size, status.st_mtime_ns)
+    for folder in walk(source, "", NotRead(), hidden=True):
+        for name in folder.files:
+            path = Path(folder.name, name)
+            try:
+                status = (source / path).stat()
+            except OSError as error:
+                raise DataError(f"{source / path} cannot be copied to data.stage_to ({error.strerror}): remove it") from error
+            yield _File(str(path), status.st_size, status.st_mtime_ns)
 
 
 def _copy(source: Path, place: Path, files: list[_File]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -36,6 +36,7 @@ PICTURES = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")
 class TarRecords:
     """The records of a split, in the order of the shards."""
 
+    encoded: ClassVar[bool] = True
     where: str
     classes: tuple[str, ...] | None
     index: Index

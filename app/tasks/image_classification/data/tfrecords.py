@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -50,6 +50,7 @@ class Features(NamedTuple):
 class ExampleRecords:
     """The records of a split, in the order of the files."""
 
+    encoded: ClassVar[bool] = True
     where: str
     classes: tuple[str, ...] | None
     index: Index
@@ -116,7 +117,7 @@ def checked(piece: bytes, name: str) -> bytes:
 
 def masked_crc(content: bytes) -> int:
     """Return the CRC-32C of `content`, rotated by 15 bits and shifted, as TensorFlow's lib/hash/crc32c.h has it."""
-    with extra("data.source=tfrecord", "google-crc32c"):
+    with extra("data.source=tfrecord"):
         import google_crc32c
     crc: int = google_crc32c.value(content)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -159,7 +160,7 @@ def read_classes(folder: Path) -> tuple[str, ...] | None:
 @functools.cache
 def example_class() -> Any:
     """Return the class of the message tf.train.Example."""
-    with extra("data.source=tfrecord", "protobuf"):
+    with extra("data.source=tfrecord"):
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()  # one of its own: TensorFlow, where it is, has put the same into the default one

@@ -66,7 +66,7 @@ def measure(recipe: Recipe, *, seconds: float) -> Costs:
         read_us = _cpu_us(batches, lambda indices: [reader.file(int(i)) for i in indices]) if with_files else 0.0
         decoded_us = _cpu_us(batches, lambda indices: deque(reader(indices.tolist()), maxlen=0)) if source.workers else 0.0
         fetched_us = _cpu_us(batches, fetch := _fetching(recipe, source))
-        decoded_us = min(decoded_us, fetched_us)  # with data.jpeg_decoder=reduced less is decoded than the reader does
+        decoded_us = min(decoded_us, fetched_us)
         fed = {**fetch(batches[0]), "samples": torch.from_numpy(batches[0])}
         augment_us = _cpu_us(batches, lambda _: prepare(fed))
     workers, with_workers_per_s = _with_workers(recipe, source, seconds)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from app.data.walk import is_hidden
 from app.errors import DataError, RecipeError
 from app.options.command_line import Parser
 from app.options.values import above_zero, positive
@@ -14,7 +15,7 @@ from app.place import cores
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 
-FORMATS = ("imagefolder", "arrays", "webdataset", "hdf5", "lmdb", "tfrecord")
+FORMATS = ("webdataset", "parquet", "arrays", "hdf5", "lmdb")
 """Formats that `pack` writes."""
 _TASK = "image_classification"
 _WHAT = "a recipe, by name or path; or a folder or file of data, whose kind is detected unless data.source=KIND is given"
@@ -60,7 +61,8 @@ def _kind(path: Path) -> str:
     if path.is_file():
         return "huggingface"
     for kind, names in patterns.items():
-        if any(next(path.glob(name), None) for name in names):
+        found = (file.relative_to(path) for name in names for file in path.glob(name))
+        if any(not any(map(is_hidden, file.parts)) for file in found):
             return kind
     raise DataError(f"{path} contains no data of a known kind; give data.source=KIND ({', '.join(patterns)})")
 
@@ -85,8 +87,9 @@ def _inspect(argv: Sequence[str]) -> int:
 
 
 def _pack(argv: Sequence[str]) -> int:
-    kept = "Samples keep their numbers, labels and classes. An image folder numbers its samples by class and file name."
-    parser = _parser("pack", f"Shrink pictures or convert them to another format. {kept}")
+    parser = _parser(
+        "pack", "Convert pictures to another format, and shrink them. Samples keep their numbers, labels and classes."
+    )
     parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
     parser.add_argument("--out", type=Path, required=True, help="folder to create; existing files are never replaced")
     parser.add_argument(
@@ -111,8 +114,8 @@ def _pack(argv: Sequence[str]) -> int:
     shrinking = None
     if options.max_side is not None:
         shrinking = pack.Shrinking(options.max_side, longer=options.longer, quality=options.quality)
-    keys = pack.pack(recipe, pack.Packing(options.to, options.out, shrinking, processes=options.processes))
-    sys.stdout.write(f"written; a recipe reads it with {' '.join(keys)}\n")
+    keys, not_read = pack.pack(recipe, options.to, options.out, shrinking=shrinking, processes=options.processes)
+    sys.stdout.write("".join(f"{line}\n" for line in [*not_read, f"written; a recipe reads it with {' '.join(keys)}"]))
     return 0
 
 

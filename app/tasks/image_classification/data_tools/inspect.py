@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,13 +15,17 @@ from app.data.progress import progress
 from app.errors import DataError
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data.decoded import reader_of
+from app.tasks.image_classification.data.image_file import opened
+from app.tasks.image_classification.data.notes import not_read
 from app.tasks.image_classification.data.open import Data, open_stored
-from app.tasks.image_classification.data.pictures import Reader, format_of
+from app.tasks.image_classification.data.pictures import Reader
 from app.tasks.image_classification.data.source import Source, spread
 
 SAMPLED = 512
 """Pictures examined per split, unless --all is given."""
 _PIECE = 16
+_ROWS = 64
+"""Rows of pixels whose values are counted at a time, each in 8 bytes."""
 # Classes that are listed by name.
 _LISTED = 20
 
@@ -37,7 +42,8 @@ class Seen:
     stored_bytes: int = 0
     means: list[list[float]] = field(default_factory=list)
     """Of each picture, by channel, of pixel values scaled to 0..1."""
-    squares: list[list[float]] = field(default_factory=list)
+    variances: list[list[float]] = field(default_factory=list)
+    """Of the same values."""
     unreadable: list[str] = field(default_factory=list)
 
     def add(self, other: Seen) -> None:
@@ -52,7 +58,9 @@ def inspect(recipe: Recipe, *, everything: bool, processes: int) -> dict[str, An
     JSON has words for all of it. `processes` read and decode. Raises DataError or RecipeError if the data cannot be opened.
     """
     facts: dict[str, Any] = {"source": recipe.sections.data.source, "path": recipe.sections.data.path}
-    for name, source in open_stored(recipe.sections).there.items():
+    data = open_stored(recipe.sections)
+    facts["not_read"] = not_read(data)
+    for name, source in data.there.items():
         indices = range(len(source)) if everything else spread(len(source), SAMPLED)
         seen = Seen()
         look = _looking(reader_of(source), indices)
@@ -80,20 +88,31 @@ def _looking(reader: Reader, indices: Any) -> Callable[[range], Seen]:
 def _look_at(reader: Reader, index: int, seen: Seen) -> None:
     file = reader.file(index)
     ((picture, label),) = reader([index])
-    pixels = picture.numpy().reshape(len(picture), -1) / np.float32(255)
+    channels, height, width = picture.shape
     if file is None:
         seen.stored_as["pixels"] += 1
         seen.stored_bytes += picture.numel()
     else:
-        seen.stored_as[format_of(file) or "unknown"] += 1
+        with opened(io.BytesIO(file), f"sample {index}") as header:
+            seen.stored_as[header.format or "unknown"] += 1
+            width, height = header.size  # a large one was decoded smaller
         seen.stored_bytes += len(file)
-    channels, height, width = picture.shape
     seen.channels[channels] += 1
     seen.heights.append(height)
     seen.widths.append(width)
     seen.labels[label] += 1
-    seen.means.append(pixels.mean(1, dtype=np.float64).tolist())
-    seen.squares.append((pixels**2).mean(1, dtype=np.float64).tolist())
+    means, variances = zip(*(_moments(channel.numpy()) for channel in picture), strict=True)
+    seen.means.append(list(means))
+    seen.variances.append(list(variances))
+
+
+def _moments(channel: np.ndarray) -> tuple[float, float]:
+    """Return mean and variance of a channel, uint8 [H, W], scaled to 0..1: of its histogram, without rounding."""
+    rows = (channel[start : start + _ROWS] for start in range(0, len(channel), _ROWS))
+    counts = sum(np.bincount(some.ravel(), minlength=256) for some in rows)
+    values = np.arange(256) / 255
+    mean = np.average(values, weights=counts)
+    return float(mean), float(np.average((values - mean) ** 2, weights=counts))
 
 
 def _facts(source: Source, seen: Seen, looked_at: int) -> dict[str, Any]:
@@ -113,7 +132,8 @@ def _facts(source: Source, seen: Seen, looked_at: int) -> dict[str, Any]:
             "height_px": _range(seen.heights),
             "width_px": _range(seen.widths),
             "mean": None if mean is None else mean.round(4).tolist(),
-            "std": None if mean is None else np.sqrt(np.mean(seen.squares, 0) - mean**2).round(4).tolist(),
+            # Within the pictures and between them: never below 0, as a difference of squares can be by rounding.
+            "std": None if mean is None else np.sqrt(np.mean(seen.variances, 0) + np.var(seen.means, 0)).round(4).tolist(),
         }
     return facts | {"decoded": source.workers, "fingerprint": source.fingerprint, "unreadable": seen.unreadable}
 
@@ -135,6 +155,7 @@ def as_text(facts: dict[str, Any]) -> str:
     lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(by_class[0]) > len(listed):
         lines.append(f"  and {len(by_class[0]) - len(listed)} more classes (--json lists all)")
+    lines += facts["not_read"]
     for split in splits:
         lines += [f"unreadable in {split}: {text}" for text in facts[split]["unreadable"]]
     return "\n".join(lines) + "\n"

@@ -1,41 +1,54 @@
-"""`samerun data pack`: converts a recipe's data to another format, or shrinks its pictures.
+"""`samerun data pack`: converts a recipe's data to another format, and shrinks its pictures.
 
-Samples keep their order, labels and classes, so that each keeps its number, except in an image folder, which numbers its
-samples by class and name. All is written under a temporary name and renamed at the end.
+Samples keep their order, labels and classes, so that each keeps its number. All is written under a temporary name and renamed
+at the end. Libraries are imported where they are used.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import os
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from app.data.extras import extra
 from app.data.many import in_order
 from app.data.progress import progress
 from app.errors import DataError, RecipeError
 from app.files.whole import made_whole
 from app.recipe.schema import Recipe
+from app.tasks.image_classification.data import hdf5, lmdb_file, tar_shards
 from app.tasks.image_classification.data.decoded import reader_of
-from app.tasks.image_classification.data.folders import FileReader
-from app.tasks.image_classification.data.open import OPEN, Data, open_stored
-from app.tasks.image_classification.data.pictures import Reader, format_of
-from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.image_file import half, is_gray, is_large, opened
+from app.tasks.image_classification.data.notes import not_read
+from app.tasks.image_classification.data.open import open_stored, open_undecoded
+from app.tasks.image_classification.data.source import Source, first_line
 from app.tasks.image_classification.data.split import Unstored, pictures_in_a_chunk, write_split
-from app.tasks.image_classification.data.split_names import VALIDATION_NAMES
 from app.tasks.image_classification.data.stage import located
-from app.tasks.image_classification.data.writers import WRITERS, Record
 
+SHARD_BYTES = 1 << 30
+"""Approximate size of a shard: large enough to read efficiently, and a thousandth of a large data set."""
+_BATCH = 128
+"""Samples in memory before they are written."""
+_HDF5_CHUNK = 64
+"""Rows per chunk; reading one row reads its whole chunk."""
+_LMDB_BYTES = 1 << 40
+"""Largest size of a database; it reserves address space only."""
 _PIECE = 32
 # Decoders of JPEG can halve the sides on the way, which saves most of the time for large photographs; from twice the wanted
 # size the resampling filter still decides what is kept.
 _DRAFT_MARGIN = 2
 # What is shrunk stays in its format where that is one of these, and becomes PNG, which loses nothing, otherwise.
 _KEPT_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
+Sample = tuple[bytes, int]
+"""A picture's file and its label."""
 
 
 @dataclass(frozen=True)
@@ -43,98 +56,59 @@ class Shrinking:
     """How pictures are made smaller; none is ever made larger, and a file that is small enough stays as it is."""
 
     max_side: int
-    """Pixels that the side may have."""
+    """Largest side in pixels."""
     longer: bool = False
-    """Whether the longer side is meant; the shorter one otherwise, which is what crops are taken of."""
+    """Apply max_side to the longer side; to the shorter one otherwise, which is what crops are taken of."""
     quality: int = 90
-    """Of JPEG and WebP, 1..100."""
+    """Quality of JPEG and WebP files, 1..100."""
 
 
-@dataclass(frozen=True)
-class Packing:
-    """What is asked of a pack."""
-
-    to: str
-    """imagefolder, arrays, or a name of `writers.WRITERS`."""
-    out: Path
-    shrinking: Shrinking | None = None
-    processes: int = 1
-
-
-def pack(recipe: Recipe, asked: Packing) -> tuple[str, ...]:
-    """Write both splits of a recipe's data and return the recipe values that read what was written, `key=value` each.
+def pack(recipe: Recipe, to: str, out: Path, *, shrinking: Shrinking | None, processes: int) -> tuple[list[str], list[str]]:
+    """Write all splits of a recipe's data; return the recipe values that read them, `key=value` each, and what was not read.
 
     Raises DataError if the folder already exists, cannot be written, or the data cannot be read, RecipeError if pictures are to
     become arrays, and no size is given for them.
     """
-    if asked.out.exists() or asked.out.is_symlink():
-        raise DataError(f"{asked.out} already exists, and pack replaces no files: choose another --out, or remove it")
-    data = _open(recipe, asked)
-    names = _names(recipe, data)
-    try:
-        with made_whole(asked.out) as temporary:
-            for split, source in data.there.items():
-                name = names[split]
-                if asked.to == "arrays":
-                    _write_arrays(temporary / name, source, asked)
-                elif asked.to == "imagefolder":
-                    _write_folder(temporary / name, source, asked)
-                else:
-                    WRITERS[asked.to](temporary, name, source.classes, _records(source, asked))
-            os.sync()
-    except OSError as error:
-        raise DataError(
-            f"{asked.out} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
-        ) from error
-    return (
-        f"data.source={asked.to}",
-        f"data.path={asked.out}",
-        *(f"data.{split}_split={name}" for split, name in names.items()),
-    )
-
-
-def _names(recipe: Recipe, data: Data) -> dict[str, str]:
-    """Return the names of the splits that are written: their own, unless one is a slice such as `train[:90%]`, or a pattern."""
-    own = {
-        split: getattr(recipe.sections.data, f"{split}_split") or _usual_name(split, source)
-        for split, source in data.there.items()
-    }
-    is_plain = all(name.isidentifier() for name in own.values()) and len(set(own.values())) == len(own)
-    return own if is_plain else {split: split for split in own}
-
-
-def _usual_name(split: str, source: Source) -> str:
-    """Return what a split is called that the recipe does not name: as its folder is, if that is one of its usual names."""
-    reader = reader_of(source)
-    name = reader.folder.name if isinstance(reader, FileReader) else split
-    return name if name in VALIDATION_NAMES else split
-
-
-def _open(recipe: Recipe, asked: Packing) -> Data:
-    if asked.to != "arrays":
-        return open_stored(recipe.sections)
-    if asked.shrinking is not None:
+    if out.exists() or out.is_symlink():
+        raise DataError(f"{out} already exists, and pack replaces no files: choose another --out, or remove it")
+    if to == "arrays" and shrinking is not None:
         raise RecipeError(
             "--max-side is for formats that hold files; for arrays set data.image_size=N, the size of all pictures"
         )
-    augment = replace(recipe.sections.augment, resized_crop_min_area=None)
-    return OPEN[recipe.sections.data.source](located(replace(recipe.sections, augment=augment)))
+    if to == "arrays":
+        augment = replace(recipe.sections.augment, resized_crop_min_area=None)
+        data = open_undecoded(located(replace(recipe.sections, augment=augment)))
+    else:
+        data = open_stored(recipe.sections)
+    try:
+        with made_whole(out) as temporary:
+            for split, source in data.there.items():
+                if to == "arrays":
+                    _write_arrays(temporary / split, source, processes)
+                else:
+                    WRITERS[to](temporary, split, source.classes, stored_files(source, shrinking, processes))
+            os.sync()
+    except OSError as error:
+        raise DataError(
+            f"{out} cannot be written: {error.strerror or error}. Free space there, or choose another folder"
+        ) from error
+    splits = [f"data.{split}_split={split}" for split in data.there]
+    return [f"data.source={'huggingface' if to == 'parquet' else to}", f"data.path={out}", *splits], not_read(data)
 
 
-def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:
+def _write_arrays(folder: Path, source: Source, processes: int) -> None:
     shape = (len(source), source.channels, *source.image_size)
     labels = np.zeros(len(source), np.int64)
 
     def fetch(piece: range) -> tuple[np.ndarray, np.ndarray]:
-        indices = np.arange(piece.start, piece.stop)
-        batch = source.fetch(indices, None)
+        batch = source.fetch(np.arange(piece.start, piece.stop), None)
         return batch["images"].numpy(), batch["labels"].numpy()
 
     def chunks() -> Iterator[np.ndarray]:
         done = 0
-        step = min(1000, pictures_in_a_chunk(shape))
         with progress("packing", len(source), "pictures") as advance:
-            for images, targets in in_order(fetch, len(source), piece=step, processes=asked.processes):
+            pieces = in_order(fetch, len(source), piece=min(1000, pictures_in_a_chunk(shape)), processes=processes)
+            for images, targets in pieces:
                 labels[done : done + len(images)] = targets
                 done += len(images)
                 advance(len(images))
@@ -143,60 +117,137 @@ def _write_arrays(folder: Path, source: Source, asked: Packing) -> None:
     write_split(folder, Unstored(shape, chunks(), labels, source.classes))
 
 
-def _write_folder(folder: Path, source: Source, asked: Packing) -> None:
-    reader = reader_of(source)
-    for name in source.classes:
-        (folder / _file_name(name)).mkdir(parents=True)
-    for index, (content, label) in enumerate(stored_files(source, asked)):
-        if isinstance(reader, FileReader):
-            place = folder / reader.files.path(index)
-            place.parent.mkdir(parents=True, exist_ok=True)
-        else:
-            place = folder / _file_name(source.classes[label]) / f"{index:08d}.{extension_of(content)}"
-        place.write_bytes(content)
+def write_webdataset(
+    folder: Path, split: str, classes: Sequence[str], samples: Iterable[Sample], *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write `split-000000.tar` and so on; keys of the samples are their numbers."""
+
+    def numbered() -> Iterator[tuple[int, int, Sample]]:
+        shard, size_bytes = 0, 0
+        for index, sample in enumerate(samples):
+            if size_bytes >= shard_bytes:
+                shard, size_bytes = shard + 1, 0
+            size_bytes += len(sample[0])
+            yield shard, index, sample
+
+    def add(name: str, content: bytes) -> None:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+
+    for shard, group in itertools.groupby(numbered(), lambda entry: entry[0]):
+        with tarfile.open(folder / f"{split}-{shard:06d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            add(tar_shards.CLASSES, json.dumps(list(classes)).encode())
+            for _, index, (content, label) in group:
+                with opened(io.BytesIO(content), f"sample {index}") as picture:
+                    kind = picture.format or ""
+                extension = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
+                if extension not in tar_shards.PICTURES:
+                    raise DataError(
+                        f"sample {index} is a {kind} file; WebDataset's pictures are {', '.join(tar_shards.PICTURES)}: "
+                        "use another --to"
+                    )
+                add(f"{index:08d}.{extension}", content)
+                add(f"{index:08d}.{tar_shards.LABEL}", str(label).encode())
 
 
-def _records(source: Source, asked: Packing) -> Iterator[Record]:
-    reader = reader_of(source)
-    for index, (content, label) in enumerate(stored_files(source, asked)):
-        key = str(Path(reader.files.path(index)).with_suffix("")) if isinstance(reader, FileReader) else f"{index:08d}"
-        yield Record(key, content, extension_of(content), label)
+def write_parquet(folder: Path, split: str, classes: Sequence[str], samples: Iterable[Sample]) -> None:
+    """Write `split.parquet`, as the `datasets` library does: columns `image` and `label`."""
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(classes))})
+    with pyarrow.parquet.ParquetWriter(folder / f"{split}.parquet", features.arrow_schema) as file:
+        for rows in _batches(samples):
+            columns = [[{"bytes": content, "path": None} for content, _ in rows], [label for _, label in rows]]
+            file.write_table(pyarrow.table(columns, schema=features.arrow_schema))
 
 
-def _file_name(class_name: str) -> str:
-    return class_name.replace(os.sep, "_")
+def write_hdf5(folder: Path, split: str, classes: Sequence[str], samples: Iterable[Sample]) -> None:
+    """Write `split.h5`."""
+    with extra("writing HDF5"):
+        import h5py
+    with h5py.File(folder / f"{split}.h5", "w") as file:
+        file.create_dataset(hdf5.CLASSES, data=[os.fsencode(name) for name in classes], dtype=h5py.string_dtype())
+        images, labels = (
+            file.create_dataset(name, (0,), kind, maxshape=(None,), chunks=(_HDF5_CHUNK,))
+            for name, kind in ((hdf5.IMAGES, h5py.vlen_dtype(np.uint8)), (hdf5.LABELS, np.int64))
+        )
+        for rows in _batches(samples):
+            size = len(labels)
+            images.resize(size + len(rows), axis=0)
+            labels.resize(size + len(rows), axis=0)
+            for number, (content, _) in enumerate(rows, size):  # together, files of one size would be taken for a matrix
+                images[number] = np.frombuffer(content, np.uint8)
+            labels[size:] = [label for _, label in rows]
 
 
-def stored_files(source: Source, asked: Packing) -> Iterator[tuple[bytes, int]]:
+def write_lmdb(folder: Path, split: str, classes: Sequence[str], samples: Iterable[Sample]) -> None:
+    """Write the folder `split.lmdb`."""
+    with extra("writing LMDB"):
+        import lmdb
+    labels: list[int] = []
+    try:
+        with lmdb.open(str(folder / f"{split}.lmdb"), map_size=_LMDB_BYTES, lock=False) as environment:
+            for rows in _batches(samples):
+                with environment.begin(write=True) as transaction:
+                    for content, label in rows:
+                        transaction.put(lmdb_file.key_of(len(labels)), content, append=True)
+                        labels.append(label)
+            with environment.begin(write=True) as transaction:
+                transaction.put(lmdb_file.LABELS, np.array(labels, lmdb_file.LABEL_TYPE).tobytes())
+                transaction.put(lmdb_file.LENGTH, str(len(labels)).encode())
+                transaction.put(lmdb_file.CLASSES, json.dumps(list(classes)).encode())
+    except lmdb.Error as error:
+        raise DataError(
+            f"{folder} cannot be written ({first_line(error)}); free space there, or choose another folder"
+        ) from error
+
+
+WRITERS: dict[str, Callable[[Path, str, Sequence[str], Iterable[Sample]], None]] = {
+    "webdataset": write_webdataset,
+    "parquet": write_parquet,
+    "hdf5": write_hdf5,
+    "lmdb": write_lmdb,
+}
+"""Functions that write a split into a folder, given its name, classes and samples, by the value of --to."""
+
+
+def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    iterator = iter(samples)
+    while rows := list(itertools.islice(iterator, _BATCH)):
+        yield rows
+
+
+def stored_files(source: Source, shrinking: Shrinking | None, processes: int) -> Iterator[Sample]:
     """Yield each sample's picture file, shrunk where that is asked for, and label; pixels become a PNG. Raises DataError."""
-    reader, shrinking = reader_of(source), asked.shrinking
+    reader = reader_of(source)
 
-    def read(piece: range) -> list[tuple[bytes, int]]:
-        samples = []
-        for index in piece:
-            content, label = _stored(reader, index)
-            samples.append((shrunk(content, shrinking, name=f"sample {index}") if shrinking else content, label))
-        return samples
+    def stored(index: int) -> Sample:
+        file = reader.file(index)
+        if file is not None and reader.labels is not None:
+            return file, int(reader.labels[index])
+        ((picture, label),) = reader([index])
+        if len(picture) not in (1, 3):
+            raise DataError(
+                f"sample {index} has {len(picture)} channels, which no picture format stores without loss: use --to arrays"
+            )
+        pixels = picture.permute(1, 2, 0).numpy()
+        content = io.BytesIO()
+        Image.fromarray(pixels[..., 0] if len(picture) == 1 else pixels).save(content, "PNG")
+        return content.getvalue(), label
+
+    def read(piece: range) -> list[Sample]:
+        samples = [(index, *stored(index)) for index in piece]
+        if shrinking is None:
+            return [(content, label) for _, content, label in samples]
+        return [(shrunk(content, shrinking, name=f"sample {index}"), label) for index, content, label in samples]
 
     with progress("packing", len(source), "pictures") as advance:
-        for samples in in_order(read, len(source), piece=_PIECE, processes=asked.processes):
+        for samples in in_order(read, len(source), piece=_PIECE, processes=processes):
             yield from samples
             advance(len(samples))
-
-
-def _stored(reader: Reader, index: int) -> tuple[bytes, int]:
-    file = reader.file(index)
-    if file is not None and reader.labels is not None:
-        return file, int(reader.labels[index])
-    ((picture, label),) = reader([index])
-    if len(picture) not in (1, 3):
-        raise DataError(
-            f"sample {index} has {len(picture)} channels, which no picture format stores without loss: use --to arrays"
-        )
-    pixels = picture.permute(1, 2, 0).numpy()
-    content = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if len(picture) == 1 else pixels).save(content, "PNG")
-    return content.getvalue(), label
 
 
 def shrunk(content: bytes, shrinking: Shrinking, *, name: str) -> bytes:
@@ -204,28 +255,18 @@ def shrunk(content: bytes, shrinking: Shrinking, *, name: str) -> bytes:
 
     The format stays. Colours become what training would decode: RGB or grayscale, without transparency. Raises DataError.
     """
-    try:
-        with Image.open(io.BytesIO(content)) as picture:
-            side = (max if shrinking.longer else min)(picture.size)
-            if side <= shrinking.max_side:
-                return content
-            width, height = (max(1, round(length * shrinking.max_side / side)) for length in picture.size)
-            kind = picture.format if picture.format in _KEPT_FORMATS else "PNG"
-            picture.draft(None, (_DRAFT_MARGIN * width, _DRAFT_MARGIN * height))
-            if picture.mode == "P" and "transparency" in picture.info:
-                plain = picture.convert("RGBA").convert("RGB")
-            else:
-                plain = picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB")
-            written = io.BytesIO()
-            plain.resize((width, height), Image.Resampling.LANCZOS).save(written, kind, quality=shrinking.quality)
-            return written.getvalue()
-    except Exception as error:  # each of Pillow's decoders has its own
-        raise DataError(f"{name} cannot be read as an image ({type(error).__name__}: {error}); replace or remove it") from error
-
-
-def extension_of(content: bytes) -> str:
-    """Return the usual extension, without the dot, of a picture's file: jpg, png, ... Raises DataError if it is none."""
-    kind = format_of(content)
-    if kind is None:
-        raise DataError("a file is not a picture: `samerun data inspect --all` lists all unreadable files")
-    return {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
+    with opened(io.BytesIO(content), name) as picture:
+        side = (max if shrinking.longer else min)(picture.size)
+        if side <= shrinking.max_side:
+            return content
+        width, height = (max(1, round(length * shrinking.max_side / side)) for length in picture.size)
+        kind = picture.format if picture.format in _KEPT_FORMATS else "PNG"
+        most = half(picture) if is_large(picture) else picture.size
+        picture.draft(None, (min(_DRAFT_MARGIN * width, most[0]), min(_DRAFT_MARGIN * height, most[1])))
+        if picture.mode == "P" and "transparency" in picture.info:
+            plain = picture.convert("RGBA").convert("RGB")
+        else:
+            plain = picture.convert("L" if is_gray(picture) else "RGB")
+        written = io.BytesIO()
+        plain.resize((width, height), Image.Resampling.LANCZOS).save(written, kind, quality=shrinking.quality)
+        return written.getvalue()

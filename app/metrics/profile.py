@@ -1,0 +1,180 @@
+"""`profile.steps=10:20`: a torch.profiler trace of these steps from each rank, which app/reports/timeline.py merges.
+
+RUN/profile has torch's trace of each rank, rank-K.json.gz, and ranks.json, which describes the ranks and their clocks. Steps
+and their phases are named ranges. A trace that cannot be written does not end the run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from app.errors import RecipeError, RunFolderError
+from app.metrics.clock import Clock, Phase
+from app.ranks import clocks
+from app.ranks.runtime import Runtime
+from app.recipe.schema import ProfileRecipe
+from app.record import run_folder
+from app.record.claim import Claim
+
+_NEXT = {"other": "data wait", "data_wait": "forward", "forward_backward": "log", "optimizer": "log"}
+"""Name of the phase that follows one of the clock's phases."""
+_GZIP_LEVEL = 5
+"""Half the time of the default, for a few per cent more bytes."""
+
+
+def check_window(recipe: ProfileRecipe, *, total_steps: int) -> None:
+    """Raise RecipeError if a run of `total_steps` ends before the window does."""
+    if recipe.window is not None and recipe.window[1] > total_steps:
+        raise RecipeError(
+            f"profile.steps is {recipe.steps}, and the run has {total_steps} steps: give steps within the run, or null."
+        )
+
+
+class Profile:
+    """The profile of one attempt of a run."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        claim: Claim,
+        clock: Clock,
+        *,
+        window: tuple[int, int] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """`window` is the first and the last step, 1 being the first of the run; None: no profile. `say` shows a line."""
+        self._runtime, self._claim, self._clock, self._say = runtime, claim, clock, say
+        self._first, self._last = window or (0, 0)
+        self._is_over = window is None
+        self._profiler: torch.profiler.profile | None = None
+        self._ranges: list[Any] = []
+        """The open step, and the open phase in it."""
+        self._ended: Phase = "other"
+        self._zero_ns = 0
+        """Start of the recording, in Unix time by rank 0's clock."""
+        self._offsets: list[tuple[int, float]] = []
+        """Before and after the window: the time, and how far this rank's clock is ahead of rank 0's, in nanoseconds."""
+        self._clock_error_ns = 0.0
+
+    def lap(self, phase: Phase) -> None:
+        """End a lap of the clock, and name the phase that begins."""
+        self._clock.lap(phase)
+        if self._profiler is not None:
+            steps = phase == "other" and self._ended == "forward_backward" and self._runtime.accelerator.sync_gradients
+            self._begin_range("optimizer" if steps else _NEXT[phase], depth=1)
+        self._ended = phase
+
+    def name_backward(self) -> None:
+        """Name the backward pass that begins, which no lap separates from the forward pass."""
+        if self._profiler is not None:
+            self._begin_range("backward", depth=1)
+
+    def begin_step(self, step: int) -> None:
+        """Open the window before its first step, and close it after its last. All ranks call it before each step, from 1."""
+        if self._is_over or step < self._first:
+            return
+        if step > self._last:
+            self.close()
+            return
+        if self._profiler is None:
+            with self._clock.paused():
+                self._profiler = self._start()
+        self._begin_range(f"step {step}", depth=0)
+
+    def close(self) -> None:
+        """Write what was recorded, if the window is open. All ranks call it."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._profiler is None:
+            self._say(f"note: no profile: this start of the run does not include the steps {self._first} to {self._last}")
+            return
+        self._end_ranges(depth=0)
+        with self._clock.paused():
+            ranks, complaints = zip(*self._runtime.gather(self._stop(self._profiler)), strict=True)
+            self._profiler = None
+            self._runtime.alive()
+            if self._runtime.is_main:
+                self._say("\n".join([*filter(None, complaints), *([] if all(complaints) else [self._publish(ranks)])]))
+
+    def _start(self) -> torch.profiler.profile:
+        # Kineto writes to stderr when it begins, when it ends, and that there is no GPU.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._runtime.device.type == "cuda" else [])]
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.prepare_trace()  # takes seconds with CUPTI
+        self._zero_ns = self._runtime.from_main(time.time_ns())
+        self._compare_clocks()
+        self._synchronize()
+        profiler.start_trace()
+        return profiler
+
+    def _stop(self, profiler: torch.profiler.profile) -> tuple[dict[str, Any], str | None]:
+        """Return a description of this rank, and why its trace cannot be written, if so. All ranks call it."""
+        self._synchronize()
+        profiler.stop_trace()
+        self._compare_clocks()
+        launched, device, host = self._runtime.launched, self._runtime.device, socket.gethostname()
+        rank = {
+            "rank": launched.rank,
+            "host": host,
+            "device": "cpu" if device.type == "cpu" else str(device),
+            "strategy": launched.strategy,
+            "zero_ns": self._zero_ns,
+            "clock": self._offsets,
+            "clock_error_ns": self._clock_error_ns,
+        }
+        folder = self._claim.place / run_folder.PROFILE
+        try:
+            with self._claim.errors(folder), tempfile.TemporaryDirectory(prefix="samerun-profile-") as temporary:
+                trace = Path(temporary, "trace.json")
+                profiler.export_chrome_trace(str(trace))
+                if not trace.exists():  # Kineto raises nothing
+                    raise RunFolderError(f"torch cannot write its trace in {tempfile.gettempdir()}: free space, or set TMPDIR")
+                folder.mkdir(exist_ok=True)
+                (folder / f"rank-{launched.rank}.json.gz").write_bytes(gzip.compress(trace.read_bytes(), _GZIP_LEVEL))
+        except (RunFolderError, RuntimeError) as error:
+            return rank, f"rank {launched.rank} on {host} cannot write its profile: {error}"
+        return rank, None
+
+    def _publish(self, ranks: tuple[dict[str, Any], ...]) -> str:
+        """Move the folder to its place in the run folder, where it replaces an older one; return what to show."""
+        place, folder = self._claim.place / run_folder.PROFILE, self._claim.path / run_folder.PROFILE
+        try:
+            with self._claim.errors(folder):
+                place.mkdir(exist_ok=True)
+                (place / "ranks.json").write_text(json.dumps({"ranks": ranks}, indent=2) + "\n")
+                self._claim.put(place, folder)
+        except RunFolderError as error:
+            return str(error)
+        return f"profile of steps {self._first} to {self._last}: merge its traces with `samerun timeline {self._claim.path}`"
+
+    def _compare_clocks(self) -> None:
+        offset = clocks.compare(self._runtime, self._zero_ns)
+        self._offsets.append((time.time_ns(), offset.ahead_ns))
+        self._clock_error_ns = max(self._clock_error_ns, offset.error_ns)
+
+    def _begin_range(self, name: str, *, depth: int) -> None:
+        self._end_ranges(depth)
+        self._ranges.append(record_function(name))
+        self._ranges[-1].__enter__()
+
+    def _end_ranges(self, depth: int) -> None:
+        while len(self._ranges) > depth:
+            self._ranges.pop().__exit__(None, None, None)
+
+    def _synchronize(self) -> None:
+        """Let a GPU finish, so that the trace has all work of its steps and of no other."""
+        if self._runtime.device.type != "cpu":
+            torch.accelerator.synchronize()

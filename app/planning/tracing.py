@@ -1,0 +1,353 @@
+"""The memory of a forward and backward pass, traced operation by operation on tensors without data.
+
+A shallow model is traced, and a deep one follows: what is held in a phase, which is one block, forward or backward, or what is
+between blocks, grows by the same amount with each further block; blocks in the middle are between the first ones and the last.
+
+This module uses private parts of torch: fake tensors (`torch._subclasses`), modes that see each operation
+(`torch.utils._python_dispatch`) and the process group without processes (`torch.testing._internal`). torch's own tracker of
+memory, `torch.distributed._tools.mem_tracker`, works in the same way; tests/planning compares this one with it. That one has no
+phases of a step, and takes several times as long.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app import own_layers
+from app.errors import RecipeError
+from app.planning import blueprint as blueprints
+from app.planning.blueprint import Blueprint
+from app.ranks import recomputing, sample_dropout
+from app.task import Form
+
+KINDS = ("weights", "gradients", "activations", "loss")
+"""What a pass allocates: gathered weights, gradients, what layers keep and work with, and the same of the last layer."""
+Bytes = tuple[int, ...]
+"""One number for each of KINDS."""
+LATER = ", of a later pass"
+"""How the names of phases end that belong to a step's second pass."""
+_DEPTHS, _DEPTHS_SHARDED = (2, 3), (3, 4)
+"""Depths that are traced: with a first and a last block, and under FSDP2, which gathers differently at the ends, with a first,
+second, last but one and last block, of which two may be the same."""
+
+
+class How(NamedTuple):
+    """How a pass is computed."""
+
+    micro_batch: int
+    precision: str = "no"
+    half_weights: bool = False
+    """Whether the weights themselves are in half precision, as under DeepSpeed."""
+    recomputes: bool = False
+    """Whether blocks are recomputed in the backward pass."""
+    keeps_gradients: bool = True
+    """Whether passes add up gradients in tensors of their own, and not in a bucket: then a second pass differs."""
+    shards: int = 0
+    """Ranks that FSDP2 shards the model over; 0: it does not."""
+    channels_last: bool = False
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made while it is entered, and keeps the greatest sum of each phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = "activations"
+        """Kind of what is allocated from now on."""
+        self.peaks: dict[str, Bytes] = {}
+        """Bytes at the worst moment of each phase, by its name."""
+        self._phases: tuple[str, ...] = ("",)
+        self._now = dict.fromkeys(KINDS, 0)
+        self._greatest: dict[str, int] = {}
+        self._entries: dict[int, list[Any]] = {}
+        """By the `id` of a storage: a weak reference to it, its kind (None: it existed before), its bytes."""
+
+    def begin(self, *phases: str) -> None:
+        """Begin or continue a phase of the step, by one or more names."""
+        self._phases = phases
+        self._look()
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leave out tensors that exist already."""
+        for tensor in tensors:
+            self._enter(_local(tensor).untyped_storage(), None)
+
+    def assign(self, tensor: Tensor, kind: str) -> None:
+        """Count a tensor, new or known, as of this kind."""
+        storage = _local(tensor).untyped_storage()
+        entry = self._entries.get(id(storage))
+        if entry is None:
+            self._enter(storage, kind)
+        elif entry[1] is not None:
+            self._now[entry[1]] -= entry[2]
+            self._now[kind] += entry[2]
+            entry[1] = kind
+
+    def __enter__(self) -> Ledger:
+        """Count from now on, also what torch resizes behind the operations, as FSDP2 does with gathered weights."""
+        self._mode, self._resize = active_fake_mode(), torch.UntypedStorage.resize_
+        ledger, resize = self, self._resize
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            ledger._update(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Stop counting."""
+        super().__exit__(*raised)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operation, and count what it returns."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, with this rank's part
+        result = func(*args, **(kwargs or {}))
+        if active_fake_mode() is self._mode:  # not what DTensor computes to learn shapes
+            name = func.__name__
+            if name.startswith("_allgather_base_"):
+                self.assign(args[0], "weights")
+            elif name.startswith("_reduce_scatter_base_"):
+                self.assign(args[0], "gradients")
+                self.assign(args[1], "gradients")
+            for tensor in _tensors(result):
+                if not isinstance(tensor, DTensor):
+                    self._enter(tensor.untyped_storage(), self.kind)
+            self._look()
+        return result
+
+    def _enter(self, storage: torch.UntypedStorage, kind: str | None) -> None:
+        key = id(storage)
+        if key in self._entries:
+            self._update(storage)
+            return
+        size = 0 if kind is None else storage.nbytes()
+        self._entries[key] = [weakref.ref(storage, functools.partial(self._leave, key)), kind, size]
+        if kind is not None:
+            self._now[kind] += size
+
+    def _update(self, storage: torch.UntypedStorage) -> None:
+        entry = self._entries.get(id(storage))
+        if entry is not None and entry[1] is not None:
+            self._now[entry[1]] += storage.nbytes() - entry[2]
+            entry[2] = storage.nbytes()
+
+    def _leave(self, key: int, _: object) -> None:
+        _, kind, size = self._entries.pop(key)
+        if kind is not None:
+            self._now[kind] -= size
+
+    def _look(self) -> None:
+        total = sum(self._now.values())
+        for phase in self._phases:
+            if total > self._greatest.get(phase, -1):
+                self._greatest[phase] = total
+                self.peaks[phase] = tuple(self._now.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def peaks(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
+    """Return what a pass holds at the worst moment of each phase, by kind, beyond what existed before it.
+
+    Raises RecipeError for a loss that looks at numbers.
+    """
+    depth, depths = len(blueprint.blocks), _DEPTHS_SHARDED if how.shards else _DEPTHS
+    if depth <= depths[1]:
+        return traced(blueprint, how)
+    few, more = (traced(blueprint.cut_to(shallow), how) for shallow in depths)
+    return on_line(few, more, Fraction(depth - depths[0], depths[1] - depths[0]))
+
+
+def on_line(few: Mapping[str, Bytes], more: Mapping[str, Bytes], along: Fraction) -> dict[str, Bytes]:
+    """Return the point at `along` on the line from `few` (0) to `more` (1), or beyond, for the phases that both have."""
+    return {
+        phase: tuple(a + (b - a) * along.numerator // along.denominator for a, b in zip(held, more[phase], strict=True))
+        for phase, held in few.items()
+        if phase in more
+    }
+
+
+def traced(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
+    """Return `peaks` of a model that is traced as it is."""
+    model = copy.deepcopy(blueprint.model)  # before tensors have no data
+    dropout = sample_dropout.give_to_samples(model, 0)
+    half = blueprints.HALVES.get(how.precision) if how.half_weights else None
+    with group_of(how.shards) if how.shards else nullcontext() as mesh, FakeTensorMode():
+        blueprints.bring_to_cpu(model, dtype=half)
+        if how.recomputes:
+            recomputing.compute_blocks_again(model, blueprint.classes)
+        if how.channels_last:
+            own_layers.take_channels_last(model)
+        if how.shards:
+            _shard(model, mesh, how.precision, blueprint)
+        inputs = half or next(model.parameters()).dtype
+        order = torch.channels_last if how.channels_last else torch.contiguous_format
+        return _of_step(blueprint, model, blueprints.batch_of(blueprint, how.micro_batch, Form(inputs, order)), how, dropout)
+
+
+@contextmanager
+def group_of(ranks: int) -> Iterator[Any]:
+    """Be rank 0 of a process group whose other ranks do not exist, and whose collectives do nothing; return its mesh.
+
+    Raises RuntimeError if this process has joined a group already.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a plan is made before this process joins others: it has joined them already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))  # it reads numbers, so no fake mode is on yet
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(model: nn.Module, mesh: Any, precision: str, blueprint: Blueprint) -> None:
+    """Shard the model by Accelerate's own function, as the shipped preset and `app/initial/fsdp2.py` do it."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    wrap: dict[str, Any] = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 4_000_000}
+    if blueprint.classes:
+        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": sorted(blueprint.classes)}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, **wrap)
+    if precision != "no":
+        plugin.set_mixed_precision(precision)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("dp_shard",)),
+        mixed_precision=precision,
+        is_main_process=True,
+    )
+    fsdp2_prepare_model(accelerator, model)
+
+
+def _of_step(
+    blueprint: Blueprint, model: nn.Module, batch: dict[str, Any], how: How, dropout: sample_dropout.PassDraws
+) -> dict[str, Bytes]:
+    """Trace the first pass of a step, and a second one if it differs."""
+    ledger = Ledger()
+    ledger.ignore([*model.parameters(), *model.buffers()])
+    for parameter in model.parameters():
+        if parameter.requires_grad and not how.shards:
+            parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, ledger, keeps=how.keeps_gradients))
+    watch = _Watch(ledger, blueprint, model)
+    call = blueprints.called(model, how.precision, by_autocast=not how.half_weights)
+    with ledger:
+        for tensor in _tensors(batch):
+            ledger.assign(tensor, "activations")
+        for end in ("", LATER) if how.keeps_gradients else ("",):
+            watch.start_pass(end)
+            dropout.begin(batch["samples"])
+            try:
+                loss = blueprint.task.loss(call, batch).mean
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise RecipeError(
+                    f"{type(blueprint.task).__name__}.loss reads values of tensors "
+                    f"({str(error).splitlines()[0]}), so its memory cannot be planned: remove .item() and "
+                    "conditions on tensors"
+                ) from None
+            watch.start_backward()
+            loss.backward()
+            del loss
+    return ledger.peaks
+
+
+def _arrived(ledger: Ledger, parameter: Tensor, *, keeps: bool) -> None:
+    if parameter.grad is not None:
+        ledger.assign(parameter.grad, "gradients")
+    if not keeps:
+        parameter.grad = None
+
+
+class _Watch:
+    """Hooks on a model that give the ledger the phase of the pass."""
+
+    def __init__(self, ledger: Ledger, blueprint: Blueprint, model: nn.Module) -> None:
+        self._ledger, self._is_backward, self._end = ledger, False, ""
+        self._sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        for number, name in enumerate(blueprint.blocks):
+            left = len(blueprint.blocks) - 1 - number
+            names = [str(number)] * (number < 2) + [f"-{left}"] * (left < 2) or ["between"]  # from both ends
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(functools.partial(self._enter_block, [f"forward {it}" for it in names]))
+            block.register_forward_hook(functools.partial(self._leave_block, [f"backward {it}" for it in names]))
+        for module in model.modules():  # after FSDP2's own hooks
+            module.register_forward_pre_hook(self._gathered)
+        head = model.get_submodule(blueprint.task.head(model))
+        if head is not model:
+            head.register_forward_pre_hook(self._enter_head)
+
+    def start_pass(self, end: str) -> None:
+        self._is_backward, self._ledger.kind, self._end = False, "activations", end
+        self._begin("forward")
+
+    def start_backward(self) -> None:
+        self._is_backward = True
+        self._begin("backward")
+
+    def _begin(self, *phases: str) -> None:
+        for parameter in self._sharded:
+            if parameter.grad is not None:
+                self._ledger.assign(parameter.grad, "gradients")
+        self._ledger.begin(*(phase + self._end for phase in phases))
+
+    def _enter_block(self, phases: list[str], *_: Any) -> None:
+        if not self._is_backward:
+            self._begin(*phases)
+
+    def _leave_block(self, phases: list[str], _: nn.Module, __: Any, outputs: Any) -> None:
+        if not self._is_backward:
+            self._begin("forward, after a block")
+            _on_gradient(outputs, lambda _: self._begin(*phases))
+
+    def _enter_head(self, _: nn.Module, inputs: Any) -> None:
+        if not self._is_backward:
+            self._begin("forward, head")
+            self._ledger.kind = "loss"
+            _on_gradient(inputs, self._leave_head)
+
+    def _leave_head(self, _: Tensor) -> None:
+        self._ledger.kind = "activations"
+        self._begin("backward, after the head")
+
+    def _gathered(self, module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                self._ledger.assign(parameter, "weights")
+
+
+def _on_gradient(tree: Any, call: Callable[[Tensor], None]) -> None:
+    """Have a function called when the gradient of any of these tensors is known."""
+    for tensor in _tensors(tree):
+        if tensor.requires_grad:
+            tensor.register_hook(call)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

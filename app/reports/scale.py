@@ -1,0 +1,251 @@
+"""`samerun scale`: measure how a recipe scales over presets, processes and nodes, by real runs.
+
+    samerun scale --recipe R --presets multi_gpu,fsdp2 --processes 1,2,4 --out DIR
+    samerun scale --recipe R --processes 4 --nodes 1,2     in an allocation of two nodes
+
+Each size runs once before any is repeated, so that other load on the machine affects all alike. The same command resumes:
+finished runs are reused; others start again from their first step, because a resumed run would include another warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.errors import RecipeError, RunFolderError, UsageError, printable
+from app.options.command_line import Parser
+from app.options.values import names, numbers, positive
+from app.place import cores
+from app.recipe import recipe_file
+from app.record import run_folder
+from app.reports import past_run
+from app.reports.curves import write_figure
+from app.reports.runs import write
+from launch import cases, preset
+from launch.cases import RunCase
+from launch.schedulers import detect, local
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Size:
+    """A preset and the processes that run under it."""
+
+    preset: str
+    nodes: int
+    processes: int
+    """On each node."""
+
+    @property
+    def devices(self) -> int:
+        """All processes."""
+        return self.nodes * self.processes
+
+
+def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
+    """Run `samerun scale` with these arguments; return 0 if every case was measured. Raises SamerunError."""
+    options = _parser().parse_all(argv)
+    out = Path(options.out or f"scale-{Path(options.recipe).stem}")
+    most = max(options.processes)
+    allocation = detect.find(environment) and detect.find(environment, processes_per_node=most)
+    # On CPUs all sizes get the threads per process of the largest, or each process of a smaller one would have more cores.
+    threads = allocation.topology.threads_per_process if allocation else None
+    if not allocation and local.count_accelerators(environment)[0] == 0:
+        threads = cores.of_this_process(most)
+    environment = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **environment}
+
+    planned = _plan(options, out, each="--processes-per-node" if allocation else "--processes")
+    reasons = {case.name: "; ".join(found) for _, case in planned if (found := cases.problems(case, environment))}
+    runnable = [case for _, case in planned if case.name not in reasons]
+    if not runnable:
+        raise UsageError("no case can run:\n" + "\n".join(dict.fromkeys(reasons.values())))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for case in runnable:
+            if case.run_dir.exists() and not case.is_finished:
+                shutil.rmtree(case.run_dir)
+    except OSError as error:
+        raise RunFolderError(f"{out} (--out) cannot be written: {error.strerror}. Choose another folder.") from error
+    stopped, failed = cases.run(runnable, environment, say=say, command=["samerun", "scale", *argv], logged=True)
+    if stopped is not None:
+        return stopped
+
+    for case in runnable:
+        if case.name in failed:
+            ending = case.log.read_text(errors="replace").strip().rpartition("\n")[2]
+            reasons[case.name] = f"exit code {failed[case.name]}: {ending} ({case.log})"
+    unit, rows = _measured(planned, reasons, first=options.warm_up_steps, last=options.warm_up_steps + options.steps)
+    files = _write_results(
+        out, unit, rows, title=f"{Path(options.recipe).stem}: {'weak' if options.weak else 'strong'} scaling"
+    )
+    sys.stdout.write(printable("".join(f"{file}\n" for file in files)))
+    missing = [row for row in rows if row["problems"]]
+    for row in missing:
+        say(f"{row['preset']}, nodes {row['nodes']}, processes per node {row['processes_per_node']}: {row['problems']}")
+    return 1 if missing else 0
+
+
+def _plan(options: argparse.Namespace, out: Path, *, each: str) -> list[tuple[Size, RunCase]]:
+    """Return the cases in the order in which they run; `each` is the option for the processes. Raises SamerunError."""
+    for name in options.presets:
+        preset.load(name)
+    own = [f"train.steps={options.warm_up_steps + options.steps}", "train.evaluate_every_epochs=0"]
+    # A line in metrics.jsonl when the warm-up is over; the last step always has one.
+    own += [f"log.every_steps={options.warm_up_steps}"]
+    own += ["checkpoint.every_steps=none", "checkpoint.every_minutes=none", "checkpoint.keep_best=false"]
+    reserved = {"train.epochs", "train.evaluate_every_steps", *(word.partition("=")[0] for word in own)}
+    if given := [word for word in options.overrides if word.partition("=")[0].strip() in reserved]:
+        raise RecipeError(f"{', '.join(given)} (command line): `samerun scale` sets this; use --steps and --warm-up-steps")
+    batch = recipe_file.load(options.recipe, options.overrides).recipe.train.global_batch_size
+    others = [word for word in options.overrides if word.partition("=")[0].strip() != "train.global_batch_size"]
+    sizes = [Size(*values) for values in itertools.product(options.presets, options.nodes, options.processes)]
+    sizes.sort(key=lambda size: (options.presets.index(size.preset), size.devices, size.nodes))
+    planned = []
+    for repeat, size in itertools.product(range(1, options.repeats + 1), sizes):
+        stem = f"{size.preset.replace('/', '_')}-{size.nodes}x{size.processes}{'-weak' if options.weak else ''}-{repeat}"
+        global_batch = batch * size.devices if options.weak else batch
+        argv = ["--run-dir", str(out / stem), "--recipe", options.recipe, "--preset", size.preset, "--trackers", "none"]
+        argv += ["--nodes", str(size.nodes), each, str(size.processes)]
+        argv += [*others, f"train.global_batch_size={global_batch}", *own]
+        planned.append((size, RunCase(stem, out / stem, argv)))
+    return planned
+
+
+def _rate(run_dir: Path, first: int, last: int) -> tuple[str, float]:
+    """Return what a run counts, and how many per second of training between two steps. Raises RunFolderError."""
+    run = past_run.read(run_dir)
+    lines = {line["step"]: line for line in run.metrics}
+    try:
+        begin, end = lines[first], lines[last]
+        seen = end[f"{run.unit}_seen"] - begin[f"{run.unit}_seen"]
+        return run.unit, float(seen / (end["training_s"] - begin["training_s"]))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        complaints = "".join(f"; {complaint}" for complaint in run.complaints)
+        raise RunFolderError(
+            f"{run_dir / run_folder.METRICS} is broken or lacks step {first} or {last} ({error!r}){complaints}: delete the "
+            "folder, and the same command measures it again"
+        ) from error
+
+
+def _measured(
+    planned: Sequence[tuple[Size, RunCase]], reasons: Mapping[str, str], *, first: int, last: int
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return what the runs count and a row for each size, with `reasons`, by case, why a case has no result.
+
+    Speed-up and efficiency are relative to the smallest measured size of the same preset.
+    """
+    unit = run_folder.UNIT
+    rates: dict[Size, list[float]] = {size: [] for size, _ in planned}
+    problems: dict[Size, list[str]] = {size: [] for size, _ in planned}
+    for size, case in planned:
+        try:
+            if case.name in reasons:
+                problems[size].append(reasons[case.name])
+            else:
+                unit, rate = _rate(case.run_dir, first, last)
+                rates[size].append(rate)
+        except RunFolderError as error:
+            problems[size].append(str(error))
+    rows = []
+    for size, values in rates.items():
+        base = next((other for other in rates if other.preset == size.preset and rates[other]), size)
+        mean = statistics.fmean(values) if values else None
+        speedup = mean / statistics.fmean(rates[base]) if mean else None
+        rows.append(
+            {
+                "preset": size.preset,
+                "nodes": size.nodes,
+                "processes_per_node": size.processes,
+                "devices": size.devices,
+                "runs": len(values),
+                f"{unit}_per_s": mean,
+                f"{unit}_per_s_deviation": statistics.stdev(values) if len(values) > 1 else None,
+                "speedup": speedup,
+                "efficiency": speedup * base.devices / size.devices if speedup else None,
+                "problems": "; ".join(dict.fromkeys(problems[size])),
+            }
+        )
+    return unit, rows
+
+
+def _write_results(out: Path, unit: str, rows: Sequence[Mapping[str, Any]], *, title: str) -> list[Path]:
+    """Print the table, and return the files that were written: the CSV, and the figure if anything was measured."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    files = [out / "scaling.csv"]
+    run_folder.write_text(files[0], text.getvalue())
+    if measured := [row for row in rows if row["runs"]]:
+        write([{key: value for key, value in row.items() if key != "problems"} for row in measured], "table")
+        files += write_figure(_figure(measured, unit, title), out / "scaling", "pdf", "png")
+    return files
+
+
+def _figure(rows: Sequence[Mapping[str, Any]], unit: str, title: str) -> Figure:
+    """Draw throughput with its deviation, and efficiency, over the number of devices."""
+    from matplotlib.figure import Figure  # takes half a second, which the help does not need
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    throughput, efficiency = figure.subplots(1, 2)
+    lines = itertools.cycle([("o", "-"), ("s", "--"), ("^", "-."), ("D", ":")])
+    for (name, group), (marker, line) in zip(itertools.groupby(rows, key=lambda row: row["preset"]), lines, strict=False):
+        points = list(group)
+        devices, rates = [row["devices"] for row in points], [row[f"{unit}_per_s"] for row in points]
+        style: dict[str, Any] = {"marker": marker, "linestyle": line, "label": name, "markersize": 5}
+        deviations = [row[f"{unit}_per_s_deviation"] or 0.0 for row in points]
+        throughput.errorbar(devices, rates, yerr=deviations, capsize=3, **style)
+        throughput.plot(devices, [rates[0] * number / devices[0] for number in devices], color="0.7", zorder=1)
+        efficiency.plot(devices, [row["efficiency"] for row in points], **style)
+    throughput.set(ylabel=f"{unit}/s (grey: ideal)", yscale="log")
+    throughput.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    throughput.yaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+    throughput.yaxis.set_minor_formatter(NullFormatter())
+    efficiency.axhline(1.0, color="0.7", zorder=1)
+    efficiency.set(ylabel="efficiency", ylim=(0, max(1.1, *(1.1 * row["efficiency"] for row in rows))))
+    ticks = sorted({row["devices"] for row in rows})
+    for axes in (throughput, efficiency):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("devices")
+        axes.set_xticks(ticks, [str(number) for number in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.grid(visible=True, color="0.9", linewidth=0.6)
+        axes.legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="samerun scale",
+        usage="%(prog)s [options] [key=value ...]",
+        description="Measure how a recipe scales: train it for some steps on every number of devices, several times; print "
+        "throughput, speed-up and efficiency, and write them as CSV and as a figure. The same command resumes.",
+    )
+    add = parser.add_argument
+    add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    add("--presets", "--preset", "--config_file", type=names, default=["multi_gpu"],
+        help="presets, comma-separated (default: multi_gpu)")  # fmt: skip
+    add("--processes", type=numbers, default=[1, 2], help="numbers of devices per node, comma-separated (default: 1,2)")
+    add("--nodes", "--num_machines", type=numbers, default=[1],
+        help="numbers of nodes, comma-separated; more than 1 needs an allocation (default: 1)")  # fmt: skip
+    add("--weak", action="store_true", help="weak scaling: the recipe's global batch on each process (default: strong "
+        "scaling, the recipe's global batch on every number of devices)")  # fmt: skip
+    add("--steps", type=positive, default=50, help="optimizer steps to measure (default: 50)")
+    add("--warm-up-steps", type=positive, default=20, metavar="N", help="steps before them, not measured (default: 20)")
+    add("--repeats", type=positive, default=3, metavar="N", help="runs of each size, interleaved (default: 3)")
+    add("--out", metavar="DIR", help="folder for the runs and the results (default: scale-<recipe>)")
+    add("overrides", nargs="*", metavar="key=value", help="recipe values for all runs")
+    return parser

@@ -1,0 +1,323 @@
+"""`samerun plan`: whether a recipe fits, under which preset, and what that costs. No GPU, no weights, no data, seconds.
+
+samerun plan --recipe gpt3_13b --devices 8,64 --device h100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from app import tasks
+from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError
+from app.options.command_line import Parser
+from app.options.values import names, numbers, positive, share
+from app.place.degrees import Degrees
+from app.place.sharding import Sharding
+from app.place.topology import Topology
+from app.planning import devices
+from app.planning.devices import GIB
+from app.recipe import recipe_file
+from app.recipe.batching import BatchPlan
+from app.recipe.recipe_file import replaced
+from app.recipe.schema import Recipe
+from launch import parallelism
+from launch import preset as presets
+from launch.preset import Preset
+
+_RECOMPUTED = 4 / 3
+"""Arithmetic of a step that recomputes its blocks, relative to one that does not: the backward pass is two forward passes."""
+_BLOCKS = "blocks"
+"""The value of train.checkpoint_activations that recomputes blocks."""
+_REMEDY = "take more devices, or devices or nodes with more memory, or a smaller model"
+Row = dict[str, Any]
+"""A preset on a number of devices, with or without recomputation, as the plan's JSON has it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `samerun plan` with these arguments; 0 if something fits.
+
+    Raises RecipeError if nothing can be planned, LackOfMemoryError, after the plan is printed, if nothing fits, and others.
+    """
+    options = _parser().parse_all(argv)
+    plan = planned(options)
+    rows = [row for each in plan["devices"] for row in each["rows"]]
+    if not any(row["memory"] for row in rows):
+        raise RecipeError(*dict.fromkeys(row["problem"] for row in rows))
+    sys.stdout.writelines(f"{line}\n" for line in ([json.dumps(plan, indent=1)] if options.json else _lines(plan, options)))
+    if not any(row["fits"] for row in rows):
+        raise LackOfMemoryError(f"nothing fits, by the plan: {_REMEDY}")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What all rows of a plan have in common."""
+
+    recipe: Recipe
+    precision: str
+    has_blocks: bool
+    """Whether the model has blocks, which can be recomputed."""
+    usable: int
+    """Bytes of each device to plan with."""
+    usable_host: int | None
+    """Bytes of a node's host memory to plan with; None: unknown."""
+    step_s: float | None
+    """Seconds of a step on one device at the assumed utilization; None: unknown."""
+
+
+def planned(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the plan as JSON holds it: bytes, seconds, numbers. Raises PresetError, RecipeError, UsageError and others."""
+    from app.metrics import flops  # only now torch
+    from app.planning import blueprint
+    from app.task import Form
+
+    loaded, device = recipe_file.load(options.recipe, options.overrides), devices.named(options.device)
+
+    def per_s(precision: str) -> float | None:
+        return flops.peak_of(device.torch_name, mixed_precision=precision, tf32=False) if device.torch_name else None
+
+    if options.mixed_precision == "bf16" and device.torch_name and not per_s("bf16"):
+        raise PresetError(
+            f"--mixed-precision is bf16, which {device.name} does not compute in: it has float32 and fp16, so give "
+            "--mixed-precision fp16 or no"
+        )
+    precision = options.mixed_precision or ("bf16" if per_s("bf16") else "no")
+    tasks.of(loaded.recipe).check_training()
+    model, flops_per_s, step_flops = blueprint.of_recipe(loaded.recipe), per_s(precision), None
+    if flops_per_s:
+        example = model.task.example(model.facts, Form())
+        of_batch = flops.of_training(model.model, lambda called: model.task.loss(called, example))
+        step_flops = of_batch / len(example["samples"]) * loaded.recipe.train.global_batch_size
+    given = _Given(
+        recipe=loaded.recipe,
+        precision=precision,
+        has_blocks=any(type(module).__name__ in model.classes for module in model.model.modules()),
+        usable=round(options.memory_utilization * device.memory),
+        usable_host=None if options.host_memory is None else round(options.memory_utilization * options.host_memory),
+        step_s=step_flops / (flops_per_s * options.mfu) if step_flops and flops_per_s else None,
+    )
+    advice = []
+    for number in options.devices:
+        rows = _rows(given, number, options.presets, per_node=options.nodes_of)
+        fitting = [(row["sharding"]["offload"], row["checkpoint_activations"] == _BLOCKS, row) for row in rows if row["fits"]]
+        best = min(fitting, key=lambda it: it[:2], default=(False, False, None))[2]  # what shards less is earlier in rows
+        cheapest = None if best is None else {**best, "command": _command(options, given, best)}
+        advice.append({"devices": number, "cheapest": cheapest, "rows": rows})
+    return {
+        "recipe": loaded.name,
+        "parameters": model.parameters,
+        "device": {"name": device.name, "memory": device.memory, "usable": given.usable},
+        "host_memory": {"of_a_node": options.host_memory, "usable": given.usable_host},
+        "precision": precision,
+        "calibrated": False,
+        "assumed": {"flops_of_a_step": step_flops, "flops_per_s_of_a_device": flops_per_s, "utilization": options.mfu},
+        "devices": advice,
+    }
+
+
+def _rows(given: _Given, number: int, chosen: Sequence[str], *, per_node: int) -> list[Row]:
+    """Return the rows of the chosen presets, or of all, without recomputation and with it; what shards least is first.
+
+    Raises UsageError for devices that make no whole nodes, and PresetError.
+    """
+    nodes, rest = divmod(number, per_node)
+    if rest and nodes:
+        raise UsageError(
+            f"--devices is {number}, and --nodes-of is {per_node}: only whole nodes are planned, so give a "
+            f"multiple of {per_node}"
+        )
+    nodes = max(nodes, 1)
+    left_out = {"cpu", *(["multi_gpu"] if nodes > 1 else ["multi_node", "hsdp"])}  # others do the same
+    found = [presets.load(name) for name in chosen or presets.names() if chosen or name not in left_out]
+    rows = [
+        _row(given, preset, number, nodes, activations)
+        for preset in found
+        if preset.is_single_process == (number == 1) or preset.sharding(Degrees()).offload
+        for activations in (("none", _BLOCKS) if given.has_blocks else ("none",))
+    ]
+    return sorted(rows, key=lambda row: _order(Sharding(**row["sharding"])))
+
+
+def _order(sharding: Sharding) -> tuple[object, ...]:
+    """Return the place in the order of what is sharded and sent: DDP, ZeRO-1, ZeRO-2, HSDP, FSDP2, ZeRO-3, tensor parallelism;
+    offloading is last."""
+    is_fsdp2 = sharding.kind == "fsdp2"
+    most = (sharding.tensor_parallel > 1, sharding.stage == 3, is_fsdp2)
+    return sharding.offload, *most, -sharding.replicas if is_fsdp2 else sharding.stage
+
+
+def _row(given: _Given, preset: Preset, number: int, nodes: int, activations: str) -> Row:
+    """Return a row with the largest micro-batch that fits, or else the smallest that is possible."""
+    from app.planning.memory import Case, Memory, peak
+
+    row: Row = {
+        "preset": preset.name, "devices": number, "nodes": nodes, "sharding": asdict(preset.sharding(Degrees())),
+        "checkpoint_activations": activations, "fits": False, "micro_batch": 0, "accumulation": 0, "memory": None,
+        "host_of_a_node": 0, "step_s": None, "training_s": None, "problem": "",
+    }  # fmt: skip
+    train, group_size = given.recipe.train, given.recipe.sections.group_size
+    found: list[tuple[int, Memory]] = []
+    topology = Topology(num_nodes=nodes, processes_per_node=number // nodes, head_address="head", port=1)
+    try:
+        sharding = preset.sharding(parallelism.of_launch(preset.name, preset.sizes, topology, {}))
+        row["sharding"] = asdict(sharding)
+        data_ranks = number // sharding.tensor_parallel
+        case = Case(given.recipe, sharding, 1, data_ranks, given.precision, recomputes=activations == _BLOCKS)
+        samples = train.global_batch_size // data_ranks
+        for size in range(group_size, BatchPlan.of(given.recipe, data_ranks).micro_batch + 1, group_size):
+            if samples % size == 0:
+                memory = peak(replace(case, micro_batch=size))
+                if found and memory.total > given.usable:
+                    break
+                found.append((size, memory))
+    except (PresetError, RecipeError, TopologyError) as error:  # such a sharding of the batch or the model is impossible
+        return {**row, "problem": str(error)}
+    size, memory = found[-1]
+    host, step_s = memory.host * (number // nodes), None
+    if given.step_s is not None and memory.total <= given.usable:
+        step_s = given.step_s / number * (_RECOMPUTED if case.recomputes else 1.0)
+    return {
+        **row,
+        "fits": memory.total <= given.usable and (given.usable_host is None or host <= given.usable_host),
+        "micro_batch": size,
+        "accumulation": samples // size,
+        "memory": {**memory._asdict(), "total": memory.total},
+        "host_of_a_node": host,
+        "step_s": step_s,
+        "training_s": None if step_s is None or train.steps is None else train.steps * step_s,
+    }
+
+
+def _command(options: argparse.Namespace, given: _Given, row: Row) -> str:
+    """Return what starts a row: on one node immediately, on several as a job."""
+    train, changes = given.recipe.train, []
+    if row["accumulation"] > 1 or train.max_micro_batch is not None:
+        changes.append(f"train.max_micro_batch={row['micro_batch']}")
+    if train.checkpoint_activations != row["checkpoint_activations"]:
+        changes.append(f"train.checkpoint_activations={row['checkpoint_activations']}")
+    recipe = ["--preset", row["preset"], "--recipe", options.recipe]
+    values, number, nodes = replaced(options.overrides, changes), row["devices"], row["nodes"]
+    precision = [] if given.precision == "no" else ["--mixed-precision", given.precision]
+    if nodes == 1:
+        return " ".join(["samerun launch --processes", str(number), *recipe, *precision, *values])
+    job = f"samerun submit --nodes {nodes} --gpus-per-node {number // nodes} --time 24:00:00"
+    return " ".join([job, *recipe, *values, *(["--", *precision] if precision else [])])
+
+
+def _lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
+    """Yield the plan as text: a table for each number of devices, the cheapest there, and what is assumed."""
+    device, host, assumed = plan["device"], plan["host_memory"], plan["assumed"]
+    yield (
+        f"{plan['recipe']}: {_amount(plan['parameters'])} parameters, mixed_precision {plan['precision']}, on {device['name']} "
+        f"({_gib(device['memory'])} GiB each, {_gib(device['usable'])} planned); not calibrated on a GPU"
+    )
+    for each in plan["devices"]:
+        number, rows, best = each["devices"], each["rows"], each["cheapest"]
+        nodes = rows[0]["nodes"] if rows else 1
+        where = f"{number} device{'s' * (number > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
+        problems = list(dict.fromkeys(row["problem"] for row in rows if row["problem"]))
+        if not any(row["memory"] for row in rows):
+            yield f"\n{where}  not possible: {'; '.join(problems) or 'no preset runs on this number of devices'}"
+            continue
+        yield ""
+        yield from _table(where, [row for row in rows if row["memory"]], device["usable"], host["usable"])
+        yield from (f"  {problem}" for problem in problems)
+        if best is None:
+            yield f"  nothing fits: {_REMEDY}"
+            continue
+        again = " with checkpoint_activations" * (best["checkpoint_activations"] == _BLOCKS)
+        yield f"  cheapest: {best['preset']}{again}, micro-batch {best['micro_batch']}"
+        if best["step_s"] is not None:
+            whole = "" if best["training_s"] is None else f", {_time(best['training_s'])} for all steps"
+            yield f"  about {_time(best['step_s'])} per step{whole}"
+        yield f"  {best['command']}"
+    yield (
+        f"\nassumed: {options.memory_utilization:.0%} of a device's memory is planned with (--memory-utilization); the rest is "
+        "left for the CUDA context, NCCL and fragmentation"
+    )
+    if assumed["flops_per_s_of_a_device"]:
+        yield (
+            f"assumed: {options.mfu:.0%} of {assumed['flops_per_s_of_a_device'] / 1e12:,.0f} TFLOP/s per device (--mfu); "
+            "recomputing blocks adds a third; communication is assumed to overlap with computing"
+        )
+    else:
+        yield f"the training time is unknown: no FLOP/s of {device['name']} are known"
+    if any(row["host_of_a_node"] for each in plan["devices"] for row in each["rows"]):
+        checked = "whether it fits is not checked: give --host-memory, such as 512GiB"
+        if host["usable"] is not None:
+            checked = f"{_gib(host['usable'])} of {_gib(host['of_a_node'])} GiB are planned with"
+        yield f"host per node: offloaded state only, without Python, the libraries and the data; {checked}"
+
+
+def _table(where: str, rows: Sequence[Row], usable: int, usable_host: int | None) -> Iterator[str]:
+    kinds = [kind for kind in rows[0]["memory"] if kind != "host" and any(_gib(row["memory"][kind]) != "0.0" for row in rows)]
+    has_host = any(row["host_of_a_node"] for row in rows)
+    table = [[where, "recomputed", *kinds, *["host per node"] * has_host, "", "micro-batch"]]
+    for row in rows:
+        too_much = f"> {_gib(usable)}" if row["memory"]["total"] > usable else f"host > {_gib(usable_host or 0)}"
+        host = [_gib(row["host_of_a_node"]) if row["host_of_a_node"] else "-"] * has_host
+        sizes = [_gib(row["memory"][kind]) for kind in kinds]
+        again, batch = (
+            "yes" if row["checkpoint_activations"] == _BLOCKS else "no",
+            f"{row['micro_batch']} x {row['accumulation']}",
+        )
+        table.append([row["preset"], again, *sizes, *host, "fits" if row["fits"] else too_much, batch])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for first, second, *others in table:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[2:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), second.ljust(widths[1]), *cells]).rstrip()
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f}"
+
+
+def _amount(number: float) -> str:
+    return f"{number / 1e9:,.1f} B" if number >= 1e9 else f"{number / 1e6:,.1f} M"
+
+
+def _time(seconds: float) -> str:
+    """Return a time with its unit: `3.2 s`, `4.0 h`, `12.5 days`."""
+    for most, unit, name in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (2 * 86400.0, 3600.0, "h")):
+        if seconds < most:
+            return f"{seconds / unit:.2g} {name}" if seconds < 10 * unit else f"{seconds / unit:,.0f} {name}"
+    return f"{seconds / 86400.0:,.1f} days"
+
+
+def _size(text: str) -> int:
+    if not (size := devices.size_of(text)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size, such as 512GiB")
+    return size
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="samerun plan",
+        usage="%(prog)s [options] [key=value ...]",
+        description="Estimate, for each preset, the memory per device of a training step; name the cheapest preset that fits; "
+        "and estimate the training time from an assumed utilisation. Needs no GPU and no weights, and data only where the "
+        "recipe does not describe the model, as for class folders.",
+    )
+    add = parser.add_argument
+    add("--recipe", default="digits", help="name of a shipped recipe, or path of a YAML file (default: digits)")
+    add("--presets", type=names, default=[], help="presets, comma-separated (default: all shipped presets)")
+    add("--devices", type=numbers, default=[1, 8], help="numbers of devices, comma-separated (default: 1,8)")
+    add("--nodes-of", type=positive, default=8, metavar="N", help="devices per node (default: 8)")
+    kinds = ", ".join(devices.DEVICES)
+    add("--device", default="h100", help=f"kind of device: {kinds}; or its memory, such as 24GiB (default: h100)")
+    add("--mixed-precision", choices=presets.PRECISIONS,
+        help="precision (default: bf16 if the device is known to support it, else no)")  # fmt: skip
+    add("--host-memory", type=_size, metavar="SIZE", help="host memory of a node, such as 512GiB, into which offloaded state "
+        "must fit (default: unknown; the plan then only shows what is needed)")  # fmt: skip
+    add("--memory-utilization", type=share, default=0.9, metavar="SHARE", help="share of a device's memory, and of a node's "
+        "host memory, to plan with; the rest is for the CUDA context, NCCL and fragmentation (default: 0.9)")  # fmt: skip
+    add("--mfu", type=share, default=0.4, metavar="SHARE",
+        help="assumed utilisation: model FLOP/s as a share of the device's peak (default: 0.4)")  # fmt: skip
+    add("--json", action="store_true", help="print JSON instead of a table")
+    add("overrides", nargs="*", metavar="key=value", help="recipe values that override the file's")
+    return parser

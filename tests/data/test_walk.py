@@ -1,0 +1,279 @@
+"""What of a folder is data: one rule and one count for images and texts, wherever they are read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from processes import train
+
+from app.errors import DataError
+from app.tools.data_command import main
+
+KEYS = ["data.image_size=16", "augment.resized_crop_min_area=null", "data.resize_size=null"]
+
+
+def picture(path: Path, seed: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(path)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Two splits of two classes with four pictures each, and in train what is no data, and what is though it looks odd."""
+    top = tmp_path / "pictures"
+    for split in ("train", "val"):
+        for name in ("ant", "bee"):
+            for number in range(4):
+                picture(top / split / name / f"{number}.png", number)
+    picture(top / "train/.ipynb_checkpoints/0-checkpoint.png")
+    picture(top / "train/ant/.ipynb_checkpoints/0-checkpoint.png")
+    (top / "train/ant/._1.png").write_bytes(b"\0\5\x16\7")
+    (top / "train/ant/notes.txt").touch()
+    picture(top / "train/stray.png")
+    os.mkfifo(top / "train/bee/pipe.png")
+    picture(top / "train/ant/_data.png", 10)
+    picture(top / "train/ant/UPPER.JPEG", 11)
+    picture(tmp_path / "elsewhere/linked.png", 12)
+    (top / "train/bee/link").symlink_to(tmp_path / "elsewhere")
+    return top
+
+
+SAID = (
+    "train: 6 files or folders left out: 1 hidden, 2 hidden folders, 1 neither file nor folder, 1 next to the class folders, "
+    "1 with another ending (.txt), such as ant/notes.txt and ant/._1.png"
+)
+
+
+def test_of_a_folder_of_pictures_every_command_says_the_same(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(pictures), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["not_read"] == [f"{pictures}/{SAID}"]
+    assert facts["train"]["samples_by_class"] == {"ant": 6, "bee": 5}
+    for command in (
+        ["inspect", str(pictures)],
+        ["check", str(pictures), *KEYS],
+        ["pack", str(pictures), "--to", "webdataset", "--out", str(tmp_path / "packed")],
+    ):
+        assert main(command) == 0
+        assert f"{pictures}/{SAID}\n" in capsys.readouterr().out
+    finished = train(
+        "cpu",
+        tmp_path / "run",
+        "--recipe",
+        "imagefolder",
+        f"data.path={pictures}",
+        "data.image_size=32",
+        "data.resize_size=null",
+        "train.steps=1",
+        "train.global_batch_size=4",
+        "model.name=convnet",
+    )
+    assert f"note: {pictures}/{SAID}\n" in finished.check().output
+
+
+def test_a_folder_of_no_split_is_said(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture(pictures / "extra/ant/0.png")
+    main(["inspect", str(pictures)])
+    assert f"{pictures}: no split of the recipe reads extra\n" in capsys.readouterr().out
+
+
+TEXTS: dict[str, str] = {
+    "_a.txt": "first", "B.TXT": "second", ".h.txt": "hidden", "x.md": "other", ".git/c.txt": "hidden",
+    "d/empty.txt": "", "e.JSONL": '{"text": "third"}\n\n',
+}  # fmt: skip
+
+
+def test_of_a_folder_of_texts_linked_folders_and_all_visible_names_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in TEXTS.items():
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(text)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/linked.txt").write_text("fourth")
+    (tmp_path / "texts/link").symlink_to(tmp_path / "other")
+    assert main(["tokenize", str(tmp_path / "texts"), "--out", str(tmp_path / "tokens"), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/texts: 3 files or folders left out: 1 hidden, 1 hidden folder, 1 with another ending (.md)" in said
+    assert "left out: 1 x empty document" in said
+    assert json.loads((tmp_path / "tokens/tokens.json").read_text())["splits"]["train"]["documents"] == 4
+
+
+def refused(capsys: pytest.CaptureFixture[str], *command: str | Path) -> str:
+    with pytest.raises(DataError) as caught:
+        main([str(word) for word in command])
+    capsys.readouterr()
+    return str(caught.value)
+
+
+def test_a_link_in_a_circle_is_refused(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (pictures / "train/ant/circle").symlink_to("..")
+    assert "train/ant/circle/ant contains itself, by a link in it" in refused(capsys, "inspect", pictures)
+    assert "contains itself, by a link in it" in refused(
+        capsys, "tokenize", pictures, "--format", "text", "--out", tmp_path / "o"
+    )
+
+
+@pytest.mark.parametrize("target", ["nowhere", "gone.png"])
+def test_a_link_that_cannot_be_copied_is_named(pictures: Path, tmp_path: Path, target: str) -> None:
+    (pictures / "train/bee/pipe.png").unlink()
+    (pictures / "train/ant/gone.png").symlink_to(target)  # the second leads to itself
+    keys = [f"data.path={pictures}", f"data.stage_to={tmp_path}", "train.steps=1"]
+    finished = train("cpu", tmp_path / "run", "--recipe", "imagefolder", *keys)
+    assert finished.returncode == DataError.exit_code
+    assert f"DataError: {pictures}/train/ant/gone.png cannot be copied to data.stage_to (" in finished.output
+
+
+def as_jsonl(path: Path) -> None:
+    path.write_text(json.dumps({"text": path.name}) + "\n")
+
+
+def as_parquet(path: Path, *columns: str) -> None:
+    columns = columns or ("text",)
+    table = pyarrow.Table.from_arrays([pyarrow.array([f"{number} {path.name}"]) for number in range(len(columns))], [*columns])
+    pyarrow.parquet.write_table(table, path)
+
+
+@pytest.mark.parametrize(
+    ("form", "numbers", "missing"),
+    [
+        ("train-{:05}-of-00003.jsonl", (0, 2), "train-00001-of-00003.jsonl"),
+        ("train-{:05}-of-00003.jsonl", (0, 1), "train-00002-of-00003.jsonl"),
+        ("part_{}_of_3.txt", (1, 3), "part_2_of_3.txt"),
+        ("c4.{:05}-of-00002.json.gz", (1,), "c4.00000-of-00002.json.gz"),
+        ("train-{:05}-of-00003.parquet", (1, 2), "train-00000-of-00003.parquet"),
+        ("train-{:05}-of-00002-0123456789abcde{}.parquet", (0,), "train-00001-of-00002.parquet"),
+    ],
+)
+def test_a_numbered_set_with_a_missing_shard_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, numbers: tuple[int, ...], missing: str
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in numbers:
+        file = tmp_path / "texts" / form.format(number, number)
+        (as_parquet if file.suffix == ".parquet" else as_jsonl)(file)
+    out = tmp_path / "tokens"
+    for source in (tmp_path / "texts", tmp_path / "texts" / f"*{file.suffix}"):
+        said = refused(capsys, "tokenize", source, "--out", out)
+        assert f"{tmp_path}/texts lacks 1 of " in said
+        assert f"shards of a numbered set: {missing}; copy them here, or name each file to read" in said
+
+
+def test_a_numbered_set_may_be_whole_or_chosen_by_number(tmp_path: Path) -> None:
+    for number in (1, 2, 3):  # as the weights of models are numbered
+        as_jsonl(tmp_path / f"a-{number:05}-of-00003.jsonl")
+    as_jsonl(tmp_path / "chapter 1.jsonl")
+    as_jsonl(tmp_path / "chapter 3.jsonl")
+    chosen = [str(tmp_path), str(tmp_path / "a-0000[12]-of-*.jsonl"), str(tmp_path / "a-00002-of-00003.jsonl")]
+    for number, source in enumerate(chosen):
+        assert main(["tokenize", source, "--out", str(tmp_path / f".tokens{number}"), "--workers", "1"]) == 0
+
+
+def test_shards_of_a_pattern_and_of_a_data_set_are_complete_too(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = tmp_path / "shards"
+    assert main(["pack", str(pictures), "--to", "webdataset", "--out", str(shards)]) == 0
+    (shards / "train-000002.tar").write_bytes((shards / "train-000000.tar").read_bytes())
+    said = refused(capsys, "inspect", shards, "data.train_split=train-*.tar")
+    assert "lacks 1 of 3 shards of the pattern train-*.tar: train-000001.tar; copy them here, or exclude their numbers" in said
+    assert main(["inspect", str(shards), "data.train_split=train-00000[02].tar"]) == 0
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    as_parquet(rows / "train-00001-of-00002.parquet", "image", "label")
+    assert f"{rows} lacks 1 of 2 shards of a numbered set: train-00000-of" in refused(capsys, "inspect", rows)
+
+
+def csv(path: Path) -> None:
+    path.write_text("text,text\nfirst,last\n")
+
+
+def arrow(path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["first"]), pyarrow.array(["last"])], ["text", "text"])
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+TWICE: dict[str, Callable[[Path], object]] = {
+    "a.csv": csv,
+    "a.arrow": arrow,
+    "a.parquet": lambda path: as_parquet(path, "text", "text"),
+    "a.jsonl": lambda path: path.write_text('{"text": "first", "text": "last"}\n'),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_table_with_a_column_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    TWICE[name](tmp_path / name)
+    said = refused(capsys, "tokenize", tmp_path / name, "--out", tmp_path / "tokens")
+    assert ("has the column 'text' twice" in said) or ("an object has the name 'text' twice" in said)
+    assert str(tmp_path / name) in said
+
+
+def test_a_table_of_pictures_with_a_column_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    as_parquet(tmp_path / "rows.parquet", "image", "label", "label")
+    assert "rows.parquet has the column 'label' twice" in refused(capsys, "inspect", tmp_path / "rows.parquet")
+
+
+# Damaged compressed data
+
+
+def damaged_deflate() -> bytes:
+    """A .gz file in the middle of which is what zlib itself refuses, rather than gzip by its checksum."""
+    lines = b"".join(json.dumps({"text": f"{number} " + os.urandom(30).hex()}).encode() + b"\n" for number in range(3000))
+    content = gzip.compress(lines)
+    for place in range(len(content) // 2, len(content) - 100):
+        changed = content[:place] + b"\xff" * 64 + content[place + 64 :]
+        try:
+            zlib.decompress(changed, wbits=31)
+        except zlib.error as error:
+            if "incorrect data check" not in str(error):
+                return changed
+    raise AssertionError
+
+
+def test_damaged_deflate_data_is_a_sentence_and_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.txt.gz").write_bytes(damaged_deflate())
+    (tmp_path / "good.txt").write_text("good")
+    said = refused(capsys, "tokenize", tmp_path, "--out", tmp_path / "tokens")
+    assert f"{tmp_path}/bad.txt.gz cannot be read to its end (Error -3 while decompressing data" in said
+    assert main(["tokenize", str(tmp_path), "--skip-unreadable", "--out", str(tmp_path / "tokens")]) == 0
+    assert "left out: 1 x file that cannot be read to its end" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_damaged_parquet_file_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str], prompts: bool) -> None:
+    columns = ("prompt", "completion") if prompts else ("text",)
+    for name in "abc":
+        as_parquet(tmp_path / f"{name}.parquet", *columns)
+    (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
+    content = bytearray((tmp_path / "b.parquet").read_bytes())
+    place = content.index(b"0 b.parquet")
+    content[place : place + 4] = b"\xff\xff\xff\xff"  # no UTF-8
+    (tmp_path / "b.parquet").write_bytes(content)
+    options = [*(["--prompts"] if prompts else []), "--workers", "1", "--out", str(tmp_path / "tokens")]
+    assert "a.parquet is not a readable parquet file" in refused(capsys, "tokenize", tmp_path, *options)
+    assert "b.parquet cannot be read to its end" in refused(capsys, "tokenize", tmp_path / "b.parquet", *options)
+    assert main(["tokenize", str(tmp_path), "--skip-unreadable", *options]) == 0
+    assert "left out: 2 x file that cannot be read to its end" in capsys.readouterr().out
+
+
+def test_the_standard_deviation_of_one_color_is_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "test"):
+        (tmp_path / split / "ant").mkdir(parents=True)
+        Image.new("RGB", (64, 64), (1, 2, 250)).save(tmp_path / split / "ant/0.png")
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["train"]
+    assert (facts["mean"], facts["std"]) == ([0.0039, 0.0078, 0.9804], [0.0, 0.0, 0.0])

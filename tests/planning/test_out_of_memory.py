@@ -1,0 +1,108 @@
+"""A run for which there is too little memory: refused before its model is filled, or ended by a sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from processes import train
+
+from app.errors import LackOfMemoryError, PresetError
+from app.place.sharding import Sharding
+
+GIB = 2**30
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+from app.task import Loss, Samples
+
+
+class Own:
+    def samples(self, split):
+        return None if split == "validation" else Samples.of({"x": torch.arange(64.0)[:, None]})
+
+    def model(self, metadata):
+        return nn.Linear(1, 1)
+
+    def loss(self, model, batch):
+        RAISE
+        return Loss(functional.mse_loss(model(batch["x"]), batch["x"]), len(batch["x"]))
+
+
+task = Own
+"""
+
+
+@pytest.mark.parametrize(
+    ("sharding", "processes", "on_cpu", "remedy"),
+    [
+        (Sharding(), 1, True, "several machines with --preset fsdp2"),
+        (Sharding("deepspeed", stage=2), 8, False, "--preset fsdp2"),
+        (Sharding("fsdp2", replicas=2), 8, False, "--preset fsdp2"),
+        (Sharding("fsdp2"), 8, False, "more devices, or --preset deepspeed_zero3_offload"),
+        (Sharding("deepspeed", stage=3), 8, True, "more machines"),
+        (Sharding("deepspeed", stage=3, offload=True), 1, False, "more devices"),
+        (Sharding("fsdp2", tensor_parallel=4), 8, False, "more devices"),
+    ],
+)
+def test_what_shards_more(*, sharding: Sharding, processes: int, on_cpu: bool, remedy: str) -> None:
+    assert sharding.remedy(processes, on_cpu=on_cpu) == remedy
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("failing", "text"),
+    [
+        ('raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")', "Tried to allocate 20.00 GiB"),
+        ("torch.empty(2**52)", f"you tried to allocate {2**54} bytes"),
+    ],
+    ids=["of a GPU", "of a CPU"],
+)
+def test_a_failed_allocation_ends_with_what_to_change(failing: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TASK.replace("RAISE", failing))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("task: own.py\ntrain: {global_batch_size: 8, steps: 4}\n")
+    finished = train("multi_gpu", tmp_path / "run", "--recipe", str(recipe), processes=2)
+    assert finished.returncode == LackOfMemoryError.exit_code, finished.output
+    assert "Traceback" not in finished.output
+    (sentence, *_) = re.findall(r"LackOfMemoryError: (.*)", finished.output)
+    assert text in sentence
+    change = "Change train.max_micro_batch=2, or train.checkpoint_activations=blocks, or --preset fsdp2"
+    assert sentence.endswith(change)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("preset", "copies", "change"),
+    [("multi_gpu", 2, "--preset fsdp2"), ("fsdp2", 1, "more machines"), ("deepspeed_zero3", 1, "more machines")],
+)
+def test_what_no_batch_makes_fit_is_refused_before_a_weight_is_drawn(
+    preset: str, copies: int, change: str, tmp_path: Path
+) -> None:
+    """That smaller models are not is shown by every other run of a language model."""
+    arguments = ("--recipe", "gpt3_175b", "data.path=null", "train.global_batch_size=8")
+    finished = train(preset, tmp_path / "run", *arguments, processes=2)
+    assert finished.returncode == LackOfMemoryError.exit_code, finished.output
+    sentence = re.search(r"LackOfMemoryError: .* alone take ([\d,.]+) GiB, and there are ([\d,.]+) GiB .*", finished.output)
+    assert sentence is not None, finished.output
+    # 96 layers of 12 H^2 and biases, 2048 positions and 50,257 tokens; weight, gradient and two moments of 4 bytes each.
+    parameters = 96 * (12 * 12288**2 + 13 * 12288) + (2048 + 50257 + 2) * 12288
+    assert float(sentence[1].replace(",", "")) == pytest.approx(copies * 16 * parameters / GIB, rel=1e-4)
+    assert sentence[0].endswith(f"Take {change}, or a smaller model")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.multiproc
+def test_offloading_to_nvme_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero3_init_flag: false, offload_param_device: nvme, "
+        f"offload_param_nvme_path: {tmp_path}}}\n"
+    )
+    finished = train(preset, tmp_path / "run", "--recipe", "digits", "train.steps=1", processes=1)
+    assert finished.returncode == PresetError.exit_code, finished.output
+    assert re.search(r"PresetError: .*offload_param\.device: nvme: .*offload to the CPU", finished.output), finished.output
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,85 @@
+"""`samerun plan`: which presets fit, which is the cheapest, and what is said where nothing does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from app.errors import LackOfMemoryError, RecipeError, UsageError
+from app.planning import devices
+from app.tools import plan
+
+GIB = 2**30
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert plan.main(["--recipe", "digits", "--device", "24GiB", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_host_with_too_little_memory_is_never_the_cheapest(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--devices", "2,8", "--nodes-of", "4", "--presets", "multi_gpu,deepspeed_zero3_offload"]
+    text = planned(capsys, *words)
+    assert "host per node" in text
+    assert "whether it fits is not checked: give --host-memory, such as 512GiB" in text
+    found = json.loads(planned(capsys, *words, "--host-memory", "1MiB", "--json"))
+    few, many = (next(row for row in each["rows"] if row["sharding"]["offload"]) for each in found["devices"])
+    assert few["host_of_a_node"] == pytest.approx(many["host_of_a_node"] * 2, rel=1e-3), "half of the model on each node"
+    assert few["host_of_a_node"] > found["host_memory"]["usable"] > many["host_of_a_node"] > 0
+    assert (few["fits"], many["fits"]) == (False, True)
+    words = ["--device", "24GiB", "--devices", "2", "--host-memory", "1MiB", "--presets", "deepspeed_zero3_offload"]
+    with pytest.raises(LackOfMemoryError, match="take more devices, or devices or nodes with more memory"):
+        plan.main(words)
+    assert "host > 0.0" in capsys.readouterr().out, "the plan is printed all the same"
+
+
+def test_devices_that_cannot_divide_the_batch_are_a_line_and_the_others_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, "--devices", "3,2", "--presets", "multi_gpu")
+    assert "3 devices  not possible: train.global_batch_size is 64, which 3 processes cannot divide" in text
+    assert "nothing fits" not in text
+    assert "samerun launch --processes 2 --preset multi_gpu" in text
+    with pytest.raises(RecipeError, match="which 3 processes cannot divide"):
+        plan.main(["--recipe", "digits", "--devices", "3", "--presets", "multi_gpu"])
+
+
+def test_devices_have_names_or_sizes() -> None:
+    assert devices.named("24GiB").memory == 24 * GIB
+    assert devices.named("h100").torch_name == "NVIDIA H100 80GB HBM3"
+    with pytest.raises(UsageError, match="a100-80 or a100-40"):
+        devices.named("a100")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "vocabulary", "width", "preset", "more"),
+    [
+        ("llama3_8b", 2 * 128_256, 4096, "fsdp2", ()),
+        # Its head of 257 tokens stays whole, as in a run.
+        ("lm_tiny", 257, 128, "tensor_parallel", ("model.key_value_heads=2",)),
+    ],
+)
+def test_a_plan_without_data_has_the_vocabulary_of_the_recipe(
+    *, recipe: str, vocabulary: int, width: int, preset: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("data.sequence_length=64", "train.global_batch_size=2", "model.intermediate_size=64", "model.layers=1")
+    assert plan.main(["--recipe", recipe, "--devices", "2", "--presets", preset, "--json", *small, *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["parameters"] - vocabulary * width < 5 * width * width
+    assert all(row["fits"] for row in found["devices"][0]["rows"])
+
+
+def test_a_real_plan_names_the_cheapest_and_hsdp_on_one_node_is_fsdp2() -> None:
+    words = ["--recipe", "digits", "--devices", "2", "--device", "24GiB", "--presets", "hsdp,fsdp2,multi_gpu,tensor_parallel"]
+    command = [sys.executable, "-m", "launch.cli", "plan", *words, "--json"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    (of_two,) = json.loads(finished.stdout)["devices"]
+    assert of_two["cheapest"]["command"].startswith("samerun launch --processes 2 --preset multi_gpu --recipe digits")
+    rows = {row["preset"]: row for row in of_two["rows"]}
+    assert next(iter(rows)) == "multi_gpu"
+    held = rows["multi_gpu"]["memory"]
+    assert held["total"] == sum(size for kind, size in held.items() if kind not in ("total", "host")) > 0
+    assert {**rows["hsdp"], "preset": "fsdp2"} == rows["fsdp2"]
+    assert "a model with a tensor parallel plan" in rows["tensor_parallel"]["problem"], "the others are planned all the same"

@@ -1,0 +1,222 @@
+"""The page of a run, in a real browser: whole, of a broken folder, on a phone, without a script."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from another_task import language, rainfall
+from browser import PROGRAM, Browser
+from processes import REPOSITORY, read
+
+from app.errors import RunFolderError
+from app.record import ledger
+from app.reports import past_run, report
+from app.reports.state import state_of
+from launch.cli import main as samerun
+
+LOOK = """({
+    width: document.documentElement.scrollWidth,
+    blank: [...document.images].filter(image => !image.complete || image.naturalWidth === 0).length,
+    images: document.images.length,
+    unnamed: [...document.images].filter(image => !image.alt).length,
+    tables: [...document.querySelectorAll('table')].filter(table => !table.caption).length,
+    headings: [...document.querySelectorAll('h1, h2')].map(heading => heading.textContent),
+    scripts: document.scripts.length,
+    text: document.body.innerText,
+})"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    opened = Browser()
+    yield opened
+    opened.close()
+
+
+def broken(digits_run: Path, folder: Path) -> Path:
+    """A copy in which nearly everything is missing, cut or not what it was."""
+    shutil.copytree(digits_run, folder)
+    (folder / "ledger.jsonl").unlink()
+    (folder / "outcome.json").unlink()
+    (folder / "result.json").write_text('{"test_accuracy": ')
+    told = {"task": "image_classification", "monitor": ["test_accuracy", "max"], "recipe": "<script>alert(1)</script>"}
+    (folder / "run.json").write_text(json.dumps({**told, "ranks": 4, "versions": [], "world_size": "2"}))
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join([*lines[:-1], lines[-1][:30]]))
+    (folder / "test_predictions" / "0.png").write_bytes((folder / "test_predictions" / "0.png").read_bytes()[:60])
+    return folder
+
+
+def looked_at(browser: Browser, path: Path, *, width: int = 390, scripts: bool = True, images: int = 9) -> dict[str, Any]:
+    seen = browser.look(path, LOOK, width=width, scripts=scripts)
+    assert seen.complaints == []
+    assert seen.requests == []
+    found: dict[str, Any] = seen.found
+    assert found["images"] >= images
+    assert found["width"] == width  # nothing is cut off at the side
+    assert (found["blank"], found["unnamed"], found["tables"], found["scripts"]) == (0, 0, 0, 0)
+    return found
+
+
+def test_the_browser_sees_what_is_wrong_with_a_page(browser: Browser, tmp_path: Path) -> None:
+    page_with_faults = tmp_path / "wrong.html"
+    page_with_faults.write_text(
+        '<div style="width: 999px">x</div><img src="gone.png"><script>console.error(1); nothing()</script>'
+    )
+    seen = browser.look(page_with_faults, LOOK)
+    assert seen.requests == [(tmp_path / "gone.png").resolve().as_uri()]
+    for fault in ("consoleAPICalled", "nothing is not defined", "ERR_FILE_NOT_FOUND"):
+        assert fault in "".join(seen.complaints)
+    assert seen.found["width"] > 390
+    assert (seen.found["blank"], seen.found["unnamed"]) == (1, 1)
+
+
+def test_a_finished_run_has_all_of_it_in_one_file(browser: Browser, digits_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "elsewhere.html"
+    assert samerun(["report", str(digits_run), "--out", str(out)]) == 0
+    assert out.stat().st_size < 1_000_000
+    accuracy = read(digits_run / "result.json")["test_accuracy"]
+    tested = ["Scores", "Predictions on the test split"]
+    sections = ["Curves", "Where the time went", *tested, "One start", "What it ran on", "Recipe"]
+    for width, scripts in ((390, True), (1280, True), (390, False)):
+        found = looked_at(browser, out, width=width, scripts=scripts)
+        assert found["headings"] == ["digits", *sections]
+        for told in (
+            f"{100 * accuracy:.2f} %",
+            "finished",
+            "Goodput",
+            "Confusion",
+            "torch",
+            "40 of 40",
+            "finished after step 40",
+        ):
+            assert told in found["text"], told
+
+
+def test_of_a_broken_folder_each_fault_is_a_sentence_and_the_rest_is_drawn(
+    browser: Browser, digits_run: Path, tmp_path: Path
+) -> None:
+    folder = broken(digits_run, tmp_path / "copied")
+    assert samerun(["report", str(folder)]) == 0
+    found = looked_at(browser, folder / "report.html")
+    title, missing, *sections = found["headings"]
+    assert title == "<script>alert(1)</script>"
+    assert missing == "What is missing or broken"
+    assert sections == ["Curves", "Scores", "Predictions on the test split", "Recipe"]
+    for told in (
+        "ledger.jsonl is missing",
+        "result.json cannot be read",
+        "a line is damaged or truncated",
+        "1 of the pictures",
+        "The topology, of run.json",
+        "The list of versions, of run.json",
+    ):
+        assert told in found["text"], told
+
+
+def test_the_page_of_another_task_has_its_own_scores(browser: Browser, digits_run: Path, tmp_path: Path) -> None:
+    folder = rainfall(digits_run, tmp_path / "rain")
+    assert samerun(["report", str(folder)]) == 0
+    found = looked_at(browser, folder / "report.html", images=4)
+    sections = ["Curves", "Where the time went", "Scores", "One start", "What it ran on", "Recipe"]
+    assert found["headings"] == ["digits", *sections]
+    words = " ".join(found["text"].split())
+    for told in (
+        "test rmse 1.2500",
+        "test bias -0.2500",
+        "Of the final weights, over 144 validation samples and 359 test samples",
+        "Test station error: the 10 lowest and the 10 highest of 29",
+        "station 9 3.5000 station 19 8.5000",
+        "Test month accuracy name value May 50.00 %",
+    ):
+        assert told in words, told
+    assert "class" not in words
+
+
+def test_the_page_of_a_language_model_speaks_of_tokens_and_shows_what_it_wrote(
+    browser: Browser, digits_run: Path, tmp_path: Path
+) -> None:
+    folder = language(digits_run, tmp_path / "language")
+    assert samerun(["report", str(folder)]) == 0
+    for width in (390, 1280):
+        found = looked_at(browser, folder / "report.html", width=width, images=4)
+    assert found["headings"][1:5] == ["Curves", "Where the time went", "Scores", "What the model wrote"]
+    words, result = " ".join(found["text"].split()), read(folder / "result.json")
+    for told in (
+        f"tokens/s {result['tokens_per_s']:,.0f} tokens seen {result['tokens_seen']:,}",
+        f"test bits per byte {result['test_bits_per_byte']:.4f}",
+        "After step 40 Once Once 40 <b> and on and on",  # the latest is open, the others are not
+    ):
+        assert told in words, told
+    assert "Twice 38 <b>" not in words
+    html = (folder / "report.html").read_text()
+    shown = [int(step) for step in re.findall(r"<summary>After step (\d+)", html)]
+    assert shown == [40, 34, 28, 22, 16, 10, 4]  # of twenty
+    assert "loss by tokens seen: training from " in html
+
+
+@pytest.mark.parametrize("name", ["run.json", "outcome.json", "result.json", "test_predictions/predictions.json"])
+def test_a_file_that_holds_something_else_is_a_sentence(digits_run: Path, tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(digits_run, tmp_path / "copied"))
+    (folder / name).write_text("[1, 2]")
+    html, (complaint,) = report.render(past_run.read(folder), now=0.0)
+    assert f"{folder / name} is broken" in complaint
+    assert complaint in html
+
+
+def test_reading_runs_needs_neither_torch_nor_plots() -> None:
+    heavy_of = {
+        "app.reports.report": {"torch", "accelerate", "matplotlib"},
+        "app.tasks.image_classification.page": {"torch", "accelerate"},
+        "app.reports.watch": {"torch", "accelerate", "matplotlib"},
+    }
+    for module, heavy in heavy_of.items():
+        check = f"import sys, {module}; sys.exit(str({heavy} & set(sys.modules) or ''))"
+        finished = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert finished.stderr.strip() == ""
+
+
+def test_what_is_no_run_and_what_cannot_be_written_is_said(
+    digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert samerun(["report", str(tmp_path)]) == RunFolderError.exit_code
+    assert samerun(["report", str(digits_run), "--out", str(tmp_path / "no" / "page.html")]) == RunFolderError.exit_code
+    assert "Write it elsewhere with --out FILE" in capsys.readouterr().err
+
+
+def test_every_start_is_told_with_how_it_ended_and_the_time_since(digits_run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(digits_run, tmp_path / "copied"))
+    events = ledger.read(folder)[0]
+    first = events[0]
+    assert isinstance(first, ledger.Start)
+    (folder / "result.json").unlink()
+    (folder / "outcome.json").unlink()
+    lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)[:-1]
+    later = {**json.loads(lines[0]), "from_step": 20, "world_size": 4, "preset": "fsdp2", "job": "17"}
+    later |= {"time": first.time + 60, "launched": first.time + 55}
+    (folder / "ledger.jsonl").write_text("".join(lines) + json.dumps(later) + "\n")
+    for since_s, word in ((30.0, "running"), (900.0, "silent")):
+        run = past_run.read(folder)
+        now = first.time + 60 + since_s
+        assert state_of(run, now).word == word
+        html, complaints = report.render(run, now)
+        assert complaints == []
+        for told in (
+            f"{word}</span>",
+            "killed or failed after step 40",
+            'data-name="preset">fsdp2</td>',
+            'data-name="job">17</td>',
+            "2 starts",
+            "lost work",
+        ):
+            assert told in html, told

@@ -1,0 +1,232 @@
+"""A stranger's run folder: nothing outside it is touched, what was made by hand is passed over, and none of its code runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import read, run, train
+
+from app.checkpoints import manifest
+from app.errors import CheckpointError, RecipeError, RunFolderError
+from launch import cli
+
+RECIPE = ("--recipe", "digits", "train.global_batch_size=64", "train.steps=4", "checkpoint.every_steps=2", "--resume", "auto")
+OLD, NEW = "checkpoints/step-00000002", "checkpoints/step-00000004"
+TASK = """
+from pathlib import Path
+
+Path(__file__).with_name("ran").touch()
+
+
+class Task:
+    pass
+
+
+task = Task
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    train("cpu", run_dir, *RECIPE).check()
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def sealed(folder: Path, change: Callable[[dict[str, Any]], object] | None = None, *, text: str = "") -> None:
+    """Write a manifest by hand, with the right sums of all files and of itself."""
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["sha256"]
+    for name in content["files"]:
+        data = (folder / name).read_bytes()
+        content["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if change:
+        change(content)
+    raw = text.encode() if text else json.dumps(content).encode()
+    (folder / "manifest.json").write_bytes(manifest._sealed(raw))
+
+
+def with_header(folder: Path, header: Callable[[dict[str, Any]], object] | str) -> None:
+    """Give the tensors of a checkpoint another header, and everything else the right sums."""
+    path = folder / "rank-00000.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    if isinstance(header, str):
+        text = header.encode()
+    else:
+        told = json.loads(content[8 : 8 + size])
+        header(told)
+        text = json.dumps(told).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    sealed(folder)
+
+
+def with_state(folder: Path, text: str) -> None:
+    (folder / "state.json").write_text(text)
+    sealed(folder)
+
+
+def first(header: dict[str, Any]) -> Any:
+    return next(value for name, value in header.items() if name != "__metadata__")
+
+
+def of_weight(content: dict[str, Any]) -> Any:
+    return next(iter(content["tensors"]["weight"].values()))
+
+
+DEEP = "[" * 1_000_000
+EMPTY = {"bytes": 0, "sha256": ""}
+BY_HAND: dict[str, Callable[[Path], object]] = {
+    "nested": lambda it: sealed(it, text='{"a": ' + DEEP + "]}"),
+    "a list": lambda it: sealed(it, text="[1]"),
+    "no tensors": lambda it: sealed(it, lambda content: content.pop("tensors")),
+    "no state": lambda it: sealed(it, lambda content: content["files"].pop("state.json")),
+    "outside": lambda it: sealed(
+        it, lambda content: content["files"].update({"../../../etc/hostname": {"bytes": 1, "sha256": ""}})
+    ),
+    "absolute": lambda it: sealed(it, lambda content: content["files"].update({"/etc/hostname": EMPTY})),
+    "a number as range": lambda it: sealed(it, lambda content: of_weight(content).update(ranges=[7])),
+    "a negative range": lambda it: sealed(it, lambda content: of_weight(content)["ranges"][0].__setitem__(0, -5)),
+    "an unknown file": lambda it: sealed(it, lambda content: of_weight(content)["ranges"][0].__setitem__(2, "x.safetensors")),
+    "columns of nothing": lambda it: sealed(it, lambda content: of_weight(content)["ranges"][0].extend([0, 1])),
+    "a huge shape": lambda it: sealed(it, lambda content: of_weight(content).update(shape=[10**30])),
+    "a type as list": lambda it: sealed(it, lambda content: of_weight(content).update(dtype=["F32"])),
+    "state nested": lambda it: with_state(it, DEEP),
+    "state a list": lambda it: with_state(it, "[]"),
+    "state empty": lambda it: with_state(it, "{}"),
+    "header nested": lambda it: with_header(it, '{"a": ' + DEEP),
+    "three offsets": lambda it: with_header(it, lambda header: first(header).update(data_offsets=[0, 4, 8])),
+    "negative offsets": lambda it: with_header(it, lambda header: first(header).update(data_offsets=[-8, 0])),
+    "a huge tensor": lambda it: with_header(it, lambda header: first(header).update(shape=[10**30])),
+    "another name": lambda it: with_header(it, lambda header: header.update({"other": header.pop(next(iter(header)))})),
+}
+
+
+def test_a_checkpoint_made_by_hand_is_passed_over_and_the_older_one_taken(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for case, spoil in BY_HAND.items():
+        shutil.copytree(run_dir / NEW, tmp_path / "before")
+        spoil(run_dir / NEW)
+        out = tmp_path / f"{case}.safetensors"
+        if case != "state empty":  # `export` takes what training could not go on from
+            assert cli.main(["export", str(run_dir), "--out", str(out)]) == 0, case
+            said = capfd.readouterr()
+            assert f"passed over: {run_dir / NEW}" in said.err, (case, said)
+            assert "after 2 steps" in said.out, case
+        shutil.rmtree(run_dir / NEW)
+        (tmp_path / "before").rename(run_dir / NEW)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("case", ["nested", "three offsets", "state empty"])
+def test_a_start_passes_it_over_too(run_dir: Path, case: str) -> None:
+    BY_HAND[case](run_dir / NEW)
+    begun = train("multi_gpu", run_dir, *RECIPE, processes=2).check()
+    assert "passed over: " in begun.output
+    assert f"{run_dir / NEW}/" in begun.output
+    assert read(run_dir / "result.json")["steps"] == 4
+
+
+def test_with_no_other_checkpoint_it_is_a_sentence(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / OLD)
+    BY_HAND["outside"](run_dir / NEW)
+    refused = train("cpu", run_dir, *RECIPE)
+    assert refused.returncode == CheckpointError.exit_code
+    assert "it names '../../../etc/hostname', which is not in its folder" in refused.output
+    assert "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize("name", ["starts", "checkpoints", "profile", "tensorboard", "STOP", "starts/7"])
+def test_a_link_in_the_run_folder_is_refused_before_anything_is_removed(run_dir: Path, tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for place in ("1", "2", "step-00000002"):
+        (elsewhere / place).mkdir(parents=True)
+        (elsewhere / place / "precious").touch()
+    link = run_dir / name
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.symlink_to(elsewhere)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    refused = train("cpu", run_dir, *RECIPE, "train.steps=6")
+    assert refused.returncode == RunFolderError.exit_code, refused.output
+    assert f"{link} is a symbolic link, and a run writes and removes only files within its run folder" in refused.output
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_the_run_folder_itself_may_be_a_link(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "disk")
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    train("cpu", tmp_path / "run", *RECIPE).check()
+
+
+@pytest.mark.parametrize("command", ["app.evaluate", "app.predict", "app.train"])
+def test_no_command_runs_a_task_file_in_a_run_folder(run_dir: Path, tmp_path: Path, command: str) -> None:
+    """Whichever of the files that mark a run folder there are."""
+    (run_dir / "run.json").unlink()
+    (run_dir / "own.py").write_text(TASK)
+    (run_dir / "recipe.yaml").write_text("task: own.py\n")
+    about = read(run_dir / "model.json")
+    about["recipe"]["task"] = str(run_dir / "own.py")
+    (run_dir / "model.json").write_text(json.dumps(about))
+    words = {
+        "app.evaluate": [str(run_dir)],
+        "app.predict": [str(run_dir), "x.png"],
+        "app.train": ["--recipe", str(run_dir / "recipe.yaml"), "--run-dir", str(tmp_path / "new"), "--trackers", "none"],
+    }[command]
+    refused = run("cpu", 1, command, *words)
+    assert refused.returncode in (RecipeError.exit_code, RunFolderError.exit_code), refused.output
+    assert "code in a run folder is never executed" in refused.output
+    assert not (run_dir / "ran").exists()
+
+
+def test_what_a_run_folder_says_cannot_command_the_terminal(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\x9b1m"
+    for name, change in {
+        "run.json": lambda told: told | {"recipe": evil, "commit": evil, "versions": {evil: evil}, "preset": evil},
+        "result.json": lambda told: told | {evil: 0.5},
+        "model.json": lambda told: told | {evil: evil},
+    }.items():
+        (run_dir / name).write_text(json.dumps(change(read(run_dir / name))))
+    with (run_dir / "recipe.yaml").open("a") as file:
+        file.write(f"{json.dumps(evil)}: {json.dumps(evil)}\n")
+    lines = [
+        json.loads(line) | {f"test_{evil}": 0.25, f"{evil}": 0.5}
+        for line in (run_dir / "evaluations.jsonl").read_text().splitlines()
+    ]
+    (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    other = run_dir.rename(tmp_path / f"run{evil}".replace("/", ""))
+    plain = tmp_path / "plain"
+    shutil.copytree(other, plain)
+    (plain / "run.json").unlink()
+    for command in (
+        ["watch", "--once", str(other)],
+        ["compare", str(other), str(plain)],
+        ["compare", str(other), str(plain), str(other)],
+        ["runs", str(tmp_path)],
+        ["runs", str(tmp_path), "--format", "csv"],
+        ["runs", str(tmp_path), "--format", "markdown"],
+        ["verify", str(other)],
+        ["report", str(other)],
+        ["export", str(other), "--out", str(tmp_path / f"w{evil}.safetensors")],
+        ["curves", str(other), "--out", str(tmp_path / f"c{evil}")],
+        ["report", str(tmp_path / f"none{evil}")],
+    ):
+        cli.main(command)
+        said = "".join(capfd.readouterr())
+        assert said, command
+        assert not {"\x1b", "\x07", "\x9b"} & set(said), (command, said)

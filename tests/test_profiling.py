@@ -1,0 +1,182 @@
+"""`profile.steps` and `samerun timeline`: all ranks on one time axis, also if files are missing or cut."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import trace_format
+from processes import Started, read_lines
+
+from app.errors import RecipeError, RunFolderError
+from app.metrics.profile import check_window
+from app.ranks import clocks
+from app.recipe.schema import ProfileRecipe
+from app.reports import timeline
+from launch import cli
+
+FIRST, LAST = 3, 7
+STEPS = range(FIRST, LAST + 1)
+RUN = ("--recipe", "digits", "--trackers", "none", "checkpoint.every_minutes=null", f"train.steps={LAST}")
+WINDOW = f"profile.steps={FIRST}:{LAST}"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("profile") / "run"
+    output = processes.train("multi_gpu", run_dir, *RUN, WINDOW, processes=2).check().output
+    assert f"profile of steps {FIRST} to {LAST}: merge its traces with `samerun timeline {run_dir}`" in output
+    return run_dir
+
+
+@pytest.mark.multiproc
+def test_the_timeline_has_both_ranks_on_one_axis(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["timeline", str(run_dir)]) == 0
+    path = run_dir / "profile" / timeline.TIMELINE
+    assert capsys.readouterr().out == f"{path}: open it at ui.perfetto.dev or in chrome://tracing\n"
+    events = trace_format.load(path)
+    assert [name.split(",")[-1] for name in trace_format.processes(events)] == [" cpu", " cpu"]
+    assert trace_format.check_one_axis(events, ranks=2, error_us=0.0) == len(STEPS)
+    for rank in range(2):
+        names = [event["name"] for event in events if event["pid"] == rank + 1 and event["ph"] == "X"]
+        assert [name for name in names if name.startswith("step ")] == [f"step {step}" for step in STEPS]
+        for phase in ("data wait", "forward", "backward", "optimizer"):
+            assert names.count(phase) == len(STEPS), phase
+        assert names.count("gloo:all_reduce") >= len(STEPS)
+
+
+@pytest.mark.multiproc
+def test_ranks_whose_traces_are_cut_or_missing_are_named(run_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run_dir / "profile", tmp_path / "profile")
+    traces = [folder / f"rank-{rank}.json.gz" for rank in range(2)]
+    traces[1].write_bytes(traces[1].read_bytes()[:-1000])
+    sentence = (
+        f"{traces[1]} cannot be read (Compressed file ended before the end-of-stream marker was reached): rank 1 is missing"
+    )
+    assert timeline.merge(folder)[0].startswith(sentence)
+    assert len(trace_format.processes(trace_format.load(folder / timeline.TIMELINE))) == 1
+    traces[0].unlink()
+    with pytest.raises(RunFolderError, match=r"has no readable trace: .*rank-0\.json\.gz'\): rank 0 is missing"):
+        timeline.merge(folder)
+
+
+@pytest.mark.multiproc
+def test_a_profile_that_cannot_be_written_is_a_sentence_and_changes_no_bit(tmp_path: Path) -> None:
+    """No file gets longer than 300 kB, as on a full disk: torch cannot write its trace."""
+    command = [sys.executable, "-m", "launch.cli", "launch", "--preset", "cpu", *RUN]
+    folders = {name: tmp_path / name for name in ("plain", "profiled", "full")}
+    Started([*command, "--run-dir", str(folders["plain"])]).wait().check()
+    Started([*command, "--run-dir", str(folders["profiled"]), WINDOW]).wait().check()
+    limited = ["sh", "-c", 'ulimit -f 600 && exec "$@"', "sh", *command]
+    full = Started([*limited, "--run-dir", str(folders["full"]), WINDOW]).wait().check()
+    assert "cannot write its profile: torch cannot write its trace in " in full.output
+    assert timeline.merge(folders["profiled"] / "profile")
+    for folder in folders.values():
+        losses = [[line["loss"] for line in read_lines(path / "metrics.jsonl")] for path in (folder, folders["plain"])]
+        assert losses[0] == losses[1]
+        assert (folder / "model.safetensors").read_bytes() == (folders["plain"] / "model.safetensors").read_bytes()
+
+
+def test_steps_that_the_run_does_not_have_are_refused() -> None:
+    check_window(ProfileRecipe(steps="10:20"), total_steps=20)
+    with pytest.raises(RecipeError, match=r"profile\.steps is 10:20, and the run has 19 steps"):
+        check_window(ProfileRecipe(steps="10:20"), total_steps=19)
+
+
+def event(name: str, kind: str, lane: tuple[int, int], begin_us: int, end_us: int) -> dict[str, Any]:
+    pid, tid = lane
+    return {"ph": "X", "cat": kind, "name": name, "pid": pid, "tid": tid, "ts": begin_us, "dur": end_us - begin_us, "args": {}}
+
+
+def test_clocks_are_set_right_and_what_overlaps_has_lanes_of_its_own(tmp_path: Path) -> None:
+    """As in a trace of two GPUs, of which the second one's clock is 3 ms ahead, and 1 % slow."""
+    host, stream = (77, 77), (0, 7)
+    flow = {"cat": "ac2g", "name": "ac2g", "id": 9}
+    trace = {
+        "baseTimeNanoseconds": 10**18,
+        "traceEvents": [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": 0, "args": {"name": "stream 7 "}},
+            event("step 4", "user_annotation", host, 4000, 9000),
+            event("cudaLaunchKernel", "cuda_runtime", host, 4100, 4200),
+            {"ph": "s", "pid": 77, "tid": 77, "ts": 4100, **flow},
+            event("gemm", "kernel", stream, 5000, 7000),
+            {"ph": "f", "bp": "e", "pid": 0, "tid": 7, "ts": 5000, **flow},
+            event("forward", "gpu_user_annotation", stream, 5000, 6000),
+            event("gloo:broadcast", "user_annotation", (77, 80), 5000, 7000),
+            event("gloo:all_reduce", "user_annotation", (77, 80), 6000, 8000),
+            {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 9000},
+        ],
+    }
+    ranks: list[dict[str, Any]] = [
+        {"host": "node1", "device": "cuda:0", "strategy": "ddp", "zero_ns": 10**18, "clock_error_ns": error_ns,
+         "clock": [[10**18, ahead_ns], [10**18 + 10**8, ahead_ns - drift_ns]]}
+        for ahead_ns, drift_ns, error_ns in ((0, 0, 0), (3_000_000, 1_000_000, 12_000))
+    ]  # fmt: skip
+    (tmp_path / "ranks.json").write_text(json.dumps({"ranks": ranks}))
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
+    assert timeline.merge(tmp_path)[0] == "the clocks of other hosts are known to 0.01 ms"
+    events = trace_format.load(tmp_path / timeline.TIMELINE)
+    steps = [(event["ts"], event["dur"]) for event in events if event["name"] == "step 4"]
+    assert steps == [(4000, 5000), (1040, 5050)]
+    lanes = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 2]
+    assert lanes == ["training", "stream 7", "ranges of stream 7", "collectives 0", "collectives 1"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_error_of_a_clock_is_no_larger_than_it_is_said_to_be(seed: int) -> None:
+    """Ranks with any clocks come to meetings, and leave them, with any delays."""
+    chance = random.Random(seed)
+    number = chance.randint(2, 4)
+    ahead_ns = [chance.randint(-(10**9), 10**9) for _ in range(number)]
+    delays, now_ns = iter(lambda: chance.randint(1, 10**6), None), 0
+    ranks = [_Meetings(ahead) for ahead in ahead_ns]
+    for _ in range(clocks._MEETINGS):
+        came_ns = [now_ns + next(delays) for _ in ranks]
+        left_ns = [max(came_ns) + next(delays) for _ in ranks]
+        for rank, one in enumerate(ranks):
+            one.readings += [came_ns[rank] + one.ahead_ns, left_ns[rank] + one.ahead_ns]
+            one.met.append([float(came + other.ahead_ns) for came, other in zip(came_ns, ranks, strict=True)])
+        now_ns = max(left_ns)
+    found: list[clocks.Bounds] = []
+    for rank, one in enumerate(ranks):
+        if rank > 0:
+            one.met.append(ranks[0].asked[-1])  # what rank 0 gave to all
+        found.append(clocks.bounds(one.meet, one.now_ns, host=f"node{rank}", rank=rank, world_size=number))
+    for rank in range(1, number):
+        offset = clocks.offset(rank, found)
+        assert abs(offset.ahead_ns - (ahead_ns[rank] - ahead_ns[0])) <= offset.error_ns
+
+
+class _Meetings:
+    """The meetings that one rank comes to, as they were."""
+
+    def __init__(self, ahead_ns: int) -> None:
+        self.ahead_ns = ahead_ns
+        self.readings: list[int] = []
+        self.met: list[list[float]] = []
+        self.asked: list[list[float]] = []
+
+    def now_ns(self) -> int:
+        return self.readings.pop(0)
+
+    def meet(self, values: list[float]) -> list[float]:
+        self.asked.append(list(values))
+        return self.met.pop(0) if self.met else list(values)
+
+
+@pytest.mark.gpu
+@pytest.mark.multiproc
+def test_the_timeline_of_a_gpu_has_its_kernels(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch.cli", "launch", "--preset", "deepspeed_zero3_offload", "--processes", "1"]
+    Started([*command, "--run-dir", str(tmp_path), *RUN, WINDOW]).wait().check()
+    timeline.merge(tmp_path / "profile")
+    events = trace_format.load(tmp_path / "profile" / timeline.TIMELINE)
+    assert {"kernel", "gpu_memcpy"} <= {event.get("cat") for event in events}
