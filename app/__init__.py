@@ -1,0 +1,1 @@
+"""The application: what runs in each process of a run."""

@@ -159,6 +159,9 @@ class Task:
     `samples`, `model` and `loss`, and what it likes of the rest. Its `preprocess` does not get `form`, and its `reduce_metrics`
     may return only the scores.
 
+    Methods that raise NotImplementedError here have no default: the three above are required, and the application asks
+    `overrides` before it calls another. Its docstring says what happens without it.
+
     Samples may weigh differently, as texts do by their number of tokens. Then either the samples have `count(indices) -> int64
     [B]`, which gives the weights before the data is read, or the task has `count(batch)`. With neither, each sample counts 1.
     """

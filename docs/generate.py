@@ -1,7 +1,8 @@
-"""Write the pages of docs/look-up/ from the code that they describe, and docs/floors.svg: `python docs/generate.py`."""
+"""Write docs/look-up/, the tree in CONTRIBUTING.md and docs/floors.svg from the code: `python docs/generate.py`."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -33,6 +34,21 @@ VARIABLES = {
 """Variables that a user may set."""
 _OWN = {"ATTEMPT", "FIRST_JOB", "LAUNCHER", "PRESET_FILE", "REQUEUES", "START_TIME", "SUBMIT_TIME", "THREADS"}
 """Variables that the launcher sets for its own processes."""
+
+_TREE = re.compile(r"(?<=\n## The tree\n\n```\n).*?(?=```\n)", re.DOTALL)
+_NO_MODULES = {
+    "accelerate_configs/": "the presets",
+    "app/recipe/shipped/": "the recipes",
+    "launch/template/": "what `samerun new` copies",
+    "launch/local.sh": "`samerun launch` on this machine, as a script",
+    "launch/multinode.sh": "the same as a job for Slurm's sbatch",
+    "launch/multinode.pbs": "the same as a job for PBS's qsub",
+    "launch/mpirun.sh": "training as processes that mpirun starts",
+    "examples/": "tasks of one's own, each one file and one recipe",
+    "benchmarks/": "`python -m benchmarks`: the loop beside other trainers; results in RESULTS.md",
+    "tests/": "every promise, mostly with real processes",
+    "docs/": "the documentation; generate.py writes what is looked up",
+}
 
 
 def pages() -> dict[str, str]:
@@ -117,10 +133,29 @@ def _environment() -> Iterator[str]:
     yield from (f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items())
 
 
+def contributing() -> str:
+    """Return CONTRIBUTING.md with the tree of files as their docstrings describe them."""
+    files = sorted(file for top in ("samerun", "launch", "app") for file in (REPOSITORY / top).rglob("*.py"))
+    lines = [f"{name:24}{text}" for name, text in _NO_MODULES.items()]
+    for folder in sorted({file.parent for file in files if "template" not in file.parts}):
+        lines.append(f"{folder.relative_to(REPOSITORY).as_posix() + '/':24}{_first_sentence(folder / '__init__.py')}")
+        inside = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
+        lines += [f"  {file.name:22}{_first_sentence(file)}" for file in inside]
+    tree = "".join(f"{line}\n" for line in lines)
+    return _TREE.sub(lambda _: tree, (REPOSITORY / "CONTRIBUTING.md").read_text())
+
+
+def _first_sentence(file: Path) -> str:
+    text = ast.get_docstring(ast.parse(file.read_text()))
+    assert text, f"{file} has no docstring"
+    return re.split(r"(?<!\.)\. ", text.splitlines()[0])[0].removesuffix(".")
+
+
 def main() -> None:
     """Write the pages."""
     for name, text in pages().items():
         (DOCS / "look-up" / name).write_text(text)
+    (REPOSITORY / "CONTRIBUTING.md").write_text(contributing())
     (DOCS / "floors.svg").write_text(floors.picture())
 
 

@@ -82,28 +82,6 @@ def test_every_recipe_is_in_the_table() -> None:
         assert f"`{name}`" in README
 
 
-def test_the_tree_names_every_file_and_only_files_that_are_there() -> None:
-    (tree,) = [block for block in blocks(CONTRIBUTING, "") if block.startswith("accelerate_configs/")]
-    named, folder = set(), Path()
-    for line in tree.splitlines():
-        words = line.split("    ")[0] if not line.startswith(" ") else line.strip().split("    ")[0]
-        names = [word for word in words.split() if re.fullmatch(r"[\w./]+(/|\.\w+)", word)]
-        if not line.startswith(" "):
-            folder = Path(names[0])
-            named.add(folder)
-        else:
-            named |= {folder / name for name in names}
-    assert len(named) > 25
-    for path in named:
-        assert (REPOSITORY / path).exists(), path
-    app, launch = REPOSITORY / "app", REPOSITORY / "launch"
-    listed = {path.parent for path in named if path.suffix == ".py"}
-    for file in (*app.rglob("*.py"), *launch.rglob("*.py")):
-        if file.parent.relative_to(REPOSITORY) not in listed:
-            continue
-        assert file.name == "__init__.py" or file.relative_to(REPOSITORY) in named, f"{file} is not in CONTRIBUTING's tree"
-
-
 def commands() -> list[str]:
     lines = [line.split("  #")[0].strip() for text in [README] for block in blocks(text, "bash") for line in block.splitlines()]
     return [line for line in lines if line]

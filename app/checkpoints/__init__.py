@@ -1,0 +1,1 @@
+"""Every way that weights leave a run or enter it."""

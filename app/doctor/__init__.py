@@ -1,0 +1,1 @@
+"""`samerun doctor`: what it starts on each machine."""

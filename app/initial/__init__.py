@@ -1,0 +1,1 @@
+"""Initial weights: the same bits under every preset."""

@@ -1,0 +1,1 @@
+"""The run folder: who writes into it, and what it holds."""

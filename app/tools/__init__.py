@@ -1,0 +1,1 @@
+"""`samerun parity`, `verify`, `plan`, `generate` and `data`."""

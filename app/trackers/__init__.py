@@ -1,0 +1,1 @@
+"""TensorBoard, wandb, mlflow and trackio: one run over all starts."""

@@ -1,0 +1,1 @@
+"""A job before it is submitted."""

@@ -60,6 +60,7 @@ def test_what_is_generated_is_there(generate: ModuleType) -> None:
     """Word by word, but for the lines of argparse's usage, which each version of Python breaks elsewhere."""
     for name, text in generate.pages().items():
         assert _words((DOCS / "look-up" / name).read_text()) == _words(text), f"{name}: run python docs/generate.py"
+    assert (REPOSITORY / "CONTRIBUTING.md").read_text() == generate.contributing(), "run python docs/generate.py"
 
 
 def _words(page: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""A user's own task: one file, with a recipe beside it."""

@@ -1,0 +1,1 @@
+"""`samerun data tokenize` and `inspect` for texts."""

@@ -1,0 +1,1 @@
+"""Images: folders, containers and data sets, read, split and augmented."""

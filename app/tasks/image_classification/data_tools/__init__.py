@@ -1,0 +1,1 @@
+"""`samerun data inspect`, `pack` and `bench` for images."""
