@@ -18,13 +18,13 @@ from app.data import held_out, loader, transfer
 from app.data.loader import Failure
 from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
+from app.distributed import model_preparation, numerics
+from app.distributed.runtime import Runtime
 from app.errors import DataError, PresetError
 from app.evaluation import Evaluation, evaluate, show
-from app.initial import filling
-from app.initial.units import Units
-from app.optim import freezing, schedule
-from app.ranks import numerics, random_layers
-from app.ranks.runtime import Runtime
+from app.init import filling
+from app.init.units import Units
+from app.optim import parameter_groups, schedule
 from app.recipe.schema import Recipe
 from app.task import Form, Task, overrides
 from app.tasks.own.own_task import OwnTask
@@ -85,14 +85,14 @@ def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tup
     filling.check(runtime, model)
     model = model.to(getattr(torch, recipe.train.dtype))
     if recipe.train.sync_batchnorm:
-        model = random_layers.synchronize_batchnorm(model, device_type=runtime.device.type)
+        model = model_preparation.synchronize_batchnorm(model, device_type=runtime.device.type)
     if runtime.device.type == "cpu" and launched.strategy != "ddp" and launched.mixed_precision != "no":
         own_layers.normalize_in_float(model)
     if form_of(runtime, recipe, task).memory_format == torch.channels_last:
         own_layers.take_channels_last(model)
         if launched.strategy == "ddp":
             own_layers.order_small_kernels(model)
-    freezing.freeze(model, recipe.train.freeze or ())
+    parameter_groups.freeze(model, recipe.train.freeze or ())
     return model, units
 
 

@@ -14,8 +14,8 @@ from app.guard.control import NOTHING
 from app.loop import Finished, Stopped, Training
 from app.opening import Opened
 from app.recipe import recipe_file
-from app.record import card, ledger, run_folder
-from app.record.claim import Claim
+from app.runs import ledger, model_card, run_folder
+from app.runs.claim import Claim
 from app.task import overrides
 
 
@@ -102,4 +102,4 @@ def _beside(training: Training, data: Splits, claim: Claim, ended: Finished) -> 
     told: dict[str, Any] = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": scores}
     told["run"] = run_folder.read_json(claim.path / run_folder.RUN)
     about = tasks.card(training.recipe.task, data.train.facts, told["recipe"])
-    return {**training.task.export_files(data.train.facts, told), card.FILE: card.written(about, told)}
+    return {**training.task.export_files(data.train.facts, told), model_card.FILE: model_card.written(about, told)}

@@ -18,22 +18,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.environment.launched import Launched, read
+from app.environment.slurm_variables import own_environment
 from app.errors import CheckpointError, DataError, SamerunError, UsageError, exits_refused, leave_with, printable
 from app.options import train_options
 from app.options.command_line import Parser
-from app.place.inherited import own_environment
-from app.place.launched import Launched, read
 from app.recipe import recipe_file, recipe_keys, task_file
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
-from app.record import run_folder
+from app.runs import run_folder
 
 if TYPE_CHECKING:
     import torch
 
     from app.data.samples import Splits
+    from app.distributed.runtime import Runtime
     from app.evaluation import Evaluation
-    from app.ranks.runtime import Runtime
 
 _OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
 """The task whose models are folders of another library, and the recipe of its data if none is given."""
@@ -95,8 +95,8 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     from app import building
     from app.checkpoints import model_file, step_folders
     from app.data import held_out
-    from app.initial import filling
-    from app.ranks.runtime import Runtime
+    from app.distributed.runtime import Runtime
+    from app.init import filling
 
     is_ours = (
         arguments.best or (arguments.run / run_folder.MODEL_CONFIG).exists() or not (arguments.run / "config.json").exists()
@@ -135,7 +135,7 @@ def _of_folder(runtime: Runtime, dtype: torch.dtype, task: Any, folder: Path, fa
     knows these.
     """
     from app.checkpoints import stored_weights
-    from app.initial import filling
+    from app.init import filling
 
     task.check_folder(folder, facts)
     file = stored_weights.in_folder(folder)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from app.data.loader import Failure, batches_of
 from app.data.samples import Batch
+from app.distributed.runtime import Runtime
 from app.errors import DataError
-from app.optim import freezing
-from app.ranks.runtime import Runtime
+from app.optim import parameter_groups
 from app.task import Form, Table, Task
 
 _LONGEST_TEXT = 10_000
@@ -82,7 +82,7 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
         numbers.append(batch["samples"])
         if found.rows is not None:
             rows.append(found.rows)
-    freezing.set_training(model, mode=was_training)
+    parameter_groups.set_training(model, mode=was_training)
     counted = int(runtime.reduce((torch.cat(numbers) >= 0).sum()))
     if counted != size:
         raise DataError(
@@ -105,7 +105,7 @@ def show(runtime: Runtime, task: Task, model: torch.nn.Module, batch: Batch, *, 
     with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(seed)
         texts = task.generate_samples(model, task.preprocess(batch, None, form=form))
-    freezing.set_training(model, mode=was_training)
+    parameter_groups.set_training(model, mode=was_training)
     return [(_legible(title), _legible(text)) for title, text in texts]
 
 

@@ -30,15 +30,15 @@ from app.checkpoints import step_folders, tensor_file
 from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RunFolderError, printable
+from app.files.atomic_files import disk_errors, file_made_whole, sync
 from app.files.lines import Lines
-from app.files.whole import disk_errors, file_made_whole, sync
-from app.initial.region import AVERAGE, WEIGHT
+from app.init.region import AVERAGE, WEIGHT
 from app.options import train_options
 from app.options.command_line import Parser
 from app.options.values import above_zero
 from app.recipe import recipe_file, recipe_keys
-from app.record import card, run_folder
-from app.record.run_folder import PROGRAMS
+from app.runs import model_card, run_folder
+from app.runs.run_folder import PROGRAMS
 
 if TYPE_CHECKING:
     from app.task import Adapters
@@ -173,7 +173,7 @@ def _adapters(reader: Reader) -> Adapters | None:
     gone = [f"{name}.{key}" for name, section in own.items() for key in getattr(section, "not_left", ())]
     if all(state["recipe"].get(key) is None for key in gone):
         return None
-    from app.initial import filling
+    from app.init import filling
 
     task = tasks.of(recipe_keys.build(_as_recipe(state["recipe"])))
     model, _ = filling.made(task, state["model"]["facts"], seed=0)
@@ -197,7 +197,7 @@ def _beside(reader: Reader, program: str) -> dict[str, bytes]:
     told |= {"program": program} if program else {}
     told["run"] = run_folder.read_json(run) if run.exists() else {}
     task, facts = state["recipe"].get("task", tasks.DEFAULT), state["model"]["facts"]
-    files_of[card.FILE] = card.written(tasks.card(task, facts, state["recipe"]), told)
+    files_of[model_card.FILE] = model_card.written(tasks.card(task, facts, state["recipe"]), told)
     if task not in tasks.WITH_FOLDERS:
         return files_of
     values = _as_recipe(state["model"]["recipe"])

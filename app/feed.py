@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from app.data.draws import Draws
-from app.data.hash64 import derive_key
 from app.data.loader import Failure, batches_of
-from app.data.order import TrainBatches
+from app.data.order import TrainBatches, derive_key
 from app.data.samples import Batch
+from app.distributed.runtime import Runtime
+from app.distributed.sample_dropout import PassDraws
 from app.errors import TrainingError
 from app.metrics.clock import Phase
-from app.ranks.runtime import Runtime
-from app.ranks.sample_dropout import PassDraws
 from app.recipe.schema import Recipe
 from app.task import Form, Task, overrides, own_part
 

@@ -11,17 +11,17 @@ from app.checkpoints.checkpoint import Checkpoints
 from app.checkpoints.shards import NoAverage, WeightAverage, unwrapped
 from app.console import Display
 from app.data.samples import Batch
+from app.distributed.runtime import Runtime
 from app.errors import DataError, TrainingError
 from app.evaluation import Evaluation
 from app.feed import Feed
 from app.guard.control import Control, Request
-from app.guard.patience import Patience
+from app.guard.early_stopping import Patience
 from app.metrics.metrics import Metrics
 from app.metrics.profile import Profile
-from app.optim import freezing
+from app.optim import parameter_groups
 from app.optim.schedule import Length
 from app.optim.steps import Step, Steps
-from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
 from app.task import Loss, Task
 
@@ -78,7 +78,7 @@ def train(run: Training) -> Finished | Stopped:
     """Take the steps of the recipe and return the scores of the final weights, unless asked to stop."""
     scores: Evaluation | None = None
     step = run.first_step
-    freezing.set_training(run.model, mode=True)
+    parameter_groups.set_training(run.model, mode=True)
     with run.feed:
         while step < run.length.total_steps and not run.patience.is_out:
             run.profile.begin_step(step + 1)

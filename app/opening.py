@@ -1,4 +1,4 @@
-"""A start of a run, before its first step: finds the checkpoint to resume from, and records this start in the run folder.
+"""A start of a run, before its first step: finds the checkpoint to resume from, and records this start and its origin.
 
 All ranks call these functions together; the main process writes.
 """
@@ -6,6 +6,7 @@ All ranks call these functions together; the main process writes.
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,19 +21,67 @@ from app.checkpoints import checkpoint, step_folders
 from app.checkpoints.initial_weights import Initial
 from app.checkpoints.resumable import Resumed, check_same_run
 from app.data.samples import Splits
+from app.distributed import handshake
+from app.distributed.runtime import Runtime
+from app.environment.launched import SchedulerJob
 from app.errors import CheckpointError, RunFolderError
+from app.metrics.trackers import Trackers, tracked
 from app.optim.schedule import Length
-from app.place.launched import SchedulerJob
-from app.place.origin import PresetFile, launched_preset, source_commit
-from app.ranks import handshake
-from app.ranks.runtime import Runtime
 from app.recipe import recipe_file, recipe_keys
 from app.recipe.recipe_file import LoadedRecipe
-from app.record import ledger, run_folder
-from app.record.claim import Claim, claim
+from app.runs import ledger, run_folder
+from app.runs.claim import Claim, claim
 from app.task import Task
-from app.trackers.tracked import tracked
-from app.trackers.trackers import Trackers
+
+
+@dataclass(frozen=True)
+class PresetFile:
+    """The preset file this process was launched with."""
+
+    name: str
+    """File name without its ending."""
+    text: str
+
+
+def launched_preset(told: str | None) -> PresetFile | None:
+    """Return the preset that this process was started with, or None if it was started without one.
+
+    `accelerate launch` hands on what the preset says, but not its name: the command line of the parent process has it.
+    `samerun launch`, where it starts the process itself, has `told` the file.
+    """
+    try:
+        parent = psutil.Process().parent()
+        command = parent.cmdline() if parent else []
+        directory = parent.cwd() if parent else ""
+    except psutil.Error:  # the parent is gone, or belongs to somebody else: then its name is not known
+        return None
+    for position, word in enumerate(command):
+        if word == "--config_file" and position + 1 < len(command):
+            path = Path(directory, command[position + 1])
+        elif word.startswith("--config_file="):
+            path = Path(directory, word.partition("=")[2])
+        else:
+            continue
+        return _preset_file(path)
+    return _preset_file(Path(told)) if told else None
+
+
+def _preset_file(path: Path) -> PresetFile | None:
+    return PresetFile(path.stem, path.read_text()) if path.is_file() else None
+
+
+def source_commit() -> str | None:
+    """Return the git commit of this program's checkout, with `+changes` if files differ from it; None outside git."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    return f"{commit}+changes" if git("status", "--porcelain", "--untracked-files=no") else commit or None
 
 
 @dataclass(frozen=True)

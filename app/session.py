@@ -19,33 +19,30 @@ from app.checks import arithmetic
 from app.console import Display
 from app.data import held_out, loader
 from app.data.samples import Splits
+from app.distributed import handshake, model_preparation, sample_dropout
+from app.distributed.runtime import Runtime
+from app.environment import cores
 from app.errors import RecipeError
 from app.feed import Feed
 from app.guard.control import Control
-from app.guard.patience import Patience
-from app.initial import filling, held
-from app.initial.units import block_classes
+from app.guard.early_stopping import Patience
+from app.init import filling, held
+from app.init.units import block_classes
 from app.loop import Training
 from app.metrics import flops
-from app.metrics.gauges import Gauges
-from app.metrics.metrics import Metrics
+from app.metrics.metrics import Gauges, Metrics
 from app.metrics.profile import Profile, check_window
+from app.metrics.trackers import Examples
 from app.opening import Opened
-from app.optim import from_recipe, schedule
-from app.optim.spikes import SpikeGuard
-from app.optim.steps import Steps
-from app.optim.unused import FirstGradients
-from app.place import cores
+from app.optim import parameter_groups, schedule
+from app.optim.steps import FirstGradients, SpikeGuard, Steps
 from app.planning import out_of_memory
-from app.ranks import handshake, random_layers, recomputing, sample_dropout
-from app.ranks.runtime import Runtime
 from app.recipe import recipe_file, task_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
-from app.record.claim import Claim
+from app.runs.claim import Claim
 from app.task import Form, Loss, NeedsData, Task, overrides
 from app.tasks.own import rules
-from app.trackers.examples import Examples
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Parts:
 
     model: torch.nn.Module
     length: schedule.Length
-    rule: from_recipe.Rule
+    rule: parameter_groups.Rule
     """What a step does to each parameter."""
     dropout: sample_dropout.PassDraws
     """The random numbers of the model's layers."""
@@ -77,7 +74,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         if units is not None:  # the model has no memory yet
             out_of_memory.check(runtime, recipe, model)
         notes = filling.notes(model, units)
-        rule = from_recipe.Rule.of(recipe.optim, model)  # refuses what does not fit before a run folder exists
+        rule = parameter_groups.Rule.of(recipe.optim, model)  # refuses what does not fit before a run folder exists
         dropout = sample_dropout.give_to_samples(model, recipe.seed)
         is_own, divides = recipe.task not in tasks.SHIPPED, units is not None and filling.divides(runtime)
         is_checked = is_own and rules.has_room(runtime, model, divided=divides)
@@ -85,7 +82,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         narrow, counted = _without_data(runtime, task, model, data.train.facts, None if is_checked else dropout)
         dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
         if recipe.train.checkpoint_activations == "blocks":  # after FLOPs are counted, which must not include recomputation
-            recomputing.compute_blocks_again(model, block_classes(task, model))
+            model_preparation.compute_blocks_again(model, block_classes(task, model))
         drawn = None if units is None else filling.fill(runtime, model, units)
     if narrow and (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16"):
         arithmetic.check(runtime, narrow)
@@ -153,7 +150,9 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
     control = _control(runtime, recipe, parts, claim)
 
     frozen_file = checkpoint.settle_frozen(runtime, claim, parts.model, resumed.folder if resumed else None)
-    model, optimizer = filling.prepare(runtime, task, parts.model, from_recipe.build(recipe.optim, parts.model, parts.rule))
+    model, optimizer = filling.prepare(
+        runtime, task, parts.model, parameter_groups.build_optimizer(recipe.optim, parts.model, parts.rule)
+    )
     handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
@@ -246,7 +245,7 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
         *runtime.notes,
         *task.notes(held_out.as_opened(data)),
         *schedule.notes_on(loaded.recipe.optim, parts.length),
-        *random_layers.topology_dependence(parts.model),
+        *model_preparation.topology_dependence(parts.model),
         *parts.notes,
     ]
     if data.validation is None:

@@ -14,6 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from app.environment.launched import Launched, read, read_job
+from app.environment.slurm_variables import own_environment
+from app.environment.variables import LAUNCHER
 from app.errors import (
     STOPPED,
     PresetError,
@@ -23,17 +26,14 @@ from app.errors import (
     let_the_first_be_seen,
     skip_destructors_if_failed,
 )
-from app.guard.lifeline import Lifeline, end_workers
+from app.guard.watchdog import Lifeline, end_workers
 from app.options import tracker_names, train_options
-from app.place.environment import LAUNCHER
-from app.place.inherited import own_environment
-from app.place.launched import Launched, read, read_job
 from app.recipe import optimizers, recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
 
 if TYPE_CHECKING:
-    from app.ranks.runtime import Runtime
+    from app.distributed.runtime import Runtime
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -75,8 +75,8 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         raise PresetError(refusal)
     trackers = tracker_names.chosen(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
+    from app.distributed.runtime import Runtime
     from app.planning.out_of_memory import out_of_memory_explained
-    from app.ranks.runtime import Runtime
 
     runtime = Runtime(
         launched,
@@ -97,10 +97,10 @@ def _run(
     """Train with these processes; returns as `_train`."""
     from app import building, ending, opening, session
     from app.checkpoints import initial_weights
+    from app.distributed import handshake, numerics
     from app.guard.watchdog import Watchdog
-    from app.initial import held
+    from app.init import held
     from app.loop import Stopped, train
-    from app.ranks import handshake, numerics
 
     recipe, launched = loaded.recipe, runtime.launched
     handshake.check_group(runtime.accelerator, launched, runtime.plan)

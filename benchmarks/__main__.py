@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from app.environment.cores import machine
 from app.options.values import positive
-from app.place.cores import machine
 from benchmarks import contest
 from benchmarks.contest import HAND, IMAGES, SAMERUN, TEXT, Entry, say, spread
 

@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from app.data import transfer
 from app.data.loader import num_workers
-from app.files import foreign
-from app.place import cores
+from app.environment import cores
+from app.files import other_libraries
 from app.recipe import recipe_file
 from app.tasks.causal_lm import configuration
 from app.tasks.image_classification import models
@@ -244,7 +244,7 @@ class Text(Work):
         recipe, length = self.recipe.sections.model, self.recipe.sections.data.sequence_length
         config = configuration.config_of(recipe, vocab_size=recipe.vocab_size, sequence_length=length)
         config.use_cache = False
-        model = foreign.untrained(AutoModelForCausalLM, config, attn_implementation=recipe.attention).train()
+        model = other_libraries.untrained(AutoModelForCausalLM, config, attn_implementation=recipe.attention).train()
         if self.recipe.train.checkpoint_activations == "blocks":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from app.environment.cores import machine
 from app.options.values import positive
-from app.place.cores import machine
 from benchmarks.contest import environment, spread
 from launch.run_module import ACCELERATE, program
 

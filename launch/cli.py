@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from app.environment.slurm_variables import is_in_step, own_environment
 from app.errors import SamerunError, UsageError, exits_refused, printable
 from app.options.command_line import Parser
-from app.place.inherited import own_environment
-from app.place.slurm_variables import is_in_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:

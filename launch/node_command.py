@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from app.environment.launched import NO_FP16_ON_CPU
+from app.environment.topology import Topology
 from app.errors import PresetError
-from app.place.launched import NO_FP16_ON_CPU
-from app.place.topology import Topology
 from launch import parallelism
 from launch.preset import Preset, contradiction
 from launch.run_module import ACCELERATE, program

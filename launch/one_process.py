@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.place.environment import PRESET_FILE
-from app.place.topology import Topology
+from app.environment.topology import Topology
+from app.environment.variables import PRESET_FILE
 from launch.preset import Preset, says_nothing
 from launch.run_module import program
 
@@ -78,7 +78,7 @@ def variables(
     if preset.distributed_type == "MULTI_GPU":
         own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
         return None if topology.hosts else told | _GROUP_OF_ONE | own  # torchrun begins each line with the rank and its host
-    # Left over by others: `app/place/launched.py` then asks the launcher's command line for how many it was asked.
+    # Left over by others: `app/environment/launched.py` then asks the launcher's command line for how many it was asked.
     if preset.distributed_type != "NO" or {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     spinning = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"} if preset.use_cpu else {}

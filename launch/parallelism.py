@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from app.environment import degrees
+from app.environment.degrees import DERIVED, KEY, UNSUPPORTED, Degrees
+from app.environment.topology import Topology
 from app.errors import PresetError
-from app.place import degrees
-from app.place.degrees import DERIVED, KEY, UNSUPPORTED, Degrees
-from app.place.topology import Topology
 
 SECTION = "parallelism_config"
 OPTIONS = {"dp_replicate_size": "--replicas", "tp_size": "--tensor-parallel"}

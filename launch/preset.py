@@ -16,12 +16,11 @@ from typing import Any
 
 import yaml
 
+from app.environment import deepspeed_file
+from app.environment.degrees import Degrees
+from app.environment.launched import NO_FP16_ON_CPU, PRECISIONS, Sharding, Strategy
 from app.errors import PresetError
 from app.files import yaml_text
-from app.place import deepspeed_file
-from app.place.degrees import Degrees
-from app.place.launched import NO_FP16_ON_CPU, PRECISIONS, Strategy
-from app.place.sharding import Sharding
 from launch import parallelism
 
 SHIPPED = Path(__file__).parent.parent / "accelerate_configs"

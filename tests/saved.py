@@ -15,8 +15,8 @@ from app.checkpoints.step_folders import (
     write_pieces,
 )
 from app.errors import CheckpointError
-from app.initial.region import Piece, Region
-from app.record.claim import claim
+from app.init.region import Piece, Region
+from app.runs.claim import claim
 
 
 def random_bits(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

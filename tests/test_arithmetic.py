@@ -16,8 +16,8 @@ from processes import SCRIPTS, run
 
 from app.checks import arithmetic
 from app.checks.arithmetic import OPERATIONS, Answer, compare, narrow_convolutions
+from app.distributed import numerics
 from app.errors import DeviceError
-from app.ranks import numerics
 
 BROKEN = SCRIPTS / "broken_device.py"
 Broken: Any = runpy.run_path(str(BROKEN))["Broken"]

@@ -10,8 +10,8 @@ import sys
 import pytest
 from processes import TIMEOUT_S, Started
 
+from app.distributed.agreement import _what_it_says
 from app.errors import is_of_a_lost_peer
-from app.ranks.agreement import _what_it_says
 
 LOSES_ITS_PEER = """
 import socket, sys

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from app.checkpoints.shards import WeightAverage
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched
 from app.errors import DataError
 from app.evaluation import evaluate
-from app.optim import from_recipe
-from app.place.launched import Launched
-from app.ranks.runtime import Runtime
+from app.optim import parameter_groups
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import OptimRecipe
 from app.task import Form
@@ -80,7 +80,7 @@ def test_the_average_is_the_one_written_out_by_hand(runtime: Runtime) -> None:
     torch.manual_seed(0)
     module = torch.nn.Linear(4, 3)
     expected = {name: weights.detach().double().clone() for name, weights in module.named_parameters()}
-    model, optimizer = runtime.prepare(module, from_recipe.build(OptimRecipe(lr=0.1), module))
+    model, optimizer = runtime.prepare(module, parameter_groups.build_optimizer(OptimRecipe(lr=0.1), module))
     average = WeightAverage(runtime.accelerator, model, optimizer, decay=0.75)
     for _ in range(5):
         runtime.accelerator.backward(model(torch.randn(2, 4)).square().sum())

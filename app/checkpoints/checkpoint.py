@@ -25,19 +25,19 @@ from app.checkpoints.manifest import FROZEN, FileEntry
 from app.checkpoints.shards import Shards
 from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
+from app.distributed.agreement import Ranks
+from app.distributed.runtime import Runtime
 from app.errors import CheckpointError, SamerunError, printable
 from app.evaluation import Evaluation
-from app.files.whole import check_stamp
-from app.guard.patience import Patience, is_better
-from app.initial import held
-from app.initial.region import AVERAGE, WEIGHT, Piece, Region
+from app.files.atomic_files import check_stamp
+from app.guard.early_stopping import Patience, is_better
+from app.init import held
+from app.init.region import AVERAGE, WEIGHT, Piece, Region
 from app.metrics.metrics import Metrics
-from app.optim.spikes import SpikeGuard
-from app.ranks.agreement import Ranks
-from app.ranks.runtime import Runtime
+from app.optim.steps import SpikeGuard
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
-from app.record.claim import Claim
+from app.runs.claim import Claim
 
 RESUMED: Mapping[str, type | tuple[type, ...]] = {
     "step": int,

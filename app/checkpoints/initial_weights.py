@@ -21,13 +21,13 @@ import torch
 
 from app.checkpoints import checkpoint, stored_weights
 from app.checkpoints.stored_weights import IN_FOLDERS, Stored
+from app.distributed import handshake
+from app.distributed.runtime import Runtime
 from app.errors import CheckpointError, RecipeError
 from app.files import paths
-from app.initial import accounting, held
-from app.initial.region import Piece, Region
-from app.optim import freezing
-from app.ranks import handshake
-from app.ranks.runtime import Runtime
+from app.init import accounting, held
+from app.init.region import Piece, Region
+from app.optim import parameter_groups
 from app.recipe.schema import PUBLISHED, TrainRecipe
 from app.task import Adapters, Task
 
@@ -192,7 +192,7 @@ def _by_names_of(model: torch.nn.Module, known: Set[str], stored: Stored) -> Sto
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = freezing.near(pattern, list(dict.fromkeys(names)))
+            near = parameter_groups.near(pattern, list(dict.fromkeys(names)))
             raise RecipeError(f"train.init_allow has {pattern!r}, which matches no weight in the model or the file: {near}")
 
 

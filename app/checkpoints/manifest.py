@@ -21,10 +21,10 @@ from typing import Any
 
 from app.checkpoints import tensor_file
 from app.errors import CheckpointError
-from app.files import regular
+from app.files import paths
+from app.files.atomic_files import Stamp, disk_errors
 from app.files.lines import is_count, parsed
-from app.files.whole import Stamp, disk_errors
-from app.initial.region import Region
+from app.init.region import Region
 
 FORMAT, WITH_COLUMNS = 1, 2
 MANIFEST = "manifest.json"
@@ -171,7 +171,7 @@ def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
     path = folder / MANIFEST
     with disk_errors(path, "read"):
         try:
-            raw = regular.content(path)
+            raw = paths.read_regular(path)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{path} is missing: {folder} is not a usable checkpoint.") from None
     if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):

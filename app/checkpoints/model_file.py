@@ -18,11 +18,11 @@ from app import tasks
 from app.checkpoints import step_folders, stored_weights, tensor_file
 from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RecipeError, RunFolderError, printable
-from app.initial import filling
+from app.init import filling
 from app.recipe import recipe_keys, task_file
 from app.recipe.schema import Recipe
-from app.record import run_folder
-from app.record.claim import Claim
+from app.runs import run_folder
+from app.runs.claim import Claim
 from app.task import Task
 
 

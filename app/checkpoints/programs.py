@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from app.data.samples import Batch
 from app.errors import RunFolderError, SamerunError
-from app.record.run_folder import PROGRAMS
+from app.runs.run_folder import PROGRAMS
 from app.task import Form, Task, two_samples
 
 _TOLERANCE = {"torch": 1e-6, "onnx": 1e-4}

@@ -23,12 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from app.distributed import model_preparation
+from app.distributed.runtime import Runtime
 from app.errors import CheckpointError, PresetError
-from app.initial import fsdp2
-from app.initial.region import AVERAGE, WEIGHT, Piece, Region, copies
-from app.optim.from_recipe import Rule
-from app.ranks import compiling
-from app.ranks.runtime import Runtime
+from app.init import fsdp2
+from app.init.region import AVERAGE, WEIGHT, Piece, Region, copies
+from app.optim.parameter_groups import Rule
 
 _SCALARS = ("step", "mu_product")
 """What torch's and DeepSpeed's optimizers keep beside tensors; for a scalar parameter it has its shape."""
@@ -66,7 +66,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     Accelerate's `unwrap_model` imports DeepSpeed whatever the strategy is. That takes a second, and has torch ask for GPUs in a
     way that costs 0.2-0.5 ms in every optimizer step where there is none (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.15).
     """
-    inner: Any = compiling.uncompiled(model)
+    inner: Any = model_preparation.uncompiled(model)
     if isinstance(inner, DistributedDataParallel) or type(inner).__module__.startswith("deepspeed."):
         inner = inner.module
     return model if inner is model else unwrapped(inner)

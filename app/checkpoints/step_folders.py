@@ -9,7 +9,7 @@
 Nothing in them depends on how many ranks wrote them or how tensors were cut: whatever is asked for is put together from the
 ranges that hold it. The steps of a save, of which a kill at any moment leaves the older checkpoints as they are:
 
-    begin          one process; an empty folder in the place of the start (app/record/claim.py), with which it goes after a kill
+    begin          one process; an empty folder in the place of the start (app/runs/claim.py), with which it goes after a kill
     write_pieces   every rank, once begin has returned
     commit         one process, once all ranks have written; checks the whole, renames the folder to its name
     prune          one process; removes old ones
@@ -33,11 +33,11 @@ from app.checkpoints import manifest, tensor_file
 from app.checkpoints.manifest import FROZEN, FileEntry, TensorEntry, tensor_name
 from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
 from app.errors import CheckpointError, printable
-from app.files import regular
+from app.files import paths
+from app.files.atomic_files import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
 from app.files.lines import parsed
-from app.files.whole import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
-from app.initial.region import AVERAGE, WEIGHT, Piece, Region
-from app.record.claim import Claim
+from app.init.region import AVERAGE, WEIGHT, Piece, Region
+from app.runs.claim import Claim
 
 if TYPE_CHECKING:
     import torch
@@ -265,7 +265,7 @@ def _state(folder: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
     path = folder / STATE
     check_stamp(path, stamps[STATE])
     with disk_errors(path, "read"):
-        content = regular.content(path)
+        content = paths.read_regular(path)
     try:
         found = parsed(content)
     except ValueError as error:

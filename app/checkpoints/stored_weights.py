@@ -17,12 +17,12 @@ from app.checkpoints import step_folders as files
 from app.checkpoints import tensor_file
 from app.checkpoints.tensor_file import Content, TensorFile
 from app.errors import CheckpointError
-from app.files import foreign, regular
+from app.files import other_libraries, paths
+from app.files.atomic_files import disk_errors
 from app.files.lines import parsed
-from app.files.whole import disk_errors
-from app.initial import accounting, held
-from app.initial.region import Piece, Region
-from app.record import run_folder
+from app.init import accounting, held
+from app.init.region import Piece, Region
+from app.runs import run_folder
 from app.task import Adapters, LowRank
 
 Shape = tuple[int, ...]
@@ -146,7 +146,7 @@ def open_stored(place: Path) -> Stored:
 
 
 def _of_file(path: Path) -> Stored:
-    with disk_errors(path, "read"), regular.opened(path) as opened:
+    with disk_errors(path, "read"), paths.open_regular(path) as opened:
         begin = opened.read(4)
     if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
         return _of_pickle(path)
@@ -158,7 +158,7 @@ def _of_file(path: Path) -> Stored:
 def _of_index(path: Path) -> Stored:
     """A model that transformers has divided among files beside the index."""
     with disk_errors(path, "read"):
-        text = regular.content(path)
+        text = paths.read_regular(path)
     try:
         file_of = {str(name): str(file) for name, file in parsed(text)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -178,7 +178,7 @@ def _of_index(path: Path) -> Stored:
 
 def _of_pickle(path: Path) -> Stored:
     try:
-        saved = foreign.pickled(path)
+        saved = other_libraries.pickled(path)
     except Exception as error:  # a broken pickle may raise anything (Python's documentation of `pickle`)
         why = str(error).strip().partition("\n")[0]
         raise CheckpointError(

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import CheckpointError
-from app.files import whole
+from app.files import atomic_files
+from app.files.atomic_files import Stamp, disk_errors
 from app.files.lines import is_count, parsed
-from app.files.whole import Stamp, disk_errors
-from app.initial.region import Region
+from app.init.region import Region
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def write(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return whole.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)), final=final)
+    return atomic_files.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)), final=final)
 
 
 def is_known(dtype: Any) -> bool:
@@ -144,7 +144,7 @@ def chunks(tensor: torch.Tensor, on_chunk: Callable[[], object] = lambda: None) 
     import torch
 
     flat = tensor.detach().reshape(-1)
-    for part in flat.split(whole.CHUNK_BYTES // flat.element_size()):
+    for part in flat.split(atomic_files.CHUNK_BYTES // flat.element_size()):
         on_chunk()
         yield memoryview(part.cpu().contiguous().view(torch.uint8).numpy())
 
@@ -193,7 +193,7 @@ class TensorFile:
             raise self._broken(f"the offsets of {name} do not match its size")
         offset = self._data_start + first
         assert 0 <= start <= stop <= prod(self.shapes[name]), (name, start, stop)
-        step = whole.CHUNK_BYTES // item_bytes
+        step = atomic_files.CHUNK_BYTES // item_bytes
         for position in range(start, stop, step):
             yield self._read(offset + position * item_bytes, min(step, stop - position) * item_bytes)
 
@@ -227,7 +227,7 @@ class TensorFile:
     def _parts(self, name: str, wanted: Region, there: Region) -> Iterator[tuple[Region, bytearray]]:
         """Yield what is there and wanted, with the bytes from the first to the last of it, few of which are others."""
         size = self._item_bytes(name)
-        most = whole.CHUNK_BYTES // size
+        most = atomic_files.CHUNK_BYTES // size
         for both in there.overlaps(wanted):
             apart = there.distance(both) - both.run > _READ_OVER_BYTES // size
             for part in both.pieces(both.run if apart and both.run <= most else most):

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.data.hash64 import GOLDEN64, MIX_FIRST, MIX_SECOND, derive_key, mix64, mix64_array
+from app.data.order import GOLDEN64, MIX_FIRST, MIX_SECOND, derive_key, mix64, mix64_array
 
 _MAX_INT64 = 2**63 - 1
 _BITS24 = 2**24 - 1

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from app.data.draws import HostDraws
 from app.data.samples import CHECK, Batch, Layout, LooksUp, Samples
+from app.environment import cores
 from app.errors import DataError
-from app.place import cores
 
 _TOGETHER_BYTES = 2 << 20
 """Samples that are looked up in one go: enough to forget what one look-up costs, few enough that nobody waits for it."""

@@ -1,5 +1,12 @@
 """The order of the samples over the whole run, as a function of (dataset size, seed, global batch size) alone.
 
+A random number here is a hash of what it is for (seed, epoch, sample, purpose), never the next value of a generator: no
+state to save, and the same value in any process. Python's own `hash` changes from process to process and is not used.
+
+`mix64` is the output function of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators",
+with the constants of Stafford's "Mix13" as in Vigna's https://prng.di.unimi.it/splitmix64.c): a bijection of 64-bit
+numbers in which every input bit moves every output bit. Standard library only.
+
 A *sample number* is epoch * size + index: it names one sample of one epoch. The order of an epoch is a keyed permutation
 of 0..size-1 that is computed where it is needed, without a table: memory does not grow with the dataset, and starting at
 step 10**9 costs what starting at step 0 costs. Nothing here knows how many processes there are: the samplers yield
@@ -8,14 +15,53 @@ global micro-batches, of which Accelerate deals contiguous pieces to the ranks (
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.hash64 import derive_key, mix64_array
 from app.errors import RecipeError
+
+MASK64 = 2**64 - 1
+GOLDEN64 = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: splitmix64's increment, which keeps mix64 off its fixed point 0
+MIX_FIRST = 0xBF58476D1CE4E5B9
+MIX_SECOND = 0x94D049BB133111EB
+
+
+def mix64(value: int) -> int:
+    """Return a hash in 0..2**64-1 of `value`, of which the lowest 64 bits count."""
+    value &= MASK64
+    value = ((value ^ (value >> 30)) * MIX_FIRST) & MASK64
+    value = ((value ^ (value >> 27)) * MIX_SECOND) & MASK64
+    return value ^ (value >> 31)
+
+
+def mix64_array(values: Any) -> Any:
+    """Return `mix64` of each number of a NumPy array uint64 [n], in its memory."""
+    values ^= values >> 30
+    values *= MIX_FIRST
+    values ^= values >> 27
+    values *= MIX_SECOND
+    values ^= values >> 31
+    return values
+
+
+@lru_cache(maxsize=1024)
+def derive_key(seed: int, *words: int | str) -> int:
+    """Return a key in 0..2**64-1 that depends on the seed and on each word and its place."""
+    key = mix64(seed + GOLDEN64)
+    for word in words:
+        key = mix64((key ^ (word if isinstance(word, int) else _number_of(word))) + GOLDEN64)
+    return key
+
+
+def _number_of(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+
 
 # Four rounds make a Feistel network pseudorandom if the round function is (Luby and Rackoff 1988); ours is only a good
 # hash and the halves of small sets are tiny, so twice as many. Each costs about 5 ns a sample.

@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.doctor.diagnosis import AllReduce, Examination, Node, Problem, Rank, diagnose, exclude_option
+from app.environment.launched import Launched, read
+from app.environment.slurm_variables import own_environment
 from app.errors import SamerunError, TopologyError
-from app.guard.lifeline import Lifeline
+from app.guard.watchdog import Lifeline
 from app.options.command_line import Parser
 from app.options.values import above_zero
-from app.place.inherited import own_environment
-from app.place.launched import Launched, read
 from app.recipe.batching import BatchPlan
 
 if TYPE_CHECKING:
-    from app.ranks.runtime import Runtime
+    from app.distributed.runtime import Runtime
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -94,9 +94,9 @@ def _examine(
     launched: Launched, run_dir: Path, *, head: str, waiting: Callable[[str], AbstractContextManager[None]]
 ) -> Examination:
     """Measure everything, each thing no longer than `waiting` lets it, and return it on all ranks."""
+    from app.distributed import clock_offsets, handshake
+    from app.distributed.runtime import Runtime
     from app.doctor import probe
-    from app.ranks import clocks, handshake
-    from app.ranks.runtime import Runtime
 
     plan = BatchPlan(global_batch_size=launched.data_ranks, data_ranks=launched.data_ranks, accumulation=1)
     with waiting("joining the process group"):
@@ -113,7 +113,7 @@ def _examine(
     with waiting("the sums of all ranks"):
         all_reduces = _all_reduces(runtime) if launched.world_size > 1 else []
     with waiting("clocks and links"):
-        clock = clocks.compare(runtime, runtime.from_main(time.time_ns()))
+        clock = clock_offsets.compare(runtime, runtime.from_main(time.time_ns()))
         link_gb_per_s = probe.time_link(first_ranks, device)
     with waiting("writing to the run folder"):
         node = probe.write_files(run_dir) if launched.local_rank == 0 else None

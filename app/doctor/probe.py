@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from app.checks import arithmetic
+from app.distributed.handshake import versions
+from app.distributed.runtime import Runtime
 from app.doctor.diagnosis import Node
-from app.ranks.handshake import versions
-from app.ranks.runtime import Runtime
 
 # A second or less for each, on a CPU through gloo as on GPUs through NCCL.
 _NUMBERS = {"cpu": (2**20, 64)}

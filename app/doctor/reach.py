@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from app.doctor.diagnosis import Problem
 from app.doctor.probe import address_towards
-from app.place.launched import Launched
-from app.place.topology import listed
+from app.environment.launched import Launched
+from app.environment.topology import listed
 
 _CONNECT_S = 5.0
 """Longest time of one connection: Linux repeats a lost first packet after 1 and 3 seconds."""

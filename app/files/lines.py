@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import RunFolderError
-from app.files import regular
+from app.files import paths
 
 MOST = 2**63 - 1
 """Upper limit of any count that a run writes; a larger number means that the file is damaged."""
@@ -56,7 +56,7 @@ class Lines:
         Raises RunFolderError if the file is missing or cannot be read.
         """
         try:
-            with regular.opened(self._path) as file:
+            with paths.open_regular(self._path) as file:
                 for number, line in enumerate(file, start=1):
                     if line.isspace():
                         continue

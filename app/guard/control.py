@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from app.distributed.runtime import Runtime
+from app.environment import terminal
 from app.errors import RunFolderError, is_of_a_lost_peer
-from app.place import terminal
-from app.ranks.runtime import Runtime
-from app.record import run_folder
-from app.record.claim import Claim
+from app.runs import run_folder
+from app.runs.claim import Claim
 
 _LOOK_EVERY_S = 1.0
 """About the time between two agreements of the ranks, and so the longest that a request waits. One costs well under a

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
+from app.distributed import model_preparation
 from app.metrics.clock import Clock
-from app.ranks import compiling
 
 _NEVER = 2**31 - 1
 """Steps from one that DDP measures to the next, after the first ten: an int."""
@@ -42,7 +42,7 @@ class Communication:
     def __init__(self, model: torch.nn.Module, clock: Clock, device: torch.device) -> None:
         """`clock` is told of each wait."""
         self._clock, self._device = clock, device
-        inner = compiling.uncompiled(model)
+        inner = model_preparation.uncompiled(model)
         self._ddp = inner if isinstance(inner, DistributedDataParallel) else None
         self.is_timed = dist.is_initialized()
         """Whether there is a group to wait for, of one process if need be."""

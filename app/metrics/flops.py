@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from app.distributed import numerics
 from app.own_layers import without_data
-from app.ranks import numerics
 
 _BACKWARD = 2
 """The backward pass takes twice the forward's arithmetic: the gradients of weights and of inputs each are as many products

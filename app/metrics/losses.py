@@ -1,4 +1,4 @@
-"""Sums of the loss and the task's other reports over the applied steps, kept on the device, so that nothing waits for them."""
+"""Sums of the loss and digests of the samples over the applied steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from app.errors import TrainingError
+from app.runs import ledger
 from app.task import Later, Loss
 
 
@@ -99,3 +100,36 @@ def _summed(values: Tensor, counts: Tensor | float, factor: float, spoilt: Tenso
     total = values.sum(dtype=torch.float64)
     counted = counts.sum(dtype=torch.float64) if isinstance(counts, Tensor) else torch.full_like(total, counts * len(values))
     return torch.stack([total, counted]) * factor
+
+
+class Fed:
+    """What this process was fed, as one number a step: made on the device, and nothing waits for it."""
+
+    # Hashing many batches at once costs what hashing one of them does, and few enough are kept that it needs no memory.
+    _BATCHES = 256
+
+    def __init__(self) -> None:
+        self._batches: list[torch.Tensor] = []
+        self._steps = 0
+        self._digests: list[torch.Tensor] = []
+
+    def add(self, samples: torch.Tensor) -> None:
+        """Take in the sample numbers, int64 [micro-batch], of one forward pass."""
+        self._batches.append(samples)
+
+    def end_step(self) -> None:
+        """Finish a step; all steps have equally many forward passes."""
+        self._steps += 1
+        if len(self._batches) >= self._BATCHES:
+            self._hash()
+
+    def take(self) -> torch.Tensor:
+        """Return the digests, int64 [steps], of all steps since the last call, of which there is at least one."""
+        if self._batches:
+            self._hash()
+        digests, self._digests = torch.cat(self._digests), []
+        return digests
+
+    def _hash(self) -> None:
+        self._digests.append(ledger.digest(torch.stack(self._batches).view(self._steps, -1)))
+        self._batches, self._steps = [], 0

@@ -1,4 +1,4 @@
-"""The metrics of a run: loss and the task's own sums over whole global batches, throughput, where the time goes.
+"""The metrics of a run: loss and the task's own sums over whole global batches, and what each rank measures of itself.
 
 Nothing here makes the device wait between two logs: losses, digests and verdicts stay tensors until they are logged, and one
 collective each then covers all steps since the last log. Only the main process writes.
@@ -11,21 +11,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
 import torch
 
+from app.distributed.runtime import Runtime
 from app.errors import TrainingError
-from app.metrics.clock import NOTHING
-from app.metrics.fed import Fed
-from app.metrics.gauges import Gauges
-from app.metrics.losses import Losses
-from app.metrics.units import Units
+from app.metrics.clock import NOTHING, Clock, Spent
+from app.metrics.communication import Communication
+from app.metrics.losses import Fed, Losses
+from app.metrics.trackers import Trackers
 from app.optim.steps import Step
-from app.ranks.runtime import Runtime
 from app.recipe.schema import LogRecipe
-from app.record import ledger, run_folder
-from app.record.claim import Claim
+from app.runs import ledger, run_folder
+from app.runs.claim import Claim
 from app.task import COUNT_RULE, SAMPLES, Loss
-from app.trackers.trackers import Trackers
 
 _RECORD_EVERY_S = 1.0
 """Least time between two lines of the ledger, of which nobody wants fifty a second; a kill leaves so much unrecorded."""
@@ -224,3 +223,128 @@ def _on_host(verdicts: Sequence[torch.Tensor | bool]) -> list[bool]:
     asked = [verdict for verdict in verdicts if isinstance(verdict, torch.Tensor)]
     answers = iter(torch.stack(asked).bool().tolist() if asked else [])
     return [next(answers) if isinstance(verdict, torch.Tensor) else verdict for verdict in verdicts]
+
+
+class Gauges:
+    """The readings of all ranks, in one collective."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: torch.nn.Module,
+        *,
+        flops_per_sample: float,
+        peak_flops_per_s: float | None,
+    ) -> None:
+        """`model` is as `prepare` returned it.
+
+        `flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
+        do, if known.
+        """
+        self._runtime, self.clock = runtime, Clock(runtime.device)
+        self.communication = Communication(model, self.clock, runtime.device)
+        self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
+        self._process = psutil.Process()
+
+    def read(self, sums: torch.Tensor, spent: Spent, *, samples: int) -> tuple[list[float], dict[str, Any]]:
+        """Return the data-parallel ranks' `sums` (float64 [n]) added up, and the readings by name, of so many samples.
+
+        All ranks call it.
+        Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
+        not known is None: communication where there is no process group, utilization where the device's peak or the
+        arithmetic of a sample is not known.
+        """
+        phases_s = spent.phases_s
+        times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"], phases_s["communication"]]
+        own = [spent.training_s, *times_s, float(self._memory_bytes())]
+        readings = torch.cat([sums, torch.tensor(own, dtype=torch.float64).to(sums.device)])
+        # In plain numbers from here on: each operation on a small tensor takes as long as all of them.
+        ranks: list[list[float]] = self._runtime.accelerator.gather(readings[None]).tolist()
+        *totals, _ = (sum(column) for column in zip(*ranks, strict=True))
+        training_s, *parts_s = totals[len(sums) :]
+        of_data = ranks[:: self._runtime.launched.tensor_parallel]  # the others of a group have the same sums
+        added_up = [sum(column) for column in zip(*(rank[: len(sums)] for rank in of_data), strict=True)]
+        data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
+        samples_per_s = samples / (training_s / len(ranks))
+        flops_per_s = samples_per_s * self._flops_per_sample if self._flops_per_sample else None
+        peak = self._peak_flops_per_s
+        return added_up, {
+            "samples_per_s": samples_per_s,
+            "samples_per_s_per_device": samples_per_s / len(ranks),
+            "data_wait_share": data_wait,
+            "forward_backward_share": forward_backward,
+            "communication_share": communication if self.communication.is_timed else None,
+            "optimizer_share": optimizer,
+            "flops_per_s": flops_per_s,
+            "mfu": None if peak is None or flops_per_s is None else flops_per_s / (peak * len(ranks)),
+            "memory_bytes": int(max(rank[-1] for rank in ranks)),
+        }
+
+    def _memory_bytes(self) -> int:
+        """The most that the GPU's tensors held since the last time; on a CPU, what the process holds now."""
+        device = self._runtime.device
+        if device.type != "cuda":
+            held_bytes: int = self._process.memory_info().rss
+            return held_bytes
+        peak_bytes: int = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak_bytes
+
+
+class Units:
+    """The counts of all steps of a run, exact over all its starts; of samples, which each line has anyway, nothing is said.
+
+    Of a step that was skipped too: it was read and computed like the others.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name` is the unit, in the plural."""
+        self._name = name
+        self._before, self._taken = 0.0, 0.0
+        self._untaken: list[float | torch.Tensor] = []
+
+    def end_step(self, total: float | torch.Tensor) -> None:
+        """Take in what the passes of a step counted on all ranks; a tensor is a scalar, which nothing waits for yet."""
+        self._untaken.append(total)
+
+    def take(self) -> list[float]:
+        """Return what each step since the last call counted."""
+        counts = [float(total) for total in self._untaken]
+        self._untaken = []
+        self._taken += sum(counts)
+        return counts
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """What the run has seen so far, by its name in a line."""
+        return self._named(seen=_whole(self._total()))
+
+    def rates(self, counted: float, readings: Mapping[str, Any], *, samples: int) -> dict[str, float]:
+        """Return the rates of so many units, which came in so many samples, from the `readings` of these."""
+        each = counted / samples
+        of_samples, of_one = (readings[f"{SAMPLES}_per_s{of}"] for of in ("", "_per_device"))
+        return self._named(per_s=each * of_samples, per_s_per_device=each * of_one)
+
+    def result(self, training_s: float, *, steps: int) -> dict[str, float | None]:
+        """Return what the result says of a start that took so many steps in this time."""
+        rate = (self._total() - self._before) / training_s if steps else None
+        return {**self.seen, **self._named(per_s=rate)}
+
+    def state(self) -> float:
+        """Return what `load` takes, as JSON holds it."""
+        return _whole(self._total())
+
+    def load(self, state: float) -> None:
+        """Go on from what a checkpoint has."""
+        self._before = self._taken = float(state)
+
+    def _total(self) -> float:
+        return self._taken + sum(float(total) for total in self._untaken)
+
+    def _named(self, **values: Any) -> dict[str, Any]:
+        return {} if self._name == SAMPLES else {f"{self._name}_{what}": value for what, value in values.items()}
+
+
+def _whole(value: float) -> float:
+    """The value as an int where it is one: counts of up to 2**53 are exact, and look like counts."""
+    return int(value) if value.is_integer() else value

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from app.distributed import clock_offsets
+from app.distributed.runtime import Runtime
 from app.errors import RecipeError, RunFolderError
 from app.metrics.clock import Clock, Phase
-from app.ranks import clocks
-from app.ranks.runtime import Runtime
 from app.recipe.schema import ProfileRecipe
-from app.record import run_folder
-from app.record.claim import Claim
+from app.runs import run_folder
+from app.runs.claim import Claim
 
 _NEXT = {"other": "data wait", "data_wait": "forward", "forward_backward": "log", "optimizer": "log"}
 """Name of the phase that follows one of the clock's phases."""
@@ -161,7 +161,7 @@ class Profile:
         return f"profile of steps {self._first} to {self._last}: merge its traces with `samerun timeline {self._claim.path}`"
 
     def _compare_clocks(self) -> None:
-        offset = clocks.compare(self._runtime, self._zero_ns)
+        offset = clock_offsets.compare(self._runtime, self._zero_ns)
         self._offsets.append((time.time_ns(), offset.ahead_ns))
         self._clock_error_ns = max(self._clock_error_ns, offset.error_ns)
 

@@ -8,22 +8,39 @@ The optimizer's own step is called, not Accelerate's: with a gradient scaler tha
 left out (accelerate 1.15, optimizer.py), and it searches sys.path for other optimizers in each step. Here a scaler unscales the
 gradient, sees what is not finite in it, and chooses its next scale. DeepSpeed's engine is called for backward passes and steps:
 Accelerate would take the step within the last backward pass.
+
+One broken batch, flipped bit or wrong kernel can give a finite gradient with a norm of 1e18 between norms of 26, and one step
+on it ruins the run. OLMo-core's SkipStepOptimizer leaves out steps more than six standard deviations above the mean of the last
+128, once it knows 64 (github.com/allenai/OLMo-core, src/olmo_core/optim). Here a norm is a spike if it is so many times the
+median of the last 128 that were stepped on, which one outlier does not move.
+
+Late in a long training norms shrink to a ten-thousandth, and Adam at a constant rate meets steps at which they grow back within
+two, to 220,000 times the median (measured: `digits` without decay of the rate, 12,000 steps), from which it recovers. So the
+first median of a run counts too, where it is the greater one.
+
+The verdict follows from the run's own history, so a resumed run comes to the same ones. All ranks have the same norm, other
+topologies to rounding (3e-7).
+
+One that gets none is never trained, and strategies treat it differently: under DDP the next forward pass fails, FSDP2 and ZeRO
+say nothing. ZeRO takes gradients away as they come, so hooks see them. FSDP2 computes with other tensors than its parameters,
+which have their gradients when the passes are over.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from app.optim import from_recipe
-from app.optim.spikes import SpikeGuard, leave_out
+from app.errors import TrainingError
+from app.optim import parameter_groups
 
 _NOTHING = nullcontext()
 _LARGE, _ROW = 1 << 16, 1 << 14
@@ -84,7 +101,7 @@ class Steps:
         if self._engine is not None:
             leave_out(self._own.optimizer, functools.partial(self._is_spike_in_zero, self._own))
             return
-        may_leave = from_recipe.takes_verdict(self._own, accelerator.device)
+        may_leave = parameter_groups.takes_verdict(self._own, accelerator.device)
         self._looks = not may_leave or (accelerator.device.type == "cpu" if looks is None else looks)
         self._steps_fused_sgd = not self._looks and isinstance(self._own, torch.optim.SGD)
 
@@ -121,7 +138,7 @@ class Steps:
         if self._before_first is not None:
             self._before_first()
             self._before_first = None
-        from_recipe.set_learning_rate(self._own, learning_rate)
+        parameter_groups.set_learning_rate(self._own, learning_rate)
         if self._engine is not None:
             self._engine.step()  # clips, skips what is not finite, and frees the gradient
             norm = float(self._engine.get_global_grad_norm())
@@ -161,7 +178,7 @@ class Steps:
             self._own.found_inf = left_out
         if left_out is not True:
             if self._steps_fused_sgd:
-                from_recipe.fused_sgd_step(self._own)
+                parameter_groups.fused_sgd_step(self._own)
             else:
                 self._own.step()
         if self._scaler is not None:
@@ -176,7 +193,7 @@ class Steps:
         gradients: list[torch.Tensor] = []
         squares = torch.zeros((), dtype=torch.float64, device=self._accelerator.device)
         for copies, parameters in self._by_copies.items():
-            own = [from_recipe.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            own = [parameter_groups.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
             squares = squares + _norm(own).square() / copies
             gradients += own
         norm: torch.Tensor = (self._accelerator.reduce(squares, "sum") if self._is_sharded else squares).sqrt()
@@ -213,3 +230,128 @@ def _copies(parameter: torch.Tensor, ranks: int) -> int:
     assert isinstance(parameter, DTensor)
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return ranks // math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+_WINDOW = 128
+"""Number of norms of which the median is taken."""
+_FIRST = 64
+"""Fewest norms for a median; before, every finite norm is accepted."""
+_EVERY = 16
+"""Steps between updates of the limit, so that a step costs no more than a test for finite values."""
+
+
+class SpikeGuard:
+    """Tells spikes from the gradient norms of all steps, floats or scalars on a device; nothing waits for the device."""
+
+    def __init__(self, factor: float | None) -> None:
+        """`factor` is how many times the median, or the first one, a norm may be; None: any."""
+        self._factor, self._steps, self._first = factor, 0, torch.tensor(math.nan)
+        self._kept = torch.empty(0)  # float32, in the order of steps; NaN: left out
+        self._new: list[tuple[torch.Tensor | float, torch.Tensor | bool]] = []
+        self.limit: torch.Tensor | float = math.inf
+        """Only norms below it are accepted; NaN and infinity are not."""
+
+    def see(self, norm: torch.Tensor | float, *, skipped: torch.Tensor | bool) -> None:
+        """Take in the gradient norm of the run's next step (a scalar), and whether it was left out (as `Step.skipped`)."""
+        if self._factor is None:
+            return
+        self._steps += 1
+        self._new.append((norm, skipped))
+        if self._steps % _EVERY == 0:
+            self._kept, self._new = self._all()[-_WINDOW:], []
+            count, median = (~self._kept.isnan()).sum(), self._kept.nanmedian()
+            first = self._first.to(median.device, non_blocking=True)
+            self._first = torch.where(first.isnan() & (count >= _FIRST), median, first)
+            limit = self._factor * torch.maximum(median, self._first)  # NaN while too few are known; 0: all gradients were
+            limit = torch.where(limit > 0, limit, math.inf)
+            self.limit = limit if isinstance(norm, torch.Tensor) else limit.item()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what the verdicts of later steps need, as JSON has it; None if any norm is accepted."""
+        if self._factor is None:
+            return None
+        norms = self._all()
+        known = {"limit": float(self.limit), "first_median": float(self._first)}
+        finite = {name: value if math.isfinite(value) else None for name, value in known.items()}
+        return {"norms": norms[~norms.isnan()][-_WINDOW:].tolist(), **finite}
+
+    def load(self, state: Mapping[str, Any] | None, *, step: int) -> None:
+        """Take up what `state` returned after so many steps of the run."""
+        self._steps = step
+        if state is not None and self._factor is not None:
+            self._kept = torch.tensor(state["norms"], dtype=torch.float32)
+            self.limit = math.inf if state["limit"] is None else state["limit"]
+            self._first = torch.tensor(math.nan if state["first_median"] is None else state["first_median"])
+
+    def _all(self) -> torch.Tensor:
+        """Return the norms that are kept and the new ones, float32: those of steps that were left out, as NaN, come first."""
+        if not self._new:
+            return self._kept
+        norms, skipped = zip(*self._new, strict=True)
+        if isinstance(norms[0], torch.Tensor):
+            new = torch.where(torch.stack(skipped).bool(), math.nan, torch.stack(norms).float())
+        else:
+            new = torch.tensor([math.nan if left_out else norm for norm, left_out in self._new], dtype=torch.float32)
+        every = torch.cat([self._kept.to(new.device, non_blocking=True), new])
+        return every[(~every.isnan()).byte().argsort(stable=True)]
+
+
+def leave_out(optimizer: torch.optim.Optimizer, is_spike: Callable[[], bool]) -> None:
+    """Have those steps of the optimizer change nothing for which `is_spike` says so: steps that others take.
+
+    torch's optimizers, and DeepSpeed's for the CPU, pass over a parameter without a gradient, with its state. So the gradients
+    are taken away before such a step, and given back after it, since some owners fill the same tensors again.
+    """
+    held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def take_away(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_spike():
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            held.extend((parameter, parameter.grad) for parameter in parameters)
+            for parameter in parameters:
+                parameter.grad = None
+
+    def give_back(*_: Any) -> None:
+        while held:
+            parameter, gradient = held.pop()
+            parameter.grad = gradient
+
+    optimizer.register_step_pre_hook(take_away)
+    optimizer.register_step_post_hook(give_back)
+
+
+_MOST_NAMES = 8
+
+
+class FirstGradients:
+    """Looks at the gradients of this process's first step, in a new run or a resumed one."""
+
+    def __init__(self, model: nn.Module, together: Callable[[], AbstractContextManager[None]]) -> None:
+        """`model` is prepared, without what is wrapped around it; `together` agrees on an error with all ranks."""
+        self._together = together
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._seen: set[str] = set()
+        self._hooks = [parameter.register_hook(self._see(name)) for name, parameter in self._parameters.items()]
+
+    def check(self) -> None:
+        """Raise TrainingError, on all ranks, if a parameter got no gradient. Called once, after the step's backward passes."""
+        for hook in self._hooks:
+            hook.remove()
+        without = [name for name, one in self._parameters.items() if name not in self._seen and one.grad is None]
+        self._hooks, self._parameters = [], {}
+        with self._together():
+            if without:
+                raise TrainingError(_refusal(without))
+
+    def _see(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _gradient: self._seen.add(name)
+
+
+def _refusal(names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+    has, it = ("has", "it") if len(names) == 1 else ("have", "them")
+    return (
+        f"{len(names)} trainable parameter{'s' if len(names) > 1 else ''} {has} no gradient after the first step's backward "
+        f"passes: {shown}. The loss must depend on every parameter that is trained: use {it} in the model's forward pass, "
+        f"freeze {it} (train.freeze), or take {it} out of the model."
+    )

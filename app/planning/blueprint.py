@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from app import own_layers, tasks
 from app.errors import DataError, RecipeError
-from app.initial.tensor_parallel import DIVIDED, check, rules_of
-from app.initial.units import block_classes, places
-from app.initial.zero3 import transformers_unaware
-from app.optim import freezing
+from app.init.tensor_parallel import DIVIDED, check, rules_of
+from app.init.units import block_classes, places
+from app.init.zero3 import transformers_unaware
+from app.optim import parameter_groups
 from app.recipe.schema import Recipe
 from app.task import Form, NeedsData
 
@@ -85,7 +85,7 @@ def of_recipe(recipe: Recipe) -> Blueprint:
     if callable(tie := getattr(model, "tie_weights", None)):
         tie()
     model = model.to(getattr(torch, recipe.train.dtype))
-    freezing.freeze(model, recipe.train.freeze or ())
+    parameter_groups.freeze(model, recipe.train.freeze or ())
     classes = frozenset(block_classes(task, model))
     return Blueprint(task, facts, model, _equal_blocks(model, classes), classes)
 

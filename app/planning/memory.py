@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from app.optim import from_recipe
-from app.place.sharding import Sharding
+from app.environment.launched import Sharding
+from app.optim import parameter_groups
 from app.planning import blueprint as blueprints
 from app.planning import tracing
 from app.planning.blueprint import Blueprint
@@ -289,7 +289,7 @@ def _bytes_in_step(recipe: OptimRecipe, together: bool) -> float:
 
 def _stepped(recipe: OptimRecipe, parameters: list[nn.Parameter], *, foreach: bool | None = None) -> torch.optim.Optimizer:
     module = nn.ParameterDict({f"p{number}_weight": parameter for number, parameter in enumerate(parameters)})
-    optimizer: Any = from_recipe.build(recipe, module, fused=False if foreach else None)
+    optimizer: Any = parameter_groups.build_optimizer(recipe, module, fused=False if foreach else None)
     for group in optimizer.param_groups:
         if foreach is not None and "foreach" in group:
             group["foreach"] = foreach

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from app.distributed.runtime import Runtime
+from app.environment import host_memory
+from app.environment.launched import Sharding
 from app.errors import LackOfMemoryError
-from app.initial import fsdp2
-from app.place import host_memory
-from app.place.sharding import Sharding
+from app.init import fsdp2
 from app.planning.devices import GIB
 from app.planning.memory import bytes_of_states
-from app.ranks.runtime import Runtime
 from app.recipe.schema import Recipe
 
 _MOST = 6 * 8

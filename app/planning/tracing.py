@@ -30,10 +30,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app import own_layers
+from app.distributed import model_preparation, sample_dropout
 from app.errors import RecipeError
 from app.planning import blueprint as blueprints
 from app.planning.blueprint import Blueprint
-from app.ranks import recomputing, sample_dropout
 from app.task import Form
 
 KINDS = ("weights", "gradients", "activations", "loss")
@@ -198,7 +198,7 @@ def traced(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
     with group_of(how.shards) if how.shards else nullcontext() as mesh, FakeTensorMode():
         blueprints.bring_to_cpu(model, dtype=half)
         if how.recomputes:
-            recomputing.compute_blocks_again(model, blueprint.classes)
+            model_preparation.compute_blocks_again(model, blueprint.classes)
         if how.channels_last:
             own_layers.take_channels_last(model)
         if how.shards:
@@ -227,7 +227,7 @@ def group_of(ranks: int) -> Iterator[Any]:
 
 
 def _shard(model: nn.Module, mesh: Any, precision: str, blueprint: Blueprint) -> None:
-    """Shard the model by Accelerate's own function, as the shipped preset and `app/initial/fsdp2.py` do it."""
+    """Shard the model by Accelerate's own function, as the shipped preset and `app/init/fsdp2.py` do it."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 

@@ -1,5 +1,10 @@
 """`samerun compare RUN RUN...`: show what differs between two runs, and whether they were the same run.
 
+The one comparison of runs, for `samerun compare` and `samerun parity`. Two runs were the same if their recipes agree in all
+that affects training, if every step that both took had the same samples and learning rate, and if the losses of their first
+hundred common steps are the same to a tolerance. Later losses drift apart by rounding, the sooner the more kinks a network has.
+Then the verdict names the step up to which they are the same. What is unknown is reported as unknown.
+
 Of more runs, or as Markdown or CSV, it is the table of `samerun runs`, with a column for those that are the same as the first.
 """
 
@@ -7,20 +12,299 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from app import tasks
 from app.options.command_line import Parser
 from app.options.values import tolerance
+from app.recipe import recipe_keys, task_file
 from app.reports import past_run
-from app.reports.comparison import DECIDING_STEPS, compare
+from app.reports.past_run import PastRun, flat, quantities, scores
 from app.reports.runs import FORMATS, SafeConsole, rows_of, write
+from app.runs import ledger, run_folder
+from app.runs.ledger import account
+
+Pair = tuple[Any, Any]
+_ABSENT = "absent"
+_MOST_KEYS = 5  # that a sentence names
+DECIDING_STEPS = 100
+_EARLY_STEPS, _EARLY, _LATE = 20, 1e-5, 1e-4
+"""Largest relative difference of losses in the first steps, and in all that decide: upper bounds of what rounding grows to in a
+network with ReLU (docs/same-run.md)."""
+_MACHINES = (
+    "preset",
+    "strategy",
+    "mixed_precision",
+    "world_size",
+    "micro_batch",
+    "accumulation",
+    "global_batch_size",
+    "commit",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDifferences:
+    """How the losses of two runs differ, over the lines that cover the same steps in both."""
+
+    compared_lines: int
+    up_to_step: int
+    """The last that was compared; 0: none."""
+    largest: float
+    """Largest |second - first| / |first|."""
+    largest_at_step: int
+    first_beyond: int | None
+    """The step of the first line that differs by more than the tolerance; None: all are within."""
+    same_up_to_step: int
+    """That of the line before it, or the last of all; 0: none."""
+    deciding_up_to_step: int
+    """Later lines may differ, as rounding grows; 0: none was compared."""
+
+    tolerance: float
+    """Largest difference that is the same loss at the step that decides: the first beyond it, or else the last."""
+
+    @property
+    def drift(self) -> bool:
+        """Whether the lines that decide are the same to the tolerance, and a later one is not."""
+        return self.decide and self.first_beyond is not None
+
+    @property
+    def decide(self) -> bool:
+        """Whether the lines that decide are the same to the tolerance, or there are none."""
+        return self.first_beyond is None or self.first_beyond > self.deciding_up_to_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDifferences:
+    """Whether two runs were fed the same, over the steps that both took."""
+
+    compared_steps: int
+    """Steps whose samples both ledgers know."""
+    samples_differ_at: int | None
+    """The first step with other samples; None: all are the same."""
+    learning_rates_differ_at: int | None
+    """The first line with another learning rate than the other run's of the same step; None: all are the same."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no step differs."""
+        return self.samples_differ_at is None and self.learning_rates_differ_at is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What differs between two runs, each value as (first, second)."""
+
+    recipe: Mapping[str, Pair] | None
+    """By key as on the command line, and the files of a task of one's own; None if one of them cannot be read."""
+    not_learnt: tuple[str, ...]
+    """Keys that decide nothing of what is learnt, of a task of one's own."""
+    preset: Mapping[str, Pair]
+    """By key of preset.yaml, where both runs have one."""
+    machines: Mapping[str, Pair]
+    """Preset by name, processes, hosts, batch plan, versions, commit."""
+    results: Mapping[str, Pair]
+    """All of them, as the files name them, those of the last lines; the speed is the median of the lines. None: unknown."""
+    fed: FedDifferences
+    losses: LossDifferences
+
+    @property
+    def learnt(self) -> list[str] | None:
+        """The keys in which the recipes differ and that affect training; None if a recipe cannot be read."""
+        not_learnt = frozenset(self.not_learnt).union(*map(recipe_keys.not_learnt, tasks.SHIPPED))
+        return None if self.recipe is None else [key for key in self.recipe if key not in not_learnt]
+
+    @property
+    def is_same(self) -> bool | None:
+        """Whether it was the same run; None if that cannot be known."""
+        if self.learnt or not self.fed.is_same or not self.losses.decide:
+            return False
+        return True if self.losses.compared_lines and self.learnt is not None else None
+
+    def __str__(self) -> str:
+        """The verdict, in a sentence."""
+        same = {True: "The same run", False: "Not the same run", None: "Unknown whether it is the same run"}[self.is_same]
+        if self.is_same and self.losses.drift:
+            same = f"The same run up to step {self.losses.same_up_to_step}, and apart after it"
+        recipes = "the recipes agree in all that is learnt"
+        if self.learnt is None:
+            recipes = "a recipe cannot be read"
+        elif self.learnt:
+            more = ", ..." if len(self.learnt) > _MOST_KEYS else ""
+            recipes = f"the recipes differ in {', '.join(self.learnt[:_MOST_KEYS])}{more}"
+        return f"{same}: {recipes}, {self._of_fed()}, and {self._of_losses()}."
+
+    def _of_fed(self) -> str:
+        if self.fed.samples_differ_at is not None:
+            return f"step {self.fed.samples_differ_at} is the first with other samples"
+        if self.fed.learning_rates_differ_at is not None:
+            return f"step {self.fed.learning_rates_differ_at} is the first with another learning rate"
+        if not self.fed.compared_steps:
+            return "no ledger records which samples both runs were fed"
+        return f"all {self.fed.compared_steps:,} steps that both took had the same samples and learning rates"
+
+    def _of_losses(self) -> str:
+        found = self.losses
+        if not found.compared_lines:
+            return "no lines of the two runs cover the same steps, so losses cannot be compared"
+        most = f"the largest difference is {found.largest:.1e} of the loss, at step {found.largest_at_step}"
+        if found.first_beyond is None:
+            return f"all losses up to step {found.up_to_step} are the same to {found.tolerance:g}: {most}"
+        if found.drift:
+            return (
+                f"the losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}; from step "
+                f"{found.first_beyond} on they drift apart: {most}. Rounding can cause such a drift: it grows from step to "
+                "step, and jumps where a network has kinks (ReLU, maxima). These losses cannot show whether rounding is the "
+                "only cause; with train.dtype=float64, runs that are the same stay together"
+            )
+        if found.same_up_to_step:
+            return (
+                f"the losses up to step {found.same_up_to_step} are the same to {found.tolerance:g}, and those of step "
+                f"{found.first_beyond} are the first that are not: {most}"
+            )
+        return f"the losses of step {found.first_beyond} are the first to differ by more than {found.tolerance:g}: {most}"
+
+
+def compare(one: PastRun, other: PastRun, *, tolerance: float | None = None) -> Comparison:
+    """Compare two runs. `tolerance`: largest relative difference of losses; None: 1e-5 in the first 20 steps, then 1e-4."""
+    presets = [flat(run.preset) for run in (one, other)]
+    return Comparison(
+        recipe=_different(_learnt(one), _learnt(other)) if one.recipe and other.recipe else None,
+        not_learnt=tuple(key for run in (one, other) for key in run.about.get("not_learnt", ()) if isinstance(key, str)),
+        preset=_different(*presets) if all(presets) else {},
+        machines=_different(_machines(one), _machines(other)),
+        results=_pairs(_results(one), _results(other)),
+        fed=_fed_differences(one, other),
+        losses=_loss_differences(one, other, tolerance=tolerance),
+    )
+
+
+def _learnt(run: PastRun) -> dict[str, Any]:
+    """The recipe by key. Of a task's file it tells the name and what stands in it, not where it lies."""
+    digest = run.about.get("task_digest", "none")
+    own = {"task": task_file.name_of(str(run.recipe["task"]))} if "task" in run.recipe else {}
+    return {**flat(run.recipe), **own, **({} if digest == "none" else {"the task's files": digest})}
+
+
+def _loss_differences(one: PastRun, other: PastRun, *, tolerance: float | None) -> LossDifferences:
+    losses = [_losses_by_steps(run) for run in (one, other)]
+    common = sorted((steps for steps in losses[0] if steps in losses[1]), key=lambda steps: steps[1])
+    differences = relative_differences(*([of_run[steps] for steps in common] for of_run in losses))
+    ends = [last for _, last in common]
+    at = max(range(len(common)), key=differences.__getitem__, default=None)
+    before = common[0][0] - 1 if common else 0
+
+    def allowed(step: int) -> float:
+        return (_EARLY if step - before <= _EARLY_STEPS else _LATE) if tolerance is None else tolerance
+
+    beyond = next((end for end, found in zip(ends, differences, strict=True) if found > allowed(end)), None)
+    # The first line decides, however many steps it covers.
+    deciding = max(ends[0], before + DECIDING_STEPS) if common else 0
+    last = ends[-1] if ends else 0
+    return LossDifferences(
+        compared_lines=len(common),
+        up_to_step=last,
+        largest=0.0 if at is None else differences[at],
+        largest_at_step=0 if at is None else ends[at],
+        first_beyond=beyond,
+        same_up_to_step=max((end for end in ends if beyond is None or end < beyond), default=0),
+        deciding_up_to_step=max((end for end in ends if end <= deciding), default=0),
+        tolerance=allowed(last if beyond is None else beyond),
+    )
+
+
+def relative_differences(references: Sequence[float], losses: Sequence[float]) -> list[float]:
+    """Return each |loss - reference| / |reference|: infinite where a loss is not finite, or only the reference 0."""
+
+    def difference(expected: float, found: float) -> float:
+        if not (math.isfinite(expected) and math.isfinite(found)):
+            return math.inf  # two that are not finite are not the same run either
+        if expected == found:
+            return 0.0
+        return abs(found - expected) / abs(expected) if expected else math.inf
+
+    return [difference(expected, found) for expected, found in zip(references, losses, strict=True)]
+
+
+def _fed_differences(one: PastRun, other: PastRun) -> FedDifferences:
+    digests, rates = ([table(run) for run in (one, other)] for table in (_digests, _learning_rates))
+    return FedDifferences(
+        compared_steps=len(digests[0].keys() & digests[1].keys()),
+        samples_differ_at=_first_difference(*digests),
+        learning_rates_differ_at=_first_difference(*rates),
+    )
+
+
+def _first_difference(one: Mapping[int, Any], other: Mapping[int, Any]) -> int | None:
+    return min((step for step in one.keys() & other.keys() if one[step] != other[step]), default=None)
+
+
+def _digests(run: PastRun) -> dict[int, str]:
+    """That of the samples of each step that counts."""
+    lines = [event for event in ledger.counting(run.events) if isinstance(event, ledger.Steps)]
+    return {step: digest for line in lines for step, digest in enumerate(line.digests, start=line.first)}
+
+
+def _learning_rates(run: PastRun) -> dict[int, float]:
+    return {line["step"]: line["learning_rate"] for line in run.metrics if isinstance(line.get("learning_rate"), float)}
+
+
+def _losses_by_steps(run: PastRun) -> dict[tuple[int, int], float]:
+    """The loss of each line, by the steps of which it is the mean: those after the line before, or after a start."""
+    starts = [event.from_step for event in ledger.counting(run.events) if isinstance(event, ledger.Start)]
+    losses, previous = {}, 0
+    for line in run.metrics:
+        step = line["step"]
+        first = max([previous, *(start for start in starts if start < step)]) + 1
+        if isinstance(loss := line.get("loss"), float):
+            losses[first, step] = loss
+        previous = step
+    return losses
+
+
+def _machines(run: PastRun) -> dict[str, Any]:
+    told = {key: run.about[key] for key in _MACHINES if key in run.about}
+    ranks = run.about.get("ranks")
+    if isinstance(ranks, list):  # of "HOST DEVICE"
+        told["hosts"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[0] for rank in ranks))
+        told["devices"] = ", ".join(dict.fromkeys(str(rank).partition(" ")[2].partition(":")[0] for rank in ranks))
+    starts = [event for event in run.events if isinstance(event, ledger.Start)]
+    if starts:
+        told |= {"starts": len(starts), "training_samples": starts[-1].training_samples, "total_steps": starts[-1].total_steps}
+    return told | flat({"versions": run.about.get("versions", {})})
+
+
+def _results(run: PastRun) -> dict[str, Any]:
+    last, tested = (lines[-1] if lines else {} for lines in (run.metrics, run.evaluations))
+    speed, seen = f"{run.unit}_per_s", f"{run.unit}_seen"
+    rates = [line[speed] for line in run.metrics if isinstance(line.get(speed), float)]
+    spent = account(run.events) if run.events and isinstance(run.events[0], ledger.Start) else None
+    return {
+        "steps": last.get("step"),
+        **scores(run, tested),
+        **{quantity: last[quantity] for quantity in reversed(quantities([run])) if quantity in last},
+        **({seen: last[seen]} if run.unit != run_folder.UNIT and seen in last else {}),
+        speed: statistics.median(rates) if rates else None,
+        "compute_s": spent.compute_s if spent else None,
+        "wall_s": spent.wall_s if spent else None,
+    }
+
+
+def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
+    return {key: (one.get(key, _ABSENT), other.get(key, _ABSENT)) for key in {**one, **other}}
+
+
+def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Pair]:
+    return {key: pair for key, pair in _pairs(one, other).items() if pair[0] != pair[1]}
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +338,7 @@ def main(argv: list[str]) -> int:
         same_run = {"runs": [str(run.folder) for run in runs], "same_run": found[0].is_same, "verdict": str(found[0])}
         sys.stdout.write(json.dumps({**same_run, **values}) + "\n")
     else:
-        from app.reports.plots import labels  # matplotlib takes half a second, which the others do not need
+        from app.reports.curves import labels  # matplotlib takes half a second, which the others do not need
 
         console = SafeConsole() if sys.stdout.isatty() else SafeConsole(width=120)
         tables = {"recipe: what differs": found[0].recipe or {}, "preset: what differs": found[0].preset}

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import yaml
 
 from app.errors import RunFolderError, printable
-from app.files import regular
+from app.files import paths
 from app.files.lines import Lines, is_count, is_finite
-from app.record import ledger, run_folder
+from app.runs import ledger, run_folder
 
 Line = Mapping[str, Any]
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def read(folder: Path) -> PastRun:
 
 def _yaml(path: Path) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(regular.content(path))
+        values = yaml.safe_load(paths.read_regular(path))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from app.errors import RunFolderError, SamerunError, printable
 from app.files.lines import is_finite
 from app.options.command_line import Parser
-from app.record import goodput, ledger, run_folder
 from app.reports import past_run
 from app.reports.past_run import SPLITS, TEXT_SCORE, PastRun, flat, is_share, last_scores, quantities, scores, value_text, words
 from app.reports.state import State, duration, moment, state_of
+from app.runs import ledger, run_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -166,15 +166,15 @@ def _curves(run: PastRun) -> list[dict[str, str]]:
     import numpy as np
     from matplotlib.figure import Figure  # takes half a second, which the help does not need
 
-    from app.reports import plots
+    from app.reports import curves
 
     drawn = []
     rates = ("learning_rate", f"{run.unit}_per_s")
     for quantity in [*quantities([run]), *rates]:
         figure = Figure(figsize=_INCHES, layout="constrained")
         axes = figure.subplots()
-        parts: list[plots.Part] | None = ["training"] if quantity in rates else None
-        notes = plots.draw(axes, [run], quantity, x="epoch" if run.unit == run_folder.UNIT else run.unit, parts=parts)
+        parts: list[curves.Part] | None = ["training"] if quantity in rates else None
+        notes = curves.draw(axes, [run], quantity, x="epoch" if run.unit == run_folder.UNIT else run.unit, parts=parts)
         if not axes.lines:
             continue
         title = words(quantity).replace(" per s", "/s")
@@ -202,7 +202,7 @@ def _goodput(run: PastRun) -> dict[str, Any] | None:
         return None
     if not isinstance(run.events[0], ledger.Start):
         raise RunFolderError(f"{run.folder / run_folder.LEDGER} does not begin with a start: where the time went is unknown.")
-    spent = goodput.account(run.events)
+    spent = ledger.account(run.events)
     rows: list[Bar] = [("whole time", [duration(spent.wall_s), "100.0 %"], 1.0, 0.0)]
     begin = 0.0
     for part, (name, _) in _TIME_PARTS.items():

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.environment import cores
 from app.errors import RecipeError, RunFolderError, UsageError, printable
 from app.options.command_line import Parser
 from app.options.values import names, numbers, positive
-from app.place import cores
 from app.recipe import recipe_file
-from app.record import run_folder
 from app.reports import past_run
 from app.reports.curves import write_figure
 from app.reports.runs import write
+from app.runs import run_folder
 from launch import cases, preset
 from launch.cases import RunCase
 from launch.schedulers import detect, local

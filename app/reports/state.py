@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from app.files.lines import is_finite
-from app.record import ledger
 from app.reports.past_run import PastRun
+from app.runs import ledger
 
 PATIENCE_S = 300.0
 """A run whose files are silent for longer is said to be; ten times the usual time between two lines if that is more."""

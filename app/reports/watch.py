@@ -25,11 +25,11 @@ from app.errors import RunFolderError, printable
 from app.files.lines import is_finite
 from app.options.command_line import Parser
 from app.options.values import above_zero
-from app.record import ledger, run_folder
 from app.reports import past_run
 from app.reports.past_run import Line, PastRun, scores, value_text, words
 from app.reports.runs import SafeConsole
 from app.reports.state import State, duration, moment, state_of
+from app.runs import ledger, run_folder
 
 _EVERY_S = 2.0
 _READING_SHARE = 0.1

@@ -28,7 +28,7 @@ def of(recipe: Any) -> Any:
 
 
 def card(task: str, facts: Any, recipe: Any) -> Any:
-    """Return what a model card tells of a task's model, an `app.record.card.Told`. Needs no torch and runs no user's file."""
+    """Return what a model card says of a task, an `app.runs.model_card.Told`. Needs no torch and runs no user's file."""
     return importlib.import_module(f"{SHIPPED.get(task, 'app.tasks.own')}.card").told(facts, recipe)
 
 

@@ -9,12 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 from app import tasks
+from app.data.draws import HostDraws
+from app.data.preprocessing import in_order, progress
+from app.environment import cores
 from app.errors import DataError, RecipeError
-from app.files.whole import file_made_whole
+from app.files.atomic_files import file_made_whole
 from app.options.command_line import Parser
 from app.options.values import positive
-from app.place import cores
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 
@@ -51,7 +55,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _found(samples: Any, split: str, recipe: Recipe, processes: int) -> Iterator[tuple[str, str]]:
-    from app.data.unreadable import unreadable
 
     name = getattr(getattr(samples, "read", None), "name", lambda number: f"{split}/{number}")
     for number, why in unreadable(samples, split=split, seed=recipe.seed, processes=processes):
@@ -134,3 +137,36 @@ def _parser() -> Parser:
     parser.add_argument("--workers", "--processes", dest="processes", metavar="N", type=positive, default=count,
                         help=f"processes that read and decode (default: {count}, the CPU cores here)")  # fmt: skip
     return parser
+
+
+_PIECE = 16
+
+
+def unreadable(samples: Any, *, split: str, seed: int, processes: int) -> list[tuple[int, str]]:
+    """Return the numbers of the samples that cannot be fetched, ascending, and what each one's error says.
+
+    `samples` are `Samples`; those of the training split get the draws of the first epoch. Processes other than this one help
+    where `samples` say that workers do.
+    """
+
+    def fetch(numbers: np.ndarray) -> str | None:
+        try:
+            samples.fetch(numbers, HostDraws(seed, numbers) if split == "train" else None)
+        except DataError as error:
+            return str(error)
+        return None
+
+    def look(piece: range) -> list[tuple[int, str]]:
+        numbers = np.arange(piece.start, piece.stop)
+        together = fetch(numbers)
+        if together is None:
+            return []
+        alone = [(number, fetch(np.array([number]))) for number in piece]
+        return [(number, why) for number, why in alone if why is not None] or [(piece.start, together)]
+
+    found = []
+    with progress(f"reading {split}", len(samples), "samples") as advance:
+        for some in in_order(look, len(samples), piece=_PIECE, processes=processes if samples.workers else 1):
+            found += some
+            advance(_PIECE)
+    return found

@@ -1,7 +1,7 @@
 """`samerun parity`: test by real runs that presets, numbers of processes and accumulation give the same run.
 
 The reference is one process with the preset `cpu`, each global batch in one forward pass. Each case is a run of its own by
-`samerun launch`, compared with the reference as `samerun compare` does (`app.reports.comparison`). A case that did not run as
+`samerun launch`, compared with the reference as `samerun compare` does (`app.reports.compare`). A case that did not run as
 asked, stopped early or wrote too little is a failure, and so is a comparison without cases.
 
 A recipe can amplify rounding until runs part, also on one process. The difference of one process from itself, with two passes
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.environment.topology import Topology
 from app.errors import RecipeError, RunFolderError, TopologyError, printable
 from app.options.command_line import Parser
 from app.options.values import names, numbers, positive, tolerance
-from app.place.topology import Topology
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.reports import past_run
-from app.reports.comparison import Comparison, compare
+from app.reports.compare import Comparison, compare
 from app.reports.past_run import PastRun
 from app.reports.runs import write
 from launch import cases, parallelism, preset

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from app import tasks
+from app.environment.degrees import Degrees
+from app.environment.launched import Sharding
+from app.environment.topology import Topology
 from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError
 from app.options.command_line import Parser
 from app.options.values import names, numbers, positive, share
-from app.place.degrees import Degrees
-from app.place.sharding import Sharding
-from app.place.topology import Topology
 from app.planning import devices
 from app.planning.devices import GIB
 from app.recipe import recipe_file

@@ -24,9 +24,8 @@ from app.files import yaml_text
 from app.options.command_line import Parser
 from app.recipe import recipe_keys
 from app.recipe.schema import Recipe
-from app.record import ledger, run_folder
-from app.record.goodput import TimeSpent, account
-from app.record.ledger import Evaluated, Event, Start, Steps
+from app.runs import ledger, run_folder
+from app.runs.ledger import Evaluated, Event, Start, Steps, TimeSpent, account
 
 _MOST_SPANS = 10
 

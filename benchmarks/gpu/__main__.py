@@ -28,10 +28,10 @@ from typing import BinaryIO, NamedTuple
 
 import psutil
 
+from app.environment.cores import machine
+from app.environment.slurm_variables import own_environment
 from app.errors import SamerunError
 from app.options.values import above_zero
-from app.place.cores import machine
-from app.place.inherited import own_environment
 from benchmarks import saving
 from benchmarks.contest import versions
 from benchmarks.gpu import images, memory, text

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from app.place.topology import Topology
+from app.environment.topology import Topology
 from app.recipe import recipe_file
 from benchmarks import contest
 from benchmarks.__main__ import MODELS, write_images

@@ -26,7 +26,7 @@ _BLOCKS = "train.checkpoint_activations=blocks"
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
     """Train and plan, and print the table; return 0 if all were trained."""
-    from app.place.sharding import Sharding
+    from app.environment.launched import Sharding
     from app.planning.memory import Case, peak
 
     runs = _runs(options, folder)

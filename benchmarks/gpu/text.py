@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.place.inherited import own_environment
+from app.environment.slurm_variables import own_environment
 from app.recipe import recipe_file
 from app.recipe.recipe_file import LoadedRecipe
 from benchmarks.__main__ import write_tokens

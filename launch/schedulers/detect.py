@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from app.environment.slurm_variables import is_in_step
+from app.environment.started_ranks import STARTERS
+from app.environment.variables import check_threads
 from app.errors import TopologyError
-from app.place.environment import check_threads
-from app.place.slurm_variables import is_in_step
-from app.place.started_ranks import STARTERS
-from launch.schedulers import hosts, pbs, pbs_job, slurm, slurm_job
-from launch.schedulers.allocation import Allocation
-from launch.schedulers.job import Job
+from launch.schedulers import hosts, pbs, slurm
+from launch.schedulers.job import Allocation, Job
 
 # Each returns None for an environment of another kind.
 FINDERS: tuple[Callable[..., Allocation | None], ...] = (hosts.find, slurm.find, pbs.find)
@@ -62,7 +61,7 @@ def find(
 
 def job(environment: Mapping[str, str]) -> Job | None:
     """Return the scheduler's job that `environment` is part of, or None."""
-    return slurm_job.find(environment) or pbs_job.find(environment)
+    return slurm.find_job(environment) or pbs.find_job(environment)
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:

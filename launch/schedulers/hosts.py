@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
+from app.environment.topology import Topology, listed
+from app.environment.variables import number, with_suffix
 from app.errors import TopologyError
-from app.place.environment import number, with_suffix
-from app.place.topology import Topology, listed
 from launch.run_module import program
-from launch.schedulers.allocation import Allocation
+from launch.schedulers.job import Allocation
 from launch.schedulers.local import count_accelerators
 
 HOSTS = "SAMERUN_HOSTS"

@@ -1,7 +1,10 @@
-"""The scheduler's job of a run: when its time ends, and how it is requeued.
+"""The scheduler's job of a run and what it gave: hosts, when its time ends, and how it is requeued.
 
 `slurm_job.py` and `pbs_job.py` each turn an environment (a mapping) into a `Job`; `detect.py` asks them in
 turn. Standard library only.
+
+`slurm.py`, `pbs.py` and `hosts.py` each turn an environment (a mapping) into an `Allocation`, or None where
+they see nothing of theirs; `detect.py` asks them in turn. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.place.environment import END_TIME, START_TIME, SUBMIT_TIME, number
+from app.environment.topology import Topology
+from app.environment.variables import END_TIME, START_TIME, SUBMIT_TIME, number
 
 ATTEMPT = "SAMERUN_ATTEMPT"
 """Variable: to which start of a run a process belongs, different for every start."""
@@ -78,3 +82,21 @@ class Job:
     requeue: Callable[[Collection[int]], Requeued] | None = None
     """Has the job run again; is told which signals this process got. Raises NotDoneError. None where this process is not what
     the scheduler would run again: in a shell of salloc, a task of srun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """The nodes of one run in a scheduler's allocation."""
+
+    scheduler: str
+    """What it is part of, for messages: `Slurm job 22`."""
+    topology: Topology
+    """As seen from this node if this process is the one task of its node, else from node 0. `hosts` are always known."""
+    start: tuple[str, ...] = ()
+    """Command that starts another command once on every node, to be put before it. Empty if that has been done: this process
+    is the task of its node. A task finds its own node rank, but not always what the whole allocation looks like, so it is
+    told the number of processes (--processes-per-node)."""
+    start_origin: str = ""
+    """Why it must be started so: `the batch script runs on the first node only`."""
+    is_task: bool = False
+    """Whether this process is the one task of its node, so that what started it sees to the rest of the run."""

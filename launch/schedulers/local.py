@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from app.environment.topology import Topology
 from app.errors import TopologyError
-from app.place.topology import Topology
 
 
 def find(

@@ -51,7 +51,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
             watched=True,
         )
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
-            from app.place.processes import kill_all_with  # not at the top: the launcher starts at once
+            from app.environment.processes import kill_all_with  # not at the top: the launcher starts at once
 
             kill_all_with(ATTEMPT, mark)
         if ending.lacks_memory:

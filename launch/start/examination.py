@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from app.environment.topology import Topology
 from app.errors import TopologyError
 from app.options.command_line import Parser
 from app.options.values import above_zero
-from app.place.topology import Topology
 from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.run_module import program

@@ -7,8 +7,8 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from app.place.degrees import DERIVED
-from app.place.topology import listed
+from app.environment.degrees import DERIVED
+from app.environment.topology import listed
 from launch import parallelism
 from launch.start.resolved import Resolved
 

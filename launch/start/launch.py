@@ -19,21 +19,20 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from app.environment.degrees import KEY, UNSUPPORTED
+from app.environment.launched import end_time_s
+from app.environment.topology import Topology
 from app.errors import STOPPED, PresetError, RunFolderError, TopologyError
-from app.files.own_folder import new_folder
+from app.files.paths import new_folder
 from app.options.command_line import Parser
 from app.options.values import not_negative, positive
-from app.place.degrees import KEY, UNSUPPORTED
-from app.place.launched import end_time_s
-from app.place.topology import Topology
 from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe
 from launch import parallelism, preset
 from launch.preset import PRECISIONS, Preset
 from launch.schedulers import detect, local
-from launch.schedulers.allocation import Allocation
-from launch.schedulers.job import ATTEMPT, Job
+from launch.schedulers.job import ATTEMPT, Allocation, Job
 from launch.start import attempts, explain, run_checks, signals, supervise
 from launch.start.outcome import OutcomeFile
 from launch.start.rendezvous import find_token, meet, new_token, without_token

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import TrainingError
-from app.files import regular
+from app.files import paths
 from app.files.lines import parsed
 
 _FILE = "outcome.json"
@@ -61,6 +61,6 @@ class OutcomeFile:
 
     def _content(self) -> bytes | None:
         try:
-            return regular.content(self._file)
+            return paths.read_regular(self._file)
         except OSError:  # a file that cannot be read tells as little as none; who writes into the folder says why
             return None

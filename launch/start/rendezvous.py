@@ -31,8 +31,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from app.environment.topology import Topology, listed
 from app.errors import RunFolderError, TopologyError
-from app.place.topology import Topology, listed
 
 TOKEN = "SAMERUN_MEETING_KEY"  # noqa: S105 - the name of a variable
 """Variable: the token, 32 hexadecimal digits. A user who starts every node by hand may set one, `openssl rand -hex 16`."""

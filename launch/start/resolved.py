@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.place.degrees import Degrees
-from app.place.topology import Topology
+from app.environment.degrees import Degrees
+from app.environment.topology import Topology
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
 from launch import one_process, parallelism
 from launch.node_command import accelerate_argv
 from launch.preset import Preset
 from launch.run_module import program
-from launch.schedulers.allocation import Allocation
-from launch.schedulers.job import ATTEMPT, Job, Times
+from launch.schedulers.job import ATTEMPT, Allocation, Job, Times
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from app.environment import host_memory, terminal
+from app.environment.variables import LAUNCHER
 from app.errors import SamerunError
-from app.place import host_memory, terminal
-from app.place.environment import LAUNCHER
 from launch.run_module import ACCELERATE, as_shells_say
 from launch.start import signals
 from launch.start.last_words import Culprit, Watch
@@ -92,7 +92,7 @@ class _Command:
 
     def end_all(self) -> None:
         """Kill the command, if it runs, and all on this machine that it started and left."""
-        from app.place.processes import kill_all_with  # not at the top: the launcher starts at once
+        from app.environment.processes import kill_all_with  # not at the top: the launcher starts at once
 
         if self._started is not None and self._started.poll() is None:
             os.killpg(self._started.pid, signal.SIGKILL)

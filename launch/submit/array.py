@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from app.environment.slurm_variables import JOB
 from app.errors import SubmitError, TopologyError
-from app.place.slurm_variables import JOB
 
 _INDICES = (JOB.array_task_id, "PBS_ARRAY_INDEX")
 _LONGEST_NAME = 120  # characters; file systems take 255

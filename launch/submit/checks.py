@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from app.environment.degrees import Degrees
+from app.environment.slurm_variables import gpus_of
+from app.environment.topology import Topology
 from app.errors import PresetError, RecipeError, TopologyError
-from app.place.degrees import Degrees
-from app.place.slurm_variables import gpus_of
-from app.place.topology import Topology
 from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe

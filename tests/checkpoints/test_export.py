@@ -18,10 +18,10 @@ from app import export
 from app.checkpoints import step_folders as files
 from app.checkpoints import stored_weights
 from app.errors import CheckpointError, RunFolderError
-from app.initial.region import Piece, Region
+from app.init.region import Piece, Region
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
-from app.record.claim import claim
+from app.runs.claim import claim
 
 MIB = 2**20
 MODEL = {"recipe": {"task": "image_classification"}, "facts": {"classes": ["no", "yes"], "channels": 1, "image_size": [8, 8]}}

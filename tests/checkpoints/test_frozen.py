@@ -12,14 +12,14 @@ from torch import nn
 
 from app.checkpoints import checkpoint, initial_weights
 from app.checkpoints import step_folders as files
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched
 from app.errors import CheckpointError
 from app.export import export
-from app.initial.region import Piece, Region
-from app.place.launched import Launched
-from app.ranks.runtime import Runtime
+from app.init.region import Piece, Region
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import TrainRecipe
-from app.record.claim import claim
+from app.runs.claim import claim
 from app.tasks.image_classification.sections import Sections
 from app.tasks.image_classification.task import ImageClassification
 

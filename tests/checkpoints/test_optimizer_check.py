@@ -12,10 +12,10 @@ import torch
 from processes import SCRIPTS, read, run, train
 
 from app.checkpoints.shards import Shards, check_optimizer
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched
 from app.errors import PresetError
-from app.optim import from_recipe
-from app.place.launched import Launched
-from app.ranks.runtime import Runtime
+from app.optim import parameter_groups
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import OptimRecipe
 
@@ -60,14 +60,14 @@ def test_another_optimizer_on_one_rank_is_refused_by_all(preset: str, processes:
         assert f"the recipe's optimizer is torch's {ASKED[optimizer]} (optim.name), but torch's Adam" in said["class"]
 
 
-def prepared() -> tuple[Runtime, from_recipe.Rule, torch.nn.Module, Any]:
+def prepared() -> tuple[Runtime, parameter_groups.Rule, torch.nn.Module, Any]:
     runtime, recipe = Runtime(Launched(use_cpu=True), PLAN), OptimRecipe(name="sgd", weight_decay=0.1)
     layer = torch.nn.Linear(3, 2)
-    model, optimizer = runtime.prepare(layer, from_recipe.build(recipe, layer))
-    return runtime, from_recipe.Rule.of(recipe, layer), model, optimizer
+    model, optimizer = runtime.prepare(layer, parameter_groups.build_optimizer(recipe, layer))
+    return runtime, parameter_groups.Rule.of(recipe, layer), model, optimizer
 
 
-def refusal(runtime: Runtime, rule: from_recipe.Rule, model: torch.nn.Module, optimizer: Any) -> str:
+def refusal(runtime: Runtime, rule: parameter_groups.Rule, model: torch.nn.Module, optimizer: Any) -> str:
     with pytest.raises(PresetError) as refused:
         check_optimizer(runtime, rule, optimizer, Shards(runtime.accelerator, model, optimizer), dtype=torch.float32)
     return str(refused.value)

@@ -14,10 +14,10 @@ from processes import REPOSITORY, SCRIPTS, run
 from scripts import shards as script
 
 from app.checkpoints.shards import Shards
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched
 from app.errors import CheckpointError
-from app.optim import from_recipe
-from app.place.launched import Launched
-from app.ranks.runtime import Runtime
+from app.optim import parameter_groups
 from app.recipe.batching import BatchPlan
 
 
@@ -113,15 +113,15 @@ def test_one_process_does_so_too(runtime: Runtime, left: tuple[Path, dict[str, s
     assert_same(record, left[1][name], tolerance=1e-12 if name == "float64" else 1e-6)
 
 
-def shards_of(runtime: Runtime, recipe: from_recipe.OptimRecipe) -> Shards:
+def shards_of(runtime: Runtime, recipe: parameter_groups.OptimRecipe) -> Shards:
     model = script.build(script.CASES["adamw"], seed=0)
-    return Shards(runtime.accelerator, *runtime.prepare(model, from_recipe.build(recipe, model)))
+    return Shards(runtime.accelerator, *runtime.prepare(model, parameter_groups.build_optimizer(recipe, model)))
 
 
 def test_allocating_state_leaves_the_rest_as_it_was(runtime: Runtime) -> None:
     model = script.build(script.CASES["adamw"], seed=0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    prepared = runtime.prepare(model, from_recipe.build(script.SGD, model))
+    prepared = runtime.prepare(model, parameter_groups.build_optimizer(script.SGD, model))
     shards = Shards(runtime.accelerator, *prepared)
     assert {piece.key for piece in shards.pieces()} == {"weight"}
     shards.allocate_state({"weight", "momentum_buffer"}, {})

@@ -30,9 +30,9 @@ from app.checkpoints.step_folders import (
     write_pieces,
 )
 from app.checkpoints.tensor_file import TensorFile
-from app.files import whole
-from app.initial.region import Piece, Region
-from app.record.claim import claim
+from app.files import atomic_files
+from app.init.region import Piece, Region
+from app.runs.claim import claim
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -91,7 +91,7 @@ def test_the_files_are_what_safetensors_reads(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_a_chunk_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(atomic_files, "CHUNK_BYTES", 64)
     values = random_bits(1001, torch.float32, 3)
     folder = save(tmp_path, 1, [piece(values, shape=[1001])])
     assert bits(load_file(folder / "rank-00000.safetensors")["weight/w@0"]) == bits(values)

@@ -30,7 +30,7 @@ from app.checkpoints.step_folders import (
     write_pieces,
 )
 from app.errors import CheckpointError
-from app.record.claim import Claim, claim
+from app.runs.claim import Claim, claim
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -133,9 +133,9 @@ WRITERS = """
 import os, signal, sys, time, torch
 from pathlib import Path
 from app.checkpoints.step_folders import begin, commit, committed, prune, write_pieces
-from app.initial.region import Piece
-from app.initial.region import Region
-from app.record.claim import claim
+from app.init.region import Piece
+from app.init.region import Region
+from app.runs.claim import claim
 
 def write(run_dir):
     step, ours = max([int(path.name[5:]) for path in committed(run_dir)], default=0), claim(run_dir)

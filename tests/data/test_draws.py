@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.data.draws import Draws, HostDraws, SampleDraws, mix64_tensor
-from app.data.hash64 import GOLDEN64, derive_key, mix64
+from app.data.order import GOLDEN64, derive_key, mix64
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The first five numbers of splitmix64 seeded with 1234567, as published at https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64

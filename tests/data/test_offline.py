@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import huggingface_hub.constants
 import pytest
 
-from app.data import offline
 from app.errors import DataError
+from app.files import other_libraries
 from app.tasks.causal_lm import configuration
 from app.tasks.causal_lm.data import texts, tokenizers
 from app.tasks.causal_lm.sections import ModelRecipe
@@ -52,7 +52,7 @@ def test_a_host_that_answers_is_not_refused_and_a_name_that_nobody_knows_is_said
     server = HTTPServer(("localhost", 0), BaseHTTPRequestHandler)
     threading.Thread(target=server.handle_request, daemon=True).start()
     endpoint(f"http://localhost:{server.server_port}")
-    assert offline.why() is None
+    assert other_libraries.why() is None
     server.server_close()
     endpoint("https://no-such-host.invalid")
-    assert (offline.why() or "").startswith("no-such-host.invalid cannot be reached from here: ")
+    assert (other_libraries.why() or "").startswith("no-such-host.invalid cannot be reached from here: ")

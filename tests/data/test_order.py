@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from app.data.hash64 import derive_key, mix64
-from app.data.order import EvalBatches, TrainBatches, permute
+from app.data.order import EvalBatches, TrainBatches, derive_key, mix64, permute
 from app.errors import RecipeError
 
 SIZES_TO_TRY = sorted({1, 2, 3, 5, 6, 7, *(2**k + d for k in range(2, 13) for d in (-1, 0, 1))})

@@ -10,7 +10,7 @@ import sys
 import pytest
 from processes import clean_environment
 
-from app.data.progress import progress
+from app.data.preprocessing import progress
 
 
 def test_a_log_file_gets_two_lines(capfd: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,8 @@ def test_what_failed_is_not_done(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_terminal_gets_a_bar(stream: str) -> None:
     """Also where only stdout is one, as in a run whose stderr its launcher reads."""
     program = (
-        "from app.data.progress import progress\nwith progress('decoding', 8, 'pictures', after_s=0) as advance: advance(8)"
+        "from app.data.preprocessing import progress\n"
+        "with progress('decoding', 8, 'pictures', after_s=0) as advance: advance(8)"
     )
     ours, theirs = os.openpty()
     try:

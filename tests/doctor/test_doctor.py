@@ -26,8 +26,8 @@ from processes import REPOSITORY, TIMEOUT_S, clean_environment
 from app.doctor import probe, reach
 from app.doctor.diagnosis import AllReduce, Examination, Node, Rank, diagnose, exclude_option, far_below
 from app.doctor.reach import BrokenLink
+from app.environment.launched import Launched
 from app.errors import TopologyError
-from app.place.launched import Launched
 
 HOSTS = ("a", "b", "c")
 
@@ -253,7 +253,7 @@ def test_a_rank_that_gets_a_tenth_of_the_time_is_named(tmp_path):
 
 def test_a_measurement_that_does_not_end_is_given_up():
     script = (
-        "import time; from app.doctor.doctor import patience; from app.place.launched import Launched\n"
+        "import time; from app.doctor.doctor import patience; from app.environment.launched import Launched\n"
         "with patience('clocks', Launched(rank=0), seconds=0.5): time.sleep(600)"
     )
     ended = subprocess.run(

@@ -12,14 +12,14 @@ import pytest
 from processes import train
 
 from app.checkpoints import manifest
+from app.environment import launched
 from app.errors import CheckpointError, PresetError, RecipeError, RunFolderError, SamerunError, TopologyError
-from app.files import whole
+from app.files import atomic_files
 from app.files.lines import Lines
-from app.files.regular import content
-from app.place import launched
+from app.files.paths import read_regular
 from app.recipe import recipe_file
-from app.record import run_folder
 from app.reports import past_run
+from app.runs import run_folder
 from launch import preset
 from launch.schedulers import detect
 from launch.start import run_checks
@@ -28,7 +28,7 @@ READERS: dict[str, tuple[Callable[[Path], object], type[SamerunError]]] = {
     "recipe.yaml": (lambda path: recipe_file.load(str(path)), RecipeError),
     "preset.yaml": (lambda path: preset.load(str(path)), PresetError),
     "manifest.json": (lambda path: manifest.read(path.parent), CheckpointError),
-    "state.json": (lambda path: whole.check_stamp(path, whole.Stamp(0, "")), CheckpointError),
+    "state.json": (lambda path: atomic_files.check_stamp(path, atomic_files.Stamp(0, "")), CheckpointError),
     "metrics.jsonl": (lambda path: list(Lines(path)), RunFolderError),
     "run.json": (run_folder.read_json, RunFolderError),
 }
@@ -44,12 +44,12 @@ def test_a_pipe_in_a_files_place_is_said_and_not_waited_for(tmp_path: Path, name
 
 def test_other_things_in_a_files_place(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="it is a device, not a file"):
-        content(Path("/dev/zero"))
+        read_regular(Path("/dev/zero"))
     with pytest.raises(IsADirectoryError):
-        content(tmp_path)
+        read_regular(tmp_path)
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to("file")
-    assert content(tmp_path / "link") == b"x"
+    assert read_regular(tmp_path / "link") == b"x"
 
 
 def test_a_run_folder_full_of_pipes_is_reported_as_far_as_it_goes(digits_run: Path, tmp_path: Path) -> None:

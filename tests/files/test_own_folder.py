@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from app.distributed import compiled_ops
 from app.errors import DataError, PresetError
-from app.files.own_folder import own, refuse_prepared
-from app.ranks import compiled_ops
+from app.files.paths import own, refuse_prepared
 from app.tasks.image_classification.data import kept
 from app.tasks.image_classification.data.listing import pictures_below
 from app.tasks.image_classification.data.split import Unstored

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from processes import ALONE, ONE_THREAD, REPOSITORY, Started, accelerate, clean_environment
 
-from app.place.topology import Topology
+from app.environment.topology import Topology
 from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.preset import load
@@ -33,7 +33,7 @@ sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_ranks, watch
 # A rank without torch, which takes seconds, and with a process that would outlive it.
 IDLE = """
 import os, subprocess, sys, time
-from app.guard.lifeline import Lifeline
+from app.guard.watchdog import Lifeline
 Lifeline(os.environ).start()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 os.write(1, b"up\\n")

@@ -20,9 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.errors import PresetError
-from app.initial import region
-from app.initial.held import digest_of
-from app.initial.region import Region
+from app.init import region
+from app.init.held import digest_of
+from app.init.region import Region
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from app.errors import PresetError
-from app.initial import filling, tensor_parallel
+from app.init import filling, tensor_parallel
 from app.task import Task
 from app.tasks.causal_lm import model as networks
 from app.tasks.causal_lm.sections import ModelRecipe

@@ -10,8 +10,8 @@ from drawn_models import Drawn, gpt2, llama, loss
 from torch import nn
 
 from app.errors import RecipeError
-from app.initial import filling
-from app.initial.units import Units
+from app.init import filling
+from app.init.units import Units
 from app.task import Task
 
 

@@ -12,8 +12,8 @@ from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.menu import BulletMenu
 
+from app.environment.topology import Topology
 from app.errors import PresetError
-from app.place.topology import Topology
 from launch import cli, preset
 from launch.node_command import accelerate_argv
 

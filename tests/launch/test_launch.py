@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import placed
 
+from app.environment.topology import Topology
 from app.errors import PresetError, RunFolderError, TopologyError
-from app.place.topology import Topology
 from launch import cli, preset
 from launch.node_command import accelerate_argv
 from launch.schedulers import local

@@ -14,7 +14,7 @@ from accelerate.utils import prepare_multi_gpu_env
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from processes import SCRIPTS, Started, accelerate, clean_environment
 
-from app.place.topology import Topology
+from app.environment.topology import Topology
 from launch import one_process, preset
 from launch.node_command import accelerate_argv
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 from processes import free_port
 
+from app.environment.topology import Topology
 from app.errors import RunFolderError, TopologyError
-from app.place.topology import Topology
 from launch.start import rendezvous
 from launch.start.rendezvous import TOKEN, Token, find_token, meet, new_token, without_token
 

@@ -16,7 +16,7 @@ import pytest
 from processes import REPOSITORY, clean_environment
 
 from app.errors import STOPPED
-from launch.schedulers import detect, pbs_job, slurm_job
+from launch.schedulers import detect, pbs, slurm
 from launch.schedulers.job import NotDoneError, Times
 from launch.start.outcome import OutcomeFile
 
@@ -63,7 +63,7 @@ class Scontrol:
 )
 def test_a_slurm_job_is_named_alike_each_time_it_is_run(shape, name, requeues, can):
     """The last task of an array has the array's own id as SLURM_JOB_ID."""
-    job = slurm_job.find(environment(f"slurm/{shape}"))
+    job = slurm.find_job(environment(f"slurm/{shape}"))
     assert (job.name, job.requeues, job.requeue is not None) == (name, requeues, can)
 
 
@@ -79,35 +79,35 @@ def test_a_slurm_job_is_named_alike_each_time_it_is_run(shape, name, requeues, c
 )  # fmt: skip
 def test_a_slurm_job_goes_into_the_queue_once_and_waits_no_longer_than_it_has_to(shown, asked):
     scontrol = Scontrol(shown)
-    assert "job 25" in slurm_job.find(BATCH, scontrol=scontrol).requeue([signal.SIGTERM]).sentence
+    assert "job 25" in slurm.find_job(BATCH, scontrol=scontrol).requeue([signal.SIGTERM]).sentence
     assert scontrol.asked == asked
 
 
 def test_a_cancelled_slurm_job_is_left_alone():
     scontrol = Scontrol(RUNNING.replace("RUNNING", "COMPLETING").replace("EndTime=400", "EndTime=300"))
     with pytest.raises(NotDoneError, match="for example after scancel"):
-        slurm_job.find(BATCH, scontrol=scontrol).requeue([signal.SIGTERM])
+        slurm.find_job(BATCH, scontrol=scontrol).requeue([signal.SIGTERM])
     assert scontrol.asked == []
 
 
 def test_what_slurm_refuses_is_said():
     with pytest.raises(NotDoneError, match="presently disabled"):
-        slurm_job.find(BATCH, scontrol=Scontrol(RUNNING, refuses="requeue")).requeue([])
-    requeued = slurm_job.find(BATCH, scontrol=Scontrol(RUNNING, refuses="update")).requeue([])
+        slurm.find_job(BATCH, scontrol=Scontrol(RUNNING, refuses="requeue")).requeue([])
+    requeued = slurm.find_job(BATCH, scontrol=Scontrol(RUNNING, refuses="update")).requeue([])
     assert "2 minutes from now" in requeued.sentence
 
 
 def test_the_times_of_a_slurm_job():
-    times = slurm_job.find(BATCH, scontrol=Scontrol(RUNNING)).times()
+    times = slurm.find_job(BATCH, scontrol=Scontrol(RUNNING)).times()
     assert (times.submitted_s, times.started_s, times.ends_s) == (90, 100, 400)
-    unlimited = slurm_job.find(BATCH, scontrol=Scontrol(RUNNING.replace("EndTime=400", "EndTime=Unknown"))).times()
+    unlimited = slurm.find_job(BATCH, scontrol=Scontrol(RUNNING.replace("EndTime=400", "EndTime=Unknown"))).times()
     assert unlimited.ends_s is None
-    silent = slurm_job.find(BATCH | {"SLURM_JOB_END_TIME": "500"}, scontrol=_silent).times()
+    silent = slurm.find_job(BATCH | {"SLURM_JOB_END_TIME": "500"}, scontrol=_silent).times()
     assert (silent.ends_s, silent.origin) == (500, "SLURM_JOB_END_TIME=500")
-    assert "no such job" in slurm_job.find(BATCH, scontrol=_silent).times().origin
+    assert "no such job" in slurm.find_job(BATCH, scontrol=_silent).times().origin
     # A task asks nobody: thousands would.
     task = environment("slurm/2node-1task-gres2-step-task1") | {"SLURM_JOB_END_TIME": "500"}
-    assert slurm_job.find(task, scontrol=Scontrol("must not be asked")).times().ends_s == 500
+    assert slurm.find_job(task, scontrol=Scontrol("must not be asked")).times().ends_s == 500
 
 
 def _silent(_):
@@ -136,7 +136,7 @@ JOB = {
 
 def pbs_found(qsub=None, job=JOB, **said):
     said = PBS | {"PBS_O_WORKDIR": str(REPOSITORY)} | said
-    return pbs_job.find(said, describe_job=lambda job_id: json.dumps({"Jobs": {job_id: job}}), qsub=qsub)
+    return pbs.find_job(said, describe_job=lambda job_id: json.dumps({"Jobs": {job_id: job}}), qsub=qsub)
 
 
 def test_a_pbs_job_submits_its_successor():
@@ -164,9 +164,9 @@ def test_a_pbs_job_submits_its_successor():
 
 def test_a_log_with_a_name_of_its_own_is_not_replaced():
     job = JOB | {"Output_Path": "head:/home/user/runs/submitted/a.out"}
-    first = pbs_job.successor(job, submitted_in=str(REPOSITORY), requeues=1)
+    first = pbs.successor(job, submitted_in=str(REPOSITORY), requeues=1)
     assert first[first.index("-o") + 1] == "/home/user/runs/submitted/a.out.1"
-    second = pbs_job.successor(
+    second = pbs.successor(
         job | {"Output_Path": "head:/home/user/runs/submitted/a.out.1"}, submitted_in=str(REPOSITORY), requeues=2
     )
     assert second[second.index("-o") + 1] == "/home/user/runs/submitted/a.out.2"
@@ -199,8 +199,8 @@ def test_the_times_of_a_pbs_job_are_those_of_its_server():
     assert times.started_s is not None
     assert (times.ends_s - times.started_s, times.started_s - times.submitted_s) == (600, 5)
     assert time.localtime(times.started_s)[:6] == (2026, 11, 21, 10, 3, 45)
-    assert pbs_job.find(PBS, describe_job=lambda _: None).times().ends_s is None
-    assert "did not describe" in pbs_job.find(PBS, describe_job=lambda _: "nothing").times().origin
+    assert pbs.find_job(PBS, describe_job=lambda _: None).times().ends_s is None
+    assert "did not describe" in pbs.find_job(PBS, describe_job=lambda _: "nothing").times().origin
 
 
 def test_only_a_batch_script_of_pbs_has_a_successor():

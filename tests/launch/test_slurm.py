@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import placed
 
+from app.environment.slurm_variables import hosts_of
 from app.errors import TopologyError
-from app.place.slurm_variables import hosts_of
 from launch import preset
 from launch.node_command import accelerate_argv
 from launch.schedulers import detect, slurm
@@ -390,7 +390,7 @@ def test_the_document_speaks_of_commands_and_variables_that_are_there(tmp_path):
         _, *words = shlex.split(command.replace("$SLURM_ARRAY_TASK_ID", "3"))
         result = samerun(BATCH, *words, "--dry-run", path=tmp_path)
         assert result.returncode == 0, result.stderr
-    source = "".join(path.read_text() for folder in ("launch", "app/place") for path in (ROOT / folder).rglob("*.py"))
+    source = "".join(path.read_text() for folder in ("launch", "app/environment") for path in (ROOT / folder).rglob("*.py"))
     variables = set(re.findall(r"`((?:SLURM|SAMERUN)_\w+)", slurm_part))
     assert len(variables) >= 8
     for variable in variables:

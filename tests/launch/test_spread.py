@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.environment.variables import port_of_job
 from app.errors import TopologyError
-from app.place.environment import port_of_job
 from launch.run_module import program
 from launch.schedulers import detect, hosts
 from launch.start import handover, spread

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY, clean_environment
 
-from app.place.topology import Topology
+from app.environment.topology import Topology
 from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.preset import load

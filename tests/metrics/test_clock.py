@@ -9,11 +9,11 @@ import pytest
 import torch
 from processes import read_lines, train
 
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched
 from app.metrics import flops
 from app.metrics.clock import Clock
-from app.metrics.gauges import Gauges
-from app.place.launched import Launched
-from app.ranks.runtime import Runtime
+from app.metrics.metrics import Gauges
 from app.recipe.batching import BatchPlan
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe

@@ -6,10 +6,9 @@ import pytest
 import torch
 import waits
 
-from app.metrics.fed import Fed
-from app.metrics.losses import Losses
+from app.metrics.losses import Fed, Losses
 from app.metrics.metrics import _on_host
-from app.optim.spikes import SpikeGuard
+from app.optim.steps import SpikeGuard
 from app.task import Later, Loss
 from app.tasks.image_classification.task import _right
 

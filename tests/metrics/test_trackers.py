@@ -26,10 +26,9 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 
 from app.checkpoints import step_folders
-from app.record.claim import claim
-from app.trackers.tensorboard import tag
-from app.trackers.tracked import tracked
-from app.trackers.trackers import Trackers
+from app.metrics.tracker_services import tag
+from app.metrics.trackers import Trackers, tracked
+from app.runs.claim import claim
 
 pytestmark = pytest.mark.multiproc
 

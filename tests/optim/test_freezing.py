@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from app.distributed import model_preparation
 from app.errors import RecipeError
 from app.metrics import flops
-from app.optim import freezing
-from app.ranks import random_layers
+from app.optim import parameter_groups
 from app.task import Loss
 
 
@@ -32,16 +32,16 @@ def trained(model: nn.Module) -> list[str]:
 
 def test_patterns_freeze_what_they_match_and_norms_keep_their_statistics() -> None:
     model = Net()
-    freezing.freeze(model, ["encoder.*", "norm.weight", "?iddle.bias"])
+    parameter_groups.freeze(model, ["encoder.*", "norm.weight", "?iddle.bias"])
     assert trained(model) == ["middle.weight", "norm.bias", "head.weight", "head.bias"]
-    freezing.set_training(model, mode=False)
-    freezing.set_training(model, mode=True)
+    parameter_groups.set_training(model, mode=False)
+    parameter_groups.set_training(model, mode=True)
     assert [name for name, layer in model.named_modules() if not layer.training] == ["encoder.1"]
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model(torch.randn(8, 10) + 3)
     changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
     assert changed == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-    (of_batches,) = random_layers.topology_dependence(model)
+    (of_batches,) = model_preparation.topology_dependence(model)
     assert of_batches.startswith("1 batch normalization layer (norm)")
 
 
@@ -57,10 +57,10 @@ def test_what_matches_nothing_or_everything_is_refused() -> None:
         (["*"], "train.freeze is *: all 10 parameters are frozen, so there is nothing to train"),
     ):
         with pytest.raises(RecipeError) as caught:
-            freezing.freeze(Net(), patterns)
+            parameter_groups.freeze(Net(), patterns)
         assert said in str(caught.value)
     with pytest.raises(RecipeError, match="the model, Net, freezes its own parameters: all 10 parameters"):
-        freezing.freeze(Net().requires_grad_(False), [])
+        parameter_groups.freeze(Net().requires_grad_(False), [])
 
 
 def test_no_arithmetic_is_counted_for_gradients_that_nobody_computes() -> None:
@@ -72,5 +72,5 @@ def test_no_arithmetic_is_counted_for_gradients_that_nobody_computes() -> None:
 
     first, middle, last = (2 * 4 * products for products in (10 * 20, 20 * 30, 30 * 5))
     assert counted() == 3 * (first + middle + last)
-    freezing.freeze(model, ["encoder.*"])  # then nothing before `middle` is trained
+    parameter_groups.freeze(model, ["encoder.*"])  # then nothing before `middle` is trained
     assert counted() == first + 2 * middle + 3 * last

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from app.optim import from_recipe
+from app.optim import parameter_groups
 from app.recipe.schema import OptimRecipe
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
@@ -30,9 +30,9 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 def trained(recipe: OptimRecipe, *, fused: bool | None, rates: list[float]) -> dict[str, torch.Tensor]:
     model = Tiny()
-    optimizer = from_recipe.build(recipe, model, fused=fused)
+    optimizer = parameter_groups.build_optimizer(recipe, model, fused=fused)
     for step, rate in enumerate(rates):
-        from_recipe.set_learning_rate(optimizer, rate)
+        parameter_groups.set_learning_rate(optimizer, rate)
         for name, gradient in gradients(model, step).items():
             model.get_parameter(name).grad = gradient
         optimizer.step()
@@ -92,7 +92,7 @@ def test_update_is_the_one_written_by_hand(recipe, by_hand, fused):
 
 
 def undecayed(model: nn.Module) -> set[str]:
-    optimizer = from_recipe.build(OptimRecipe(weight_decay=0.1), model)
+    optimizer = parameter_groups.build_optimizer(OptimRecipe(weight_decay=0.1), model)
     groups = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert set(groups.values()) == {0.1, 0.0}
     assert len(groups) == sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
@@ -143,19 +143,19 @@ def test_what_only_looks_like_a_matrix_does_not_decay(name, scales):
 
 def test_fused_where_supported_and_off_when_asked():
     model = models.build(ModelRecipe(), channels=1, image_size=(8, 8), num_classes=10)
-    assert from_recipe.build(OptimRecipe(name="adamw"), model).defaults["fused"] is True
-    assert from_recipe.build(OptimRecipe(name="adamw"), model, fused=False).defaults["fused"] is False
+    assert parameter_groups.build_optimizer(OptimRecipe(name="adamw"), model).defaults["fused"] is True
+    assert parameter_groups.build_optimizer(OptimRecipe(name="adamw"), model, fused=False).defaults["fused"] is False
 
 
 def test_frozen_weights_are_left_out():
     model = models.build(ModelRecipe(), channels=1, image_size=(8, 8), num_classes=10)
     model.conv1.requires_grad_(requires_grad=False)
-    held = {id(p) for group in from_recipe.build(OptimRecipe(), model).param_groups for p in group["params"]}
+    held = {id(p) for group in parameter_groups.build_optimizer(OptimRecipe(), model).param_groups for p in group["params"]}
     assert held == {id(parameter) for name, parameter in model.named_parameters() if not name.startswith("conv1.")}
 
 
 def test_set_learning_rate_reaches_every_group():
-    optimizer = from_recipe.build(OptimRecipe(lr=1.0, weight_decay=0.1), Tiny())
+    optimizer = parameter_groups.build_optimizer(OptimRecipe(lr=1.0, weight_decay=0.1), Tiny())
     assert len(optimizer.param_groups) == 2
-    from_recipe.set_learning_rate(optimizer, 0.25)
+    parameter_groups.set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

@@ -12,10 +12,10 @@ from processes import REPOSITORY
 from torch import nn
 
 from app.checkpoints.shards import Shards
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched
 from app.errors import PresetError, RecipeError
-from app.optim import from_recipe, schedule
-from app.place.launched import Launched
-from app.ranks.runtime import Runtime
+from app.optim import parameter_groups, schedule
 from app.recipe import optimizers, recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.optimizers import LEFT_OUT, TABLE
@@ -60,7 +60,7 @@ def test_the_table_says_what_torch_takes(name: str) -> None:
         assert defaults[key] == of_torch[key].default, key
     for key, default in optimizer.settings.items():
         assert (default, type(default)) == (of_torch[key].default, type(default)), key
-    left_out = {"params", "lr", "weight_decay", "maximize", *from_recipe._ONLY_HOW}
+    left_out = {"params", "lr", "weight_decay", "maximize", *parameter_groups._ONLY_HOW}
     left_out |= {"sgd": {"dampening"}, "adafactor": {"eps"}}.get(name, set())  # no kernel that is used has the one
     assert {*optimizer.keys, *optimizer.settings} == of_torch.keys() - left_out
 
@@ -71,7 +71,7 @@ def test_who_may_step_on_parts_of_a_parameter_does_the_same_there(variant: str) 
     recipe, whole, steps = recipe_of(variant), nn.Linear(6, 5, bias=False), 6
     torch.nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(7))
     parts = [nn.Parameter(part.clone()) for part in whole.weight.detach().flatten().split(11)]
-    on_whole = from_recipe.build(recipe, whole)
+    on_whole = parameter_groups.build_optimizer(recipe, whole)
     taken = inspect.signature(type(on_whole)).parameters.keys() & on_whole.defaults.keys()
     on_parts = type(on_whole)(parts, **{key: on_whole.defaults[key] for key in taken} | {"weight_decay": 0.1})
     for step in range(steps):
@@ -79,7 +79,7 @@ def test_who_may_step_on_parts_of_a_parameter_does_the_same_there(variant: str) 
         for part, values in zip(parts, whole.weight.grad.flatten().split(11), strict=True):
             part.grad = values.clone()
         for optimizer in (on_whole, on_parts):
-            from_recipe.set_learning_rate(optimizer, 0.02 / (step + 1))
+            parameter_groups.set_learning_rate(optimizer, 0.02 / (step + 1))
             optimizer.step()
     found = torch.cat([part.detach() for part in parts])
     difference = (found - whole.weight.detach().flatten()).abs().max().item()
@@ -106,14 +106,14 @@ def advance(model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         for index, parameter in enumerate(model.parameters()):
             parameter.grad = gradient(10 * step + index, *parameter.shape) / 3.0 ** (10 * step + index)
-        from_recipe.set_learning_rate(optimizer, 0.05 / (step + 1))
+        parameter_groups.set_learning_rate(optimizer, 0.05 / (step + 1))
         optimizer.step()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_goes_on_to_the_last_bit_from_what_was_saved(runtime: Runtime, variant: str) -> None:
     recipe = recipe_of(variant)
-    first, second = (runtime.prepare(model := Net(seed), from_recipe.build(recipe, model)) for seed in (0, 50))
+    first, second = (runtime.prepare(model := Net(seed), parameter_groups.build_optimizer(recipe, model)) for seed in (0, 50))
     advance(*first, range(3))
     left, shards = Shards(runtime.accelerator, *first), Shards(runtime.accelerator, *second)
     saved = {(piece.key, piece.name): piece for piece in left.owned_pieces()}
@@ -176,18 +176,18 @@ def test_a_class_of_torch_is_its_short_name() -> None:
     for name, optimizer in TABLE.items():
         recipes = [Recipe(optim=OptimRecipe(name=one)) for one in (name, f"torch.optim.{optimizer.torch_name}")]
         assert recipe_file.digest(recipes[0]) == recipe_file.digest(recipes[1])
-        assert type(from_recipe.build(recipes[1].optim, nn.Linear(2, 2))).__name__ == optimizer.torch_name
+        assert type(parameter_groups.build_optimizer(recipes[1].optim, nn.Linear(2, 2))).__name__ == optimizer.torch_name
 
 
 def test_settings_reach_torch_and_what_it_refuses_is_said() -> None:
-    optimizer = from_recipe.build(recipe_of("rmsprop centered"), nn.Linear(2, 2))
+    optimizer = parameter_groups.build_optimizer(recipe_of("rmsprop centered"), nn.Linear(2, 2))
     assert {key: optimizer.defaults[key] for key in ("centered", "momentum", "alpha")} == {
         "centered": True,
         "momentum": 0.9,
         "alpha": 0.9,
     }
     with pytest.raises(RecipeError, match=r"torch's RMSprop refuses the settings of optim: Invalid alpha value: -1\.0"):
-        from_recipe.build(OptimRecipe(name="rmsprop", settings=("alpha=-1",)), nn.Linear(2, 2))
+        parameter_groups.build_optimizer(OptimRecipe(name="rmsprop", settings=("alpha=-1",)), nn.Linear(2, 2))
 
 
 def test_a_key_that_the_optimizer_does_not_take_is_noted() -> None:
@@ -205,8 +205,8 @@ def groups(*texts: str, **keys: Any) -> list[tuple[set[str], float, float]]:
     """Which parameters are in each group, with its learning rate in a step of 0.5, and its weight decay."""
     model = Net(0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    optimizer = from_recipe.build(OptimRecipe(lr=0.1, groups=texts or None, **keys), model)
-    from_recipe.set_learning_rate(optimizer, 0.5)
+    optimizer = parameter_groups.build_optimizer(OptimRecipe(lr=0.1, groups=texts or None, **keys), model)
+    parameter_groups.set_learning_rate(optimizer, 0.5)
     return [
         ({names[id(parameter)] for parameter in group["params"]}, group["lr"], group["weight_decay"])
         for group in optimizer.param_groups

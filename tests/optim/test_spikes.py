@@ -15,9 +15,8 @@ from processes import SCRIPTS, read, read_lines, run
 
 from app.checkpoints import step_folders
 from app.feed import samples_of
-from app.optim import from_recipe
-from app.optim.spikes import SpikeGuard, leave_out
-from app.optim.steps import Steps
+from app.optim import parameter_groups
+from app.optim.steps import SpikeGuard, Steps, leave_out
 from app.recipe import recipe_file
 from app.recipe.schema import OptimRecipe
 
@@ -102,7 +101,9 @@ def test_a_resumed_run_comes_to_the_same_verdicts(norms: list[float], saved: int
 def test_nothing_of_a_spike_is_stepped_on(looks: bool) -> None:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(layer := torch.nn.Linear(4, 3), from_recipe.build(OptimRecipe(lr=0.01), layer))
+    model, optimizer = accelerator.prepare(
+        layer := torch.nn.Linear(4, 3), parameter_groups.build_optimizer(OptimRecipe(lr=0.01), layer)
+    )
     steps = Steps(accelerator, model, optimizer, clip_norm=None, spikes=SpikeGuard(FACTOR), looks=looks)
     for step in range(1, 81):
         before = [layer.weight.clone(), *(state["step"].clone() for state in optimizer.state.values())]
@@ -123,7 +124,7 @@ def test_nothing_of_a_spike_is_stepped_on_under_a_gradient_scaler(name: str, loo
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # on GPUs alone mixed precision brings one
     model, optimizer = accelerator.prepare(
-        layer := torch.nn.Linear(4, 3), from_recipe.build(OptimRecipe(name=name, lr=0.01), layer)
+        layer := torch.nn.Linear(4, 3), parameter_groups.build_optimizer(OptimRecipe(name=name, lr=0.01), layer)
     )
     steps = Steps(accelerator, model, optimizer, clip_norm=None, spikes=SpikeGuard(FACTOR), looks=looks)
     for step in range(1, 81):
@@ -137,7 +138,7 @@ def test_nothing_of_a_spike_is_stepped_on_under_a_gradient_scaler(name: str, loo
 def test_a_step_that_others_take_changes_nothing_and_has_its_gradients_back(name: str) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 3)
-    optimizer = from_recipe.build(OptimRecipe(name=name, lr=0.1, weight_decay=0.1), layer)
+    optimizer = parameter_groups.build_optimizer(OptimRecipe(name=name, lr=0.1, weight_decay=0.1), layer)
     is_spike = False
     leave_out(optimizer, lambda: is_spike)
     for turn in range(4):

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from processes import SCRIPTS, read_lines, run, train
 
 from app.checkpoints.shards import WeightAverage
-from app.optim import from_recipe
+from app.optim import parameter_groups
 from app.optim.steps import Step, Steps
 from app.recipe.schema import OptimRecipe
 
@@ -78,10 +78,10 @@ def test_steps_are_torchs_own(kind: str, accumulation: int) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     ours, theirs = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer))
     recipe = OptimRecipe(name=kind, lr=0.1, weight_decay=0.1)
-    model, optimizer = accelerator.prepare(ours, from_recipe.build(recipe, ours))
-    steps, plain = Steps(accelerator, model, optimizer, clip_norm=None), from_recipe.build(recipe, theirs)
+    model, optimizer = accelerator.prepare(ours, parameter_groups.build_optimizer(recipe, ours))
+    steps, plain = Steps(accelerator, model, optimizer, clip_norm=None), parameter_groups.build_optimizer(recipe, theirs)
     for rate in (0.1, 0.05, 0.2):
-        from_recipe.set_learning_rate(plain, rate)
+        parameter_groups.set_learning_rate(plain, rate)
         for inputs in torch.randn(accumulation, 5, 4):
             with steps.micro_batch():
                 steps.backward(model(inputs).square().mean(), 1 / accumulation)
@@ -110,7 +110,7 @@ def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
     looking, leaving, spared = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer), copy.deepcopy(layer))
     takers = []
     for plain, looks in ((looking, True), (leaving, False), (spared, False)):
-        model, optimizer = accelerator.prepare(plain, from_recipe.build(recipe, plain))
+        model, optimizer = accelerator.prepare(plain, parameter_groups.build_optimizer(recipe, plain))
         steps = Steps(accelerator, model, optimizer, clip_norm=None, looks=looks)
         takers.append((model, optimizer, steps, WeightAverage(accelerator, model, optimizer, decay=0.9)))
     for factor in (float("nan"), 1.0, float("nan"), 2.0, float("inf"), float("-inf"), 3.0):  # the very first one too
@@ -153,9 +153,12 @@ def test_a_gradient_scaler_skips_what_it_skips_in_plain_torch(kind: str, looks: 
     ours = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
     theirs = copy.deepcopy(ours)
     recipe = OptimRecipe(name=kind, lr=0.01)
-    model, optimizer = accelerator.prepare(ours, from_recipe.build(recipe, ours))
+    model, optimizer = accelerator.prepare(ours, parameter_groups.build_optimizer(recipe, ours))
     steps = Steps(accelerator, model, optimizer, clip_norm=None, looks=looks)
-    plain, scaler = from_recipe.build(recipe, theirs, fused=False), torch.amp.GradScaler("cpu", growth_interval=4)
+    plain, scaler = (
+        parameter_groups.build_optimizer(recipe, theirs, fused=False),
+        torch.amp.GradScaler("cpu", growth_interval=4),
+    )
     skipped = []
     for step in range(14):
         for inputs in torch.randn(accumulation, 16, 8):

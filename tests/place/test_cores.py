@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.data.loader import num_workers
-from app.place.cores import lacks_bf16, quota, share
+from app.environment.cores import lacks_bf16, quota, share
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_no_cgroups_no_limit(tmp_path: Path) -> None:
 
 def test_a_process_that_is_bound_to_one_core_has_one() -> None:
     core = min(os.sched_getaffinity(0))
-    code = f"import os; os.sched_setaffinity(0, [{core}]); from app.place import cores; print(cores.of_this_process(1))"
+    code = f"import os; os.sched_setaffinity(0, [{core}]); from app.environment import cores; print(cores.of_this_process(1))"
     finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert finished.stdout == "1\n"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from app.environment.launched import read
 from app.errors import PresetError, TopologyError
-from app.place.launched import read
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 

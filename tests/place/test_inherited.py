@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from app.place import inherited, started_ranks
-from app.place.inherited import Origin, find_origin, for_a_new_job, own
-from launch.schedulers import detect, slurm, slurm_job
+from app.environment import slurm_variables, started_ranks
+from app.environment.slurm_variables import Origin, find_origin, for_a_new_job, own
+from launch.schedulers import detect, slurm
 
 CAPTURED = Path(__file__).parents[1] / "environments"
 
@@ -86,10 +86,10 @@ def test_both_versions_of_cgroups_are_read(group: str, tmp_path: Path) -> None:
 
 def test_a_process_above_this_one_is_read_from_the_real_kernel() -> None:
     """Under a process with slurmstepd's title, and none of Slurm's cgroups: as with ProctrackType=proctrack/linuxproc."""
-    code = "from app.place.inherited import find_origin as f; o = f(); print(o.job, o.step, *o.terminals.values())"
+    code = "from app.environment.slurm_variables import find_origin as f; o = f(); print(o.job, o.step, *o.terminals.values())"
     script = f"exec -a 'slurmstepd: [7.batch]' bash -c '{sys.executable} -c \"{code}\"; true'"
     finished = subprocess.run(
-        ["bash", "-c", script], cwd=Path(inherited.__file__).parents[2], start_new_session=True, capture_output=True,
+        ["bash", "-c", script], cwd=Path(slurm_variables.__file__).parents[2], start_new_session=True, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
     assert finished.stdout == "7 batch False False\n"
@@ -102,7 +102,7 @@ def job_of(name: str, folder: Path, **facts: str):
     answer = " ".join(f"{key}={value}" for key, value in described.items())
     host = kept.get("SLURMD_NODENAME", "node9")
     allocation = slurm.find(kept, hostname=host, has_srun=True, describe_job=lambda job_id: "     Nodes=node1 Mem=1 GRES=\n")
-    return allocation, slurm_job.find(kept, scontrol=lambda arguments: answer), kept
+    return allocation, slurm.find_job(kept, scontrol=lambda arguments: answer), kept
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_job_submitted_in_an_array_is_no_task_of_it(tmp_path: Path) -> None:
         asked.append(" ".join(arguments))
         return described
 
-    job = slurm_job.find(environment("slurm-nested/array-batch") | {"SLURM_RESTART_COUNT": "3"}, scontrol=scontrol)
+    job = slurm.find_job(environment("slurm-nested/array-batch") | {"SLURM_RESTART_COUNT": "3"}, scontrol=scontrol)
     assert (job.name, job.requeues) == ("27", 0)
     job.requeue([])
     assert asked == ["--oneliner show job 27"] * 2 + ["requeue 27", "update JobId=27 StartTime=now+15"]
@@ -179,7 +179,7 @@ def test_a_task_of_an_array_in_which_it_was_submitted_is_of_its_own_array() -> N
     last = environment("slurm/array-task5-batch")
     assert last["SLURM_JOB_ID"] == last["SLURM_ARRAY_JOB_ID"] == "32"
     described = "JobId=33 ArrayJobId=32 ArrayTaskId=3\nJobId=32 ArrayJobId=32 ArrayTaskId=5 Restarts=1\n"
-    job = slurm_job.find(last | {"SLURM_RESTART_COUNT": "1"}, scontrol=lambda arguments: described)
+    job = slurm.find_job(last | {"SLURM_RESTART_COUNT": "1"}, scontrol=lambda arguments: described)
     assert (job.name, job.requeues) == ("32_5", 1)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from processes import Started, accelerate
 
+from app.environment.launched import Launched, SchedulerJob, read, read_job
 from app.errors import PresetError, TopologyError
-from app.place.launched import Launched, SchedulerJob, read, read_job
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -156,6 +156,7 @@ def test_one_for_several_is_refused_with_what_was_found(
 
 @pytest.mark.multiproc
 def test_what_accelerate_was_asked_for_is_read_of_the_real_one(tmp_path: Path) -> None:
-    (tmp_path / "reads.py").write_text("import os; from app.place.launched import read; print(read(os.environ).world_size)")
+    program = "import os; from app.environment.launched import read; print(read(os.environ).world_size)"
+    (tmp_path / "reads.py").write_text(program)
     started = Started(accelerate("cpu", target=(str(tmp_path / "reads.py"),)), env=ADDRESS)
     assert started.wait().check().output.endswith("\n1\n")

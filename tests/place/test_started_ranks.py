@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from processes import REPOSITORY
 
+from app.environment import started_ranks
 from app.errors import TopologyError
-from app.place import started_ranks
 
 CAPTURED = Path(__file__).parents[1] / "environments" / "tasks"
 GOLDEN = Path(__file__).parents[1] / "golden" / "started_ranks.txt"

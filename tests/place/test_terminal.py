@@ -19,7 +19,7 @@ from processes import ONE_THREAD, REPOSITORY, clean_environment, read
 
 from app.errors import STOPPED
 from app.guard.control import Control
-from app.record.claim import Claim
+from app.runs.claim import Claim
 from launch.run_module import program
 
 IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from app.place.sharding import Sharding
+from app.environment.launched import Sharding
 from app.planning import blueprint as blueprints
 from app.planning import memory, tracing
 from app.planning.memory import Case, peak

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from processes import train
 
+from app.environment.launched import Sharding
 from app.errors import LackOfMemoryError, PresetError
-from app.place.sharding import Sharding
 
 GIB = 2**30
 TASK = """

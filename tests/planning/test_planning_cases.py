@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY, SCRIPTS, Started, accelerate
 
-from app.place.sharding import Sharding
+from app.environment.launched import Sharding
 from app.planning.memory import Case, peak
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from processes import run
 
+from app.distributed import compiled_ops
 from app.errors import PresetError
-from app.ranks import compiled_ops
 
 
 def test_compiling_says_that_it_goes_on(

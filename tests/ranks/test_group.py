@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from processes import SCRIPTS, TIMEOUT_S, free_port, run
 
+from app.distributed import process_store
+from app.distributed.agreement import LONGEST_WAIT
+from app.distributed.process_store import Device
+from app.distributed.runtime import _time_out
 from app.errors import TopologyError
-from app.ranks import devices
-from app.ranks.agreement import LONGEST_WAIT
-from app.ranks.devices import Device
-from app.ranks.runtime import _time_out
 
 # Longer than two ranks differ in starting on two busy cores.
 BY_TORCH_S, LATE_S = 10, 15
@@ -56,7 +56,7 @@ def told(port: int, device: Device, world_size: int, timeout_s: float, to: Conne
         "127.0.0.1", port, is_master=device.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
     try:
-        devices.check(devices.exchange(store, device, world_size))
+        process_store.check(process_store.exchange(store, device, world_size))
         to.send("")
     except TopologyError as error:
         to.send(str(error))
@@ -105,17 +105,17 @@ ONLY = replace(GPU, visible=1, listed="0")
     "there", [node(CPU, CPU), node(GPU, OTHER), node(GPU, ELSEWHERE), node(ONLY, replace(ONLY, identity="GPU-b"))]
 )
 def test_devices_of_their_own_are_no_error(there: list[Device]) -> None:
-    devices.check(there)
+    process_store.check(there)
 
 
 def test_a_device_is_the_same_under_another_number() -> None:
     """As where every process is shown another GPU by CUDA_VISIBLE_DEVICES, and two of them the same."""
     with pytest.raises(TopologyError, match=r"ranks 0, 2 on node1 would share cuda:0"):
-        devices.check(node(ONLY, replace(ONLY, identity="GPU-b", listed="1"), replace(ONLY, listed="GPU-a")))
+        process_store.check(node(ONLY, replace(ONLY, identity="GPU-b", listed="1"), replace(ONLY, listed="GPU-a")))
 
 
 def test_who_can_reach_only_its_own_gpu_is_told_what_that_may_cost() -> None:
-    note = devices.confined(node(ONLY, replace(ONLY, identity="GPU-b"), replace(ELSEWHERE, visible=1)))
+    note = process_store.confined(node(ONLY, replace(ONLY, identity="GPU-b"), replace(ELSEWHERE, visible=1)))
     assert note is not None
     assert "each process on node1 sees only its own GPU" in note
     assert "--gpus-per-node=2 instead of --gpus-per-task" in note
@@ -131,4 +131,4 @@ def test_who_can_reach_only_its_own_gpu_is_told_what_that_may_cost() -> None:
     ],
 )
 def test_other_processes_are_told_nothing(there: list[Device]) -> None:
-    assert devices.confined(there) is None
+    assert process_store.confined(there) is None

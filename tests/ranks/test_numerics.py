@@ -12,9 +12,9 @@ import pytest
 import torch
 from processes import ALONE, REPOSITORY, SCRIPTS, Started, accelerate, read, run, train
 
+from app.distributed import numerics
+from app.distributed.numerics import Numerics
 from app.errors import RecipeError
-from app.ranks import numerics
-from app.ranks.numerics import Numerics
 from app.recipe.schema import TrainRecipe
 
 PRESETS = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from app.distributed import sample_dropout
+from app.distributed.sample_dropout import PassDraws, SampleDropout, give_to_samples
 from app.errors import RecipeError, TrainingError
-from app.ranks import sample_dropout
-from app.ranks.sample_dropout import PassDraws, SampleDropout, give_to_samples
 from app.recipe.batching import BatchPlan
 
 SEED = 5

@@ -12,7 +12,7 @@ import pytest
 from processes import REPOSITORY, SCRIPTS, read_lines
 
 from app.errors import RunFolderError
-from app.record.claim import Claim, claim
+from app.runs.claim import Claim, claim
 
 KINDS = ("claim", "lines", "start", "model", "result", "predictions", "checkpoint", "trackers", "stacks", "profile")
 

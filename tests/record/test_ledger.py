@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import RunFolderError
-from app.metrics.fed import Fed
-from app.record import ledger
-from app.record.claim import claim
-from app.record.ledger import End, Evaluated, Saved, Start, Steps
+from app.metrics.losses import Fed
+from app.runs import ledger
+from app.runs.claim import claim
+from app.runs.ledger import End, Evaluated, Saved, Start, Steps
 
 START = Start(
     from_step=0, total_steps=9, training_samples=64, world_size=2, preset=None, resumed_from=None, job="7", submitted=1.0,

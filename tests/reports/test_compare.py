@@ -13,9 +13,9 @@ import pytest
 from another_task import rainfall
 from processes import REPOSITORY, train
 
-from app.record import ledger
 from app.reports import past_run
-from app.reports.comparison import DECIDING_STEPS, compare
+from app.reports.compare import DECIDING_STEPS, compare
+from app.runs import ledger
 from launch import cli
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from app.errors import RunFolderError
-from app.record import ledger
 from app.reports import past_run
+from app.runs import ledger
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from browser import PROGRAM, Browser
 from processes import REPOSITORY, read
 
 from app.errors import RunFolderError
-from app.record import ledger
 from app.reports import past_run, report
 from app.reports.state import state_of
+from app.runs import ledger
 from launch.cli import main as samerun
 
 LOOK = """({

@@ -16,7 +16,7 @@ from processes import SCRIPTS, Finished, read, run, train
 
 from app.errors import CheckpointError, RunFolderError, SamerunError
 from app.files.lines import Lines
-from app.record.claim import claim
+from app.runs.claim import claim
 
 MIB = 2**20
 LINES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl")

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from app.checkpoints import initial_weights
 from app.checkpoints import step_folders as files
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched
 from app.errors import CheckpointError, RecipeError
-from app.initial.region import Piece, Region
-from app.place.launched import Launched
-from app.ranks.runtime import Runtime
+from app.init.region import Piece, Region
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import TrainRecipe
-from app.record.claim import claim
+from app.runs.claim import claim
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe, Sections
 from app.tasks.image_classification.task import ImageClassification

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
+from app.distributed.model_preparation import compute_blocks_again
+from app.distributed.sample_dropout import give_to_samples
 from app.errors import RecipeError
-from app.ranks.recomputing import compute_blocks_again
-from app.ranks.sample_dropout import give_to_samples
 
 STEPS, RESUMED = 8, 4
 

@@ -19,7 +19,7 @@ from processes import Started, accelerate, read, read_lines, run, start, train
 
 from app import export
 from app.checkpoints import manifest, step_folders
-from app.initial.region import Piece, Region
+from app.init.region import Piece, Region
 from app.tools.verify import verify
 
 pytestmark = pytest.mark.multiproc

@@ -20,11 +20,11 @@ def main(out: str) -> None:
     import torch
     from drawn_models import Drawn, loss, twelve
 
-    from app.initial import filling, held
-    from app.optim import from_recipe
+    from app.distributed.runtime import Runtime
+    from app.environment.launched import read
+    from app.init import filling, held
+    from app.optim import parameter_groups
     from app.optim.steps import Steps
-    from app.place.launched import read
-    from app.ranks.runtime import Runtime
     from app.recipe.batching import BatchPlan
     from app.recipe.schema import OptimRecipe
 
@@ -34,9 +34,9 @@ def main(out: str) -> None:
     task: Any = Drawn(twelve)
     model, units = filling.made(task, {}, seed=0)
     assert units
-    rule = from_recipe.Rule.of(recipe, model)
+    rule = parameter_groups.Rule.of(recipe, model)
     filling.fill(runtime, model, units)
-    model, optimizer = filling.prepare(runtime, task, model, from_recipe.build(recipe, model, rule))
+    model, optimizer = filling.prepare(runtime, task, model, parameter_groups.build_optimizer(recipe, model, rule))
     steps = Steps(runtime.accelerator, model, optimizer, clip_norm=0.1)
     found = []
     for step in range(STEPS):

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from app.distributed.runtime import Runtime
+from app.environment.launched import read
 from app.errors import SamerunError
 from app.guard.control import Control
-from app.place.launched import read
-from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
-from app.record import run_folder
-from app.record.claim import Claim, claim
+from app.runs import run_folder
+from app.runs.claim import Claim, claim
 
 ASKED_AT, SAVED_AFTER, SAVE_S = 5, 40, 0.01
 

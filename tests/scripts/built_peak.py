@@ -50,9 +50,9 @@ class Peak(threading.Thread):
 def main(out: str) -> None:
     from drawn_models import Drawn, llama
 
-    from app.initial import filling, held
-    from app.place.launched import read
-    from app.ranks.runtime import Runtime
+    from app.distributed.runtime import Runtime
+    from app.environment.launched import read
+    from app.init import filling, held
     from app.recipe.batching import BatchPlan
 
     launched = read(os.environ)

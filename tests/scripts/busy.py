@@ -11,9 +11,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from app.place.launched import read
-from app.ranks.agreement import LONGEST_WAIT, _on_hosts, let_wait
-from app.ranks.runtime import Runtime
+from app.distributed.agreement import LONGEST_WAIT, _on_hosts, let_wait
+from app.distributed.runtime import Runtime
+from app.environment.launched import read
 from app.recipe.batching import BatchPlan
 
 CYCLES = 4 * 10**9  # two seconds at 2 GHz

@@ -19,7 +19,7 @@ def main(folder: Path, words: list[str]) -> None:
 
     from app import ending, evaluate, session  # noqa: F401
     from app.checkpoints.checkpoint import Checkpoints  # noqa: F401
-    from app.ranks import runtime  # noqa: F401
+    from app.distributed import runtime  # noqa: F401
 
     torch.ones(2, 2) @ torch.ones(2, 2)
     peak = Peak()

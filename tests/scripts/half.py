@@ -8,7 +8,7 @@ import sys
 import torch
 from accelerate import Accelerator
 
-from app.ranks import runtime
+from app.distributed import runtime
 from app.train import main
 
 

@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[1] / "initial"))
 
 
 def main(out: str, kinds: list[str]) -> None:
-    from app.place.launched import read
-    from app.ranks.runtime import Runtime
+    from app.distributed.runtime import Runtime
+    from app.environment.launched import read
     from app.recipe.batching import BatchPlan
 
     launched = read(os.environ)
@@ -35,8 +35,8 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
     from drawn_models import Drawn, Plain, gpt2, llama, twelve
 
     from app.checkpoints.shards import Shards
-    from app.initial import filling, held
-    from app.optim import from_recipe
+    from app.init import filling, held
+    from app.optim import parameter_groups
     from app.recipe.schema import OptimRecipe
 
     kinds = {"llama": llama, "gpt2": gpt2, "twelve": twelve, "twelve_tied": functools.partial(twelve, tie_word_embeddings=True)}
@@ -44,7 +44,7 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
     task: Any = Plain() if kind == "plain" else Drawn(kinds[kind])
     runtime.seed(0)
     model, units = filling.made(task, {}, seed=0)
-    rule = from_recipe.Rule.of(recipe, model)
+    rule = parameter_groups.Rule.of(recipe, model)
     drawn = filling.fill(runtime, model, units) if units else None
     shares = runtime.gather(sum(it.values.numel() for it in {*held.held(model).values()} if it.key == "weight"))
     buffers = {name: buffer.sum().item() for name, buffer in model.named_buffers()}
@@ -55,7 +55,7 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
         "whole": sum(rule.sizes.values()),
         "buffers": runtime.gather(buffers),
     }
-    prepared = filling.prepare(runtime, task, model, from_recipe.build(recipe, model, rule))
+    prepared = filling.prepare(runtime, task, model, parameter_groups.build_optimizer(recipe, model, rule))
     shards = Shards(runtime.accelerator, *prepared)
     ranks = runtime.gather(sum(held.digest_of(it.name, it.values, it.region) for it in shards.owned_pieces()))
     found["prepared"] = held.as_text(sum(ranks))

@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d
 
+from app.distributed.runtime import Runtime
+from app.environment.launched import read
 from app.optim.steps import Steps
-from app.place.launched import read
-from app.ranks.runtime import Runtime
 from app.recipe.batching import BatchPlan
 
 by_torch_s, late_s = map(float, sys.argv[1:])

@@ -24,8 +24,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from app.checkpoints import checkpoint, step_folders, stored_weights
 from app.checkpoints.shards import Shards, WeightAverage
-from app.initial import held
-from app.record.claim import claim
+from app.init import held
+from app.runs.claim import claim
 
 RANKS = 4
 SHAPES = {"up": (6, 5), "down": (5, 6), "odd": (7, 3), "bias": (9,), "norm": (2,), "single": (1,)}

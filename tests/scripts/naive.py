@@ -7,9 +7,9 @@ import sys
 
 from accelerate import Accelerator
 
+from app.distributed import handshake
+from app.environment.launched import read
 from app.errors import SamerunError
-from app.place.launched import read
-from app.ranks import handshake
 from app.recipe.batching import BatchPlan
 
 launched = read(os.environ)

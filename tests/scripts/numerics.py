@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from app.place.inherited import own_environment
-from app.place.launched import read
-from app.ranks.runtime import Runtime
+from app.distributed.runtime import Runtime
+from app.environment.launched import read
+from app.environment.slurm_variables import own_environment
 from app.recipe.batching import BatchPlan
 
 

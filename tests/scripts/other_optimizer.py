@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from app.checkpoints.shards import Shards, check_optimizer
+from app.distributed.runtime import Runtime
+from app.environment.launched import read
 from app.errors import PresetError
-from app.optim import from_recipe
-from app.place.launched import read
-from app.ranks.runtime import Runtime
+from app.optim import parameter_groups
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import OptimRecipe
 
@@ -73,8 +73,8 @@ def main() -> None:
     found: dict[str, dict[str, str | None]] = {}
     for name, recipe in RECIPES.items():
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 3))
-        rule = from_recipe.Rule.of(recipe, model)
-        model, optimizer = runtime.prepare(model, from_recipe.build(recipe, model))
+        rule = parameter_groups.Rule.of(recipe, model)
+        model, optimizer = runtime.prepare(model, parameter_groups.build_optimizer(recipe, model))
         groups = [{key: copy.copy(value) for key, value in group.items()} for group in stepper_of(optimizer).param_groups]
         stepper, found[name] = stepper_of(optimizer), {}
         for case, change in {**CASES, **OWN_CASES[name]}.items():

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from app import building
+from app.distributed.runtime import Runtime
+from app.distributed.sample_dropout import PassDraws
+from app.environment.launched import read
 from app.feed import Feed, samples_of
 from app.metrics.clock import Clock
 from app.metrics.losses import Losses
-from app.optim import from_recipe
+from app.optim import parameter_groups
 from app.optim.schedule import Length
 from app.optim.steps import Steps
-from app.place.launched import read
-from app.ranks.runtime import Runtime
-from app.ranks.sample_dropout import PassDraws
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
 from app.task import Form, Loss, Task
@@ -84,7 +84,7 @@ launched = read(os.environ)
 runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size))
 torch.manual_seed(0)
 module = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
-model, optimizer = runtime.prepare(module, from_recipe.build(recipe.optim, module))
+model, optimizer = runtime.prepare(module, parameter_groups.build_optimizer(recipe.optim, module))
 steps = Steps(runtime.accelerator, model, optimizer, clip_norm=None)
 samples = (KnownSequences if mode == "known" else Sequences)(counts_of(recipe))
 task: Any = CountingRegression() if mode == "counted" else Regression()

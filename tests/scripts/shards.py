@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from app.optim import from_recipe
+from app.optim import parameter_groups
 from app.recipe.schema import OptimRecipe
 
 BEFORE, AFTER = 3, 2  # steps of the first model, and of the second, which goes on from there
@@ -104,7 +104,7 @@ def batch(step: int, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 def reference(case: Case) -> Record:
     """The undisturbed training in plain torch."""
     model = build(case, seed=0)
-    optimizer = from_recipe.build(case.optim, model, fused=False if case.optim.name == "adamw" else None)
+    optimizer = parameter_groups.build_optimizer(case.optim, model, fused=False if case.optim.name == "adamw" else None)
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     record = Record()
     for step in range(BEFORE + AFTER):
@@ -159,7 +159,7 @@ def prepared_pair(runtime: Any, case: Case, seed: int) -> Iterator[tuple[Any, An
     if plugin is not None and case.persistence_threshold is not None:
         plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = case.persistence_threshold
     model = build(case, seed=seed)
-    prepared = runtime.prepare(model, from_recipe.build(case.optim, model))
+    prepared = runtime.prepare(model, parameter_groups.build_optimizer(case.optim, model))
     if case.keep_gathered:
         prepared[0].set_reshard_after_forward(False)
     yield prepared
@@ -214,8 +214,8 @@ def read_records(file: str | Path) -> dict[str, Record]:
 
 
 def main(names: list[str], left_file: str, found_file: str) -> None:
-    from app.place.launched import read
-    from app.ranks.runtime import Runtime
+    from app.distributed.runtime import Runtime
+    from app.environment.launched import read
     from app.recipe.batching import BatchPlan
 
     launched = read(os.environ)

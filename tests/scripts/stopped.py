@@ -22,13 +22,13 @@ import torch
 from app.checkpoints import model_file, step_folders, tensor_file
 from app.errors import CheckpointError, SamerunError
 from app.guard.watchdog import Watchdog
-from app.initial.region import Piece, Region
+from app.init.region import Piece, Region
+from app.metrics.tracker_services import TensorBoard
+from app.metrics.trackers import tracked
 from app.recipe.schema import Recipe
-from app.record.claim import Claim, claim
+from app.runs.claim import Claim, claim
 from app.tasks.image_classification.predictions import Prediction, Predictions
 from app.tasks.image_classification.predictions import write as write_predictions
-from app.trackers.tensorboard import TensorBoard
-from app.trackers.tracked import tracked
 
 APPENDS = "append"
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", APPENDS)

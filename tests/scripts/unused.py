@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from app.checkpoints.shards import unwrapped
+from app.distributed.runtime import Runtime
+from app.environment.launched import read
 from app.errors import TrainingError, leave_with
-from app.optim import from_recipe
-from app.optim.steps import Steps
-from app.optim.unused import FirstGradients
-from app.place.launched import read
-from app.ranks.runtime import Runtime
+from app.optim import parameter_groups
+from app.optim.steps import FirstGradients, Steps
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe, TrainRecipe
 
@@ -36,7 +35,7 @@ launched = read(os.environ)
 runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size))
 torch.manual_seed(0)
 module = Forgetful()
-model, optimizer = runtime.prepare(module, from_recipe.build(recipe.optim, module))
+model, optimizer = runtime.prepare(module, parameter_groups.build_optimizer(recipe.optim, module))
 first = FirstGradients(unwrapped(model), runtime.together)
 steps = Steps(runtime.accelerator, model, optimizer, clip_norm=None, before_first=first.check)
 try:

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app import building, feed, session
 from app.data.loader import Failure
 from app.data.samples import Batch
+from app.distributed.runtime import Runtime
 from app.evaluation import Evaluation
 from app.metrics.metrics import Metrics
-from app.ranks.runtime import Runtime
 
 TENSOR, ATEN = torch.Tensor, torch.ops.aten
 CALLS = {

@@ -25,7 +25,7 @@ from rule_breaker import TASK
 from app.errors import PresetError, RecipeError, RunFolderError
 from app.recipe.recipe_file import load
 from app.reports import past_run
-from app.reports.comparison import Comparison, compare, relative_differences
+from app.reports.compare import Comparison, compare, relative_differences
 from app.tools.parity import Variant, case_of, quick_batch, report, run_of
 from launch import cli
 from launch.cases import RunCase

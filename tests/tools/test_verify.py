@@ -20,10 +20,9 @@ from app.data.order import TrainBatches
 from app.errors import RecipeError, RunFolderError
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe, TrainRecipe
-from app.record import ledger
-from app.record.claim import claim
-from app.record.goodput import TimeSpent, account
-from app.record.ledger import End, Evaluated, Event, Saved, Start, Steps
+from app.runs import ledger
+from app.runs.claim import claim
+from app.runs.ledger import End, Evaluated, Event, Saved, Start, Steps, TimeSpent, account
 from app.tools.verify import Verdict, examine, verify
 from launch import cli
 

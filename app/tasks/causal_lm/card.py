@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.record.card import Told
+from app.runs.model_card import Told
 
 _USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.data import offline
 from app.errors import DataError, RecipeError
-from app.files import foreign, paths
+from app.files import other_libraries, paths
 from app.files.lines import parsed
 from app.tasks.causal_lm.sections import ModelRecipe
 
@@ -83,7 +82,7 @@ def _of_folder(recipe: ModelRecipe) -> Any:
         raise _is_none_of_transformers(recipe, error) from error
     except RecipeError as error:
         if "auto_map" in values:
-            raise RecipeError(f"model.path is {recipe.path}: {foreign.NEEDS_CODE}") from error
+            raise RecipeError(f"model.path is {recipe.path}: {other_libraries.NEEDS_CODE}") from error
         raise
     names = {*values, *(field.name for field in dataclasses.fields(kind))}
     return _made(kind, {**values, **_changed(recipe, names)})
@@ -117,7 +116,7 @@ def download(recipe: ModelRecipe) -> None:
         return
     from huggingface_hub import hf_hub_download
 
-    why = offline.why()
+    why = other_libraries.why()
     try:
         hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision, local_files_only=why is not None)
     except Exception as error:  # whatever the network says

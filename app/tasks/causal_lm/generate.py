@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import DataError, DeviceError, RunFolderError
-from app.files import foreign
+from app.files import other_libraries
 from app.options.command_line import Parser
 from app.options.values import not_negative, positive, share, tolerance
 
@@ -69,7 +69,7 @@ def load(folder: Path) -> tuple[Any, Any]:
             "(tokenizer.json, tokenizer_config.json)"
         )
     try:
-        tokenizer = foreign.tokenizer(folder)
+        tokenizer = other_libraries.tokenizer(folder)
     except Exception as error:  # the same
         raise RunFolderError(f"transformers cannot load the tokenizer of {folder}: {_first_line(error)}") from error
     return model.eval(), tokenizer

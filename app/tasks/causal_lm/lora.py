@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from app.errors import RecipeError
-from app.files import foreign
+from app.files import other_libraries
 from app.task import Adapters, LowRank
 from app.tasks.causal_lm.sections import ModelRecipe
 
@@ -25,7 +25,7 @@ def add(model: nn.Module, recipe: ModelRecipe) -> None:
     try:
         with warnings.catch_warnings():  # that layers of GPT-2 hold their weights transposed, which it then sees to
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-            foreign.add_lora(config_of(recipe), model, _NAME)
+            other_libraries.add_lora(config_of(recipe), model, _NAME)
     except ValueError as error:
         raise RecipeError(f"model.lora_targets is {recipe.lora_targets}: {error}") from error
 
@@ -35,7 +35,7 @@ def config_of(recipe: ModelRecipe) -> Any:
     targets = "all-linear" if recipe.lora_targets is None else list(recipe.lora_targets)
     alpha = 2 * (recipe.lora_rank or 0) if recipe.lora_alpha is None else recipe.lora_alpha
     try:
-        return foreign.lora_config(r=recipe.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+        return other_libraries.lora_config(r=recipe.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     except ImportError as error:
         raise RecipeError('model.lora_rank is set, which needs peft: pip install "samerun[lora]"') from error
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from app.errors import RecipeError, RunFolderError
-from app.files import foreign
-from app.initial import accounting
+from app.files import other_libraries
+from app.init import accounting
 from app.tasks.causal_lm import lora
 from app.tasks.causal_lm.configuration import config_of
 from app.tasks.causal_lm.head import Head, nats_of
@@ -66,7 +66,7 @@ def read_folder(folder: Path, kind: Any, config: Any = None) -> nn.Module:
     logging.disable_progress_bar()
     model: nn.Module
     try:
-        model, told = foreign.model(kind, folder, config=config)
+        model, told = other_libraries.model(kind, folder, config=config)
     except Exception as error:  # whatever a library that reads files may raise
         why = str(error).strip().partition("\n")[0]
         raise RunFolderError(f"transformers cannot load the model of {folder}: {why}") from error

@@ -12,8 +12,8 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from app.errors import RunFolderError
-from app.files import regular
-from app.record import run_folder
+from app.files import paths
+from app.runs import run_folder
 
 TEMPLATE = Path(__file__).with_name("predictions.html.jinja")
 _TABLE_CLASSES = 12
@@ -113,7 +113,7 @@ def _picture(place: Path, classes: Sequence[str], row: Mapping[str, Any]) -> Pic
 
 def _bytes(path: Path) -> bytes | None:
     try:
-        return regular.content(path)
+        return paths.read_regular(path)
     except OSError:  # the caller counts them, and says so
         return None
 

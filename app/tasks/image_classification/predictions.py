@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from app.record import run_folder
+from app.runs import run_folder
 from app.tasks.image_classification.data.source import Source, spread
 
 _SPREAD_PICTURES, _MISTAKEN_PICTURES = 6, 6

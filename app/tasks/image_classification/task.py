@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from app.data.draws import Draws
 from app.data.samples import Batch, Splits
+from app.environment.topology import listed
 from app.errors import DataError
-from app.place.topology import listed
 from app.task import Form, Later, Loss, Scores, Split, Table, Task, Totals
 from app.tasks.image_classification import classify, looks, model_names, models, predictions
 from app.tasks.image_classification.data import left_out

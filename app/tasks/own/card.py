@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.recipe import task_file
-from app.record.card import Told
+from app.runs.model_card import Told
 
 
 def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from app.data.draws import HostDraws
-from app.data.samples import Layout, LooksUp
-from app.data.wrapped import OfDataset
+from app.data.samples import Layout, LooksUp, OfDataset
 from app.errors import DataError
 from app.task import own_part
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from app.data.draws import Draws
 from app.data.loader import Failure, Fetching
 from app.data.samples import Batch
+from app.distributed.model_preparation import batchnorms
+from app.distributed.runtime import Runtime
+from app.distributed.sample_dropout import PassDraws
 from app.errors import DataError, TrainingError
-from app.initial.held import is_divided
-from app.optim import freezing
-from app.ranks.random_layers import batchnorms
-from app.ranks.runtime import Runtime
-from app.ranks.sample_dropout import PassDraws
+from app.init.held import is_divided
+from app.optim import parameter_groups
 from app.recipe import task_file
 from app.recipe.schema import Recipe
 from app.task import COUNT_RULE, Form, Loss, Task, overrides, own_part
@@ -116,7 +116,7 @@ def check(  # noqa: PLR0913  (keyword-only after the parts)
     # What a task has compiled would be compiled again for each size.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with _kept_states(model, runtime.device, home=first.device), eager:
-        freezing.set_training(model, mode=True)
+        parameter_groups.set_training(model, mode=True)
         stored = [layer.eval() for layer in batchnorms(model).values() if layer.training]
         try:
             looks.all_of(

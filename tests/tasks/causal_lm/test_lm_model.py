@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app.errors import RecipeError
-from app.initial import filling
+from app.init import filling
 from app.recipe.recipe_file import load
 from app.tasks.causal_lm import configuration, model
 from app.tasks.causal_lm.head import Head

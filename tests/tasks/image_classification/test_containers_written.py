@@ -17,7 +17,7 @@ from packed import CLASSES, FORMATS, PICTURE, opened, pack, records, refused, wr
 from processes import clean_environment
 from sources import everything
 
-from app.data.turns import alone
+from app.data.preprocessing import alone
 from app.errors import DataError
 from app.tasks.image_classification.data import containers
 from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES

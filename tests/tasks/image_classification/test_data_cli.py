@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from sources import everything, write_black
 
-from app.data.many import in_order
+from app.data.preprocessing import in_order
 from app.errors import DataError, RecipeError
 from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.data_tools.command import FORMATS, main, recipe_of

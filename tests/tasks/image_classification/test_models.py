@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app import building, own_layers
+from app.distributed import model_preparation, sample_dropout
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched
 from app.errors import RecipeError
-from app.place.launched import Launched
-from app.ranks import random_layers, sample_dropout
-from app.ranks.runtime import Runtime
 from app.recipe import recipe_file
 from app.recipe.batching import BatchPlan
 from app.tasks.image_classification import models
@@ -278,20 +278,20 @@ def test_unknown_name(name, near):
 def test_sync_batchnorm():
     model = build("resnet18")
     with pytest.raises(RecipeError, match=r"train\.sync_batchnorm is true, but the run is on CPU"):
-        random_layers.synchronize_batchnorm(model, device_type="cpu")
-    converted = random_layers.synchronize_batchnorm(model, device_type="cuda")
+        model_preparation.synchronize_batchnorm(model, device_type="cpu")
+    converted = model_preparation.synchronize_batchnorm(model, device_type="cuda")
     assert isinstance(converted.bn1, nn.SyncBatchNorm)
-    assert random_layers.topology_dependence(converted) == []
+    assert model_preparation.topology_dependence(converted) == []
     with pytest.raises(RecipeError, match="the model, Sequential, has no batch normalization"):
-        random_layers.synchronize_batchnorm(build("convnet"), device_type="cuda")
+        model_preparation.synchronize_batchnorm(build("convnet"), device_type="cuda")
 
 
 def test_topology_dependence_names_the_layers():
-    assert random_layers.topology_dependence(build("convnet")) == []
-    (batch,) = random_layers.topology_dependence(build("resnet18"))
+    assert model_preparation.topology_dependence(build("convnet")) == []
+    (batch,) = model_preparation.topology_dependence(build("resnet18"))
     assert batch.startswith("20 batch normalization layers (bn1, ...)")
-    assert random_layers.topology_dependence(build("alexnet")) == []
-    assert len(random_layers.topology_dependence(build("efficientnet_b0"))) == 1
+    assert model_preparation.topology_dependence(build("alexnet")) == []
+    assert len(model_preparation.topology_dependence(build("efficientnet_b0"))) == 1
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

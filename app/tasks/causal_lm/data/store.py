@@ -40,8 +40,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.errors import DataError
+from app.files.atomic_files import sha256_of
 from app.files.lines import parsed
-from app.files.whole import sha256_of
 from app.tasks.causal_lm.data.tokenizers import Bytes
 
 SPLITS = ("train", "validation", "test")

@@ -18,12 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from app.data import offline
-from app.data.compressed import SUFFIXES, is_compressed, opened, unreadable
-from app.data.tables import check_columns, check_names
-from app.data.walk import NotRead, check_complete, walk
+from app.data.data_files import (
+    SUFFIXES,
+    NotRead,
+    check_columns,
+    check_complete,
+    check_names,
+    is_compressed,
+    opened,
+    unreadable,
+    walk,
+)
 from app.errors import DataError
-from app.files import foreign
+from app.files import other_libraries
 
 Kind = Literal["text", "jsonl", "parquet", "datasets"]
 KINDS: dict[str, Kind] = {
@@ -230,15 +237,15 @@ def _dataset(name: str, asked: Asked) -> Any:
     path = Path(name).expanduser()
     if path.is_file():
         check_columns(path, (*asked.columns, *asked.more_columns))
-    why = None if path.exists() else offline.why()
+    why = None if path.exists() else other_libraries.why()
     try:
-        with offline.datasets_offline() if why else nullcontext():
+        with other_libraries.datasets_offline() if why else nullcontext():
             if path.is_file():
-                dataset = foreign.data_set(_BUILDERS[path.suffix.lower()], data_files=str(path), split="train")
+                dataset = other_libraries.data_set(_BUILDERS[path.suffix.lower()], data_files=str(path), split="train")
             elif path.is_dir():
-                dataset = foreign.saved_data_set(path if (path / "state.json").is_file() else path / asked.split)
+                dataset = other_libraries.saved_data_set(path if (path / "state.json").is_file() else path / asked.split)
             else:
-                dataset = foreign.data_set(name, asked.config, split=asked.split, revision=asked.revision)
+                dataset = other_libraries.data_set(name, asked.config, split=asked.split, revision=asked.revision)
     except (OSError, ValueError, DatasetsError) as error:
         what = "cannot be opened" if path.exists() else "is not a file or folder here, and the datasets library cannot open it"
         raise DataError(f"{name} {what} (--split {asked.split}): {why or _first_line(error)}") from error

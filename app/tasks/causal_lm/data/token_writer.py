@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from app.errors import DataError
-from app.files.whole import Hashed, made_whole
+from app.files.atomic_files import Hashed, made_whole
 from app.tasks.causal_lm.data.store import ABOUT, FORMAT, TOKEN_BYTES, TOKENIZER, Pieces, blocks_digest
 
 _PIECES = 1 << 16

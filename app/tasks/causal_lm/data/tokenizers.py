@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from app.data import offline
 from app.errors import DataError
-from app.files import foreign
+from app.files import other_libraries
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
@@ -222,13 +221,13 @@ Tokenizer = Bytes | Transformers
 def _pretrained(name: str, revision: str | None) -> Any:
     """Return a tokenizer from this machine, or else from the hub."""
     try:
-        return foreign.tokenizer(name, revision=revision)
+        return other_libraries.tokenizer(name, revision=revision)
     except OSError:
         if Path(name).is_dir():
             raise
-        if reason := offline.why():
+        if reason := other_libraries.why():
             raise OSError(reason) from None
-        return foreign.tokenizer(name, revision=revision, download=True)
+        return other_libraries.tokenizer(name, revision=revision, download=True)
 
 
 def _digest(files: Mapping[str, bytes]) -> str:

@@ -30,12 +30,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from app.data.hash64 import MASK64, derive_key, mix64_array
-from app.data.many import in_order
-from app.data.progress import progress
-from app.data.turns import NO_LOCKS
+from app.data.order import MASK64, derive_key, mix64_array
+from app.data.preprocessing import NO_LOCKS, in_order, progress
 from app.errors import DataError
-from app.files.whole import Hashed, made_whole, sha256_of
+from app.files.atomic_files import Hashed, made_whole, sha256_of
 from app.tasks.causal_lm.data import store, texts
 from app.tasks.causal_lm.data.chat import Examples, Unusable
 from app.tasks.causal_lm.data.texts import Piece, Texts

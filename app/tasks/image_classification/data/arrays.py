@@ -17,7 +17,7 @@ from torch import Tensor
 from app.data.draws import HostDraws
 from app.data.samples import Layout
 from app.errors import DataError, RecipeError
-from app.files import foreign
+from app.files import other_libraries
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.kept import keep, stamps
 from app.tasks.image_classification.data.pictures import PictureSource
@@ -160,7 +160,7 @@ def open_arrays(recipe: Sections) -> Data:
 
 def open_digits(recipe: Sections) -> Data:
     """Open the embedded digits (digits.md): 1 channel, 8x8 pixels, 10 classes."""
-    with foreign.array(Path(__file__).with_name("digits.npz")) as file:
+    with other_libraries.array(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"], file["labels"]
     images = (images.astype(np.uint16) * 255 // 16).astype(np.uint8)[:, None]
     in_test = np.arange(len(labels)) % 5 == 4

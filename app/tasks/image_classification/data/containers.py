@@ -19,8 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
+from app.environment.topology import listed
 from app.errors import DataError, RecipeError
-from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.left_out import LeftOut, Rest, reading
 from app.tasks.image_classification.data.pictures import PictureSource, decode

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from app.data.progress import progress
+from app.data.preprocessing import progress
 from app.data.samples import CHECK
 from app.errors import DataError
 from app.tasks.image_classification.data.arrays import ArrayReader, ArraySource

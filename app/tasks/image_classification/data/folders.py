@@ -1,6 +1,6 @@
 """A folder of images: path/<split>/<class>/<picture>, as torchvision's ImageFolder finds them, or path/<class>/<picture>.
 
-What of a folder is data says `app.data.walk`.
+What of a folder is data says `app.data.data_files`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from app.data.walk import NotRead, read_folder
+from app.data.data_files import NotRead, read_folder
+from app.environment.topology import listed
 from app.errors import DataError, RecipeError
-from app.place.topology import listed
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.left_out import LeftOut, reading
 from app.tasks.image_classification.data.listing import Listing, pictures_below

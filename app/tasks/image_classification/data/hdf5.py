@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from app.data.extras import extra
 from app.errors import DataError
+from app.files.other_libraries import extra
 from app.tasks.image_classification.data.containers import OwnHandle, decoded, open_records
 from app.tasks.image_classification.data.rows import picture_of
 from app.tasks.image_classification.data.source import Data, first_line

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from app.data import offline
-from app.data.tables import check_columns
-from app.data.walk import NotRead, check_complete, walk
+from app.data.data_files import NotRead, check_columns, check_complete, walk
 from app.errors import DataError, RecipeError
-from app.files import foreign
+from app.files import other_libraries
 from app.tasks.image_classification.data.framing import Framing
 from app.tasks.image_classification.data.kept import stamps
 from app.tasks.image_classification.data.left_out import LeftOut, reading
@@ -83,10 +81,10 @@ def download_hub(recipe: Sections) -> None:
         return
     from datasets.exceptions import DatasetsError
 
-    why = offline.why()
+    why = other_libraries.why()
     try:
-        with offline.datasets_offline() if why else nullcontext():
-            foreign.data_set(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
+        with other_libraries.datasets_offline() if why else nullcontext():
+            other_libraries.data_set(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
             f"data.path={path} is not a file or folder here, and cannot be downloaded from the hub: "
@@ -121,7 +119,7 @@ def _load(recipe: Sections, names: dict[str, str] | None) -> Any:
 
     path = _path(recipe)
     try:
-        with offline.datasets_offline():
+        with other_libraries.datasets_offline():
             return _load_saved(path, names) if names and _saved_splits(path) else _load_files(recipe, path, names)
     except ConnectionError as error:
         raise DataError(
@@ -149,7 +147,7 @@ def _load_saved(path: Path, names: dict[str, str]) -> list[Any]:
         if name not in saved:
             raise DataError(f"data.{split}_split={name}: {path} has the splits {', '.join(saved)}; use one of these")
     try:
-        return [foreign.saved_data_set(path / name) for name in names.values()]
+        return [other_libraries.saved_data_set(path / name) for name in names.values()]
     except IndexError as error:  # what version 5.2 makes of a split that was empty when it was saved
         raise DataError(f"data.path={path}: one of the splits {' and '.join(names.values())} has no samples") from error
 
@@ -177,10 +175,10 @@ def _load_files(recipe: Sections, path: Path, names: dict[str, str] | None) -> A
             raise DataError(
                 f"data.path={path} is a file of an unknown kind ({', '.join(BUILDERS)}); use one of these, or a folder"
             )
-        return foreign.data_set(BUILDERS[path.suffix.lower()], data_files=str(path), split=splits)
+        return other_libraries.data_set(BUILDERS[path.suffix.lower()], data_files=str(path), split=splits)
     if recipe.data.hub_revision is not None:
         return _load_pinned(recipe, names)
-    return foreign.data_set(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=splits)
+    return other_libraries.data_set(str(path.absolute() if path.exists() else path), recipe.data.hub_config, split=splits)
 
 
 def _load_pinned(recipe: Sections, names: dict[str, str] | None) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.data.compressed import opened
+from app.data.data_files import opened
 from app.errors import DataError
 from app.tasks.image_classification.data.arrays import open_array
 from app.tasks.image_classification.data.kept import keep, stamps

@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from app.data.progress import progress
-from app.data.turns import alone, cache_folder
+from app.data.preprocessing import alone, cache_folder, progress
 from app.errors import DataError
-from app.files import foreign
-from app.files.whole import file_made_whole
+from app.files import other_libraries
+from app.files.atomic_files import file_made_whole
 
 _TOLD_EVERY = 256
 """Records between two updates of the progress line: an update takes about as long as looking up a record."""
@@ -43,7 +42,7 @@ class Index:
     @cached_property
     def rows(self) -> np.ndarray:
         """int64 [N, 4]: number of the file, offset in bytes, size in bytes, label."""
-        return np.asarray(foreign.array(self.path))
+        return np.asarray(other_libraries.array(self.path))
 
     @property
     def labels(self) -> np.ndarray:

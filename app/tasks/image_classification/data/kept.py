@@ -13,9 +13,9 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from app.data.turns import alone, cache_folder
+from app.data.preprocessing import alone, cache_folder
 from app.errors import DataError
-from app.files.whole import remove_remains
+from app.files.atomic_files import remove_remains
 from app.tasks.image_classification.data.split import FORMAT, Split, Unstored, open_split, write_split
 
 # Less than this is not worth a file: each process holds it in memory, beside the 200 MB that torch takes.

@@ -17,9 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 from app.data.samples import CHECK
+from app.environment.topology import listed
 from app.errors import DataError
 from app.files import paths
-from app.place.topology import listed
 from app.tasks.image_classification.sections import DataRecipe
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 Listing a million files takes a minute on a network disk, and their names take hundreds of megabytes in every process. So a
 list is kept below the user's cache ($SAMERUN_CACHE), one process of a node makes it, and it is made again when a folder has
 changed: one in which a file appears, disappears or is renamed has another date. What is listed, and in which order, is what
-torchvision's ImageFolder finds, without what `app.data.walk` leaves out.
+torchvision's ImageFolder finds, without what `app.data.data_files` leaves out.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from app.data.progress import progress
-from app.data.turns import alone, cache_folder
-from app.data.walk import BESIDE_FOLDERS, NotRead, walk
+from app.data.data_files import BESIDE_FOLDERS, NotRead, walk
+from app.data.preprocessing import alone, cache_folder, progress
 from app.errors import DataError
-from app.files.whole import remove_remains
+from app.files.atomic_files import remove_remains
 
 FORMAT = 3
 """Version of this layout, part of the list's file name."""

@@ -20,8 +20,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 from torch import Tensor
 
-from app.data.extras import extra
 from app.errors import DataError
+from app.files.other_libraries import extra
 from app.tasks.image_classification.data.containers import OwnHandle, class_names, decoded, open_records
 from app.tasks.image_classification.data.source import Data, first_line
 from app.tasks.image_classification.data.split_names import NoSplitError

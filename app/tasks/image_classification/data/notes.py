@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from app.data.walk import NotRead, read_folder
-from app.place.topology import listed
+from app.data.data_files import NotRead, read_folder
+from app.environment.topology import listed
 from app.tasks.image_classification.data.decoded import reader_of
 from app.tasks.image_classification.data.folders import FileReader
 from app.tasks.image_classification.data.open import Data

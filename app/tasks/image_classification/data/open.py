@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from app.data.turns import alone
+from app.data.preprocessing import alone
 from app.errors import DataError
 from app.tasks.image_classification.data.arrays import open_arrays, open_digits
 from app.tasks.image_classification.data.cifar import download_cifar, open_cifar

@@ -12,10 +12,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.data.extras import extra
-from app.data.walk import check_complete, numbered_sets
+from app.data.data_files import check_complete, numbered_sets
+from app.environment.topology import listed
 from app.errors import DataError
-from app.place.topology import listed
+from app.files.other_libraries import extra
 from app.tasks.image_classification.data.split_names import NoSplitError
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.errors import DataError
-from app.files import foreign
+from app.files import other_libraries
+from app.files.atomic_files import made_whole, sync
 from app.files.lines import parsed
-from app.files.whole import made_whole, sync
 from app.tasks.image_classification.data.source import fingerprint
 
 IMAGES, LABELS, ABOUT = "images.npy", "labels.npy", "split.json"
@@ -99,7 +99,7 @@ def write_split(folder: Path, split: Unstored) -> None:
         with made_whole(folder) as temporary:
             _write_npy(temporary / IMAGES, np.uint8, split.shape, split.chunks)
             _write_npy(temporary / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
-            written = Split(_mapped(temporary), foreign.array(temporary / LABELS), split.classes)
+            written = Split(_mapped(temporary), other_libraries.array(temporary / LABELS), split.classes)
             about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
             (temporary / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
             for file in (IMAGES, LABELS, ABOUT):
@@ -116,7 +116,7 @@ def open_split(folder: Path) -> Split:
         about = parsed((folder / ABOUT).read_bytes())
         if about["format"] != FORMAT:
             raise DataError(f"{folder} has the layout {about['format']}, and this version reads {FORMAT}; pack it again")
-        labels = np.asarray(foreign.array(folder / LABELS))
+        labels = np.asarray(other_libraries.array(folder / LABELS))
         split = Split(_mapped(folder), labels, tuple(about["classes"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder} is not a complete split of arrays ({error}); pack it again, or correct data.path") from error
@@ -126,7 +126,7 @@ def open_split(folder: Path) -> Split:
 
 
 def _mapped(folder: Path) -> Images:
-    array = foreign.array(folder / IMAGES)
+    array = other_libraries.array(folder / IMAGES)
     if array.dtype != np.uint8 or array.ndim != 4:
         raise ValueError(f"{IMAGES} is {array.dtype} with {array.ndim} dimensions, not uint8 with 4")
     return Images.mapped(folder / IMAGES, array.offset, array.shape)

@@ -18,13 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from app.data.progress import progress
-from app.data.turns import alone
-from app.data.walk import NotRead, walk
+from app.data.data_files import NotRead, walk
+from app.data.preprocessing import alone, progress
 from app.errors import DataError, RecipeError
 from app.files import paths
-from app.files.own_folder import own
-from app.files.whole import made_whole, remove_remains
+from app.files.atomic_files import made_whole, remove_remains
+from app.files.paths import own
 from app.tasks.image_classification.sections import Sections
 
 # Files copied at a time: a network disk answers each after some milliseconds, in which others can be asked for.

@@ -22,8 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from app.data.extras import extra
 from app.errors import DataError
+from app.files.other_libraries import extra
 from app.tasks.image_classification.data.containers import Files, decoded, open_records
 from app.tasks.image_classification.data.index import Index, Row, indexed
 from app.tasks.image_classification.data.shard_files import find_shards

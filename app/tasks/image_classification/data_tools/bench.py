@@ -16,8 +16,8 @@ import torch
 from app.data import loader
 from app.data.draws import Draws, HostDraws
 from app.data.order import TrainBatches
+from app.environment import cores
 from app.errors import RecipeError
-from app.place import cores
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.decoded import reader_of

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.data.walk import is_hidden
+from app.data.data_files import is_hidden
+from app.environment import cores
 from app.errors import DataError, RecipeError
 from app.options.command_line import Parser
 from app.options.values import above_zero, positive
-from app.place import cores
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from app.data.many import in_order
-from app.data.progress import progress
+from app.data.preprocessing import in_order, progress
 from app.errors import DataError
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data.decoded import reader_of

@@ -18,11 +18,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from app.data.extras import extra
-from app.data.many import in_order
-from app.data.progress import progress
+from app.data.preprocessing import in_order, progress
 from app.errors import DataError, RecipeError
-from app.files.whole import made_whole
+from app.files.atomic_files import made_whole
+from app.files.other_libraries import extra
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data import hdf5, lmdb_file, tar_shards
 from app.tasks.image_classification.data.decoded import reader_of

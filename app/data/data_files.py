@@ -1,0 +1,281 @@
+"""Files of data: which count below a folder, compressed ones, and tables with unique columns.
+
+A name that begins with a dot is hidden: macOS (`._x.png`), Jupyter (`.ipynb_checkpoints`) and editors make such files. They are
+left out, with everything in such a folder. A name that begins with an underscore is data. Linked folders are followed, as
+torchvision's ImageFolder does.
+
+Files of a numbered set, as `train-00000-of-00003.parquet`, belong together: a missing one is an error.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import functools
+import gzip
+import lzma
+import os
+import re
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from app.environment.topology import listed
+from app.errors import DataError
+from app.files.other_libraries import extra
+
+HIDDEN, HIDDEN_FOLDER, SPECIAL = "hidden", "hidden folder", "neither file nor folder"
+BESIDE_FOLDERS = "next to the class folders"
+_MOST_ENDINGS = 5
+_NUMBER_OF = re.compile(r"(\d+)[-_.]of[-_.](\d+)")
+_LAST_NUMBER = re.compile(r"(\d+)(?=\D*$)")
+# The `datasets` library once put a hash of its content behind the number of a shard.
+_CONTENT_HASH = re.compile(r"^-[0-9a-f]{16}(?=\.)")
+_NAMED, _MOST_MISSING = 5, 100_000
+
+
+class NotRead:
+    """Files and folders that are not read: how many, and the first of them, by reason."""
+
+    def __init__(self, found: Mapping[str, tuple[int, str]] | None = None) -> None:
+        self.found = dict(found or {})
+        """The reason of a file with an ending that is not read is `*` and the ending."""
+
+    def add(self, reason: str, path: str) -> None:
+        """Count a file or folder."""
+        count, first = self.found.get(reason, (0, path))
+        self.found[reason] = count + 1, first
+
+    def add_ending(self, path: str) -> None:
+        """Count a file whose ending is not read."""
+        self.add(f"*{Path(path).suffix.lower() or Path(path).name}", path)
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def __str__(self) -> str:
+        """Return, for example, `5 files left out: 2 hidden, 3 with another ending (2 .txt, 1 .csv), such as ._1 and b.txt`."""
+        endings = {reason[1:]: count for reason, (count, _) in self.found.items() if reason.startswith("*")}
+        others = {reason: count for reason, (count, _) in sorted(self.found.items()) if not reason.startswith("*")}
+        parts = [f"{count} {reason}{'s' if reason == HIDDEN_FOLDER and count > 1 else ''}" for reason, count in others.items()]
+        if endings:
+            most_first = sorted(endings.items(), key=lambda item: (-item[1], item[0]))
+            named = [f"{count} {ending}" if len(endings) > 1 else ending for ending, count in most_first[:_MOST_ENDINGS]]
+            more = ", ..." if len(endings) > _MOST_ENDINGS else ""
+            parts.append(f"{sum(endings.values())} with another ending ({', '.join(named)}{more})")
+        total = sum(count for count, _ in self.found.values())
+        what = ("files or folders" if HIDDEN_FOLDER in self.found else "files") if total > 1 else "file or folder"
+        examples = " and ".join([repr(first)[1:-1] for _, (_, first) in sorted(self.found.items())][:2])
+        return f"{total} {what} left out: {', '.join(parts)}, such as {examples}"
+
+
+class Folder(NamedTuple):
+    """A folder that was read."""
+
+    name: str
+    """Path below the top; empty for the top itself."""
+    files: list[str]
+    """Names of its files, sorted. A link to nothing is one, which cannot be read."""
+    folders: list[str]
+    """Names of the folders in it, sorted."""
+    changed_ns: int
+    """Time of its last change, taken before it was read: a change while it is read gives another time."""
+    identity: tuple[int, int]
+    """Device and inode."""
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder of this name is left out."""
+    return name.startswith(".")
+
+
+def read_folder(top: Path, name: str, not_read: NotRead, *, hidden: bool = False) -> Folder:
+    """Return what one folder below `top` contains, with hidden names if `hidden`, and count the rest. Raises OSError."""
+    files, folders = [], []
+    status = (top / name).stat()
+    with os.scandir(top / name) as scan:
+        for entry in sorted(scan, key=lambda entry: entry.name):
+            path, is_folder = f"{name}/{entry.name}" if name else entry.name, _is_folder(entry)
+            if is_hidden(entry.name) and not hidden:
+                not_read.add(HIDDEN_FOLDER if is_folder else HIDDEN, path)
+            elif is_folder:
+                folders.append(entry.name)
+            elif entry.is_symlink() or entry.is_file():
+                files.append(entry.name)
+            else:
+                not_read.add(SPECIAL, path)
+    return Folder(name, files, folders, status.st_mtime_ns, (status.st_dev, status.st_ino))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself: a file that cannot be read
+        return False
+
+
+def walk(top: Path, below: str, not_read: NotRead, *, hidden: bool = False) -> Iterator[Folder]:
+    """Yield the folder `below` and all folders below it, whose names are paths from `top` on.
+
+    Raises DataError if a folder cannot be read, or contains itself by a link.
+    """
+    to_read: list[tuple[str, frozenset[tuple[int, int]]]] = [(below, frozenset())]
+    while to_read:
+        name, above = to_read.pop()
+        try:
+            folder = read_folder(top, name, not_read, hidden=hidden)
+        except OSError as error:
+            raise DataError(f"{top / name} cannot be read ({error.strerror}); repair or remove it") from error
+        if folder.identity in above:
+            raise DataError(f"{top / name} contains itself, by a link in it: remove the link")
+        yield folder
+        to_read += [(f"{name}/{inner}" if name else inner, above | {folder.identity}) for inner in reversed(folder.folders)]
+
+
+@dataclass(frozen=True)
+class NumberedSet:
+    """Files in one folder whose names differ in a number alone."""
+
+    before: str
+    """Their path up to the number."""
+    digits: int
+    after: str
+    total: int | None
+    """Number of files of the set; None: their names do not say."""
+    files: dict[int, Path]
+
+    def missing(self, *, from_0: bool) -> Iterator[Path]:
+        """Yield the files of the set that are not there.
+
+        A set without a total ends with its largest number, and begins with 0 or, unless `from_0`, with its smallest.
+        """
+        if self.total is None:
+            wanted = range(0 if from_0 else min(self.files), max(self.files) + 1)
+        else:  # numbered from 0, or from 1 as the weights of a model are
+            first = int(self.total in self.files and 0 not in self.files)
+            wanted = range(first, first + self.total)
+        return (Path(f"{self.before}{number:0{self.digits}}{self.after}") for number in wanted if number not in self.files)
+
+
+def numbered_sets(files: Iterable[Path]) -> list[NumberedSet]:
+    """Return the numbered sets among files, those of a single file included; a file without a number is in none."""
+    sets: dict[tuple[str, str], NumberedSet] = {}
+    for file in files:
+        number = _NUMBER_OF.search(file.name) or _LAST_NUMBER.search(file.name)
+        if number is None:
+            continue
+        path = str(file)
+        start, end = len(path) - len(file.name) + number.start(1), len(path) - len(file.name) + number.end(1)
+        total = int(number[2]) if number.re is _NUMBER_OF else None
+        after = path[end : end + number.end() - number.end(1)] + _CONTENT_HASH.sub("", file.name[number.end() :])
+        new = NumberedSet(path[:start], len(number[1]), after, total, {})
+        sets.setdefault((new.before, new.after), new).files[int(number[1])] = file
+    return list(sets.values())
+
+
+def check_complete(
+    files: Iterable[Path],
+    what: str = "a numbered set",
+    *,
+    remedy: str = "name each file to read",
+    wanted: Callable[[Path], bool] = lambda _: True,
+    gaps_from_0: bool | None = None,
+) -> None:
+    """Raise DataError if a file is missing of a set whose names say how many there are, and that file is `wanted`.
+
+    With `gaps_from_0`, also if one is missing among those of any other set, which begins with 0 if it is True.
+    """
+    for each in numbered_sets(files):
+        if each.total is None and gaps_from_0 is None:
+            continue
+        missing = [file for file in islice(each.missing(from_0=bool(gaps_from_0)), _MOST_MISSING) if wanted(file)]
+        if missing:
+            raise DataError(
+                f"{missing[0].parent} lacks {len(missing)} of {each.total or len(missing) + len(each.files)} shards of {what}: "
+                f"{listed([file.name for file in missing], _NAMED)}; copy them here, or {remedy}"
+            )
+
+
+SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether the name of a file says that it is compressed."""
+    return path.suffix.lower() in SUFFIXES
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a file for reading bytes, decompressed. Raises DataError, in the block as well, if it cannot be read to its end."""
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    if path.suffix.lower() == ".zst":
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            with extra(f"{path}: .zst"):
+                from backports import zstd
+        window = {zstd.DecompressionParameter.window_log_max: 31}  # `zstd --long=31` writes such files
+        openers[".zst"] = functools.partial(zstd.open, options=window)
+        errors = (*errors, zstd.ZstdError)
+    try:
+        with openers.get(path.suffix.lower(), open)(path, "rb") as file:
+            yield file
+    except errors as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path | str, error: Exception) -> DataError:
+    """Return the error for a file that a decompressor, or another library, cannot read to its end."""
+    if isinstance(error, OSError) and error.errno:
+        return DataError(f"{path} cannot be read ({error.strerror}); repair or remove it")
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return DataError(f"{path} cannot be read to its end ({why}): it is truncated or damaged; replace it")
+
+
+def check_columns(file: Path, wanted: Collection[str]) -> None:
+    """Raise DataError if one of the columns, or any if none are named, is twice in a table: .parquet, .arrow, .csv."""
+    import pyarrow
+
+    readers = {".parquet": _of_parquet, ".arrow": _of_arrow, ".csv": _of_csv}
+    try:
+        names = readers.get(file.suffix.lower(), lambda _: ())(file)
+    except (OSError, ValueError, pyarrow.ArrowException, csv.Error, StopIteration):
+        return  # the library that reads it says what is wrong
+    check_names(names, wanted, str(file))
+
+
+def check_names(names: Sequence[str], wanted: Collection[str], where: str) -> None:
+    """Raise DataError if one of the columns, or any if none are named, is there twice."""
+    twice = [name for name, count in Counter(names).items() if count > 1 and (not wanted or name in wanted)]
+    if twice:
+        raise DataError(f"{where} has the column {twice[0]!r} twice: rename or remove one of them")
+
+
+def _of_parquet(file: Path) -> list[str]:
+    import pyarrow.parquet
+
+    names: list[str] = pyarrow.parquet.read_schema(file).names
+    return names
+
+
+def _of_arrow(file: Path) -> list[str]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as source:
+        try:
+            names: list[str] = pyarrow.ipc.open_stream(source).schema.names
+        except pyarrow.ArrowInvalid:  # the format with an index at its end
+            names = pyarrow.ipc.open_file(source).schema.names
+    return names
+
+
+def _of_csv(file: Path) -> list[str]:
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        return next(csv.reader(lines))

@@ -1,0 +1,160 @@
+"""Changes to a model before training: torch.compile, activation checkpointing, synchronized batch normalization.
+
+torch would end the run with the compiler's traceback. Compiling is for speed alone, so it is one sentence instead.
+
+Accelerate's own leaves torch's generators as they stand by then (accelerate 1.15, utils/fsdp_utils.py), so with dropout the
+loss is right and the gradient is not. This puts them back, and `sample_dropout` draws a sample's mask again in any case.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from app.distributed.sample_dropout import SampleDropout
+from app.errors import RecipeError
+
+
+def survive_failures(accelerator: Accelerator) -> None:
+    """See to it that a model, or a part of it, that cannot be compiled is run uncompiled, and said to be once."""
+    if accelerator.state.dynamo_plugin.backend == DynamoBackend.NO:
+        return
+    import torch._dynamo  # takes a second, which only those who compile have to spend
+    import torch._functorch.config
+
+    torch._dynamo.config.suppress_errors = True
+    # The backward pass is compiled with the forward pass: later, in the first step, a failure would end the run (torch 2.14).
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    # It counts its calls: traced, it would be compiled anew for every layer and pass, and that ends after eight times.
+    SampleDropout.forward = torch.compiler.disable(SampleDropout.forward)  # type: ignore[method-assign]
+    # Where torch says what it has suppressed, at length (torch 2.15).
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_Sentence().of)
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside what torch.compile has put around it, whose class would take a second to import."""
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+class _Sentence:
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def of(self, record: logging.LogRecord) -> bool:
+        """Make the first report of a failure one sentence, and drop the others."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            return True
+        if self._is_said:
+            return False
+        self._is_said = True
+        why = next(iter(str(error).splitlines()), "")
+        record.msg = (
+            f"torch.compile failed ({type(error).__name__}: {why}); what it could not compile runs uncompiled, with the same "
+            "results. Fix the cause, or leave dynamo_backend out of preset and command line."
+        )
+        record.args, record.exc_info = (), None
+        return True
+
+
+def compute_blocks_again(model: nn.Module, classes: Collection[str]) -> None:
+    """Have each outermost module of these classes compute its forward pass again for the backward pass; names stay.
+
+    Raises RecipeError if the model has none.
+    """
+    inside: set[nn.Module] = set()
+    for block in model.modules():
+        if block not in inside and type(block).__name__ in classes:
+            inside.update(block.modules())
+            block.forward = _again(block, block.forward)
+    if not inside:
+        named = f"its blocks are said to be {', '.join(sorted(classes))}, and it has none" if classes else "it names no blocks"
+        raise RecipeError(
+            f"train.checkpoint_activations is blocks, but for the model, a {type(model).__name__}, {named}: set it to none, or "
+            'give the classes of its layers in the task, as in blocks = ("Layer",)'
+        )
+
+
+def _again(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the block's `forward`, whose inputs alone are kept.
+
+    What stands around it, as the hooks that gather the block's weights, is called once: for the backward pass it gathers them
+    by itself.
+    """
+
+    def computed(*inputs: Any, **named: Any) -> Any:
+        with _buffers_kept(block):
+            return forward(*inputs, **named)
+
+    def of_block(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        return checkpoint(computed, *inputs, use_reentrant=False, **named)
+
+    return of_block
+
+
+@contextmanager
+def _buffers_kept(block: nn.Module) -> Iterator[None]:
+    """In a backward pass, put the block's buffers back: batch norms have seen this batch already."""
+    if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
+        yield
+        return
+    kept = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    try:
+        yield
+    finally:  # torch ends the second pass by an exception as soon as it has what it needs
+        with torch.no_grad():
+            for buffer, values in kept:
+                buffer.copy_(values)
+
+
+def synchronize_batchnorm(model: nn.Module, *, device_type: str) -> nn.Module:
+    """Return the model with batch statistics taken over all processes.
+
+    Raises RecipeError if it takes none, and on CPU, where torch has no such layer.
+    """
+    if not batchnorms(model):
+        raise RecipeError(
+            f"train.sync_batchnorm is true, but the model, {type(model).__name__}, has no batch normalization: remove it"
+        )
+    if device_type == "cpu":
+        raise RecipeError(
+            "train.sync_batchnorm is true, but the run is on CPU, where torch has no synchronized batch normalization: "
+            "set train.sync_batchnorm=false, choose a model without batch normalization, or run on GPUs"
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+def topology_dependence(model: nn.Module) -> list[str]:
+    """Return a sentence for each kind of layer through which the same recipe can give another result on other processes."""
+    sentences = []
+    # One that is frozen is not in training mode: it keeps its statistics.
+    using_batches = {name: layer for name, layer in batchnorms(model).items() if layer.training}
+    unsynchronized = [name for name, layer in using_batches.items() if not isinstance(layer, nn.SyncBatchNorm)]
+    if unsynchronized:
+        sentences.append(
+            f"{_counted(unsynchronized, 'batch normalization layer')}: statistics are computed per "
+            "micro-batch, so results depend on the number of processes (on GPUs, train.sync_batchnorm=true "
+            "computes them over all processes)"
+        )
+    return sentences
+
+
+def batchnorms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """Return the model's batch normalizations by their names."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
+
+
+def _counted(names: list[str], what: str) -> str:
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({names[0]}{', ...' if len(names) > 1 else ''})"

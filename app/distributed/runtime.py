@@ -1,0 +1,452 @@
+"""The process group, its device mesh and the device. Only this module builds an `Accelerator`.
+
+Promises: the Accelerator is built from what the launcher promised and from the batch plan, never from defaults; on a
+machine without an accelerator every preset runs on CPU through gloo, sharded as it would be on GPUs; `together` turns an
+error of one rank into the same error of all; `close` leaves no process hanging. `handshake` then checks what was built.
+
+Its dimensions have Accelerate's names and order, the innermost last: `dp_replicate` (copies of the model), `dp_shard` (shards
+of a copy) and `tp` (parts of every large matrix). HSDP has (dp_replicate, dp_shard), tensor parallelism (dp_shard, tp), with
+a dp_shard of size 1 if need be. Ranks of one node are neighbours: what is exchanged most, the innermost, stays within a node.
+
+Facts: torch 2.14, deepspeed 0.19.8. Each is named by its words, so that all else they say is heard.
+
+Most presets say little, and Accelerate makes a DeepSpeed config of it; one may also name a config file of DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    set_seed,
+)
+from torch.distributed import DistNetworkError
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
+
+from app.distributed import compiled_ops, model_preparation, numerics, process_store
+from app.distributed.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
+from app.distributed.process_store import StoreWatch
+from app.environment import deepspeed_file, host_memory
+from app.environment.launched import NO_FP16_ON_CPU, Launched
+from app.errors import PresetError, TopologyError
+from app.recipe.batching import BatchPlan
+
+_MEETING_S = 45.0
+"""How much later than the others rank 0 may start, if no launcher that waits for it started them."""
+_COLLECTIVE = timedelta(minutes=30)
+"""Shortest time-out of a collective between devices: torch's own for gloo. For NCCL torch has 10 minutes."""
+
+
+class Runtime:
+    """The processes that train together, seen from one of them."""
+
+    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
+        self,
+        launched: Launched,
+        plan: BatchPlan,
+        *,
+        clip_norm: float | None = None,
+        tf32: bool = False,
+        deterministic: bool = False,
+        hang_timeout_s: int | None = None,
+        workers: int | None = None,
+    ) -> None:
+        """Join the process group and take a device, which computes as the recipe's `tf32` and `deterministic` say (`numerics`).
+
+        `clip_norm` is the recipe's gradient clipping norm, `hang_timeout_s` that of the watchdog (0: it watches nothing), which
+        is to see before any collective is over that the training stands still; `workers` is how many processes are to make this
+        one's samples, None: as many as its cores allow. Raises PresetError if the preset contradicts the
+        recipe, RecipeError if the environment does, and TopologyError if the processes cannot meet, or two of them would share
+        a device.
+        """
+        _refuse_other_clipping(launched, clip_norm)
+        self.launched = launched
+        self.plan = plan
+        self.workers = workers
+        self.signs_of_life, self.step = 0, 0  # see `alive`
+        self.notes = list(launched.notes)
+        """Notes for the user about the processes."""
+        if launched.variables:
+            os.environ.update(launched.variables)  # the only way to pass settings to Accelerate
+            _await_head(launched)
+        self._collective = _time_out(hang_timeout_s)
+        on_cpu = _runs_on_cpu(launched)
+        set_up(on_cpu=on_cpu)
+        self.store_watch = StoreWatch(launched, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}")
+        """Until the first step; with a --hang-timeout of 0 never."""
+        if hang_timeout_s != 0:
+            self.store_watch.start()
+        try:
+            store = self._compare_devices(on_cpu=on_cpu)
+            with connecting(launched.rank):
+                self.accelerator = _build_accelerator(launched, plan, clip_norm or 0.0, self._collective, on_cpu=on_cpu)
+        except DistNetworkError as error:
+            raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
+        del store  # the group has its own store
+        self.mesh = build(self.accelerator, launched)
+        """The device mesh, if the model is not sharded over all ranks: (dp_replicate, dp_shard) or (dp_shard, tp)."""
+        self._data_group = group_of_data(self.mesh)
+        self._ranks = Ranks()
+        # After Accelerate, which sets some of it.
+        self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
+        model_preparation.survive_failures(self.accelerator)
+        self.store_watch.phase = "preparing the training"
+        if hang_timeout_s is None:  # tools have no watchdog that takes over
+            self.store_watch.stop()
+
+    def _compare_devices(self, *, on_cpu: bool) -> Any:
+        """Check that each process has its own device; return the store that they used for it."""
+        if self.launched.world_size == 1:
+            return None
+        own = process_store.own(self.launched, on_cpu=on_cpu)
+        store, everywhere = process_store.meet(own, self.launched.world_size)
+        process_store.check(everywhere)
+        self.notes += filter(None, [process_store.confined(everywhere)])
+        return store
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that writes."""
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device, with its number: in a single process Accelerate's device has none, and threads ask for it."""
+        device: torch.device = self.accelerator.device
+        if device.type == "cpu" or device.index is not None:
+            return device
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+
+    def input_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the dtype of the model's inputs: DeepSpeed casts weights to the preset's precision, but not inputs."""
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return half.get(self.launched.mixed_precision, weights) if self.launched.strategy == "deepspeed" else weights
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators of Python, NumPy and torch, identically on every rank."""
+        set_seed(seed % 2**32)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank, in the order of the ranks."""
+        return self._ranks.gather(value)
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum, over the data-parallel ranks, of what each has of its samples, in the tensor's shape and type."""
+        if self._data_group is None:
+            summed: torch.Tensor = self.accelerator.reduce(values, "sum")
+            return summed
+        summed = values.clone()
+        torch.distributed.all_reduce(summed, group=self._data_group)
+        return summed
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows [N, ...] of all data-parallel ranks, one rank's after the other's; each has as many."""
+        if self._data_group is None:
+            gathered: torch.Tensor = self.accelerator.gather(rows)
+            return gathered
+        parts = [torch.empty_like(rows) for _ in range(self.launched.data_ranks)]
+        torch.distributed.all_gather(parts, rows.contiguous(), group=self._data_group)
+        return torch.cat(parts)
+
+    def from_main(self, value: Any) -> Any:
+        """Return the main process's picklable `value` on every rank."""
+        return self._ranks.from_main(value)
+
+    def greatest(self, values: Sequence[float]) -> list[float]:
+        """Return the elementwise maximum of the ranks' values. It does not use the devices, which continue meanwhile."""
+        return self._ranks.greatest(values)
+
+    def alive(self, *, step: int | None = None) -> None:
+        """Give a sign of life, and the number of steps done. `watchdog` waits for these signs; any thread may give them."""
+        self.signs_of_life += 1
+        if step is not None:
+            self.step = step
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the block on every rank and wait for all; if any raised a SamerunError, raise the first one on all."""
+        with self._ranks.together():
+            yield
+        self.alive()
+
+    def prepare(self, *objects: Any) -> Any:
+        """Return the objects as `Accelerator.prepare` returns them: a single one, or a tuple."""
+        with warnings.catch_warnings():
+            # torch 2.15 has a new name for this option of DDP, which Accelerate 1.15 cannot pass on yet.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            prepared = self.accelerator.prepare(*objects)
+        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)  # only under DeepSpeed
+        if wrapped is not None:  # ZeRO's own group has torch's time-outs (deepspeed 0.19.8, utils/groups.py)
+            let_wait(wrapped.engine.data_parallel_group, self._collective)
+        return prepared
+
+    def deal(self, loader: torch.utils.data.DataLoader) -> Any:
+        """Return this data rank's shares of a loader's global micro-batches, as Accelerate deals them, in the process's memory.
+
+        Accelerate would copy each on the stream that computes; `app.data.transfer` does it while that is at work.
+        """
+        return deal(self.accelerator, self.launched, loader)
+
+    def average_buffers(self, model: torch.nn.Module) -> None:
+        """Average floating-point buffers (running statistics of batch norms) over the ranks.
+
+        Each rank has seen other samples. DDP would copy rank 0's, ZeRO and FSDP2 would leave them apart.
+        """
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if buffers and self.launched.data_ranks > 1:
+            flat = self.reduce(torch.cat([buffer.detach().flatten().double() for buffer in buffers]))
+            flat /= self.launched.data_ranks
+            for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
+
+    def close(self, *prepared: Any) -> None:
+        """Leave the process group.
+
+        The prepared objects must be released first: gloo with a live DDP model aborts at random at interpreter exit.
+        """
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # the group must not be destroyed while the device still sends
+        self.gather(None)
+        self.accelerator.free_memory(*prepared)
+        self._ranks.leave()
+        self.accelerator.end_training()
+
+
+def _refuse_other_clipping(launched: Launched, clip_norm: float | None) -> None:
+    asked = launched.gradient_clipping
+    if asked is not None and asked != (clip_norm or 0.0):
+        raise PresetError(
+            f"the preset's gradient_clipping is {asked} and the recipe's optim.clip_norm is {clip_norm}: clipping belongs to "
+            "the recipe. Remove it from the preset."
+        )
+
+
+def _await_head(launched: Launched) -> None:
+    """Check that rank 0 can be reached; torch would try for half an hour. Processes of a launcher have met already."""
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    deadline_s = time.monotonic() + _MEETING_S
+    while launched.rank != 0:
+        try:
+            socket.create_connection(address, timeout=5.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise TopologyError(_cannot_meet(launched, f"no connection in {_MEETING_S:.0f} s: {error}")) from error
+            time.sleep(0.2)
+
+
+def _cannot_meet(launched: Launched, why: str) -> str:
+    meeting_point = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    return (
+        f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()} cannot join the others at "
+        f"{meeting_point}: {why}. MASTER_ADDR must be the name or address of rank 0's machine, and "
+        "MASTER_PORT must be free there; to change them, set both in the environment of all processes."
+    )
+
+
+def _time_out(hang_timeout_s: int | None) -> timedelta:
+    """How long a collective between devices may take: well above the time after which the watchdog says where ranks stand.
+
+    Without a watchdog, as in tools that train nothing, it is the shortest.
+    """
+    if hang_timeout_s == 0:
+        return LONGEST_WAIT
+    return max(_COLLECTIVE, timedelta(seconds=2 * (hang_timeout_s or 0)))
+
+
+def _runs_on_cpu(launched: Launched) -> bool:
+    """Raises PresetError for a precision that CPUs do not have."""
+    on_cpu = launched.use_cpu or not torch.accelerator.is_available()
+    if on_cpu and launched.mixed_precision == "fp16":
+        found = "the preset asks for the CPU" if launched.use_cpu else f"torch {torch.__version__} finds no GPU here"
+        raise PresetError(f"mixed_precision is fp16, and {found}: {NO_FP16_ON_CPU}.")
+    return on_cpu
+
+
+def _build_accelerator(
+    launched: Launched, plan: BatchPlan, clip_norm: float, collective: timedelta, *, on_cpu: bool
+) -> Accelerator:
+    joining = InitProcessGroupKwargs(timeout=collective)
+    # What the preset says of a mesh is read already: to Accelerate a size of -1 is none, and tensor parallelism breaks in it
+    # (1.15, `_prepare_tp`, with transformers 5.23: ImportError).
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+    copies = of_copies(launched)
+    settings: dict[str, Any] = {
+        # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),
+        # The samplers yield global micro-batches, Accelerate deals equal contiguous slices of them to the ranks.
+        "dataloader_config": DataLoaderConfiguration(split_batches=True, even_batches=True),
+        # Running statistics are averaged before they are used (`average_buffers`), so DDP need not send them every step.
+        "kwargs_handlers": [
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            joining,
+        ],
+    }
+    if launched.strategy == "deepspeed":
+        settings["deepspeed_plugin"] = complete(plan, clip_norm)
+        compiled_ops.load()
+    if on_cpu:
+        return _accelerator_on_cpu(launched, settings, joining, copies)
+    return Accelerator(parallelism_config=copies, **settings)
+
+
+# ---- Only for machines without an accelerator ------------------------------------------------------------------------
+# Presets are for GPUs. So that each of them can be tried and tested anywhere, this section makes the same sharding run on
+# CPU through gloo; nothing outside it knows. The facts were measured with accelerate 1.15, deepspeed 0.19 and torch 2.15.
+
+
+def _accelerator_on_cpu(
+    launched: Launched, settings: dict[str, Any], joining: InitProcessGroupKwargs, copies: ParallelismConfig | None
+) -> Accelerator:
+    # Gathered and freed weights leave gaps that torch's aligned allocations do not fit into: half a model of extra memory.
+    host_memory.keep_freed(**({} if launched.strategy == "ddp" else {"most_bytes": 1 << 20}))
+    if launched.strategy == "deepspeed":
+        # With cpu=True Accelerate would drop DeepSpeed; without a backend it would see one process where DeepSpeed sees all.
+        joining.backend = "gloo"
+        # DeepSpeed has torch ask NVIDIA's library for GPUs before every optimizer step, in 0.2-0.5 ms.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+        # Small models stay below DeepSpeed's threshold for sharding a parameter: 0 shards all, as large models are.
+        settings["deepspeed_plugin"].deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        with without_success():
+            return Accelerator(**settings)
+    if launched.strategy == "fsdp2":
+        plugin = settings["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+        accelerator = Accelerator(cpu=True, **settings)
+        # Accelerate knows FSDP on accelerators only and has fallen back to DDP. These attributes are all that it asks for.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if copies is not None:  # this also refuses CPUs
+            accelerator.state.parallelism_config = copies
+            accelerator.state.device_mesh = copies.get_device_mesh("cpu")
+        if launched.mixed_precision != "no":
+            plugin.set_mixed_precision(launched.mixed_precision)
+        return accelerator
+    return Accelerator(cpu=True, **settings)
+
+
+class _Copies(ParallelismConfig):
+    """Accelerate's words for copies of a model, with the mesh's own name for their shards.
+
+    Its own name is that of a dimension flattened out of one, of which torch 2.15 warns and which no mesh above it knows.
+    """
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The dimensions over which FSDP2 keeps copies, and shards them."""
+        return ["dp_replicate", "dp_shard"]
+
+
+def of_copies(launched: Launched) -> ParallelismConfig | None:
+    """Return what tells Accelerate of the copies of HSDP; None: there are none."""
+    if launched.replicas == 1:
+        return None
+    return _Copies(
+        dp_replicate_size=launched.replicas,
+        dp_shard_size=launched.world_size // launched.replicas,
+        tp_size=1,
+        cp_size=1,
+        sp_size=1,
+    )
+
+
+def build(accelerator: Accelerator, launched: Launched) -> DeviceMesh | None:
+    """Return the mesh; None: the model is sharded over all ranks, or not at all. Called by all ranks together."""
+    if launched.tensor_parallel == 1:
+        mesh: DeviceMesh | None = accelerator.torch_device_mesh
+        return mesh
+    shape = launched.data_ranks, launched.tensor_parallel
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_shard", "tp"))
+
+
+def deal(accelerator: Accelerator, launched: Launched, loader: DataLoader) -> Any:
+    """Return this data-parallel rank's shares of a loader's global micro-batches, as Accelerate deals them."""
+    if launched.tensor_parallel == 1:
+        return accelerator.prepare_data_loader(loader, device_placement=False)
+    dealt = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=launched.data_ranks,
+        process_index=launched.data_rank,
+        split_batches=accelerator.split_batches,
+        even_batches=accelerator.even_batches,
+        put_on_device=False,
+        rng_types=[],
+    )
+    accelerator._dataloaders.append(dealt)  # which it lets go of at the end
+    return dealt
+
+
+def group_of_data(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the group of this rank over which what is of samples is added up; None: all ranks."""
+    if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh.get_group("dp_shard")
+
+
+def set_up(*, on_cpu: bool) -> None:
+    """Leave out what is known here; to be called before DeepSpeed is imported, which Accelerate does under any preset."""
+    # FSDP2 itself calls what torch has given new names, at every unit of every step.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    if on_cpu:
+        _leave_out("DeepSpeed", "Setting accelerator to CPU")
+        _leave_out("torch.utils.cpp_extension", "No CUDA runtime is found")
+
+
+@contextmanager
+def without_success() -> Iterator[None]:
+    """In the block, leave out what DeepSpeed prints of an operator that it has found."""
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            yield
+    finally:
+        sys.stdout.writelines(line for line in said.getvalue().splitlines(keepends=True) if "built successfully" not in line)
+
+
+def _leave_out(logger: str, words: str) -> None:
+    logging.getLogger(logger).addFilter(lambda record: words not in record.getMessage())
+
+
+def complete(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
+    """Return the preset's settings with those that the recipe and the plan decide.
+
+    Raises PresetError if the preset sets one of these itself, or what would have something else learnt.
+    """
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=plan.accumulation, gradient_clipping=clip_norm)
+    config = plugin.deepspeed_config
+    zero = config["zero_optimization"]
+    deepspeed_file.refuse_nvme(zero)
+    # DeepSpeed 0.19 clips at 1.0 unless it is told 0.0, and Accelerate does not pass 0.0 on.
+    config["gradient_clipping"] = clip_norm
+    config["train_micro_batch_size_per_gpu"] = plan.micro_batch
+    config["gradient_accumulation_steps"] = plan.accumulation
+    # What steps on offloaded weights is torch's optimizer too. Accelerate 1.15 would put DeepSpeedCPUAdam in the place of any,
+    # SGD as well (`map_pytorch_optim_to_deepspeed`). torch's fused AdamW is as fast: docs/performance.md.
+    config["zero_force_ds_cpu_optimizer"] = False
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
+    return plugin

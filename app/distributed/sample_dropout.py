@@ -1,0 +1,353 @@
+"""Dropout per sample: the mask of a layer is a function of the seed and the sample.
+
+A mask is a hash of (seed, sample number, name of the layer, which of its calls in the pass, place in the sample). The sample
+number holds the epoch. So a sample loses the same activations in any batch, on any rank, in any pass of a step, after a resume,
+and in a forward pass that is computed a second time to save memory.
+
+A place in a mask costs an exclusive or and a product of 32-bit integers: each place has a random number, the same for all
+samples, and each (sample, layer, call) has two, one for the exclusive or and an odd one for the product. On CPUs that takes
+less time than torch's own draws (docs/same-run.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from app import own_layers
+from app.data.draws import mix64_tensor
+from app.data.order import derive_key
+from app.data.samples import Batch
+from app.errors import RecipeError, TrainingError
+from app.recipe.batching import BatchPlan
+
+_ALPHA = -1.7580993408473766
+"""What `nn.AlphaDropout` puts in the place of what it drops: the limit of SELU."""
+_MOST_NAMED = 3
+_PIECE = 2**20
+"""So many places get their numbers at once: 64-bit numbers of all of them would take twice the memory of the result."""
+
+
+class _Kind(NamedTuple):
+    """How a layer drops."""
+
+    what: Literal["element", "channel", "sample"]
+    dimensions: int | None = None
+    """Of its input; None: any."""
+    is_alpha: bool = False
+
+
+_KINDS: dict[Any, _Kind] = {
+    nn.Dropout.forward: _Kind("element"),
+    nn.Dropout1d.forward: _Kind("channel", 3),
+    nn.Dropout2d.forward: _Kind("channel", 4),
+    nn.Dropout3d.forward: _Kind("channel", 5),
+    nn.AlphaDropout.forward: _Kind("element", is_alpha=True),
+}
+
+
+class PassDraws:
+    """What the dropout layers of a model draw, for the samples of one forward pass after the other."""
+
+    def __init__(self, seed: int) -> None:
+        self.samples: Tensor | None = None
+        """Sample numbers of the pass, int64 [B], on its device; None: no training pass is under way."""
+        self.passes = 0
+        """How many have begun."""
+        self.layers: list[SampleDropout] = []
+        self.left: dict[str, str] = {}
+        """Layers whose draws cannot belong to samples, and why."""
+        self.growing: set[str] | None = None
+        """Layers whose inputs' first dimension is known to grow with the batch (`compare`); None: nothing was compared."""
+        self.rows: dict[str, list[int]] | None = None
+        """While rows are counted (`counted`): the first dimensions of the inputs of each layer's calls."""
+        self._plan: tuple[BatchPlan, int] | None = None
+        self._seed = seed
+        self._streams: dict[tuple[str, int], int] = {}
+        """Layers and numbers of calls that were met so far, and their places in `_of_pass`."""
+        self._of_pass: list[tuple[Tensor, Tensor]] = []
+        self._keys = torch.empty(0, 1, dtype=torch.int64)
+        """One for each stream, [L, 1]."""
+        self._places = torch.empty(0, dtype=torch.int32)
+
+    def begin(self, samples: Tensor) -> None:
+        """Begin a forward pass over these samples, int64 [B]. A backward pass belongs to the last one that has begun."""
+        self.samples, self._of_pass = samples, []  # the numbers of all layers are made at once, when the first is called
+        self.passes += 1
+
+    def end(self) -> None:
+        """Let layers draw from torch's generator from now on, as in a pass that is not over samples of the training."""
+        self.samples, self._of_pass = None, []
+
+    def bits(self, layer: str, call: int, count: int) -> Tensor:
+        """Return random bits int32 [B, count], for a layer's call of this number within the pass."""
+        assert self.samples is not None
+        stream = self._streams.setdefault((layer, call), len(self._streams))
+        if stream >= len(self._of_pass):
+            self._of_pass = self._numbers(self.samples)
+        mixed, factor = self._of_pass[stream]
+        if len(self._places) < count or self._places.device != self.samples.device:
+            self._places = _places(count, self.samples.device)
+        return torch.bitwise_xor(self._places[:count], mixed).mul_(factor)
+
+    def __deepcopy__(self, memo: object) -> PassDraws:
+        return self  # layers of a copied model are told by the same feed
+
+    def said_of_others(self, plan: BatchPlan, *, parts: int = 1) -> str:
+        """Return a sentence on what forward passes draw that belongs to no sample: a note where a step is one pass.
+
+        `parts` is how many processes compute a pass together.
+        """
+        known = [f"{name}: {why}" for name, why in self.left.items()]
+        more = f"; {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
+        what = "; ".join(known[:_MOST_NAMED]) + more if known else "functional dropout, as in attention, or torch.rand"
+        said = f"forward passes use random numbers that do not belong to samples ({what})"
+        if plan.passes * parts == 1:
+            return f"{said}: on several processes or with accumulation this recipe is refused, because its result would differ"
+        return (
+            f"{said}, so the result would depend on the topology (here {plan}). Set the dropout of attention "
+            "to 0 (nn.MultiheadAttention(dropout=0.0), attention_dropout=0.0 or attn_pdrop=0.0 of "
+            "transformers), use layers such as nn.Dropout on inputs [B, ...], draw in the task's `preprocess`, or "
+            "train on one process without accumulation"
+        )
+
+    def refuse_others(self, plan: BatchPlan, *, parts: int = 1) -> None:
+        """Raise RecipeError for layers that are `left`, where a step is several passes, or several processes' together.
+
+        So does a layer that is left later, in a pass.
+        """
+        self._plan = plan, parts
+        if self.left and plan.passes * parts > 1:
+            raise RecipeError(self.said_of_others(plan, parts=parts))
+
+    def leave(self, layer: str, why: str) -> None:
+        """Let torch draw for a layer from now on. Raises RecipeError where that is refused."""
+        self.left[layer] = why
+        if self._plan is not None:
+            plan, parts = self._plan
+            self.refuse_others(plan, parts=parts)
+
+    @contextmanager
+    def counted(self) -> Iterator[dict[str, list[int]]]:
+        """Return the block in which layers drop nothing, and note the first dimension of the input of each of their calls."""
+        self.rows = defaultdict(list)
+        try:
+            yield self.rows
+        finally:
+            self.rows = None
+
+    def compare(self, whole: Mapping[str, list[int]], halves: Sequence[Mapping[str, list[int]]]) -> None:
+        """See which layers' inputs have the samples in their first dimension, by the rows that were `counted`.
+
+        `whole` are those of a pass, `halves` those of passes over half as many samples; none if a pass has always the same
+        size. A layer whose rows are not twice as many is `left`.
+        """
+        self.growing = set()
+        for name, rows in whole.items():
+            if all([2 * count for count in half.get(name, [])] == rows for half in halves):
+                self.growing.add(name)
+            else:
+                self.left[name] = f"the first dimension of its input, {rows[0]}, is not that of the samples (batch_first=True?)"
+
+    def look(self, forward: Callable[[int], Any]) -> None:
+        """Do as `compare`; `forward` computes a pass over a batch that is repeated so many times, on torch's meta device."""
+        if any(layer.p > 0 for layer in self.layers):
+            with self.counted() as once:
+                forward(1)
+            with self.counted() as twice:
+                forward(2)
+            self.compare(twice, [once])
+
+    def leave_all(self, why: str) -> None:
+        """Let torch draw for every layer: nothing could be compared."""
+        self.growing = set()
+        self.left |= {layer.name: why for layer in self.layers if layer.p > 0}
+
+    def _numbers(self, samples: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return what places are mixed with and multiplied by, each int32 [B, 1], for every layer and call that is known."""
+        if len(self._keys) != len(self._streams) or self._keys.device != samples.device:
+            words = [derive_key(self._seed, "dropout", *stream) for stream in self._streams]
+            self._keys = torch.tensor([[word - 2**64 if word >= 2**63 else word] for word in words], device=samples.device)
+        halves = mix64_tensor(mix64_tensor(samples + derive_key(self._seed, "dropout") // 2) ^ self._keys).view(torch.int32)
+        mixed, factors = halves.view(len(self._keys), len(samples), 2).split(1, dim=-1)
+        return list(zip(mixed.unbind(0), (factors | 1).unbind(0), strict=True))
+
+
+class _Calls:
+    """How often a layer is called in a pass. Not a part of the layer: setting an attribute of a module takes 10 us."""
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+        self._pass, self._again = -1, 0
+        self.count = 0
+
+    def next(self, number_of_pass: int) -> int:
+        """Return which call in the pass this is: in a backward pass one that was made before, and is computed again."""
+        if self._pass != number_of_pass:
+            self._pass, self.count, self._again = number_of_pass, 0, 0
+        if torch._C._current_graph_task_id() == -1:  # no backward pass is under way
+            self.count += 1
+            return self.count - 1
+        self._again += 1
+        return (self._again - 1) % max(self.count, 1)
+
+    def check(self, *_: Any) -> None:
+        """Raise TrainingError if it is not known which calls were computed again: then not all have been, in their order."""
+        if self._again % self.count:
+            raise TrainingError(
+                f"the dropout layer {self._layer} is called {self.count} times in a forward pass, and "
+                f"activation checkpointing recomputed only {self._again} of these calls in one piece, so it "
+                "is unknown which. Use a separate layer for each call, checkpoint a part of the model that "
+                "contains all of them, or turn checkpointing off"
+            )
+
+
+class SampleDropout(_DropoutNd):
+    """In the place of a layer of torch's, torchvision's or timm's that drops at random: the same, with masks of the samples."""
+
+    def __init__(self, p: float, name: str, kind: _Kind, draws: PassDraws, of_torch: nn.Module) -> None:
+        """`of_torch` draws where there is no training pass, or where the draws cannot belong to samples."""
+        super().__init__(p)
+        self.name = name
+        self._kind, self._draws = kind, draws
+        self._of_torch = [of_torch]  # not a part of this one: the names of parts stay as they are
+        self._calls = _Calls(name)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name for it)
+        """Return the activations [B, ...] or [B*k, ...], with what is dropped 0 and the rest larger, so that means stay."""
+        if self._draws.rows is not None:
+            if self.p > 0:
+                self._draws.rows[self.name].append(len(input) if input.ndim else 0)
+            return input
+        if not self.training or self.p == 0 or input.numel() == 0:
+            return input
+        if self._draws.samples is None or not self._fits(input):
+            return self._drawn_by_torch(input)
+        if self.p == 1:
+            return input * 0
+        number, shape = self._calls.next(self._draws.passes), self._shape(input)
+        count = math.prod(shape) // len(self._draws.samples)
+        dropped = self._draws.bits(self.name, number, count).view(shape) < _threshold(self.p)
+        output = self._without(input, dropped)
+        if self._calls.count > 1 and output.grad_fn is not None:
+            output.grad_fn.register_hook(self._calls.check)
+        return output
+
+    def extra_repr(self) -> str:
+        """Return what is printed of it."""
+        return f"p={self.p}, {self._kind.what}s of samples"
+
+    def _fits(self, input: Tensor) -> bool:  # noqa: A002
+        """Whether each sample's part of the input is known; if not, the layer is left."""
+        assert self._draws.samples is not None
+        if self.name in self._draws.left:
+            return False
+        size, rows = len(self._draws.samples), input.shape[0] if input.ndim else 0
+        if self._draws.growing is not None and self.name not in self._draws.growing:
+            why = "it was not called when the inputs of layers were compared at the start"
+        elif not (rows > 0 and rows % size == 0 and self._kind.dimensions in (None, input.ndim)):
+            why = f"the first dimension of its input {list(input.shape)} is not {size}, the number of samples"
+        else:
+            return True
+        self._draws.leave(self.name, why)
+        return False
+
+    def _drawn_by_torch(self, input: Tensor) -> Tensor:  # noqa: A002
+        (layer,) = self._of_torch
+        drawn: Tensor = layer.train(self.training)(input)
+        return drawn
+
+    def _shape(self, input: Tensor) -> tuple[int, ...]:  # noqa: A002
+        """That of the draws, which differ between elements, channels or samples."""
+        if self._kind.what == "element":
+            return input.shape
+        kept = 2 if self._kind.what == "channel" else 1
+        return (*input.shape[:kept], *[1] * (input.ndim - kept))
+
+    def _without(self, input: Tensor, dropped: Tensor) -> Tensor:  # noqa: A002
+        if not self._kind.is_alpha:
+            return (input * (1 / (1 - self.p))).masked_fill_(dropped, 0.0)
+        scale: float = ((1 - self.p) * (1 + self.p * _ALPHA**2)) ** -0.5
+        return (input * scale).masked_fill_(dropped, _ALPHA * scale) - self.p * _ALPHA * scale
+
+
+def give_to_samples(model: nn.Module, seed: int) -> PassDraws:
+    """Put layers whose draws belong to samples in the place of the model's that drop at random; names stay as they are.
+
+    The result must be told of each training pass (`PassDraws.begin`).
+    """
+    draws = PassDraws(seed)
+
+    def own(layer: nn.Module, name: str) -> nn.Module | None:
+        kind = _kind_of(layer)
+        if kind is None:
+            return None
+        found = SampleDropout(rate(layer), name, kind, draws, layer)
+        draws.layers.append(found)
+        return found
+
+    own_layers.replace(model, own)
+    draws.left |= dict.fromkeys(_others(model), "it draws for a whole batch at once, or inside a function")
+    return draws
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """Return a batch of so many times the samples of this one, whose tensors are [B, ...]."""
+    size = len(batch["samples"])
+    return {
+        name: torch.cat([value] * times) if isinstance(value, Tensor) and value.shape[:1] == (size,) else value
+        for name, value in batch.items()
+    }
+
+
+def rate(layer: nn.Module) -> float:
+    """Return the share of its input that the layer drops at random while training; 0: it is no layer that is known to."""
+    found: float = 0.0
+    if isinstance(layer, nn.MultiheadAttention):
+        found = layer.dropout
+    elif isinstance(layer, _DropoutNd) or _is_stochastic_depth(layer):
+        found = vars(layer)["p"]
+    elif _is_drop_path(layer):
+        found = vars(layer)["drop_prob"] or 0.0
+    return found
+
+
+def _kind_of(layer: nn.Module) -> _Kind | None:
+    """How the layer drops; None: not at random, or in a way of its own."""
+    one_a_sample = (_is_stochastic_depth(layer) and layer.mode == "row") or (
+        _is_drop_path(layer) and getattr(layer, "scale_by_keep", True)
+    )
+    return _Kind("sample") if one_a_sample else _KINDS.get(type(layer).forward)
+
+
+def _is_stochastic_depth(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "StochasticDepth"  # torchvision's, by its name: its import is slow
+
+
+def _is_drop_path(layer: nn.Module) -> bool:
+    return type(layer).__name__.endswith("DropPath") and "drop_prob" in vars(layer)  # timm's and transformers'
+
+
+def _others(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if rate(layer) > 0 and not isinstance(layer, SampleDropout)]
+
+
+def _threshold(p: float) -> int:
+    """Of random int32: so many of all are below it."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def _places(count: int, device: torch.device) -> Tensor:
+    """Return a random number for each place in a sample, int32 [count]."""
+    found = torch.empty(count, dtype=torch.int32, device=device)
+    for start in range(0, count, _PIECE):
+        piece = torch.arange(start + 1, min(start + _PIECE, count) + 1, device=device)
+        found[start : start + _PIECE] = mix64_tensor(piece).view(torch.int32)[::2]
+    return found

@@ -1,0 +1,269 @@
+"""Which elements of a tensor a rank has: one index range of the flattened tensor, or columns (many ranges of one length).
+
+A rank of a group that divides columns, as tensor parallelism does, has some elements of every row. Torch is needed only
+where tensors are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from app.errors import PresetError
+
+if TYPE_CHECKING:
+    import torch
+
+
+WEIGHT, AVERAGE, BUFFER = "weight", "average", "buffer"
+"""Keys of full-precision weights, of their moving average, and of buffers."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Region:
+    """Runs of consecutive elements of a flattened tensor, each as long as the others, at even distances."""
+
+    start: int
+    """Index of the first element."""
+    count: int
+    """Elements in all runs together."""
+    run: int
+    """Elements in a run: `count`, where there is one run."""
+    stride: int
+    """From the start of a run to that of the next; `run`, where there is one run."""
+
+    @classmethod
+    def flat(cls, start: int, count: int) -> Region:
+        """Return consecutive elements."""
+        return cls(start, count, count, count)
+
+    @classmethod
+    def made(cls, start: int, count: int, run: int, stride: int) -> Region:
+        """Return the region; where the runs make one, or there is one, as `flat` says it."""
+        return cls.flat(start, count) if run in (stride, count) else cls(start, count, run, stride)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str = "a parameter") -> Region:
+        """Return the elements of `tensor` that this process has: all of a plain tensor, and its part of a DTensor.
+
+        Raises PresetError, which says `name`, if they are no region.
+        """
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return cls.flat(0, tensor.numel())
+        mesh, placements = tensor.device_mesh, tensor.placements
+        found = _of_placements(tuple(tensor.shape), tuple(mesh.shape), mesh.get_coordinate() or (), placements)
+        if found is None or found.count != tensor.to_local().numel():
+            raise PresetError(
+                f"{name}, {tuple(tensor.shape)}, is divided as {placements} over {mesh}: a process holds "
+                "neither rows nor columns of it, which is what filling, averaging and saving support. Use an "
+                "unchanged preset of accelerate_configs/."
+            )
+        return found
+
+    @property
+    def end(self) -> int:
+        """Index after the last element."""
+        return self.start + (self.runs - 1) * self.stride + self.run if self.count else self.start
+
+    @property
+    def runs(self) -> int:
+        """How many runs there are."""
+        return self.count // self.run if self.count else 0
+
+    def rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a contiguous tensor, of any shape, as a view [runs, run] of it."""
+        flat = whole.view(-1)
+        assert self.end <= flat.numel(), (self, flat.numel())
+        return flat.as_strided((self.runs, self.run), (self.stride, 1), flat.storage_offset() + self.start)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a contiguous tensor, of any shape, 1-D in order; a view of it where it is one run."""
+        return self.rows(whole).reshape(-1).contiguous()  # single elements of rows are a view otherwise
+
+    def part(self, first: int, stop: int) -> Region:
+        """Return the elements from the `first` one of this region to that before its `stop`-th; of many runs, whole ones."""
+        if self.runs <= 1:
+            return Region.flat(self.start + first, stop - first)
+        assert first % self.run == stop % self.run == 0, (self, first, stop)
+        return Region.made(self.start + first // self.run * self.stride, stop - first, self.run, self.stride)
+
+    def share(self, count: int, index: int) -> tuple[int, int]:
+        """Return the first and the stop, as `part` takes them, of one of `count` shares that are as even as can be."""
+        unit, units = (self.run, self.runs) if self.runs > 1 else (1, self.count)
+        return units * index // count * unit, units * (index + 1) // count * unit
+
+    def overlaps(self, other: Region) -> Iterator[Region]:
+        """Yield the elements that both have, each once."""
+        if self.start >= other.end or other.start >= self.end:
+            return
+        few, many = sorted((self, other), key=lambda it: it.runs)
+        if few.runs > 1 and (both := _of_same_rows(few, many)) is not None:
+            yield from [both] if both.count else []
+            return
+        for number in range(few.runs):
+            start = few.start + number * few.stride
+            yield from _within(start, start + few.run, many)
+
+    def inside(self, part: Region) -> Region:
+        """Return the place of a part of this region, one that `overlaps` gave, among its elements one after the other."""
+        if self.runs <= 1:
+            return Region(part.start - self.start, part.count, part.run, part.stride)
+        number, first = divmod(part.start - self.start, self.stride)
+        stride = self.run if part.runs > 1 and part.stride == self.stride else part.stride
+        return Region.made(number * self.run + first, part.count, part.run, stride)
+
+    def distance(self, part: Region) -> int:
+        """Return how far apart the runs of such a part begin, among the elements of this region one after the other."""
+        place = self.inside(part)
+        return place.stride if place.runs > 1 else part.run
+
+    def pieces(self, most: int) -> Iterator[Region]:
+        """Yield the region in parts with at most so many elements from the first to the last: runs, or parts of long ones."""
+        if self.run > most:
+            for begin in range(self.start, self.end, self.stride):
+                yield from (Region.flat(at, min(most, begin + self.run - at)) for at in range(begin, begin + self.run, most))
+            return
+        together = (most - self.run) // self.stride + 1 if self.count else 1
+        for number in range(0, self.runs, together):
+            runs = min(together, self.runs - number)
+            yield Region.made(self.start + number * self.stride, runs * self.run, self.run, self.stride)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Elements of one tensor, addressed by its name and a region, never by a rank."""
+
+    key: str
+    """WEIGHT, AVERAGE, BUFFER, or the optimizer's own name of a state tensor ("exp_avg", "momentum_buffer", ...)."""
+    name: str
+    """Plain name of the parameter or buffer, as in model.safetensors."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor: the parameter's, but for states of optimizers that step on whole parameters only."""
+    region: Region
+    values: torch.Tensor
+    """The elements, 1-D, on any device; a view of live memory where it is read into."""
+    copies: tuple[int, int] = (1, 0)
+    """Number of ranks that hold the same elements, and which of them this one is."""
+
+    def share(self) -> Piece:
+        """Return the even share of it that this rank writes."""
+        first, stop = self.region.share(*self.copies)
+        return replace(self, region=self.region.part(first, stop), values=self.values[first:stop], copies=(1, 0))
+
+
+def _of_same_rows(one: Region, other: Region) -> Region | None:
+    """The common elements of two regions of columns of the same matrix; None: they are not both."""
+    width, left, right = one.stride, one.start % one.stride, other.start % one.stride
+    if other.stride != width or left + one.run > width or right + other.run > width:
+        return None
+    first, stop = max(left, right), min(left + one.run, right + other.run)
+    top = max(one.start // width, other.start // width)
+    rows = min(one.start // width + one.runs, other.start // width + other.runs) - top
+    run = stop - first if rows > 0 else 0
+    return Region.made(top * width + first, rows * run, run, width) if run > 0 else Region.flat(0, 0)
+
+
+def _within(start: int, stop: int, runs: Region) -> Iterator[Region]:
+    """Yield what a region has of the elements start .. stop - 1."""
+    number = max(0, (start - runs.start) // runs.stride)
+    begin = runs.start + number * runs.stride
+    if begin < start:  # in this run, or behind it
+        if start < begin + runs.run and number < runs.runs:
+            yield Region.flat(start, min(stop, begin + runs.run) - start)
+        number, begin = number + 1, begin + runs.stride
+    complete = min(runs.runs, max(number, (stop - runs.start - runs.run) // runs.stride + 1))
+    if complete > number:
+        yield Region.made(begin, (complete - number) * runs.run, runs.run, runs.stride)
+    begin = runs.start + complete * runs.stride
+    if complete < runs.runs and begin < stop:
+        yield Region.flat(begin, min(stop - begin, runs.run))
+
+
+# ---- DTensors: which elements placements over a mesh leave to a process --------------------------------------------------
+
+
+def copies(tensor: torch.Tensor, name: str = "a parameter") -> tuple[int, int]:
+    """Return how many processes have the same elements of `tensor` as this one, and which of them this one is.
+
+    Every process has a plain tensor whole. Raises PresetError, which says `name`, if they cannot be counted.
+    """
+    from torch import distributed
+    from torch.distributed.tensor import DTensor
+
+    ranks, rank = (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
+    if not isinstance(tensor, DTensor):
+        return ranks, rank
+    mesh = tensor.device_mesh
+    all_of_it: Any = mesh._get_root_mesh()  # torch 2.15 has no public name for the mesh that others are parts of
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    dividing = {key for key, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
+    number, index, parts = 1, 0, 1
+    everywhere = all_of_it.mesh_dim_names or tuple(map(str, range(all_of_it.ndim)))
+    for key, size, at in zip(everywhere, all_of_it.shape, all_of_it.get_coordinate(), strict=True):
+        if key in dividing:
+            parts *= size
+        else:
+            number, index = number * size, index * size + at
+    if number * parts != ranks or not dividing <= set(everywhere):
+        raise PresetError(
+            f"{name} is divided as {tensor.placements} over {mesh}, a part of {all_of_it}, of {ranks} "
+            "processes: it cannot be determined which processes hold the same elements. Use an unchanged "
+            "preset of accelerate_configs/."
+        )
+    return number, index
+
+
+def _of_placements(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequence[int], placements: Sequence[Any]
+) -> Region | None:
+    """What the process at `coordinate` of a mesh of this shape has; None: no region."""
+    if len(coordinate) != len(mesh) or any(placement.is_partial() for placement in placements):
+        return None
+    found, size = Region.flat(0, 1), 1
+    for dim, length in reversed(list(enumerate(shape))):
+        order = _order(
+            [at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim], mesh, placements
+        )
+        if order is None:
+            return None
+        first, count = 0, length
+        for at in order:
+            share = -(-count // mesh[at])  # as torch.chunk deals them out
+            before = min(coordinate[at] * share, count)
+            first, count = first + before, min(share, count - before)
+        if count == 0:
+            return Region.flat(0, 0)
+        of_lines = _of_lines(found, size, first, count)
+        if of_lines is None:
+            return None
+        found, size = of_lines, size * length
+    return found
+
+
+def _order(dividing: list[int], mesh: tuple[int, ...], placements: Sequence[Any]) -> list[int] | None:
+    """In which order dimensions of the mesh have divided one of the tensor, each what those before it have left.
+
+    FSDP2 divides last what tensor parallelism has divided, stands first in the mesh, and says so by a strided shard, whose
+    split factor is the number of parts that there were (torch 2.15, _fsdp_param.py). None: another one, of every n-th part.
+    """
+    if not dividing:
+        return []
+    first, later = dividing[0], _order(dividing[1:], mesh, placements)
+    factor = getattr(placements[first], "split_factor", 1)
+    if later is None or factor not in (1, prod(mesh[at] for at in later)):
+        return None
+    return [first, *later] if factor == 1 else [*later, first]
+
+
+def _of_lines(inner: Region, size: int, first: int, count: int) -> Region | None:
+    """The elements of `inner`, of `size`, in each of `count` neighbouring lines of so many elements."""
+    start = first * size + inner.start
+    if inner.count == size or inner.runs == 1:
+        return Region.made(start, count * inner.count, count * size if inner.count == size else inner.run, size)
+    if count == 1 or inner.runs * inner.stride == size:
+        return Region(start, count * inner.count, inner.run, inner.stride)
+    return None

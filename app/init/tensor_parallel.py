@@ -1,0 +1,162 @@
+"""Tensor parallelism: the processes of a group split each large matrix, by the model's own plan.
+
+The plan is that of transformers (`tp_plan`, by names of modules), and so are the layers' forward passes (transformers 5.23,
+distributed/tensor_parallel.py). A model of one's own may have one in the same words. What the plan does not name, as embeddings
+and norms, every process of a group holds whole, and computes alike. FSDP2 then divides what a process has by rows.
+
+A module with a true `divides_itself` gets its parameters divided, and computes with its part by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from app.distributed import sample_dropout
+from app.errors import PresetError
+
+_COLUMNS, _ROWS = 1, 0
+DIVIDED = {
+    "embedding_rowwise": _ROWS,
+    "colwise": _ROWS,
+    "colwise_gather_output": _ROWS,
+    "colwise_rep": _ROWS,
+    "rowwise": _COLUMNS,
+    "rowwise_rep": _COLUMNS,
+    "rowwise_split_input": _COLUMNS,
+}
+"""The dimension of a weight [outputs, inputs] that a rule of a plan divides."""
+_SUMMED = "replicated_with_grad_allreduce"
+"""The rule of what is whole, and whose gradient is the sum of the processes'."""
+_WHOLE_AGAIN = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
+"""Rules of layers whose input and output are whole: such a layer may as well be whole itself."""
+_MOST_NAMED = 3
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def check(model: nn.Module, parts: int) -> None:
+    """Raise PresetError if a model on torch's meta device cannot be split into so many parts."""
+    asked, kind = f"tensor parallelism of {parts} processes", type(model).__name__
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        raise PresetError(f"{asked} needs a task that draws weights part by part: add `init_module` to it, or use fsdp2.yaml")
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not any(rule in DIVIDED and rule not in _WHOLE_AGAIN for rule in plan.values()):
+        raise PresetError(
+            f"{asked} needs a model with a tensor parallel plan (transformers' tp_plan), and {kind} has none: "
+            "use fsdp2.yaml, which shards any model"
+        )
+    if unknown := {rule for rule in plan.values() if rule not in DIVIDED and rule != _SUMMED}:
+        raise PresetError(f"{asked} does not support {', '.join(sorted(unknown))} in the plan of {kind}: use fsdp2.yaml")
+    rules = rules_of(model, parts)
+    for name, rule in rules.items():
+        _check_layer(model, name, rule, asked)
+    sizes = _sizes(model, rules)
+    if wrong := [f"{what} {size}" for what, size in sizes.items() if size % parts]:
+        common = math.gcd(*sizes.values())
+        possible = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+        raise PresetError(
+            f"{asked} cannot divide {', '.join(wrong[:_MOST_NAMED])} evenly: --tensor-parallel may be {possible} for this model"
+        )
+
+
+def _check_layer(model: nn.Module, name: str, rule: str, asked: str) -> None:
+    module, holder = model.get_submodule(name), name.rpartition(".")[0]
+    more = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
+    if more or (rule in DIVIDED and not isinstance(module, (nn.Linear, nn.Embedding))):
+        raise PresetError(
+            f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: a "
+            "divided layer must be a plain torch layer, without LoRA adapters. Use fsdp2.yaml"
+        )
+    beside = dict(model.get_submodule(holder).named_children())
+    drops = [key for key, layer in beside.items() if sample_dropout.rate(layer) > 0]
+    if drops and rule in DIVIDED and rule not in _WHOLE_AGAIN:
+        raise PresetError(
+            f"{asked} cannot use dropout in {holder}.{drops[0]}, because like {name} it may see only a part "
+            "of each sample. Set that dropout to 0, or use fsdp2.yaml"
+        )
+
+
+def divide(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide a model among the processes of a mesh of one dimension, by its plan. `check` has passed."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    divided: dict[int, Any] = {}
+    for name, rule in rules_of(model, mesh.size()).items():
+        module = model.get_submodule(name)
+        if rule == _SUMMED:
+            _sum_gradients(module, mesh)
+            continue
+        style: Any = ALL_PARALLEL_STYLES[rule]
+        for key, whole in list(module._parameters.items()):
+            if id(whole) not in divided:
+                style.shard_param(module, key, mesh)
+                divided[id(whole)] = module._parameters[key]
+            module._parameters[key] = divided[id(whole)]  # what is tied stays one
+        if not getattr(module, "divides_itself", False):
+            style.install_forward(module, mesh)
+
+
+def rules_of(model: nn.Module, parts: int) -> dict[str, str]:
+    """The rule of each module that has one.
+
+    Layers that take and return what is whole stay whole if their weights cannot be divided evenly, or are also another layer's
+    that has no such rule.
+    """
+    plan: Mapping[str, str] = model.tp_plan  # type: ignore[assignment]
+    found: dict[str, str] = {}
+    may_divide: dict[int, bool] = {}
+    for name, module in model.named_modules():
+        rule = plan.get(".".join("*" if part.isdecimal() else part for part in name.split(".")))
+        if rule is not None:
+            found[name] = rule
+        for tensor in module._parameters.values():
+            if tensor is None:
+                continue
+            is_even = rule in _WHOLE_AGAIN and tensor.shape[0] % parts == 0
+            may_divide[id(tensor)] = is_even and may_divide.get(id(tensor), True)
+    return {
+        name: rule
+        for name, rule in found.items()
+        if rule not in _WHOLE_AGAIN or all(may_divide[id(it)] for it in model.get_submodule(name).parameters(recurse=False))
+    }
+
+
+def _sizes(model: Any, rules: Mapping[str, str]) -> dict[str, int]:
+    """What must be divided evenly: attention heads, and the divided dimensions of weights, once for each kind of layer."""
+    config = getattr(model, "config", None)
+    found = {what: size for what in _HEADS if (size := getattr(config, what, None))}
+    for name, rule in rules.items():
+        if rule in DIVIDED and rule not in _WHOLE_AGAIN:
+            what = "inputs" if DIVIDED[rule] else "outputs"
+            weight: Any = model.get_submodule(name).weight
+            found[f"{what} of {name.rpartition('.')[2]}"] = weight.shape[DIVIDED[rule]]
+    return found
+
+
+def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Have the gradients of a module's parameters, which each process has of its part of the heads, added up.
+
+    transformers adds up what a parameter has after a pass, and so in a step of several passes what was added up before.
+    """
+    forward = module.forward
+    known: dict[str, Tensor] = {}
+
+    def total(gradient: Tensor) -> Tensor:
+        summed: Tensor = DTensor.from_local(gradient, mesh, [Partial()], run_check=False).full_tensor()
+        return summed
+
+    def forward_watched(*args: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            for key, parameter in module._parameters.items():  # FSDP2's gathered ones, in the place of its shards
+                if parameter is not None and parameter.requires_grad and known.get(key) is not parameter:
+                    parameter.register_hook(total)
+                    known[key] = parameter
+        return forward(*args, **named)
+
+    module.forward = forward_watched

@@ -1,0 +1,223 @@
+"""The optimizer of a recipe with its parameter groups, and frozen parameters.
+
+Which there are stands in `app/recipe/optimizers.py`.
+
+A normalization layer all of whose own parameters are frozen keeps its running statistics too, and normalizes by them while it
+trains, as in an evaluation: otherwise it would go on changing, and by statistics of micro-batches, which depend on how many
+processes there are. Dropout in frozen layers stays on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.sgd import sgd
+
+from app.errors import RecipeError
+from app.recipe import optimizers
+from app.recipe.optimizers import Group
+from app.recipe.schema import OptimRecipe
+
+# Kinds of device on which torch (2.8 and later) has a fused Adam, AdamW and SGD: one pass over the weights instead of several.
+_FUSED_DEVICES = {"cpu", "cuda"}
+
+
+# Settings of torch's optimizers that say how a step is computed, not what it computes.
+_ONLY_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a step does to each parameter: all of it that the recipe says, and all that torch adds to that by default."""
+
+    kind: type[torch.optim.Optimizer]
+    """The class of torch that steps."""
+    settings: Mapping[str, Any]
+    """Its settings, by torch's names, but for the weight decay. The learning rate is the peak of the recipe, unscaled."""
+    weight_decays: Mapping[str, float]
+    """The weight decay of each trainable parameter, by name."""
+    lr_factors: Mapping[str, float]
+    """What multiplies its learning rate."""
+    sizes: Mapping[str, int]
+    """Elements of each of them."""
+
+    @classmethod
+    def of(cls, recipe: OptimRecipe, model: nn.Module) -> Rule:
+        """Return the rule for a model whose parameters are not sharded yet: the weight decay follows from names and shapes.
+
+        Raises RecipeError for a setting that torch refuses, and for a group that is of no parameter.
+        """
+        kind, chosen = _chosen(recipe)
+        try:
+            (group,) = kind([nn.Parameter(torch.zeros(1))], **chosen).param_groups  # with what torch adds
+        except ValueError as error:
+            raise RecipeError(f"torch's {kind.__name__} refuses the settings of optim: {error}") from None
+        settings = {name: value for name, value in group.items() if name not in _ONLY_HOW | {"weight_decay"}}
+        group_of = _group_of_each(optimizers.groups_of(recipe), [name for name, _ in model.named_parameters()])
+        weight_decays, lr_factors, sizes = {}, {}, {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                by_default = recipe.weight_decay if decays(name, parameter) else 0.0
+                own = group_of[name].weight_decay
+                weight_decays[name] = by_default if own is None else own
+                lr_factors[name], sizes[name] = group_of[name].lr_factor, parameter.numel()
+        return cls(kind, settings, weight_decays, lr_factors, sizes)
+
+
+def _chosen(recipe: OptimRecipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    kind = getattr(torch.optim, optimizers.TABLE[recipe.name].torch_name)
+    return kind, {"lr": recipe.lr, **optimizers.settings_of(recipe)}
+
+
+def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]:
+    """The group of each parameter: the first that matches, or one that changes nothing. Raises RecipeError, as `Rule.of`."""
+    rest = Group("*")
+    found = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), rest) for name in names}
+    for group in groups:
+        if any(of_name is group for of_name in found.values()):
+            continue
+        matched = [name for name in names if fnmatchcase(name, group.pattern)]
+        if matched:
+            raise RecipeError(
+                f"optim.groups has {group.pattern}, but earlier groups already contain all {len(matched)} "
+                "parameters that it matches. The first match counts: put the narrower pattern first"
+            )
+        modules = [name.partition(".")[0] for name in names]
+        near = difflib.get_close_matches(group.pattern.strip("*."), [*names, *modules], n=3, cutoff=0.5)
+        shown = ", ".join(dict.fromkeys(near or [*names[:2], *names[-2:]]))
+        raise RecipeError(f"optim.groups has {group.pattern}, which matches no parameter of the model: it has {shown}, ...")
+    return found
+
+
+def build_optimizer(
+    recipe: OptimRecipe, model: nn.Module, rule: Rule | None = None, *, fused: bool | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the model's trainable parameters: in two groups, with and without weight decay, if there is any,
+    and as many for each learning rate.
+
+    `rule` is that of the model; without, its parameters are not sharded yet, as `Rule.of` wants it. `fused`, for Adam and
+    AdamW: None is where supported. The learning rate is the recipe's until `set_learning_rate` sets that of a step.
+    """
+    rule = rule or Rule.of(recipe, model)
+    alike: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, recipe.weight_decay): [], (1.0, 0.0): []}
+    for name, decay in rule.weight_decays.items():
+        alike.setdefault((rule.lr_factors[name], decay), []).append(model.get_parameter(name))
+    # A group costs a call of the fused kernel.
+    groups = [
+        {"params": parameters, "lr": recipe.lr * factor, "lr_factor": factor, "weight_decay": decay}
+        for (factor, decay), parameters in alike.items()
+        if parameters
+    ]
+    kind, chosen = _chosen(recipe)
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        devices = {parameter.device.type for parameters in alike.values() for parameter in parameters}
+        chosen["fused"] = devices <= _FUSED_DEVICES if fused is None else fused
+    return kind(groups, **chosen)
+
+
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether weight decay applies to a parameter: to the matrices and kernels that inputs are multiplied with.
+
+    Not to biases and norms (one dimension; Goyal et al. 2017, section 5.1), and not to what only looks like a matrix: class
+    tokens, position embeddings and tables of relative positions, which are added, and the layer scales of ConvNeXt and logit
+    scales of Swin v2, which are factors of single channels or heads. torch and torchvision call none of these `weight`, and
+    every matrix `weight` or `in_proj_weight`. (Swin, arXiv:2103.14030, exempts its tables too; timm's models these all.)
+    """
+    assert parameter.numel() > 0, f"{name} is empty: the optimizer was built after the model was sharded"
+    return parameter.ndim >= 2 and name.endswith("weight")
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each parameter group the learning rate `lr`, times its factor if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
+
+
+def takes_verdict(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether a step on the device leaves everything as it is where `optimizer.found_inf`, a float32 scalar, is 1."""
+    is_fused = isinstance(optimizer, torch.optim.SGD) or all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and device.type in _FUSED_DEVICES
+
+
+@torch.optim.Optimizer.profile_hook_step
+@torch.no_grad()
+def fused_sgd_step(optimizer: Any) -> None:
+    """Take the step of torch's SGD by its fused kernel, unless `optimizer.found_inf` (a float32 scalar on the device) is 1.
+
+    SGD(fused=True) would refuse FSDP2's tensors (torch 2.15: "does not have a sharding strategy registered"), which are stepped
+    on here piece by piece. And if it left out its first step it would leave the momentum as the memory was (torch/optim/sgd.py,
+    `empty_like`). Here the momentum begins with zeros, and the first step then has the bits that it has without: there is no
+    dampening. On a CPU the kernel rounds otherwise than torch's default, in the last elements of a tensor.
+    """
+    for group in optimizer.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        momenta: list[torch.Tensor | None] = [None] * len(parameters)
+        if group["momentum"]:
+            for parameter in parameters:
+                if not optimizer.state[parameter]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            momenta = [local(optimizer.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        sgd(
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters],
+            momenta,
+            fused=True,
+            found_inf=optimizer.found_inf,
+            **{name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")},
+        )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+_MOST_NAMED = 8
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let no parameter be trained whose name matches one of the patterns, such as `features.*`.
+
+    Raises RecipeError for a pattern that matches none, and if nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matched = [parameter for name, parameter in parameters.items() if fnmatchcase(name, pattern)]
+        if not matched:
+            raise RecipeError(f"train.freeze has {pattern!r}, which matches no parameter: {near(pattern, list(parameters))}")
+        for parameter in matched:
+            parameter.requires_grad = False
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        by = (
+            f"train.freeze is {', '.join(patterns)}"
+            if patterns
+            else f"the model, {type(model).__name__}, freezes its own parameters"
+        )
+        raise RecipeError(f"{by}: all {len(parameters)} parameters are frozen, so there is nothing to train")
+    set_training(model, mode=model.training)
+
+
+def near(pattern: str, names: Sequence[str]) -> str:
+    """Return what a pattern may have meant that matches none of the names."""
+    layers = (".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1))
+    close = difflib.get_close_matches(pattern, [*dict.fromkeys(f"{layer}.*" for layer in layers), *names], n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]}? " if close else ""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{hint}There are {', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def set_training(model: nn.Module, *, mode: bool) -> None:
+    """Put a model, prepared or not, into training or evaluation mode, but for layers that keep their statistics."""
+    model.train(mode)
+    for layer in model.modules():
+        own = list(layer.parameters(recurse=False))
+        if isinstance(layer, _NormBase) and own and not any(parameter.requires_grad for parameter in own):
+            layer.eval()

@@ -1,1 +1,0 @@
-"""TensorBoard, wandb, mlflow and trackio: one run over all starts."""
