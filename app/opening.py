@@ -25,7 +25,8 @@ from app.distributed import handshake
 from app.distributed.runtime import Runtime
 from app.environment.launched import SchedulerJob
 from app.errors import CheckpointError, RunFolderError
-from app.metrics.trackers import Trackers, tracked
+from app.metrics.tracked_run import tracked
+from app.metrics.trackers import Trackers
 from app.optim.schedule import Length
 from app.recipe import recipe_file, recipe_keys
 from app.recipe.recipe_file import LoadedRecipe

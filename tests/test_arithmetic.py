@@ -131,10 +131,9 @@ def test_a_start_in_bf16_refuses_a_narrow_convolution_that_is_computed_wrongly(t
     host = socket.gethostname()
     name = "3x3 convolution of 128 to 256 channels with stride 2x2 on maps of 1x1 in bfloat16: gradient of the"
     assert f"rank 1 on {host}: {name}" in ended.output
-    assert (
-        "layer4.0.conv1: use larger samples (data.image_size), another model, or mixed_precision 'no', or exclude"
-        in ended.output
-    )
+    assert "layer4.0.conv1: use larger samples (data.image_size), another model, or mixed_precision 'no'" in ended.output
+    # Some processors compute it wrongly by themselves: then there is no host to exclude.
+    assert ("or exclude" in ended.output) == (f"rank 0 on {host}" not in ended.output)
     assert "Traceback" not in ended.output
     assert not (tmp_path / "run").exists()
 

@@ -25,7 +25,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import hparams, image, scalar, text
 
 from app.errors import TrackerError
-from app.metrics.trackers import Tracked
+from app.metrics.tracked_run import Tracked
 from app.runs import run_folder
 from app.runs.claim import Claim
 

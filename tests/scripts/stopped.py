@@ -23,8 +23,8 @@ from app.checkpoints import model_file, step_folders, tensor_file
 from app.errors import CheckpointError, SamerunError
 from app.guard.watchdog import Watchdog
 from app.init.region import Piece, Region
+from app.metrics.tracked_run import tracked
 from app.metrics.tracker_services import TensorBoard
-from app.metrics.trackers import tracked
 from app.recipe.schema import Recipe
 from app.runs.claim import Claim, claim
 from app.tasks.image_classification.predictions import Prediction, Predictions
