@@ -205,10 +205,10 @@ def assert_same(folder: Path, reference: Path, *, after: int = 0) -> None:
     [
         ("multi_gpu", "deepspeed_zero3"),
         ("deepspeed_zero2", "fsdp2"),
-        pytest.param("deepspeed_zero1", "multi_gpu", marks=pytest.mark.slow),
+        pytest.param("deepspeed_zero1", "multi_gpu", marks=pytest.mark.long),
         pytest.param("deepspeed_zero3", "deepspeed_zero1", marks=pytest.mark.slow),
         pytest.param("fsdp2", "deepspeed_zero3_offload", marks=pytest.mark.slow),
-        pytest.param("deepspeed_zero3_offload", "deepspeed_zero2", marks=pytest.mark.slow),
+        pytest.param("deepspeed_zero3_offload", "deepspeed_zero2", marks=pytest.mark.long),
     ],
 )
 def test_the_same_step_is_left_out_under_every_strategy_and_after_a_resume(

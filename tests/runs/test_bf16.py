@@ -21,9 +21,8 @@ RUN = (
 )
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 CASES: list[Any] = [("fsdp2", "true"), ("deepspeed_zero3", "true")]
-CASES += [pytest.param(*case, marks=SLOW) for case in (("multi_gpu", "true"), ("fsdp2", "false"))]
-CASES += [pytest.param(preset, "true", marks=SLOW) for preset in ("deepspeed_zero2", "deepspeed_zero3_offload")]
-CASES += [pytest.param("deepspeed_zero1", "true", marks=LONG)]
+CASES += [pytest.param("multi_gpu", "true", marks=SLOW), pytest.param("fsdp2", "false", marks=LONG)]
+CASES += [pytest.param(f"deepspeed_{stage}", "true", marks=LONG) for stage in ("zero1", "zero2", "zero3_offload")]
 
 pytestmark = pytest.mark.multiproc
 

@@ -44,8 +44,6 @@ ARCHITECTURES = {
     "gpt2": ("model.architecture=gpt2", "model.heads=4", "model.head=chunked"),
 }
 TOPOLOGIES = [("cpu", 1, 2), ("multi_gpu", 2, 1), ("deepspeed_zero3", 2, 1), ("fsdp2", 2, 1), ("hsdp", 4, 2)]
-SOON = [("llama", "fsdp2")]
-"""The others differ from these in less; prompts and answers that are packed are tested on all."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +85,9 @@ def references(tmp_path_factory: pytest.TempPathFactory, answers: Path) -> dict[
 
 def cases() -> Iterator[Any]:
     for name, topology in itertools.product(ARCHITECTURES, TOPOLOGIES):
-        marks = () if (name, topology[0]) in SOON else SLOW
+        marks = {("llama", "fsdp2"): (), ("llama", "hsdp"): SLOW, ("gpt2", "fsdp2"): SLOW}.get(
+            (name, topology[0]), pytest.mark.long
+        )
         yield pytest.param(name, topology, marks=marks, id="-".join(map(str, (name, *topology))))
 
 

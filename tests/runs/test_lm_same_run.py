@@ -65,7 +65,13 @@ def assert_same(one: Path, other: Path, *, steps: int, tolerance: float) -> None
     assert results[1] == pytest.approx(results[0], rel=tolerance)
 
 
-@pytest.mark.parametrize(("preset", "processes", "accumulation"), TOPOLOGIES)
+IN_SLOW = {("multi_gpu", 2, 2), ("deepspeed_zero2", 2, 1), ("deepspeed_zero3", 2, 1), ("fsdp2", 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("preset", "processes", "accumulation"),
+    [pytest.param(*topology, marks=() if topology in IN_SLOW else pytest.mark.long) for topology in TOPOLOGIES],
+)
 def test_twenty_steps(trained: Trained, preset: str, processes: int, accumulation: int) -> None:
     one = trained("cpu", 1, 1, "train.steps=20")
     assert_same(one, trained(preset, processes, accumulation, "train.steps=20"), steps=20, tolerance=1e-5)

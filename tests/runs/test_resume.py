@@ -23,6 +23,7 @@ from app.init.region import Piece, Region
 from app.tools.verify import verify
 
 pytestmark = pytest.mark.multiproc
+SLOW = pytest.mark.slow
 
 HALF, STEPS = 15, 35
 # Every state that a run has: both optimizers' moments, the average, and, in the middle of the first epoch (of 20 steps), the
@@ -135,23 +136,14 @@ def tensor_difference(found: Path, reference: Path) -> float:
 
 
 def matrix() -> list[Any]:
-    """Both optimizers from each to each.
-
-    Not slow: each pair of strategies one way, and each number of processes to the other, with one of the optimizers. Not long:
-    with that optimizer the other way as well, and each to itself.
-    """
+    """Both optimizers from each topology to each: long. A ring, from each to the next with one optimizer: slow."""
     cases = []
-    for (at, target), (since, source) in itertools.product(enumerate(TOPOLOGIES), repeat=2):
-        other_strategy = source[0] != target[0] and 4 not in (source[1], target[1])
-        other_number = source[0] == target[0] and source[1] != target[1]
-        one_way = (at < since) == ((at + since) % 2 == 0)  # so that each strategy is left as often as it is gone to
+    ring = dict(zip(TOPOLOGIES, (*TOPOLOGIES[1:], TOPOLOGIES[0]), strict=True))
+    for at, (source, target) in enumerate(itertools.product(TOPOLOGIES, repeat=2)):
         for turn, optimizer in enumerate(OPTIMIZERS):
-            first = turn == (at + since + (at < since)) % 2
-            soon = first and (other_strategy or other_number) and one_way
-            later = first and (other_strategy or other_number or source == target)
-            marks = () if soon else pytest.mark.slow if later else pytest.mark.long
+            in_ring = ring[source] == target and turn == at % 2
             name = f"{source[0]}-{source[1]}-to-{target[0]}-{target[1]}-{optimizer}"
-            cases.append(pytest.param(source, target, optimizer, marks=marks, id=name))
+            cases.append(pytest.param(source, target, optimizer, marks=SLOW if in_ring else pytest.mark.long, id=name))
     for source, target in ((("deepspeed_zero3", 2), ("fsdp2", 2)), (("fsdp2", 2), ("multi_gpu", 2))):
         cases.append(pytest.param(source, target, "grouped", id=f"{source[0]}-to-{target[0]}-grouped"))
     return cases
@@ -183,10 +175,10 @@ def test_a_run_goes_on_under_any_preset(
     ("source", "target"),
     [
         (("deepspeed_zero3", 2), ("fsdp2", 2)),
-        (("deepspeed_zero3", 2), ("deepspeed_zero3", 2)),
-        (("fsdp2", 2), ("fsdp2", 2)),
+        pytest.param(("deepspeed_zero3", 2), ("deepspeed_zero3", 2), marks=SLOW),
+        pytest.param(("fsdp2", 2), ("fsdp2", 2), marks=SLOW),
         *(
-            pytest.param(*both, marks=pytest.mark.slow)
+            pytest.param(*both, marks=pytest.mark.long)
             for both in (
                 (ALONE, ("deepspeed_zero3", 2)),
                 (("fsdp2", 2), ("deepspeed_zero2", 2)),

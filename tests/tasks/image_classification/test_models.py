@@ -89,7 +89,7 @@ REAL = {
 
 # The variants of a family run the same code in other widths and depths.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in {*REAL, "maxvit_t", "vgg11"} else pytest.mark.slow) for name in ZOO]
+    "name", [pytest.param(name, marks=[] if name in {*REAL, "maxvit_t", "vgg11"} else pytest.mark.long) for name in ZOO]
 )
 def test_every_model_of_torchvision_builds(name):
     """Without memory for the weights; `build` itself checks the shape of the output."""
