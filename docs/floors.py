@@ -28,7 +28,7 @@ FLOORS: list[list[str]] = [
     ["app.runs", "app.checks.arithmetic", "app.evaluation", "app.console", "app.init"],
     ["app.tasks.causal_lm", "app.tasks.image_classification", "app.tasks.own"],
     ["app.building", "app.guard"],
-    ["app.metrics", "app.doctor"],
+    ["app.metrics", "app.checks"],
     ["app.checkpoints"],
     ["app.feed", "app.planning"],
     ["app.loop", "app.opening"],

@@ -141,8 +141,8 @@ def test_a_start_in_bf16_refuses_a_narrow_convolution_that_is_computed_wrongly(t
 @pytest.mark.multiproc
 def test_doctor_names_a_broken_rank(tmp_path: Path) -> None:
     code = tmp_path / "code"
-    command = (str(BROKEN), "1", "high", "convolution", "app.doctor.doctor", "--run-dir", str(tmp_path))
-    ended = run("multi_gpu", 2, *command, "--exit-code-file", str(code)).check()
+    command = (str(BROKEN), "1", "high", "convolution", "app.checks.doctor", "--exit-code-file", str(code))
+    ended = run("multi_gpu", 2, *command).check()
     assert code.read_text() == "1"
     assert f"WRONG rank 1 on {socket.gethostname()}: 3x3 convolution with stride 2 in bfloat16: result is " in ended.output
 

@@ -79,7 +79,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
         "os.environ": {
             "app.train",
             "app.distributed.numerics",
-            "app.doctor.doctor",
+            "app.checks.doctor",
             "app.environment.slurm_variables",
             "benchmarks.case",
             "benchmarks.contest",
@@ -109,8 +109,8 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.optim.parameter_groups",
             "app.optim.steps",
             "app.checkpoints.shards",
-            "app.doctor.probe",
-            "app.doctor.reach",
+            "app.checks.doctor",
+            "app.checks.reach",
         },
         # Patterns of what was inherited, prefixes that are left out, and a setting for scontrol: nothing that is read.
         '"SLURM': {

@@ -1,13 +1,12 @@
 """`samerun doctor`: check this machine, or all nodes of the current job, as a run there would find them.
 
-Starts `app.doctor.doctor` as `samerun launch` would start a training. Before that the nodes meet at the run's address and port,
+Starts `app.checks.doctor` as `samerun launch` would start a training. Before that the nodes meet at the run's address and port,
 so that one that cannot get there is named in half a minute instead of being waited for.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -52,7 +51,11 @@ def doctor(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         try:
             port = meet(topology, key, timeout_s=min(options.patience, PATIENCE_S), only_port=options.port is not None)
         except TopologyError as error:
-            return _cannot_meet(topology, error, as_one_object=options.json)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `_run`
+            sys.stderr.write(f"WRONG {error}\n")
+            sys.stderr.flush()
+            time.sleep(1.0)  # srun ends the others at once, and what it has not read by then is lost
+            return 1
         topology = replace(topology, port=port)
     return _run(topology, options, environment)
 
@@ -63,28 +66,13 @@ def _end_with_the_first(*_: object) -> None:
     sys.exit(1)
 
 
-def _cannot_meet(topology: Topology, error: TopologyError, *, as_one_object: bool) -> int:
-    """Say that a node does not reach the head, on both, and return the exit code of what is wrong."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `_run`
-    if as_one_object and topology.node_rank == 0:
-        problem = {"text": str(error), "host": None, "rank": None, "sentence": str(error)}
-        sys.stdout.write(json.dumps({"ok": False, "ranks": [], "problems": [problem], "exclude": None}) + "\n")
-    else:
-        sys.stderr.write(f"WRONG {error}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(1.0)  # srun ends the others at once, and what it has not read by then is lost
-    return 1
-
-
 def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="samerun-doctor-") as folder:
         exit_code_file = Path(folder) / "exit-code"
-        arguments = ["--run-dir", options.run_dir, "--patience", str(options.patience), "--exit-code-file", str(exit_code_file)]
-        arguments += ["--json"] if options.json else []
+        arguments = ["--patience", str(options.patience), "--exit-code-file", str(exit_code_file)]
         chosen = default_preset(topology, environment)
-        # Without names of hosts no line begins with one: labels would spoil tables and JSON.
-        topology, module = replace(topology, hosts=()), "app.doctor.doctor"
+        # Without names of hosts no line begins with one: labels would spoil the tables.
+        topology, module = replace(topology, hosts=()), "app.checks.doctor"
         alone = one_process.argv(topology, chosen, arguments, environment, module=module)
         command = alone or accelerate_argv(topology, chosen, arguments, module=module)
         # What torchrun puts into TMPDIR it leaves there when it is ended, as for another node that failed.
@@ -98,16 +86,16 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
 def _parser() -> Parser:
     parser = Parser(
         prog="samerun doctor",
-        description="Check this machine, or all nodes of the current Slurm or PBS job: devices, all-reduce, clocks, network "
-        "links, versions and the run folder. The exit code is 0 only if nothing is wrong.",
+        description="Check this machine, or all nodes of the current Slurm or PBS job: connections between nodes, devices and "
+        "their arithmetic, versions, and the bandwidth of all-reduce. The exit code is 0 only if nothing is wrong.",
     )
     parser.add_argument("--processes", type=int, help="processes on this machine (default: one per accelerator, at least one)")
     parser.add_argument("--processes-per-node", type=int, metavar="N", help="processes on each node of an allocation "
         "(default: one per GPU; without GPUs, the job's tasks per node)")  # fmt: skip
     parser.add_argument("--port", type=int, help="TCP port of the rendezvous on node 0 (default: derived from the job id)")
-    parser.add_argument("--run-dir", default="runs", help="run folder to test (default: runs)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one measurement; "
+    parser.add_argument("--run-dir", default="runs", help="for `srun samerun doctor`: folder that all nodes can read, in which "
+        "they find their token (default: runs)")  # fmt: skip
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one phase; "
         "a rank that takes longer is reported as stuck (default: 60)")  # fmt: skip
     parser.take_accelerates_words()
     return parser

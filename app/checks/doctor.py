@@ -1,0 +1,315 @@
+"""Check the machines and processes of a run before it starts: what `samerun doctor` runs on each machine.
+
+With plain Accelerate and any preset it is
+
+    accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.checks.doctor
+
+Nodes first connect to each other in pairs, and one that cannot be reached is named: no process group could be formed. Then all
+ranks join, check the arithmetic of their devices, time all-reduces, and compare devices and versions. Rank 0 prints results and
+problems. The exit code is 0 only if there are no problems. A phase that takes too long ends each process that is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+from app.checks import arithmetic, reach
+from app.distributed import handshake
+from app.distributed.runtime import Runtime
+from app.environment.launched import Launched, read
+from app.environment.slurm_variables import own_environment
+from app.errors import SamerunError, TopologyError, leave_with
+from app.guard.watchdog import Lifeline
+from app.options.command_line import Parser
+from app.options.values import above_zero
+from app.recipe.batching import BatchPlan
+
+_WARM_UPS, _REPEATS = 2, 5
+TimeLimit = Callable[[str], AbstractContextManager[None]]
+"""Limits the time of a phase, given its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessInfo:
+    """Device and software of one rank."""
+
+    host: str
+    address: str
+    """IP address from which it sends to the machine of rank 0."""
+    device: str
+    """torch's name of it: `cuda:0`."""
+    device_name: str
+    """Model of the device; `cpu` for any CPU."""
+    memory_bytes: tuple[int, int] | None
+    """Free and total memory of the device (of the machine if it is the CPU); None: unknown."""
+    versions: Mapping[str, str]
+    """Versions of Python, packages and driver, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """An all-reduce of float32 over all ranks, in the terms of nccl-tests (doc/PERFORMANCE.md there)."""
+
+    size_bytes: int
+    elapsed_s: float
+    """Median of the repeats, each on its slowest rank."""
+    wrong: Sequence[int]
+    """Number of elements with a wrong sum, by rank."""
+
+    @property
+    def algbw_gb_per_s(self) -> float:
+        """Algorithm bandwidth."""
+        return self.size_bytes / self.elapsed_s / 1e9
+
+    @property
+    def busbw_gb_per_s(self) -> float:
+        """Bus bandwidth: comparable with the hardware's, whatever the number of ranks."""
+        ranks = len(self.wrong)
+        return self.algbw_gb_per_s * 2 * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """All measurements."""
+
+    processes: Sequence[ProcessInfo]
+    """In the order of the ranks."""
+    faults: Sequence[arithmetic.Fault] = ()
+    """Wrong arithmetic."""
+    all_reduces: Sequence[AllReduce] = ()
+    """Empty for one process."""
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that is wrong."""
+
+    text: str
+    host: str
+    """Node to exclude."""
+    rank: int | None = None
+    """Rank, if only one rank has the problem."""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.text}" if self.rank is None else f"rank {self.rank} on {self.host}: {self.text}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Examine, print, and end the process: with exit code 1 if something is wrong, with an error's if it cannot be examined."""
+    launched = Launched()
+    Lifeline(os.environ).start()
+    try:
+        options = _parse(argv)
+        launched = read(own_environment())
+        limit = partial(time_limit, launched, options.patience, options.exit_code_file)
+        hosts, problems = _check_connections(launched, limit, timeout_s=2 * options.patience)
+        if not problems:
+            examination = _examine(launched, limit)
+            hosts, problems = [process.host for process in examination.processes], diagnose(examination)
+            if launched.rank == 0:
+                _print_examination(examination)
+    except SamerunError as error:
+        leave_with(error, launched.rank)
+    if launched.rank == 0:
+        exclude = exclude_option(hosts, problems)
+        lines = [f"WRONG {problem}" for problem in problems]
+        lines += [f"To exclude them under Slurm: sbatch {exclude} ..."] if exclude else []
+        lines.append("nothing is wrong" if not problems else f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+    if options.exit_code_file is None:
+        sys.exit(1 if problems else 0)
+    if launched.local_rank == 0:
+        Path(options.exit_code_file).write_text("1" if problems else "0")
+
+
+@contextmanager
+def time_limit(launched: Launched, seconds: float, exit_code_file: str | None, phase: str) -> Iterator[None]:
+    """Announce a phase, and end this process if it takes too long: a collective operation waits for a missing rank forever.
+
+    With an `exit_code_file` the process ends with exit code 0, as `main` does.
+    """
+    if launched.rank == 0:
+        sys.stderr.write(f"samerun doctor: {phase}\n")
+        sys.stderr.flush()
+
+    def give_up() -> None:
+        error = TopologyError(
+            f"{phase}: not finished after {seconds:g} s (--patience). Ranks that report this wait for each other, or for a "
+            "rank that does not report it: exclude that rank's node, or set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to the "
+            "network to use"
+        )
+        if exit_code_file is not None:
+            Path(exit_code_file).write_text("1")
+            error.exit_code = 0
+        leave_with(error, launched.rank)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _check_connections(launched: Launched, limit: TimeLimit, *, timeout_s: float) -> tuple[list[str], list[Problem]]:
+    """Return the hosts and the problems between them. Only launchers have the store in which nodes find each other."""
+    if launched.world_size == launched.local_world_size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return [], []
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    head = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with limit("connections between nodes"):
+        hosts, broken = reach.find_broken_links(launched, head, interface=interface, timeout_s=timeout_s)
+    return hosts, [Problem(text=text, host=host) for host, text in reach.isolated_nodes(broken, hosts).items()]
+
+
+def _examine(launched: Launched, limit: TimeLimit) -> Examination:
+    """Measure everything, and return it on all ranks."""
+    plan = BatchPlan(global_batch_size=launched.data_ranks, data_ranks=launched.data_ranks, accumulation=1)
+    with limit("joining the process group"):
+        runtime = Runtime(launched, plan)
+        handshake.check_group(runtime.accelerator, launched, plan)
+    with limit("arithmetic"):
+        half = [torch.bfloat16] if runtime.device.type == "cpu" else [torch.bfloat16, torch.float16]
+        faults = arithmetic.examine(runtime, [torch.float32, *half], arithmetic.OPERATIONS)
+    with limit("all-reduce"):
+        all_reduces = _time_all_reduces(runtime) if launched.world_size > 1 else []
+    with limit("devices and versions"):
+        processes = runtime.gather(_process_info(runtime.device))
+    runtime.close()
+    return Examination(processes=processes, faults=faults, all_reduces=all_reduces, notes=runtime.notes)
+
+
+def _time_all_reduces(runtime: Runtime) -> list[AllReduce]:
+    device, ranks = runtime.device, runtime.launched.world_size
+    synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
+    measured = []
+    # A second or less for each size, on a CPU through gloo as on GPUs through NCCL.
+    for size_bytes in (2**16, 2**20, 2**24) if device.type == "cpu" else (2**20, 2**24, 2**28):
+        buffer = torch.empty(size_bytes // 4, device=device)
+        elapsed_s, wrong = [], 0
+        for _ in range(_WARM_UPS + _REPEATS):
+            buffer.fill_(runtime.launched.rank + 1)
+            synchronize()
+            start_s = time.perf_counter()
+            torch.distributed.all_reduce(buffer)
+            synchronize()
+            elapsed_s.append(time.perf_counter() - start_s)
+            wrong += int((buffer != ranks * (ranks + 1) / 2).sum())  # exact in float32 up to 5,792 ranks
+        times, counts = zip(*runtime.gather((elapsed_s[_WARM_UPS:], wrong)), strict=True)
+        slowest_s = map(max, zip(*times, strict=True))
+        measured.append(AllReduce(size_bytes=size_bytes, elapsed_s=statistics.median(slowest_s), wrong=counts))
+    return measured
+
+
+def _process_info(device: torch.device) -> ProcessInfo:
+    name, memory_bytes = device.type, None
+    versions = {"python": platform.python_version(), **handshake.versions()}
+    if device.type == "cpu":
+        machine = psutil.virtual_memory()
+        memory_bytes = machine.available, machine.total
+    elif device.type == "cuda":
+        name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
+        versions |= {"driver": _nvidia_driver(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return ProcessInfo(
+        host=socket.gethostname(),
+        address=reach.address_towards(os.environ.get("MASTER_ADDR", "localhost")),
+        device=device.type if device.type == "cpu" else str(device),
+        device_name=name,
+        memory_bytes=memory_bytes,
+        versions=versions,
+    )
+
+
+def _nvidia_driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):  # not installed, as in some containers
+        return "unknown"
+    return lines[0] if lines else "unknown"
+
+
+def diagnose(examination: Examination) -> list[Problem]:
+    """Return what is wrong: arithmetic, sums, and devices and versions other than on most ranks (or than on rank 0)."""
+    processes = examination.processes
+    problems = [Problem(text=fault.text, host=fault.host, rank=fault.rank) for fault in examination.faults]
+    for each in examination.all_reduces:
+        for rank, count in enumerate(each.wrong):
+            if count:
+                text = f"the all-reduce of {each.size_bytes} bytes gave {count} wrong sums"
+                problems.append(Problem(text=text, host=processes[rank].host, rank=rank))
+    facts = [(process.host, {"device": process.device_name, **process.versions}) for process in processes]
+    for name in dict.fromkeys(name for _, found in facts for name in found):
+        values = [(host, found.get(name, "none")) for host, found in facts]
+        usual, count = Counter(value for _, value in values).most_common(1)[0]
+        problems += [
+            Problem(text=f"{name} is {value}; {count} of {len(facts)} ranks have {usual}", host=host)
+            for host, value in dict.fromkeys(values)
+            if value != usual
+        ]
+    return problems
+
+
+def exclude_option(hosts: Sequence[str], problems: Sequence[Problem]) -> str | None:
+    """Return Slurm's option to exclude the nodes with problems; None if no node has one, or every node."""
+    excluded = [host for host in dict.fromkeys(hosts) if host in {problem.host for problem in problems}]
+    return f"--exclude={','.join(excluded)}" if 0 < len(excluded) < len(set(hosts)) else None
+
+
+def _print_examination(examination: Examination) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    processes = examination.processes
+    sys.stdout.write(f"processes: {len(processes)}, nodes: {len({process.host for process in processes})}\n")
+    table = Table(Column("rank", justify="right"), "host", "address", "device", "memory free/total (GiB)")
+    for rank, process in enumerate(processes):
+        memory = "/".join(f"{size / 2**30:.1f}" for size in process.memory_bytes) if process.memory_bytes else "unknown"
+        device = " ".join(dict.fromkeys((process.device, process.device_name)))
+        table.add_row(str(rank), process.host, process.address, device, memory)
+    console.print(table)
+    if examination.all_reduces:
+        sys.stdout.write("all-reduce of float32: algbw = size / time of the slowest rank, busbw = algbw * 2(n-1)/n\n")
+        names = ("size (B)", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
+        table = Table(*(Column(name, justify="right") for name in names))
+        for each in examination.all_reduces:
+            figures = (f"{each.elapsed_s * 1e6:.1f}", f"{each.algbw_gb_per_s:.3f}", f"{each.busbw_gb_per_s:.3f}")
+            table.add_row(str(each.size_bytes), *figures, str(sum(each.wrong)))
+        console.print(table)
+    versions = ", ".join(f"{name} {version}" for name, version in processes[0].versions.items())
+    sys.stdout.writelines([f"versions of rank 0: {versions}\n", *(f"note: {note}\n" for note in examination.notes)])
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="accelerate launch --config_file accelerate_configs/PRESET.yaml -m app.checks.doctor",
+        description="Examine the machines and processes of a run before it.",
+    )
+    parser.add_argument("--patience", type=above_zero, default=60.0, metavar="SECONDS", help="time limit of one phase; a rank "
+                        "that takes longer is reported as stuck (default: 60)")  # fmt: skip
+    parser.add_argument("--exit-code-file", metavar="FILE", help="write the exit code there, on each node, instead of ending "
+                        "with it: a launcher would print a traceback of the problem")  # fmt: skip
+    return parser.parse_all(argv)
+
+
+if __name__ == "__main__":
+    main()

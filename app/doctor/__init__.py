@@ -1,1 +1,0 @@
-"""`samerun doctor`: what it starts on each machine."""

@@ -1,0 +1,232 @@
+"""`samerun doctor`: its conclusions, as tables; its measurements, on real processes and on nodes of Slurm."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import slurm_lab
+import torch.distributed as dist
+from processes import REPOSITORY, TIMEOUT_S, clean_environment
+
+from app.checks import reach
+from app.checks.doctor import AllReduce, Examination, ProcessInfo, diagnose, exclude_option
+from app.environment.launched import Launched
+from app.errors import TopologyError
+
+
+def healthy(hosts: str = "abc", ranks_per_host: int = 2) -> Examination:
+    processes = [
+        ProcessInfo(
+            host=host,
+            address=f"10.0.0.{local_rank}",
+            device=f"cuda:{local_rank}",
+            device_name="H100",
+            memory_bytes=(79 * 2**30, 80 * 2**30),
+            versions={"torch": "2.15.0", "driver": "580.1"},
+        )
+        for host in hosts
+        for local_rank in range(ranks_per_host)
+    ]
+    all_reduce = AllReduce(size_bytes=2**20, elapsed_s=1e-4, wrong=[0] * len(processes))
+    return Examination(processes=processes, all_reduces=[all_reduce])
+
+
+def changed(rank: int, **values) -> Examination:
+    """The same with other facts of one rank."""
+    processes = list(healthy().processes)
+    processes[rank] = replace(processes[rank], **values)
+    return Examination(processes=processes)
+
+
+@pytest.mark.parametrize("hosts", ["a", "ab", "abc"])
+def test_a_healthy_cluster_has_no_problems(hosts):
+    examination = healthy(hosts)
+    assert diagnose(examination) == []
+    assert exclude_option(list(hosts), []) is None
+
+
+@pytest.mark.parametrize(
+    ("examination", "sentence"),
+    [
+        (changed(3, versions={"torch": "2.15.0", "driver": "570.9"}), "b: driver is 570.9; 5 of 6 ranks have 580.1"),
+        (changed(2, versions={"torch": "2.15.0"}), "b: driver is none; 5 of 6 ranks have 580.1"),
+        (changed(3, device_name="A100"), "b: device is A100; 5 of 6 ranks have H100"),
+        (
+            replace(healthy(), all_reduces=[AllReduce(size_bytes=64, elapsed_s=1.0, wrong=[0, 0, 0, 5, 0, 0])]),
+            "rank 3 on b: the all-reduce of 64 bytes gave 5 wrong sums",
+        ),
+    ],
+)
+def test_a_problem_is_reported_once_with_its_node(examination, sentence):
+    (problem,) = diagnose(examination)
+    assert str(problem) == sentence
+    assert exclude_option([process.host for process in examination.processes], [problem]) == "--exclude=b"
+
+
+def test_without_a_majority_the_others_differ_from_rank_0_and_a_node_is_named_once():
+    processes = [replace(process, device_name=f"model {process.host}") for process in healthy("ab").processes]
+    problems = diagnose(Examination(processes=processes))
+    assert [str(problem) for problem in problems] == ["b: device is model b; 2 of 4 ranks have model a"]
+
+
+def test_no_node_is_excluded_if_all_have_problems():
+    problems = [*diagnose(changed(0, device_name="A100")), *diagnose(changed(2, device_name="A100"))]
+    assert exclude_option(["a", "b", "c"], problems) == "--exclude=a,b"
+    assert exclude_option(["a", "b"], problems) is None
+
+
+def test_bandwidths_are_those_of_nccl_tests():
+    """https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: busbw = algbw * 2(n-1)/n."""
+    all_reduce = AllReduce(size_bytes=10**9, elapsed_s=0.5, wrong=[0] * 4)
+    assert (all_reduce.algbw_gb_per_s, all_reduce.busbw_gb_per_s) == (2.0, 3.0)
+
+
+# Real processes ----------------------------------------------------------------------------------------------------------
+
+
+def doctor(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch.cli", "doctor", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+@pytest.mark.multiproc
+def test_two_processes(tmp_path):
+    ended = doctor("--processes", "2", folder=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "processes: 2, nodes: 1" in ended.stdout
+    ranks = re.findall(rf"\u2502 +(\d) \u2502 {socket.gethostname()} +\u2502 [\d.]+ +\u2502 cpu +\u2502", ended.stdout)
+    assert ranks == ["0", "1"]
+    figures = re.findall(r"\u2502 +(\d+) \u2502 +[\d.]+ \u2502 +([\d.]+) \u2502 +([\d.]+) \u2502 +(\d+) \u2502", ended.stdout)
+    assert [(int(size), wrong) for size, _, _, wrong in figures] == [(2**16, "0"), (2**20, "0"), (2**24, "0")]
+    assert all(algbw == busbw for _, algbw, busbw, _ in figures)  # 2(n-1)/n is 1
+    assert re.search(r"^versions of rank 0: python 3\.\S+, samerun .* torch 2\.", ended.stdout, re.MULTILINE)
+    assert ended.stdout.endswith("\nnothing is wrong\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.multiproc
+def test_one_process_is_examined_without_output_of_other_libraries(tmp_path):
+    ended = doctor(folder=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "all-reduce" not in ended.stdout
+    assert [line for line in ended.stderr.splitlines() if not line.startswith("samerun doctor: ")] == []
+
+
+@pytest.mark.parametrize("with_file", [False, True])
+def test_a_phase_that_does_not_end_is_given_up(tmp_path, with_file):
+    file = tmp_path / "code"
+    script = (
+        "import time; from app.checks.doctor import time_limit; from app.environment.launched import Launched\n"
+        f"with time_limit(Launched(rank=0), 0.5, {str(file) if with_file else None!r}, 'all-reduce'): time.sleep(600)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == (0 if with_file else TopologyError.exit_code), ended.stderr
+    assert "TopologyError: all-reduce: not finished after 0.5 s (--patience)" in ended.stderr
+    assert (file.read_text() == "1") if with_file else not file.exists()
+
+
+# Which nodes can connect to each other -----------------------------------------------------------------------------------
+
+
+def both_ways(*pairs: str) -> reach.BrokenLinks:
+    return {(first, second): "10.0.0.1, port 5: timed out" for pair in pairs for first, second in (pair, pair[::-1])}
+
+
+@pytest.mark.parametrize(
+    ("broken", "isolated"),
+    [
+        ({}, {}),
+        (both_ways("ab"), {"b": "a (either way), for example 10.0.0.1, port 5: timed out. Check firewall"}),
+        (both_ways("bc"), {"c": "b (either way)"}),
+        (both_ways("ab", "bc", "bd"), {"b": "a (either way), c (either way), d (either way)"}),
+        (both_ways("ab", "cd"), {"d": "c (either way)", "b": "a (either way)"}),
+        ({("b", "c"): "no route"}, {"c": "b (to it), for example no route. "}),
+        ({("c", "b"): "no route"}, {"c": "b (from it)"}),
+        (
+            {("n7", f"n{index}"): "x" for index in range(100) if index != 7},
+            {"n7": ", ".join(f"n{index} (from it)" for index in (0, 1, 2, 3, 4, 5, 6, 8)) + " and 91 more, for example x"},
+        ),
+    ],
+)
+def test_the_fewest_nodes_without_which_all_connect_to_each_other(broken, isolated):
+    found = reach.isolated_nodes(broken, [*"abcd", *(f"n{index}" for index in range(100))])
+    assert list(found) == list(isolated)
+    for host, text in isolated.items():
+        assert found[host].startswith(f"no connection with {text}")
+
+
+def test_nodes_exchange_their_addresses_in_the_store_and_connect():
+    """Three nodes with two ranks each, all of them threads here, at real ports."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found: dict[int, object] = {}
+
+    def one(rank: int) -> None:
+        launched = Launched(rank=rank, world_size=6, local_rank=rank % 2, local_world_size=2)
+        found[rank] = reach.find_broken_links(launched, ("127.0.0.1", server.port), interface=None, timeout_s=20)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == dict.fromkeys(range(6), ([socket.gethostname()] * 3, {}))
+
+
+def test_a_closed_port_is_reported_with_its_address():
+    with socket.create_server(("127.0.0.1", 0)) as opened, socket.create_server(("127.0.0.1", 0)) as closed:
+        open_port, closed_port = opened.getsockname()[1], closed.getsockname()[1]
+        closed.close()
+        broken = reach.connect_all("a", [("b", "127.0.0.1", open_port), ("c", "127.0.0.1", closed_port)])
+        assert broken == {("a", "c"): f"127.0.0.1, port {closed_port}: Connection refused"}
+
+
+# Across nodes ------------------------------------------------------------------------------------------------------------
+
+_WHY_NOT = slurm_lab.why_not()
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
+@pytest.mark.slow
+def test_nodes_of_slurm(tmp_path):
+    """Healthy, then as behind a firewall that drops packets: what node2 sends to another node goes to a wrong address."""
+    (tmp_path / "outputs").mkdir()
+
+    def examine(lab, cut_off=None):
+        folder = tmp_path / f"cut-off-from-{cut_off}"
+        folder.mkdir()
+        command = ("salloc", "--nodes=3", "--ntasks-per-node=1", "samerun", "doctor", "--patience", "15")
+        if cut_off:
+            address = f"10.77.0.{cut_off[-1]}"
+            route = (address, "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0")
+            lab.run("ip", "neigh", "replace", *route, node="node2").check()
+        ended = lab.run(*command, env={"TMPDIR": str(folder)})
+        if cut_off:
+            lab.run("ip", "neigh", "del", address, "dev", "eth0", node="node2").check()
+        assert ended.returncode == (1 if cut_off else 0), ended.output
+        assert list(folder.iterdir()) == []
+        assert "app/checks/doctor.py" not in ended.output, "a traceback of ours"
+        return ended.output
+
+    with slurm_lab.lab(tmp_path / "lab", tmp_path / "outputs", nodes=3, gpus_per_node=0) as lab:
+        output = examine(lab)
+        assert "processes: 3, nodes: 3" in output
+        for number in (1, 2, 3):
+            assert re.search(rf"\u2502 +node{number} +\u2502 +10\.77\.0\.{number} +\u2502 cpu ", output), output
+        assert "nothing is wrong" in output
+        output = examine(lab, "node3")
+        assert "WRONG node3: no connection with node2 (either way), for example 10.77.0.3, port " in output
+        assert "sbatch --exclude=node3" in output
+        assert "joining the process group" not in output
+        assert "WRONG node2 did not reach node 0 in 15 s (head_address is 'node1'" in examine(lab, "node1")
