@@ -84,7 +84,7 @@ def _contest(model: str, options: argparse.Namespace, folder: Path) -> int:
 
 def write_images(folder: Path, count: int, shape: tuple[int, int, int], *, classes: int = 10) -> None:
     """Write made-up images [C, H, W] as `samerun data pack --to arrays` does: one of each class to test."""
-    from app.tasks.image_classification.data.split import Unstored, write_split
+    from app.tasks.image_classification.data.arrays import Unstored, write_split
 
     random = np.random.default_rng(0)
     for split, size in (("train", count), ("test", classes)):

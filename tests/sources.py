@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.draws import HostDraws
-from app.tasks.image_classification.data.source import Source
+from app.tasks.image_classification.data.images import Images
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
 
@@ -22,12 +22,12 @@ def recipe(source: str, path: Path | None = None, **keys) -> Sections:
     return Sections(data=DataRecipe(source=source, path=None if path is None else str(path), **keys))
 
 
-def everything(source: Source) -> tuple[Tensor, Tensor]:
+def everything(source: Images) -> tuple[Tensor, Tensor]:
     """All images and labels of the first epoch."""
     return fetched(source, np.arange(len(source)))
 
 
-def fetched(source: Source, indices: np.ndarray, samples: np.ndarray | None = None, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+def fetched(source: Images, indices: np.ndarray, samples: np.ndarray | None = None, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Images and labels of samples with these numbers, those of the first epoch unless they are given."""
     images, labels = source.fetch(indices, HostDraws(seed, indices if samples is None else samples)).values()
     return images, labels
@@ -36,14 +36,14 @@ def fetched(source: Source, indices: np.ndarray, samples: np.ndarray | None = No
 class Batches(Dataset):
     """A source as a DataLoader's workers see it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Images) -> None:
         self.source = source
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return fetched(self.source, np.array(indices))
 
 
-def check_workers_and_pickling(source: Source) -> None:
+def check_workers_and_pickling(source: Images) -> None:
     """Forked workers and a pickled copy must fetch what this process does."""
     images, labels = everything(source)
     batches = [list(range(start, min(start + 4, len(source)))) for start in range(0, len(source), 4)]
@@ -58,7 +58,7 @@ def check_workers_and_pickling(source: Source) -> None:
     assert copy.fingerprint == source.fingerprint
 
 
-def check_contract(source: Source) -> None:
+def check_contract(source: Images) -> None:
     images, labels = everything(source)
     assert images.dtype == torch.uint8
     assert images.shape == (len(source), source.channels, *source.image_size)

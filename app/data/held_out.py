@@ -22,7 +22,7 @@ from app.errors import DataError, RecipeError
 
 @dataclass(frozen=True)
 class Part:
-    """The samples at `start` .. `stop` - 1 of a random order of `whole`. What is not said here is what `whole` says."""
+    """The samples at `start` .. `stop` - 1 of a random order of `whole`."""
 
     whole: Any
     seed: int
@@ -47,11 +47,27 @@ class Part:
         """Return where in `whole` the samples at `indices`, int64 [B], are."""
         return permute(indices + self.start, size=len(self.whole), seed=self.seed, epoch=0, purpose="validation")
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of Python's own: a copy is asked before it has fields
-            raise AttributeError(name)
-        found = getattr(self.whole, name)
-        return (lambda indices: found(self.places(indices))) if name == "count" else found
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What a model must know of the samples, as `Samples.facts`."""
+        found: Mapping[str, Any] = self.whole.facts
+        return found
+
+    @property
+    def workers(self) -> bool:
+        """Return True if worker processes help, as `Samples.workers`."""
+        return bool(self.whole.workers)
+
+    @property
+    def remedy(self) -> str:
+        """What else helps where training waits for these samples; empty if `whole` has no such text."""
+        return str(getattr(self.whole, "remedy", ""))
+
+    @property
+    def count(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Returns the counts of samples by their indices, as `app.task.Task` describes; None if `whole` has none."""
+        found = getattr(self.whole, "count", None)
+        return None if found is None else lambda indices: found(self.places(indices))
 
 
 class PartLookedUp(Part):

@@ -70,7 +70,7 @@ def _do(piece: range) -> Any:
     return _work(piece)
 
 
-Unit = Literal["bytes", "folders", "pictures", "samples"]
+Unit = Literal["bytes", "folders", "images", "samples"]
 _PATIENCE_S = 2.0
 
 

@@ -55,10 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _found(samples: Any, split: str, recipe: Recipe, processes: int) -> Iterator[tuple[str, str]]:
-
-    name = getattr(getattr(samples, "read", None), "name", lambda number: f"{split}/{number}")
     for number, why in unreadable(samples, split=split, seed=recipe.seed, processes=processes):
-        yield name(number), why
+        yield samples.name(number) if recipe.task == _WITH_LEAVE_OUT else f"{split}/{number}", why
 
 
 def _pictures(recipe: Recipe, found: dict[str, str]) -> tuple[Mapping[str, Any], list[str]]:
@@ -66,9 +64,10 @@ def _pictures(recipe: Recipe, found: dict[str, str]) -> tuple[Mapping[str, Any],
 
     Also return what is not read of their folders.
     """
+    from app.data.samples import CHECK
     from app.tasks.image_classification.data import left_out
-    from app.tasks.image_classification.data.notes import not_read
-    from app.tasks.image_classification.data.open import download_data, open_undecoded
+    from app.tasks.image_classification.data.images import UnreadableError
+    from app.tasks.image_classification.data.open import download_data, not_read, open_undecoded
     from app.tasks.image_classification.data.stage import located
 
     download_data(recipe.sections)
@@ -78,8 +77,8 @@ def _pictures(recipe: Recipe, found: dict[str, str]) -> tuple[Mapping[str, Any],
             try:
                 data = open_undecoded(sections)
                 return data.there, not_read(data)
-            except left_out.UnreadableError as error:
-                found[error.name] = str(error).removesuffix(f". {left_out.CHECK}")
+            except UnreadableError as error:
+                found[error.name] = str(error).removesuffix(f". {CHECK}")
             names = [(name, "") for name in (*left_out.names_in(recipe.sections.data), *found)]
             file.seek(0)
             file.write(left_out.as_text(names))

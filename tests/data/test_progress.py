@@ -29,9 +29,9 @@ def test_what_is_soon_over_is_not_shown(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_what_failed_is_not_done(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(OSError, match=r"^no more$"), progress("decoding", 1000, "pictures", after_s=0):
+    with pytest.raises(OSError, match=r"^no more$"), progress("decoding", 1000, "images", after_s=0):
         raise OSError("no more")
-    assert capfd.readouterr() == ("", "decoding: 1,000 pictures\n")
+    assert capfd.readouterr() == ("", "decoding: 1,000 images\n")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -37,10 +37,9 @@ from app.data.transfer import PLACES, Ahead, Brought, Side
 from app.errors import DataError
 from app.metrics.clock import Clock
 from app.recipe import recipe_file
-from app.tasks.image_classification.data.arrays import ArraySource
+from app.tasks.image_classification.data.arrays import ArrayImages, Mapped, in_array
+from app.tasks.image_classification.data.images import Images
 from app.tasks.image_classification.data.open import open_data
-from app.tasks.image_classification.data.source import Source
-from app.tasks.image_classification.data.split import Images
 
 CPU = torch.device("cpu")
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(torch.device("cuda", 0), id="cuda", marks=pytest.mark.gpu)]
@@ -92,17 +91,17 @@ class Lagging(Side):
 
 
 @functools.cache
-def noise(side: int = 8) -> ArraySource:
+def noise(side: int = 8) -> ArrayImages:
     generator = np.random.default_rng(0)
     images = generator.integers(256, size=(500, 3, side, side), dtype=np.uint8)
-    return ArraySource(Images(images), generator.integers(10, size=500, dtype=np.int32), tuple("0123456789"), "noise")
+    return in_array(Mapped(images), generator.integers(10, size=500, dtype=np.int32), "0123456789", "noise")
 
 
-def looked_up(source: ArraySource, batch: int, *, steps: int = 40) -> loader.InProcess:
+def looked_up(source: ArrayImages, batch: int, *, steps: int = 40) -> loader.InProcess:
     return loader.InProcess(source, order(len(source), batch, steps=steps), seed=1, data_rank=0, data_ranks=1)
 
 
-def fetched_by_workers(source: Source, numbers: Any, *, workers: int) -> DataLoader:
+def fetched_by_workers(source: Images, numbers: Any, *, workers: int) -> DataLoader:
     fetching = loader.Fetching(source, seed=None)
     return DataLoader(fetching, batch_sampler=numbers, collate_fn=loader._as_is, num_workers=workers)
 

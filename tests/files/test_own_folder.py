@@ -11,9 +11,9 @@ import pytest
 from app.distributed import compiled_ops
 from app.errors import DataError, PresetError
 from app.files.paths import own, refuse_prepared
-from app.tasks.image_classification.data import kept
-from app.tasks.image_classification.data.listing import pictures_below
-from app.tasks.image_classification.data.split import Unstored
+from app.tasks.image_classification.data import arrays
+from app.tasks.image_classification.data.arrays import Unstored
+from app.tasks.image_classification.data.folders import images_below
 from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
@@ -104,7 +104,7 @@ def keep_a_split() -> None:
     def pixels() -> Unstored:
         raise AssertionError("nothing is read for a place that cannot be trusted")
 
-    kept.keep(["x"], kept.SMALL_BYTES + 1, pixels)
+    arrays.keep(["x"], [arrays.SMALL_BYTES + 1], pixels)
 
 
 @as_root
@@ -116,7 +116,7 @@ def test_the_cache_refuses_it(everybodys: Path, tmp_path: Path, monkeypatch: pyt
         keep_a_split()
     (tmp_path / "pictures" / "cat").mkdir(parents=True)
     (tmp_path / "pictures" / "cat" / "1.png").touch()
-    assert pictures_below(tmp_path / "pictures", ["cat"]).path(0) == "cat/1.png", "made in memory"
+    assert images_below(tmp_path / "pictures", ["cat"]).path(0) == "cat/1.png", "made in memory"
     assert list(everybodys.rglob("cache/*")) == []
 
 

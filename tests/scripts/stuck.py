@@ -9,15 +9,15 @@ import time
 from typing import Any
 
 from app.data import loader
-from app.tasks.image_classification.data.arrays import ArraySource
+from app.tasks.image_classification.data.arrays import ArrayImages
 from app.train import main
 
 BATCHES = 10
 stuck_rank, how = int(sys.argv[1]), sys.argv[2]
-fetch, fetched = ArraySource.fetch_into, 0
+fetch, fetched = ArrayImages.fetch_into, 0
 
 
-def fetch_or_hang(source: ArraySource, *arguments: Any) -> None:
+def fetch_or_hang(source: ArrayImages, *arguments: Any) -> None:
     global fetched  # noqa: PLW0603 - one process, one counter
     fetched += 1
     if fetched > BATCHES and int(os.environ.get("RANK", "0")) == stuck_rank:
@@ -27,6 +27,6 @@ def fetch_or_hang(source: ArraySource, *arguments: Any) -> None:
     fetch(source, *arguments)
 
 
-ArraySource.fetch_into = fetch_or_hang  # type: ignore[method-assign]
+ArrayImages.fetch_into = fetch_or_hang  # type: ignore[method-assign]
 loader._TOGETHER_BYTES = 0  # each batch is looked up alone
 main(sys.argv[3:])

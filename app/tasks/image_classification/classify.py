@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from app.tasks.image_classification.data.decoding import content_of, decode
 from app.tasks.image_classification.data.framing import Framing, resize
-from app.tasks.image_classification.data.pictures import decode
 
 
 def image_of(file: Path, facts: Mapping[str, Any], *, resize_size: int | None) -> Tensor:
     """Return the picture in a file as the model sees it, uint8 [C, H, W]. Raises DataError if it cannot be decoded."""
-    picture = decode(file, channels=facts["channels"], name=str(file))
+    picture = decode(content_of(file), channels=facts["channels"], name=str(file))
     height, width = facts["image_size"]
     if height == width:
         return Framing(image_size=height, resize_size=resize_size).fixed(picture)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from app.runs import run_folder
-from app.tasks.image_classification.data.source import Source, spread
+from app.tasks.image_classification.data.images import Images, spread
 
 _SPREAD_PICTURES, _MISTAKEN_PICTURES = 6, 6
 _PICTURE_SIDE = 72
@@ -65,14 +65,14 @@ def of(rows: Tensor) -> Predictions:
     )
 
 
-def write(folder: Path, source: Source, found: Predictions) -> None:
+def write(folder: Path, source: Images, found: Predictions) -> None:
     """Write what was found on `source` into a folder: the counts, and the pictures. Raises DataError if a picture is gone."""
     shown = list(dict.fromkeys(found.spread + found.mistakes))
     indices = np.array([row.sample for row in shown], dtype=np.int64)
     images = source.fetch(indices, None)["images"]
-    kept = _kept(found.pairs, len(source.classes))
+    kept = _kept(found.pairs, len(source.facts["classes"]))
     told = {
-        "classes": source.classes,
+        "classes": source.facts["classes"],
         "pairs": [[label, predicted, kept[label, predicted]] for label, predicted in sorted(kept)],
         "samples_left_out": found.pairs.total() - kept.total(),
         "spread": [row._asdict() for row in found.spread],

@@ -21,9 +21,8 @@ from app.task import Form, Later, Loss, Scores, Split, Table, Task, Totals
 from app.tasks.image_classification import classify, looks, model_names, models, predictions
 from app.tasks.image_classification.data import left_out
 from app.tasks.image_classification.data.augment import Preparation
-from app.tasks.image_classification.data.notes import notes_on
-from app.tasks.image_classification.data.open import Data, download_data, open_staged
-from app.tasks.image_classification.data.source import NoTraining, Source
+from app.tasks.image_classification.data.images import Data, Images
+from app.tasks.image_classification.data.open import download_data, notes_on, open_staged
 from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import Sections
 
@@ -59,19 +58,19 @@ class ImageClassification(Task):
         download_data(self._sections)
         return ImageClassification(staged(self._sections))
 
-    def samples(self, split: Split) -> Source | None:
+    def samples(self, split: Split) -> Images | None:
         """Open a split; all are opened at once, and checked against each other."""
         self._data = self._data or open_staged(self._sections)
-        found: Source | NoTraining | None = getattr(self._data, split)
-        if isinstance(found, NoTraining):
-            raise found.why
+        found: Images | DataError | None = getattr(self._data, split)
+        if isinstance(found, DataError):
+            raise found
         return found
 
     def notes(self, data: Splits) -> list[str]:
         """Return a sentence for classes without a sample, and for files that are no pictures."""
         return notes_on(Data(data.train, data.validation, data.test))
 
-    def adapt_samples(self, samples: Source, metadata: Mapping[str, Any]) -> Source:
+    def adapt_samples(self, samples: Images, metadata: Mapping[str, Any]) -> Images:
         """Return the samples. Raises DataError unless they have the model's classes, channels and size."""
         data = self._sections.data
         if samples.channels != metadata["channels"] or (
@@ -174,7 +173,7 @@ class ImageClassification(Task):
         texts = [looks.text_of(target, self._facts["classes"]) for target in batch["targets"][:limit].detach().cpu()]
         return "augmented_batch", looks.grid(pixels, texts)
 
-    def write_outputs(self, folder: Path, samples: Source, rows: Tensor) -> None:
+    def write_outputs(self, folder: Path, samples: Images, rows: Tensor) -> None:
         """Write what was mistaken for what, and some pictures."""
         predictions.write(folder, samples, predictions.of(rows))
 

@@ -74,8 +74,7 @@ def part(batch, places):
 
 
 @pytest.mark.parametrize(
-    ("channels", "mean", "std"),
-    [(1, (0.3,), (0.2,)), (3, (0.3,), (0.2,)), (3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))],
+    ("channels", "mean", "std"), [(1, (0.3,), (0.2,)), (3, (0.3,), (0.2,)), (3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
 )
 def test_images_are_normalized_as_torchvision_does(channels, mean, std):
     batch = batch_of(6, channels)
@@ -133,10 +132,7 @@ def test_memory_of_earlier_inputs_is_used_again():
 def test_a_wrong_number_of_means_is_refused(key, channels, values):
     with pytest.raises(RecipeError, match=rf"data\.{key} has {len(values)} values.* {channels} channels?: .* or {channels}"):
         Preparation(
-            DataRecipe(**{"mean": (0.5,), "std": (0.5,), key: values}),
-            AugmentRecipe(),
-            num_classes=10,
-            channels=channels,
+            DataRecipe(**{"mean": (0.5,), "std": (0.5,), key: values}), AugmentRecipe(), num_classes=10, channels=channels
         )
 
 

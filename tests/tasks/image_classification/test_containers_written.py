@@ -19,8 +19,8 @@ from sources import everything
 
 from app.data.preprocessing import alone
 from app.errors import DataError
-from app.tasks.image_classification.data import containers
-from app.tasks.image_classification.data.source import FINGERPRINT_SAMPLES
+from app.tasks.image_classification.data.images import FINGERPRINT_SAMPLES
+from app.tasks.image_classification.data.shards import MOST_OPEN_FILES
 from app.tasks.image_classification.data_tools.pack import write_webdataset
 
 # Writing
@@ -40,14 +40,14 @@ def test_names_of_any_letters_come_back(tmp_path: Path, source: str) -> None:
 def test_shards_are_numbered_and_read_in_order(pictures: Path, packed: dict[str, Path], tmp_path: Path) -> None:
     samples = list(records(pictures / "train")) * 20
     write_webdataset(tmp_path, "train", CLASSES, samples, shard_bytes=1)  # one sample a shard: more shards than are kept open
-    assert len(samples) > containers.MOST_OPEN_FILES
+    assert len(samples) > MOST_OPEN_FILES
     assert {path.name for path in tmp_path.glob("train-*")} == {f"train-{index:06d}.tar" for index in range(180)}
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     train, *_ = opened("webdataset", tmp_path, test_split="train")
     for one, other in zip(everything(train), everything(opened("webdataset", packed["webdataset"]).train), strict=True):
         assert torch.equal(one, torch.cat([other] * 20))
     # The other split had its fingerprint taken, and both have an index.
-    assert len(os.listdir("/proc/self/fd")) <= before + containers.MOST_OPEN_FILES + FINGERPRINT_SAMPLES + 4  # noqa: PTH208
+    assert len(os.listdir("/proc/self/fd")) <= before + MOST_OPEN_FILES + FINGERPRINT_SAMPLES + 4  # noqa: PTH208
     (tmp_path / "train-000007.tar").unlink()
     sentence = rf"^{tmp_path} lacks 1 of 180 shards of data\.train_split=train: train-000007\.tar; copy"
     refused("webdataset", tmp_path, sentence)
@@ -58,13 +58,13 @@ def test_shards_are_numbered_and_read_in_order(pictures: Path, packed: dict[str,
 INDEXING = """
 import sys
 from pathlib import Path
-from app.tasks.image_classification.data.index import indexed
+from app.tasks.image_classification.data.shards import indexed
 
 def read(path):
     print("reads", flush=True)
     yield 0, 1, 0
 
-print(indexed([Path(sys.argv[1])], "kind", read).path)
+print(indexed([Path(sys.argv[1])], "kind", read).rows.place[0])
 """
 
 
@@ -116,8 +116,9 @@ def test_where_the_data_cannot_be_written_the_index_is_kept_in_the_cache(
     (path / ".samerun.lock").mkdir()  # stands in the way even of a superuser
     train, *_ = opened("tfrecord", path)
     assert not list(path.glob(".samerun-index-*"))
-    (index,) = (tmp_path / "cache").rglob(train.read.records.index.path.name)  # type: ignore[attr-defined]
-    assert index.stat().st_size == 128 + 9 * 32
+    indexes = list((tmp_path / "cache").rglob(".samerun-index-*"))
+    assert [index.stat().st_size for index in indexes] == [128 + 9 * 32] * 2
+    assert len(train) == 9
     monkeypatch.setenv("SAMERUN_CACHE", str(path / "labels.txt"))
     shutil.rmtree(tmp_path / "cache" / "indexes")
     with pytest.raises(

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from app.errors import DataError
-from app.tasks.image_classification.data.notes import notes_on
-from app.tasks.image_classification.data.open import open_data
+from app.tasks.image_classification.data.open import notes_on, open_data
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
 
@@ -60,6 +59,6 @@ def test_pictures_of_a_kind_that_is_not_read_are_told(pictures: Path, tmp_path: 
         if path.suffix in (".jpg", ".png"):
             path.unlink()
     with pytest.raises(
-        DataError, match=rf"there are no pictures in the class folder\(s\) {place.name} \(5 files left out: 1 hidden, 4 with"
+        DataError, match=rf"there are no images in the class folder\(s\) {place.name} \(5 files left out: 1 hidden, 4 with"
     ):
         notes("imagefolder", tmp_path / "data", image_size=24)

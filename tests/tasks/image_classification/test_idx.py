@@ -11,7 +11,7 @@ from sources import check_contract, damage, everything, recipe, write_idx, write
 from torchvision import datasets
 
 from app.errors import DataError
-from app.tasks.image_classification.data import idx
+from app.tasks.image_classification.data import standard_sets as idx
 from app.tasks.image_classification.data.open import open_data
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -58,17 +58,13 @@ def test_missing_files_name_every_place_and_both_remedies(tmp_path: Path, monkey
         open_data(recipe("mnist"))
     for part in ("data, data/MNIST/raw, no/such/folder", "data.path", "data.download=true", "t10k-labels-idx1-ubyte"):
         assert part in str(caught.value)
-
-
-def test_a_given_path_is_the_only_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_mnist(tmp_path / "data")
+    (tmp_path / "data/t10k-labels-idx1-ubyte").touch()
     with pytest.raises(DataError, match=r"Looked in: \S*elsewhere, \S*elsewhere/MNIST/raw\. "):
-        open_data(recipe("mnist", tmp_path / "elsewhere"))
+        open_data(recipe("mnist", tmp_path / "elsewhere"))  # a given path is the only place
 
 
 @pytest.mark.parametrize("kind", ["truncated", "longer", "empty", "text"])
-@pytest.mark.parametrize("name", idx.FILES)
+@pytest.mark.parametrize("name", idx.IDX_FILES)
 def test_a_damaged_idx_file_is_named(tmp_path: Path, name: str, kind: str) -> None:
     write_mnist(tmp_path)
     damage(tmp_path / name, kind)
@@ -76,36 +72,31 @@ def test_a_damaged_idx_file_is_named(tmp_path: Path, name: str, kind: str) -> No
         open_data(recipe("mnist", tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["truncated", "text"])
-def test_a_damaged_compressed_file_is_named(tmp_path: Path, kind: str) -> None:
-    write_mnist(tmp_path, compress=True)
-    damage(tmp_path / "train-images-idx3-ubyte.gz", kind)
-    with pytest.raises(
-        DataError, match=r"train-images-idx3-ubyte\.gz cannot be read to its end \(.+\): it is truncated or damaged"
-    ):
-        open_data(recipe("mnist", tmp_path))
-
-
-def test_images_and_labels_of_different_number(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    write_idx(tmp_path, "train-labels-idx1-ubyte", np.zeros(29))
-    with pytest.raises(
-        DataError, match=r"train-images-idx3-ubyte holds 30 images, but \S+train-labels-idx1-ubyte holds 29 labels"
-    ):
-        open_data(recipe("mnist", tmp_path))
-
-
-def test_an_illegal_label_is_named_with_its_sample(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    write_idx(tmp_path, "t10k-labels-idx1-ubyte", np.array([0, 1, 9, 10, 255, 0, 0]))
-    expected = rf"sample 3 of the test split of {tmp_path} has label 10, but labels must be in 0\.\.9 \(2 of 7 are not\)"
-    with pytest.raises(DataError, match=expected):
-        open_data(recipe("mnist", tmp_path))
-
-
-def test_an_empty_split(tmp_path: Path) -> None:
-    write_mnist(tmp_path, test_size=0)
-    with pytest.raises(DataError, match=r"the test split of .* has no samples"):
+@pytest.mark.parametrize(
+    ("sizes", "change", "text"),
+    [
+        (
+            {},
+            lambda root: write_idx(root, "train-labels-idx1-ubyte", np.zeros(29)),
+            r"holds 30 images, but \S+ holds 29 labels",
+        ),
+        (
+            {},
+            lambda root: write_idx(root, "t10k-labels-idx1-ubyte", np.array([0, 1, 9, 10, 255, 0, 0])),
+            r"^sample 3 of the test split of \S+ has label 10, but labels must be in 0\.\.9 \(2 of 7 are not\)",
+        ),
+        ({"test_size": 0}, lambda _: None, r"the test split of .* has no samples"),
+        *(
+            ({"compress": True}, lambda root, kind=kind: damage(root / "train-images-idx3-ubyte.gz", kind), text)
+            for kind in ("truncated", "text")
+            for text in [r"train-images-idx3-ubyte\.gz cannot be read to its end \(.+\): it is truncated or damaged"]
+        ),
+    ],
+)
+def test_files_that_do_not_agree_are_named(tmp_path: Path, sizes: dict, change, text: str) -> None:
+    write_mnist(tmp_path, **sizes)
+    change(tmp_path)
+    with pytest.raises(DataError, match=text):
         open_data(recipe("mnist", tmp_path))
 
 

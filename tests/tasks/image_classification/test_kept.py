@@ -19,10 +19,9 @@ from PIL import Image
 from sources import check_contract, everything, write_black
 
 from app.errors import DataError
-from app.tasks.image_classification.data import kept
-from app.tasks.image_classification.data.kept import keep, stamps
+from app.tasks.image_classification.data import arrays
+from app.tasks.image_classification.data.arrays import Mapped, Unstored, chunk_rows, keep, open_split, stamps, write_split
 from app.tasks.image_classification.data.open import open_data
-from app.tasks.image_classification.data.split import Images, Unstored, open_split, pictures_in_a_chunk, write_split
 from app.tasks.image_classification.sections import DataRecipe, Sections
 
 SHAPE = (40, 3, 6, 5)
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork
 @pytest.fixture(autouse=True)
 def own_cache_for_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "SMALL_BYTES", 0)
+    monkeypatch.setattr(arrays, "SMALL_BYTES", 0)
 
 
 def unstored(chunks: Iterator[np.ndarray] | None = None) -> Unstored:
@@ -50,8 +49,8 @@ def build(log: Path) -> Unstored:
 
 
 def kept_by_a_process(log: Path, answers) -> None:
-    split = keep(["x"], PIXELS.nbytes, lambda: build(log))
-    answers.put((split.images.array.copy(), split.labels.copy()))
+    split = keep(["x"], SHAPE, lambda: build(log))
+    answers.put((split.pixels.array.copy(), split.labels.copy()))
 
 
 def test_one_process_makes_it_while_the_others_wait(tmp_path: Path) -> None:
@@ -75,28 +74,28 @@ def half_then_wait(reached) -> Iterator[np.ndarray]:
 
 def test_a_process_that_is_killed_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
     reached = FORK.Event()
-    killed = FORK.Process(target=lambda: keep(["x"], PIXELS.nbytes, lambda: unstored(half_then_wait(reached))))
+    killed = FORK.Process(target=lambda: keep(["x"], SHAPE, lambda: unstored(half_then_wait(reached))))
     killed.start()
     assert reached.wait(60)
     os.kill(killed.pid, signal.SIGKILL)
     killed.join()
     (left,) = (tmp_path / "cache/splits").glob(".*.tmp")
-    split = keep(["x"], PIXELS.nbytes, unstored)
-    np.testing.assert_array_equal(split.images.array, PIXELS)
+    split = keep(["x"], SHAPE, unstored)
+    np.testing.assert_array_equal(split.pixels.array, PIXELS)
     assert not left.exists()
 
 
 def test_what_is_damaged_is_made_again_and_of_other_files_another_is_made(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    keep(["x"], PIXELS.nbytes, lambda: build(log))
+    keep(["x"], SHAPE, lambda: build(log))
     (images,) = (tmp_path / "cache/splits").glob("*/images.npy")
     content = bytearray(images.read_bytes())
     content[-1] ^= 1
     images.write_bytes(content)
-    np.testing.assert_array_equal(keep(["x"], PIXELS.nbytes, lambda: build(log)).images.array, PIXELS)
+    np.testing.assert_array_equal(keep(["x"], SHAPE, lambda: build(log)).pixels.array, PIXELS)
     assert len(log.read_text().splitlines()) == 2
-    keep(["y"], PIXELS.nbytes, lambda: build(log))
-    keep(["y"], PIXELS.nbytes, lambda: build(log))
+    keep(["y"], SHAPE, lambda: build(log))
+    keep(["y"], SHAPE, lambda: build(log))
     assert len(log.read_text().splitlines()) == 3
 
 
@@ -115,15 +114,15 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(
         DataError, match=r"file/splits, the cache for unpacked data, cannot be used \(Not a directory\); set SAMERUN_CACHE"
     ):
-        keep(["x"], PIXELS.nbytes, unstored)
+        keep(["x"], SHAPE, unstored)
 
 
 def test_a_mapped_split_is_pickled_as_its_place(tmp_path: Path) -> None:
     write_split(tmp_path / "train", unstored())
     split = open_split(tmp_path / "train")
-    assert len(pickle.dumps(split.images)) < 1000 < PIXELS.nbytes
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(split.images)).array, PIXELS)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(Images(PIXELS))).array, PIXELS)
+    assert len(pickle.dumps(split.pixels)) < 1000 < PIXELS.nbytes
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(split.pixels)).array, PIXELS)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(Mapped(PIXELS))).array, PIXELS)
     with pytest.raises(DataError, match=r"train cannot be written"):
         write_split(tmp_path / "train", unstored())
     assert [path.name for path in tmp_path.iterdir()] == ["train"]
@@ -216,4 +215,4 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, compress: bool) -> N
 
 
 def test_a_chunk_holds_at_least_one_picture() -> None:
-    assert pictures_in_a_chunk((10, 3, 10_000, 10_000)) == 1
+    assert chunk_rows((10, 3, 10_000, 10_000)) == 1

@@ -15,11 +15,11 @@ from PIL import Image
 from processes import train
 
 from app.errors import DataError
-from app.tasks.image_classification.data import jpeg
+from app.tasks.image_classification.data import decoding
 from app.tools.data_command import main
 
 KEYS = ["data.image_size=16", "augment.resized_crop_min_area=null", "data.resize_size=null"]
-SAID = "12000x8000 pixels: above 64 megapixels only JPEG files that are not progressive are decoded"
+SAID = "12000x8000 pixels: above 64 megapixels only baseline JPEG files are decoded"
 
 
 def png(width: int, height: int) -> bytes:
@@ -74,7 +74,10 @@ def test_in_containers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], s
 def test_a_large_jpeg_is_decoded_at_half_its_sides(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_torchcodec: bool
 ) -> None:
-    monkeypatch.setattr(jpeg, "is_installed", lambda: has_torchcodec)  # which must not decode it
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("torchcodec must not decode it")
+
+    monkeypatch.setattr(decoding, "torchcodec", lambda: refuse if has_torchcodec else None)
     (folder / "train/ant/large.jpg").write_bytes(jpeg_file(progressive=False))
     assert main(["inspect", str(folder), "--json", "--workers", "1"]) == 0
     facts = json.loads(capsys.readouterr().out)["train"]

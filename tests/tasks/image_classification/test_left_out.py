@@ -17,8 +17,8 @@ from sources import check_contract, check_workers_and_pickling, everything
 from app.data.loader import Failure, Fetching
 from app.errors import CheckpointError, DataError, RecipeError
 from app.recipe import recipe_file
-from app.tasks.image_classification.data.left_out import Rest
-from app.tasks.image_classification.data.open import Data, open_data
+from app.tasks.image_classification.data.images import Data
+from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.sections import DataRecipe, Sections
 from app.tools.data_command import main
 
@@ -59,11 +59,6 @@ def opened(source: str, path: Path, leave_out: Path | None = None) -> Data:
 
 def names_in(file: Path) -> list[str]:
     return sorted(line for line in file.read_text().splitlines() if not line.startswith("# "))
-
-
-def test_places_in_the_rest() -> None:
-    rest = Rest([5, 0, 1, 9])
-    assert [rest.place(index) for index in range(6)] == rest.of(np.arange(10)).tolist() == [2, 3, 4, 6, 7, 8]
 
 
 def test_damaged_files_are_listed_and_left_out_as_if_deleted(
@@ -115,7 +110,7 @@ def test_containers_name_samples_by_split_and_number(source: str, tmp_path: Path
     assert everything(data.train)[1].tolist() == [1, 0, 0, 1]
     if source != "huggingface":  # which keeps small pictures decoded
         whole = [np.array(Image.open(io.BytesIO(content(at, "PNG")))) for at in (1, 2, 4, 5)]
-        read = [picture.permute(1, 2, 0).numpy() for picture, _ in data.train.read([0, 1, 2, 3])]  # type: ignore[attr-defined]
+        read = [picture.permute(1, 2, 0).numpy() for picture, _ in data.train.images([0, 1, 2, 3])]  # type: ignore[attr-defined]
         assert [np.array_equal(*pair) for pair in zip(read, whole, strict=True)] == [True] * 4
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torchvision.datasets import ImageFolder
 
 from app.errors import DataError
-from app.tasks.image_classification.data import listing
-from app.tasks.image_classification.data.listing import Listing, pictures_below
+from app.tasks.image_classification.data import folders
+from app.tasks.image_classification.data.folders import Listing, images_below
 
 LONG_AGO_S = time.time() - 3600
 FORK = multiprocessing.get_context("fork")
@@ -55,13 +55,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sub-folders that are listed."""
     names: list[str] = []
-    walk = listing.walk
+    walk = folders.walk
 
     def noting(top: Path, below: str, not_read: object) -> object:
         names.extend([below] if below else [])
         return walk(top, below, not_read)
 
-    monkeypatch.setattr(listing, "walk", noting)
+    monkeypatch.setattr(folders, "walk", noting)
     return names
 
 
@@ -75,18 +75,18 @@ def test_it_is_what_imagefolder_finds(tmp_path_factory: pytest.TempPathFactory, 
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{name}.JPG").touch()
         (place / f"{name}.txt").touch()
-    assert found(pictures_below(folder, "ab")) == by_torchvision(folder)
+    assert found(images_below(folder, "ab")) == by_torchvision(folder)
 
 
 def test_it_is_made_once_for_all_processes(tmp_path: Path, cache: Path, scans: list[str]) -> None:
     folder = write(tmp_path / "pictures", "a/0.png", "a/deep/1.png", "b/2.jpg")
-    processes = [FORK.Process(target=pictures_below, args=(folder, "ab")) for _ in range(4)]
+    processes = [FORK.Process(target=images_below, args=(folder, "ab")) for _ in range(4)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    files = pictures_below(folder, "ab")
+    files = images_below(folder, "ab")
     assert scans == []  # in this process
     assert found(files) == [("a/0.png", 0), ("a/deep/1.png", 0), ("b/2.jpg", 1)]
     assert found(pickle.loads(pickle.dumps(files))) == found(files)
@@ -108,47 +108,47 @@ def test_it_is_made_anew_when_a_folder_changes(
     tmp_path: Path, cache: Path, scans: list[str], change: Callable[[Path], object]
 ) -> None:
     folder = write(tmp_path / "pictures", "a/0.png", "a/deep/1.png", "b/2.jpg")
-    pictures_below(folder, "ab")
+    images_below(folder, "ab")
     change(folder)
     for _ in range(2):  # the second time, too: its folders have changed just now
-        assert found(pictures_below(folder, "ab")) == by_torchvision(folder)
+        assert found(images_below(folder, "ab")) == by_torchvision(folder)
     assert scans == list("ababab")
     write(folder, changed_s=LONG_AGO_S + 60)
     for _ in range(2):
-        assert found(pictures_below(folder, "ab")) == by_torchvision(folder)
+        assert found(images_below(folder, "ab")) == by_torchvision(folder)
     assert scans == list("abababab")
 
 
 def test_of_other_classes_it_is_another(tmp_path: Path, cache: Path) -> None:
     folder = write(tmp_path / "pictures", "a/0.png", "b/2.jpg")
-    assert found(pictures_below(folder, "ab")) == [("a/0.png", 0), ("b/2.jpg", 1)]
-    assert found(pictures_below(folder, "b")) == [("b/2.jpg", 0)]
+    assert found(images_below(folder, "ab")) == [("a/0.png", 0), ("b/2.jpg", 1)]
+    assert found(images_below(folder, "b")) == [("b/2.jpg", 0)]
 
 
 @pytest.mark.parametrize("name", ["names.bin", "ends.bin", "labels.bin", "listing.json"])
 def test_a_damaged_list_is_made_again(tmp_path: Path, cache: Path, name: str) -> None:
     folder = write(tmp_path / "pictures", "a/0.png", "b/2.jpg")
-    expected = found(pictures_below(folder, "ab"))
+    expected = found(images_below(folder, "ab"))
     (place,) = (path for path in cache.iterdir() if path.is_dir())
     content = (place / name).read_bytes()
     (place / name).write_bytes(content[: len(content) // 2])
-    assert found(pictures_below(folder, "ab")) == expected
+    assert found(images_below(folder, "ab")) == expected
 
 
 def test_without_a_cache_it_is_made_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "pictures", "a/0.png", "b/2.jpg")
     (tmp_path / "file").touch()
     monkeypatch.setenv("SAMERUN_CACHE", str(tmp_path / "file"))
-    files = pictures_below(folder, "ab")
+    files = images_below(folder, "ab")
     assert found(pickle.loads(pickle.dumps(files))) == [("a/0.png", 0), ("b/2.jpg", 1)]
 
 
 def test_a_list_in_use_that_is_no_more_is_said(tmp_path: Path, cache: Path) -> None:
     folder = write(tmp_path / "pictures", "a/0.png", "b/2.jpg")
-    pickled = pickle.dumps(pictures_below(folder, "ab"))
+    pickled = pickle.dumps(images_below(folder, "ab"))
     (about,) = cache.glob("*/listing.json")
     about.write_text(json.dumps({**json.loads(about.read_text()), "listed_ns": 1}))
-    with pytest.raises(DataError, match="was replaced because their folder changed: start the run again"):
+    with pytest.raises(DataError, match="was replaced as their folder changed: start the run again"):
         pickle.loads(pickled)
     shutil.rmtree(cache)
     with pytest.raises(DataError, match=r"is gone .* start the run again"):
@@ -158,5 +158,5 @@ def test_a_list_in_use_that_is_no_more_is_said(tmp_path: Path, cache: Path) -> N
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, cache: Path) -> None:
     folder = write(tmp_path / "pictures", "a/0.png")
     with pytest.raises(DataError, match=rf"^{folder}/b cannot be read \(No such file or directory\); repair or remove it$"):
-        pictures_below(folder, "ab")
+        images_below(folder, "ab")
     assert not list(cache.glob("*.tmp"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def test_shards_on_two_processes_leave_the_same_bytes_as_one_process(digits_run:
 class _Noise:
     """A thousand classes of large pictures that no compression makes smaller."""
 
-    classes = tuple(f"class {label}" for label in range(1000))
+    facts: ClassVar = {"classes": [f"class {label}" for label in range(1000)]}
 
     def fetch(self, indices: np.ndarray, draw: None) -> dict[str, torch.Tensor]:
         return {"images": torch.randint(0, 256, (len(indices), 3, 224, 160), dtype=torch.uint8)}

@@ -1,178 +1,327 @@
-"""Sources whose pictures have one size and are looked up, not decoded; the ones that need no library: the embedded digits.
+"""Splits whose images have one size and are looked up, not decoded: arrays in memory or in files that all processes share.
 
-`fetch` is one look-up for the whole batch, in memory or in a file that is mapped: 5-10 us for 128 of 60,000 images of 28x28.
+`fetch` is one look-up for the whole batch: 5-10 us for 128 of 60,000 images of 28x28. A split on disk is a folder:
+
+    images.npy    uint8 [N, C, H, W]
+    labels.npy    int64 [N]
+    split.json    the names of the classes, and the fingerprint of both arrays
+
+It is written under a temporary name, brought to the disk and renamed: what has its name is whole. Opened, the files are
+mapped: the system reads what is looked at, once for all processes, and takes the memory back when it needs it.
+
+Unpacked, decoded or resized splits are made once on a machine and then shared, below $SAMERUN_CACHE, $XDG_CACHE_HOME/samerun or
+~/.cache/samerun. Each is named by a hash of what it was made of: of other files, or of files that changed, another one is made.
+One process makes it while the others of the node wait. Nothing is removed: `rm -r` any of it at any time, it is made again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from app.data.draws import HostDraws
-from app.data.samples import Layout
-from app.errors import DataError, RecipeError
+from app.data.preprocessing import alone, cache_folder, progress
+from app.data.samples import CHECK, Layout
+from app.errors import DataError
 from app.files import other_libraries
+from app.files.atomic_files import made_whole, remove_remains, sync
+from app.files.lines import parsed
+from app.tasks.image_classification.data.decoding import reading
 from app.tasks.image_classification.data.framing import Framing
-from app.tasks.image_classification.data.kept import keep, stamps
-from app.tasks.image_classification.data.pictures import PictureSource
-from app.tasks.image_classification.data.source import Data, Source, check_labels, facts_of
-from app.tasks.image_classification.data.split import Images, Split, Unstored, open_split, pictures_in_a_chunk
-from app.tasks.image_classification.data.split_names import NoSplitError, each_split, sources
+from app.tasks.image_classification.data.images import Data, Images, Stored, check_labels, fingerprint
+from app.tasks.image_classification.data.splits import NoSplitError, data_path, each_split
 from app.tasks.image_classification.sections import Sections
 
+IMAGES, LABELS, ABOUT = "images.npy", "labels.npy", "split.json"
+FORMAT = 1
+"""Version of this layout, in split.json; other versions are refused."""
+CHUNK_BYTES = 4 << 20
+"""Images that are read, resized or written at a time, which bounds the memory for building a split of any size."""
+SMALL_BYTES = 8 << 20
+"""Less than this is not worth a file: each process holds it in memory, in addition to the 200 MB that torch takes."""
+DECODED_ONCE_BYTES = 256 << 20
+"""A split whose images take at most this many bytes is decoded once on a machine and kept: MNIST and CIFAR are (47 and 154 MB;
+it takes some seconds), ImageNet is not."""
+READ_CHUNK = 1000
+"""Most rows read in one go: the `datasets` library takes 5 us a row of numbers that way, and 250 one by one."""
 
-@dataclass(frozen=True, eq=False)
-class ArraySource:
-    """One split in arrays."""
+
+class Mapped:
+    """An array, in memory or mapped from a file; pickled, a mapped one is the place in the file, not its content."""
+
+    def __init__(self, array: np.ndarray, place: tuple[Path, int] | None = None) -> None:
+        self.array = array
+        self.place = place
+
+    @classmethod
+    def of_file(cls, path: Path, offset_bytes: int, shape: tuple[int, ...], kind: Any = np.uint8) -> Mapped:
+        """Return the array that a file holds from `offset_bytes` on; the file must be long enough."""
+        if 0 in shape:  # of which there is nothing to map
+            return cls(np.empty(shape, kind))
+        # A plain view: NumPy's memmap runs Python code at each look-up, for some microseconds.
+        return cls(np.asarray(np.memmap(path, kind, mode="r", offset=offset_bytes, shape=shape)), (path, offset_bytes))
+
+    @classmethod
+    def of_npy(cls, path: Path) -> Mapped:
+        """Return the array in an .npy file. Raises as `numpy.load`."""
+        array = other_libraries.array(path)
+        return cls.of_file(path, array.offset, array.shape, array.dtype)
+
+    def __reduce__(self) -> tuple[Callable[..., Mapped], tuple[Any, ...]]:
+        if self.place is None:
+            return Mapped, (self.array,)
+        return Mapped.of_file, (*self.place, self.array.shape, self.array.dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArrayImages(Images):
+    """Images of one size in an array: batches are looked up, and written where their memory is."""
 
     workers: ClassVar[bool] = False
     remedy: ClassVar[str] = "copy them to a local disk (data.stage_to)"
-    images: Images
-    labels: np.ndarray
-    """Of any integer type, [N], in 0 .. len(classes) - 1."""
-    classes: tuple[str, ...]
-    fingerprint: str
-
-    @property
-    def channels(self) -> int:
-        """Channels of each image."""
-        return int(self.images.array.shape[1])
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
-        return int(self.images.array.shape[2]), int(self.images.array.shape[3])
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a network for these pictures is built by."""
-        return facts_of(self)
+    pixels: Mapped
+    """uint8 [N, C, H, W]."""
 
     @property
     def layout(self) -> Layout:
         """Shape, without the batch, and type of images and labels."""
-        return {"images": (self.images.array.shape[1:], np.dtype(np.uint8)), "labels": ((), np.dtype(np.int64))}
-
-    def __len__(self) -> int:
-        return len(self.images)
+        return {"images": ((self.channels, *self.image_size), np.dtype(np.uint8)), "labels": ((), np.dtype(np.int64))}
 
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:  # noqa: ARG002  nothing is random
-        """Return images and labels, as `Source.fetch` says."""
+        """Return images and labels, as `Images.fetch` describes."""
         memory = {name: np.empty((len(indices), *shape), dtype) for name, (shape, dtype) in self.layout.items()}
         self.fetch_into(indices, memory)
         return {name: torch.from_numpy(array) for name, array in memory.items()}
 
     def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
         """Write what `fetch` returns into `images`, uint8 [B, C, H, W], and `labels`, int64 [B]."""
+        assert self.labels is not None
         # NumPy's look-up stays in this thread: torch's waits for its pool, for a millisecond when other processes are busy.
-        # All indices are legal. Unless it is told to clip those that are not, NumPy looks up into memory of its own first, to
-        # leave the images alone if one is not, and takes 2.5 times as long.
-        self.images.array.take(indices, axis=0, out=memory["images"], mode="clip")
+        # All indices are legal. Without "clip" NumPy looks up into memory of its own first, to leave the images alone if one
+        # is not, and takes 2.5 times as long.
+        self.pixels.array.take(indices, axis=0, out=memory["images"], mode="clip")
         memory["labels"][:] = self.labels.take(indices)
 
 
-@dataclass(frozen=True, eq=False)
-class ArrayReader:
-    """Reads the pictures of an array one by one, for random crops."""
+def in_array(pixels: Mapped, labels: np.ndarray, classes: Sequence[str], where: str = "") -> ArrayImages:
+    """Return a split in an array, uint8 [N, C, H, W], with integer labels [N].
 
-    images: Images
-    labels: np.ndarray
+    The fingerprint is of the shape, the classes, all labels, and the pixels of some images.
+    """
+    array, shape = pixels.array, pixels.array.shape
+    start = str(shape).encode()
+    return ArrayImages(
+        read=functools.partial(_read, pixels),
+        size=len(array),
+        labels=labels,
+        classes=tuple(classes),
+        where=where,
+        channels=int(shape[1]),
+        image_size=(int(shape[2]), int(shape[3])),
+        fingerprint=fingerprint(classes, len(array), lambda index: start + array[index].tobytes(), listing=[labels]),
+        pixels=pixels,
+    )
 
-    def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-        """Yield pictures and labels, as `Reader` says."""
-        for index in indices:
-            yield torch.from_numpy(self.images.array[index].copy()), int(self.labels[index])
 
-    def file(self, index: int) -> None:
-        """Return nothing: pixels are stored."""
+def _read(pixels: Mapped, indices: Sequence[int]) -> Iterator[Stored]:
+    for index in indices:
+        yield Stored(torch.from_numpy(pixels.array[index].copy()), f"sample {index}")
 
 
-def open_array(split: Split, *, recipe: Sections, training: bool, where: str, made_of: Sequence[object]) -> Source:
-    """Return the source of a split in arrays, checked. `where` names it in errors; `made_of` tells it from any other (`keep`).
+def framed(images: ArrayImages, *, recipe: Sections, training: bool, made_of: Sequence[object]) -> Images:
+    """Return a split as the recipe asks for it, its labels checked; `made_of` tells it from any other (`keep`).
 
     With `data.image_size` (and another size stored) the images are resized, once for all processes of the machine, and
-    cropped at the centre: bilinear with antialiasing. Only where the recipe asks for random resized crops are they cropped
+    cropped at the center: bilinear with antialiasing. Only where the recipe asks for random resized crops are they cropped
     when they are fetched. Raises DataError if a label is not that of a class, or there are no samples.
     """
-    check_labels(split.labels, len(split.classes), where=where)
-    framing, identity = Framing.of(recipe, training=training), split.fingerprint
-    stored = split.images.array.shape
+    assert images.labels is not None
+    check_labels(images.labels, len(images.classes), where=images.where)
+    framing, array = Framing.of(recipe, training=training), images.pixels.array
+    size = framing.size_of(images.image_size)
+    shape = (*array.shape[:2], *size)
     if framing.min_area is not None:
-        return PictureSource(
-            read=ArrayReader(split.images, split.labels),
-            size=len(split.images),
-            where=where,
-            classes=split.classes,
-            channels=stored[1],
-            image_size=framing.size_of(stored[2:]),
-            framing=framing,
-            fingerprint=identity,
-        )
-    if framing.size_of(stored[2:]) != stored[2:] or framing.resize_size is not None:
-        shape = (*stored[:2], *framing.size_of(stored[2:]))
-        made_from = [*made_of, identity, framing.image_size, framing.resize_size]
-        split = keep(
-            made_from,
-            int(np.prod(shape, dtype=np.int64)),
-            lambda: Unstored(shape, _resized(split, framing, shape), split.labels, split.classes),
-        )
-    return ArraySource(split.images, split.labels, split.classes, identity)
+        unchanged = {field.name: getattr(images, field.name) for field in fields(Images)}
+        return Images(**{**unchanged, "image_size": size, "framing": framing})
+    if size == images.image_size and framing.resize_size is None:
+        return images
+
+    def resized() -> Iterator[np.ndarray]:
+        step = min(chunk_rows(shape), chunk_rows(array.shape))
+        for start in range(0, len(array), step):
+            yield framing.fixed(torch.from_numpy(array[start : start + step].copy())).numpy()
+
+    made_from = [*made_of, images.fingerprint, framing.image_size, framing.resize_size]
+    kept = keep(made_from, shape, lambda: Unstored(shape, resized(), images.labels, images.classes))  # type: ignore[arg-type]
+    return replace(kept, where=images.where, fingerprint=images.fingerprint)
 
 
-def _resized(split: Split, framing: Framing, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    array = split.images.array
-    step = min(pictures_in_a_chunk(shape), pictures_in_a_chunk(array.shape))
-    for start in range(0, len(array), step):
-        yield framing.fixed(torch.from_numpy(array[start : start + step].copy())).numpy()
+def decoded_once(_split: str, images: Images) -> Images:
+    """Return images of one size that are not too many as arrays, decoded and kept; others unchanged.
+
+    Raises DataError if an image cannot be read, or the arrays cannot be kept.
+    """
+    labels, shape, framing = images.labels, (len(images), images.channels, *images.image_size), images.framing
+    size_bytes = int(np.prod(shape, dtype=np.int64))
+    if images.made_of is None or labels is None or framing.min_area is not None or size_bytes > DECODED_ONCE_BYTES:
+        return images
+
+    def chunks() -> Iterator[np.ndarray]:
+        step = min(READ_CHUNK, chunk_rows(shape))
+        with progress("decoding the images once", shape[0], "images") as advance:
+            for start in range(0, shape[0], step):
+                indices = np.arange(start, min(start + step, shape[0]))
+                try:
+                    yield images.fetch(indices, None)["images"].numpy()
+                except DataError as error:
+                    raise DataError(f"{error}. {CHECK}") from error
+                advance(len(indices))
+
+    made_of = [*images.made_of, images.fingerprint, images.channels, framing.image_size, framing.resize_size]
+    kept = keep(made_of, shape, lambda: Unstored(shape, chunks(), labels, images.classes))
+    return replace(kept, where=images.where, fingerprint=images.fingerprint)
+
+
+class Unstored(NamedTuple):
+    """A split that is being read or made, chunk by chunk."""
+
+    shape: tuple[int, ...]
+    """[N, C, H, W] of all images."""
+    chunks: Iterable[np.ndarray]
+    """The images in order, in chunks uint8 [n, C, H, W]."""
+    labels: np.ndarray
+    classes: Sequence[str]
+
+
+def chunk_rows(shape: tuple[int, ...]) -> int:
+    """Return how many images of a split [N, C, H, W] make about CHUNK_BYTES, at least one."""
+    return max(1, CHUNK_BYTES // max(1, int(np.prod(shape[1:], dtype=np.int64))))
+
+
+def write_split(folder: Path, split: Unstored) -> None:
+    """Write a split into `folder`, which is made: whole or not at all. Raises DataError if it cannot be, or exists."""
+    try:
+        with made_whole(folder) as temporary:
+            _write_npy(temporary / IMAGES, np.uint8, split.shape, split.chunks)
+            _write_npy(temporary / LABELS, np.int64, split.labels.shape, [split.labels.astype(np.int64)])
+            written = in_array(Mapped.of_npy(temporary / IMAGES), other_libraries.array(temporary / LABELS), split.classes)
+            about = {"format": FORMAT, "fingerprint": written.fingerprint, "classes": list(split.classes)}
+            (temporary / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+            for file in (IMAGES, LABELS, ABOUT):
+                sync(temporary / file)
+    except OSError as error:
+        why = error.strerror or error
+        raise DataError(f"{folder} cannot be written: {why}. Free space there, or choose another folder") from error
+
+
+def open_split(folder: Path) -> ArrayImages:
+    """Return the split in a folder, mapped. Raises DataError if a file is missing, of another layout, or has changed."""
+    try:
+        about = parsed((folder / ABOUT).read_bytes())
+        if about["format"] != FORMAT:
+            raise DataError(f"{folder} has the layout {about['format']}, and this version reads {FORMAT}; pack it again")
+        labels, pixels = np.asarray(other_libraries.array(folder / LABELS)), Mapped.of_npy(folder / IMAGES)
+        kind, dimensions = pixels.array.dtype, pixels.array.ndim
+        if kind != np.uint8 or dimensions != 4:
+            raise ValueError(f"{IMAGES} is {kind} with {dimensions} dimensions, not uint8 with 4")
+        images = in_array(pixels, labels, about["classes"], str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder} is not a complete split of arrays ({error}); pack it again, or correct data.path") from error
+    if images.fingerprint != about["fingerprint"]:
+        raise DataError(f"{folder} has changed since it was written (its fingerprint differs); pack it again")
+    return images
+
+
+def _write_npy(path: Path, kind: type[np.generic], shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
+    """Write an array that comes in chunks along its first dimension."""
+    rows = 0
+    with path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for chunk in chunks:
+            assert chunk.dtype == kind, (chunk.dtype, kind)
+            assert chunk.shape[1:] == shape[1:], (chunk.shape, shape)
+            file.write(np.ascontiguousarray(chunk).data)
+            rows += len(chunk)
+    assert rows == shape[0], (rows, shape)
+
+
+def keep(made_of: Sequence[object], shape: Sequence[int], read: Callable[[], Unstored]) -> ArrayImages:
+    """Return the split that `read` reads or makes: in memory if it is small, else from the file that it is kept in.
+
+    `made_of` is all that decides what `read` gives, as JSON has it (see `stamps`), and the product of `shape` about how many
+    bytes the images take. Raises DataError if the split cannot be read, or not be written where it is kept.
+    """
+    if np.prod(shape, dtype=np.int64) <= SMALL_BYTES:
+        small = read()
+        array = np.concatenate([np.empty((0, *small.shape[1:]), np.uint8), *small.chunks])
+        return in_array(Mapped(array), small.labels, small.classes)
+    name = hashlib.sha256(json.dumps([FORMAT, *made_of], default=str).encode()).hexdigest()[:32]
+    try:
+        folder = cache_folder("splits") / name
+        if (found := _kept(folder)) is not None:  # without the lock: the cache may be read-only
+            return found
+        with alone(folder.with_suffix(".lock")):
+            if (found := _kept(folder)) is not None:
+                return found
+            if folder.exists():
+                shutil.rmtree(folder)
+            remove_remains(folder)
+            try:
+                write_split(folder, read())
+            except DataError:
+                if not folder.exists():  # where there are no locks, another process may have been first
+                    raise
+            return open_split(folder)
+    except OSError as error:
+        cache = f"{error.filename or '$SAMERUN_CACHE'}, the cache for unpacked data, cannot be used"
+        raise DataError(f"{cache} ({error.strerror or error}); set SAMERUN_CACHE to a writable folder") from error
+
+
+def _kept(folder: Path) -> ArrayImages | None:
+    """Return the split in a folder of the cache; None if it is missing or damaged."""
+    try:
+        return open_split(folder) if folder.exists() else None
+    except DataError:
+        return None
+
+
+def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return what tells that files are still the same without reading them: path, size in bytes, time of change in ns."""
+    found = []
+    for file in files:
+        with reading(file, "replace the file"):
+            status = file.stat()
+        found.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+    return found
 
 
 def open_arrays(recipe: Sections) -> Data:
     """Open what `samerun data pack --to arrays` wrote: data.path/<split>."""
-    data = recipe.data
-    if data.path is None:
-        raise RecipeError("data.source=arrays needs data.path: the folder that `samerun data pack --to arrays` made")
-    root = Path(data.path)
+    root = data_path(recipe)
 
-    def opened(name: str, _key: str) -> tuple[Path, Split]:
+    def opened(name: str, _key: str) -> ArrayImages:
         if not (root / name).is_dir():
             raise NoSplitError(f"{root / name} is missing, so this is not a complete split of arrays: pack it again")
-        return root / name, open_split(root / name)
+        return open_split(root / name)
 
-    parts = each_split(data, opened)
-    first, split = parts.there[0]
-    for folder, other in parts.there:
-        if other.classes != split.classes:
-            raise DataError(f"{first} and {folder} have different classes; pack all splits in one command")
+    def complete(split: str, images: ArrayImages) -> Images:
+        made_of = stamps(sorted(Path(images.where).iterdir()))
+        return framed(images, recipe=recipe, training=split == "train", made_of=made_of)
 
-    def source(part: tuple[Path, Split], training: bool) -> Source:
-        folder, own = part
-        made_of = stamps(sorted(folder.iterdir()))
-        return open_array(own, recipe=recipe, training=training, where=str(folder), made_of=made_of)
-
-    return sources(parts, source)
-
-
-def open_digits(recipe: Sections) -> Data:
-    """Open the embedded digits (digits.md): 1 channel, 8x8 pixels, 10 classes."""
-    with other_libraries.array(Path(__file__).with_name("digits.npz")) as file:
-        images, labels = file["images"], file["labels"]
-    images = (images.astype(np.uint16) * 255 // 16).astype(np.uint8)[:, None]
-    in_test = np.arange(len(labels)) % 5 == 4
-    classes = tuple("0123456789")
-    train, test = (
-        open_array(
-            Split(Images(images[rows]), labels[rows].astype(np.int64), classes),
-            recipe=recipe,
-            training=training,
-            where=f"the {name} split of the embedded digits",
-            made_of=["digits", name],
-        )
-        for rows, training, name in ((~in_test, True, "train"), (in_test, False, "test"))
-    )
-    return Data(train, None, test)
+    parts = each_split(recipe.data, opened)
+    first, *others = parts.there.values()
+    for other in others:
+        if other.classes != first.classes:
+            raise DataError(f"{first.where} and {other.where} have different classes; pack all splits in one command")
+    return parts.changed(complete)

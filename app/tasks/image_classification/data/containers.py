@@ -1,151 +1,67 @@
-"""What all containers share: WebDataset, HDF5, LMDB and TFRecord files, read by sample number.
+"""HDF5 and LMDB: a file or database for each split; and what they share with the shards of `shards.py`.
 
-Sample i is the i-th record of the split, and its picture is decoded as that of an image folder is: a recipe gives the same
-run over any of them. Each format opens a split as `Records`; files are opened by the process that reads them.
+Sample i is the i-th record of the split, and its image is decoded as in an image folder: a recipe gives the same run over all
+of them. Files are opened by the process that reads them.
+
+HDF5, `train.h5`: the dataset `images` holds image files, as variable-length uint8 [N], or pixels, uint8 [N, H, W], [N, H, W, C]
+or [N, C, H, W]; `labels` whole numbers [N]. Other names for them go into data.image_column and data.label_column. Names of the
+classes are strings in the dataset `classes`.
+
+LMDB, `train.lmdb`. There is no custom for a data set in LMDB; this is what is read and written here:
+
+    00000000, 00000001, ...   the image file of each sample, unchanged
+    __labels__                the labels of all samples: int64, little-endian
+    __len__                   the number of samples, in digits
+    __classes__               the names of the classes: a JSON list; without it they are 0 up to the largest label
 """
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
-from torch import Tensor
 
 from app.environment.topology import listed
-from app.errors import DataError, RecipeError
-from app.tasks.image_classification.data.framing import Framing
-from app.tasks.image_classification.data.left_out import LeftOut, Rest, reading
-from app.tasks.image_classification.data.pictures import PictureSource, decode
-from app.tasks.image_classification.data.rows import numbers_up_to
-from app.tasks.image_classification.data.source import Data, Source, check_labels, fingerprint
-from app.tasks.image_classification.data.split_names import each_split, sources
+from app.errors import DataError
+from app.files.other_libraries import extra
+from app.tasks.image_classification.data.decoding import reading
+from app.tasks.image_classification.data.images import Data, Images, Stored, completed, first_line, numbers_up_to
+from app.tasks.image_classification.data.left_out import without_left_out
+from app.tasks.image_classification.data.splits import NoSplitError, data_path, each_split
 from app.tasks.image_classification.sections import Sections
 
-H = TypeVar("H", bound="Handle")
-# Fewer than the 1,024 files that a process may usually have open, which is also how many shards ImageNet has as TFRecord.
-MOST_OPEN_FILES = 128
+H = TypeVar("H")
+HDF5_IMAGES, HDF5_LABELS, HDF5_CLASSES = "images", "labels", "classes"
+LMDB_LABELS, LMDB_LENGTH, LMDB_CLASSES = b"__labels__", b"__len__", b"__classes__"
+LMDB_LABEL_TYPE = np.dtype("<i8")
 
 
-class Records(Protocol):
-    """The records of one split; may be pickled, or forked into workers."""
+def open_containers(recipe: Sections, open_split: Callable[[Path, str, str], Images]) -> Data:
+    """Open the splits; `open_split` takes data.path, the name of a split, and the recipe's key that it is the value of.
 
-    @property
-    def where(self) -> str:
-        """The split and where it is, as errors name it."""
-
-    @property
-    def labels(self) -> np.ndarray:
-        """int64 [N], unchecked."""
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Name of each class; None if the container does not say."""
-
-    @property
-    def encoded(self) -> bool:
-        """Whether the records hold picture files; pixels otherwise."""
-
-    def picture(self, index: int, channels: int) -> Tensor:
-        """Return a picture, uint8 [C, H, W]; `channels` are those that picture files are decoded to. Raises DataError."""
-
-    def content(self, index: int) -> bytes:
-        """Return what the fingerprint covers of a record: its picture's file, or its pixels. Raises DataError."""
-
-
-@dataclass(frozen=True, eq=False)
-class RecordReader:
-    """Reads pictures and labels as `PictureSource` asks for them."""
-
-    records: Records
-    channels: int
-    split: str
-    rest: Rest
-    """Which of the records are samples."""
-    labels: np.ndarray
-    """Those of the samples, int64 [N]."""
-
-    def __call__(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-        """Yield pictures and labels, as `Reader` says."""
-        for index in indices:
-            yield self.picture(index), int(self.labels[index])
-
-    def picture(self, index: int) -> Tensor:
-        """Return a picture, uint8 [C, H, W]. Raises DataError."""
-        return self.records.picture(self.rest.place(index), self.channels)
-
-    def content(self, index: int) -> bytes:
-        """Return what the fingerprint covers of a picture. Raises DataError."""
-        return self.records.content(self.rest.place(index))
-
-    def name(self, index: int) -> str:
-        """Return how `data.leave_out` names a sample."""
-        return f"{self.split}/{self.rest.place(index)}"
-
-    def file(self, index: int) -> bytes | None:
-        """Return the picture's file as it is stored; nothing of one that stores pixels. Raises DataError."""
-        return self.content(index) if self.records.encoded else None
-
-
-def open_records(recipe: Sections, open_split: Callable[[Path, str, str], Records]) -> Data:
-    """Open the splits; `open_split` makes records of data.path, the name of a split, and the recipe's key that says it.
-
-    Picture files become RGB, or grayscale with data.color=gray; without data.image_size all must have the size of the first.
+    Image files become RGB, or grayscale with data.color=gray; without data.image_size all must have the size of the first.
     """
-    data = recipe.data
-    if data.path is None:
-        raise RecipeError(f"data.source={data.source} needs data.path: the folder with the files of all splits")
-    folder, left_out = Path(data.path), LeftOut(data)
-
-    def opened(split: str, key: str) -> RecordReader:
-        records = open_split(folder, split, key)
-        rest = left_out.numbered(split, len(records.labels))
-        return RecordReader(records, 1 if data.color == "gray" else 3, split, rest, rest.of(records.labels))
-
-    readers = each_split(data, opened)
-    left_out.check_found()
-    classes = _classes(readers.there)
-    for reader in readers.there:
-        check_labels(reader.labels, len(classes), where=reader.records.where, number=reader.rest.place)
-    first = reading(readers.there[0].picture, readers.there[0].name)(0)
-
-    def source(reader: RecordReader, training: bool) -> Source:
-        return _source(reader, classes, first, Framing.of(recipe, training=training))
-
-    return sources(readers, source)
-
-
-def _source(reader: RecordReader, classes: tuple[str, ...], first: Tensor, framing: Framing) -> Source:
-    """Return the source of a split; `first` is the first picture, uint8 [C, H, W]."""
-    return PictureSource(
-        read=reader,
-        size=len(reader.labels),
-        where=reader.records.where,
-        classes=classes,
-        channels=first.shape[0],
-        image_size=framing.size_of((first.shape[1], first.shape[2])),
-        framing=framing,
-        fingerprint=fingerprint(classes, len(reader.labels), reading(reader.content, reader.name), listing=[reader.labels]),
-    )
-
-
-def _classes(readers: Sequence[RecordReader]) -> tuple[str, ...]:
-    """Return the classes' names: those that the containers hold, else 0 up to the largest label of the first, for training."""
-    named = [(records.classes, records.where) for records in (reader.records for reader in readers) if records.classes]
-    for (names, where), (other, there) in pairwise(named):
-        if names != other:
+    data, folder = recipe.data, data_path(recipe)
+    splits = without_left_out(each_split(data, lambda split, key: open_split(folder, split, key)), data)
+    parts = list(splits.there.values())
+    named = [images for images in parts if images.classes]
+    for one, other in pairwise(named):
+        if one.classes != other.classes:
             raise DataError(
-                f"two splits have different classes: {len(names)} ({listed(names, 5)}) in {where}, "
-                f"{len(other)} ({listed(other, 5)}) in {there}; write both with the same classes"
+                f"two splits have different classes: {len(one.classes)} ({listed(one.classes, 5)}) in {one.where}, "
+                f"{len(other.classes)} ({listed(other.classes, 5)}) in {other.where}; write both with the same classes"
             )
-    return named[0][0] if named else tuple(numbers_up_to(int(readers[0].labels.max(initial=0)), readers[0].records.where))
+    largest = 0 if parts[0].labels is None else int(parts[0].labels.max(initial=0))
+    classes = named[0].classes if named else numbers_up_to(largest, parts[0].where)
+    return completed(splits, recipe, classes=classes, channels=1 if data.color == "gray" else 3)
 
 
 def class_names(content: bytes, where: str) -> tuple[str, ...]:
@@ -159,22 +75,10 @@ def class_names(content: bytes, where: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def decoded(content: bytes, channels: int, *, name: str) -> Tensor:
-    """Return the picture in the content of an image file, as `decode` does."""
-    return decode(io.BytesIO(content), channels=channels, name=name)
-
-
-class Handle(Protocol):
-    """A library's handle on a file."""
-
-    def close(self) -> None:
-        """Let go of the file."""
-
-
 class OwnHandle(Generic[H]):
-    """A file that a library opens, when it is first used in a process.
+    """A library's handle on a file, opened when it is first used in a process.
 
-    Its handle is used in no other process, as LMDB demands: after a fork, or pickled, the file is opened again.
+    It is used in no other process, as LMDB demands: after a fork, or pickled, the file is opened again.
     """
 
     def __init__(self, opening: Callable[[Path], H], path: Path) -> None:
@@ -192,47 +96,190 @@ class OwnHandle(Generic[H]):
 
     def close(self) -> None:
         """Let go of the file until it is used again."""
-        if self._own is not None:
-            (_, handle), self._own = self._own, None
-            handle.close()
+        self._own = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_own": None}
 
 
-class Files:
-    """Files that are read in pieces, opened when needed; those that were not used for longest are closed.
+# HDF5 -----------------------------------------------------------------------------------------------------------------
 
-    A fork may share them, because a piece is read at its place and not where the file was left.
-    """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = tuple(paths)
-        self._open: OrderedDict[int, int] = OrderedDict()
+def open_hdf5(recipe: Sections) -> Data:
+    """Open the splits, as `open_containers` does."""
+    columns = (HDF5_IMAGES, recipe.data.image_column), (HDF5_LABELS, recipe.data.label_column)
+    return open_containers(recipe, functools.partial(_open_hdf5_split, *columns))
 
-    def read(self, number: int, offset_bytes: int, size_bytes: int) -> bytes:
-        """Return a piece of the file with this number. Raises DataError if it cannot be read, or the file is shorter."""
-        try:
-            piece = os.pread(self._descriptor(number), size_bytes, offset_bytes)
-        except OSError as error:
-            raise DataError(f"{self.paths[number]} cannot be read ({error.strerror}); replace the file") from error
-        if len(piece) < size_bytes:
+
+def _open_hdf5_split(images: Sequence[str], labels: Sequence[str], folder: Path, split: str, key: str) -> Images:
+    path = next((place for suffix in ("", ".h5", ".hdf5") if (place := folder / f"{split}{suffix}").is_file()), None)
+    if path is None:
+        raise NoSplitError(f"{folder} contains no file {split}.h5 for {key}={split}; correct data.path or {key}")
+    with _reading_hdf5(path, str(path)), _hdf5_file(path) as file:
+        import h5py
+
+        image_set, label_set = _dataset(file, images, path, "image"), _dataset(file, labels, path, "label")
+        is_encoded = image_set.ndim == 1 and h5py.check_vlen_dtype(image_set.dtype) == np.uint8
+        images_found, labels_found = (f"{path}: {it.name} is {it.dtype} {list(it.shape)}" for it in (image_set, label_set))
+        if not is_encoded and (image_set.dtype != np.uint8 or image_set.ndim not in (3, 4)):
             raise DataError(
-                f"{self.paths[number]} is truncated: it ends before byte {offset_bytes + size_bytes}; replace the file"
+                f"{images_found}; store image files as variable-length uint8 [N], or pixels as uint8 [N, H, W], [N, H, W, C] "
+                "or [N, C, H, W]"
             )
-        return piece
+        targets = label_set[()].reshape(-1)
+        if targets.dtype.kind not in "iu" or len(targets) != len(image_set):
+            raise DataError(f"{labels_found}, but must be one whole number for each row of {image_set.name}; write it again")
+        names: list[str] = []
+        if HDF5_CLASSES in file and h5py.check_string_dtype(file[HDF5_CLASSES].dtype):
+            names = file[HDF5_CLASSES].asstr(errors="surrogateescape")[()].tolist()
+        rows: OwnHandle[Any] = OwnHandle(functools.partial(_hdf5_rows, image_set.name), path)
+        return Images(
+            read=functools.partial(_read_hdf5, rows, is_encoded),
+            size=len(targets),
+            labels=targets.astype(np.int64),
+            classes=tuple(names),
+            where=str(path),
+            prefix=f"{split}/",
+        )
 
-    def _descriptor(self, number: int) -> int:
-        if number not in self._open:
-            if len(self._open) >= MOST_OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[number] = os.open(self.paths[number], os.O_RDONLY)
-        self._open.move_to_end(number)
-        return self._open[number]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self.paths, "_open": OrderedDict()}
+def _read_hdf5(rows: OwnHandle[Any], is_encoded: bool, places: Sequence[int]) -> Iterator[Stored]:
+    for place in places:
+        name = f"sample {place} of {rows.path}"
+        with _reading_hdf5(rows.path, name):
+            row = np.asarray(rows()[place])
+        yield Stored(row.tobytes() if is_encoded else row, name)
 
-    def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
+
+def _hdf5_file(path: Path) -> Any:
+    """Return a file, open for reading without locks: many network file systems have none."""
+    with extra("data.source=hdf5"):
+        import h5py
+    return h5py.File(path, "r", locking=False)
+
+
+def _hdf5_rows(name: str, path: Path) -> Any:
+    """Return a dataset, which keeps its file open: to open it takes twice as long as to read a row."""
+    return _hdf5_file(path)[name]
+
+
+@contextmanager
+def _reading_hdf5(path: Path, what: str) -> Iterator[None]:
+    """Raise DataError, saying that `what` cannot be read, for the many errors of the library."""
+    try:
+        yield
+    except (OSError, KeyError, RuntimeError, TypeError, ValueError, MemoryError) as error:  # the last by a damaged shape
+        raise DataError(f"{what} cannot be read ({first_line(error)}); replace {path.name}") from error
+
+
+def _dataset(file: Any, names: Sequence[str], path: Path, what: str) -> Any:
+    import h5py
+
+    for name in names:
+        if name in file and isinstance(file[name], h5py.Dataset):
+            return file[name]
+    wanted, found = ", ".join(names), ", ".join(file) or "nothing"
+    raise DataError(f"{path} contains none of the datasets {wanted}, but {found}; set data.{what}_column to one of these")
+
+
+# LMDB -----------------------------------------------------------------------------------------------------------------
+
+
+def lmdb_key(index: int) -> bytes:
+    """Return the key of a sample's image."""
+    return b"%08d" % index
+
+
+def open_lmdb(recipe: Sections) -> Data:
+    """Open the splits, as `open_containers` does."""
+    return open_containers(recipe, _open_lmdb_split)
+
+
+def _open_lmdb_split(folder: Path, split: str, key: str) -> Images:
+    path = next((place for place in (folder / split, folder / f"{split}.lmdb") if place.exists()), None)
+    if path is None:
+        raise NoSplitError(f"{folder} contains no database {split}.lmdb for {key}={split}; correct data.path or {key}")
+    database = _database(path)
+    database.close()  # it may have been written again since
+    file = path / "data.mdb" if path.is_dir() else path
+    with closing(database):
+        size_bytes = file.stat().st_size
+        expected_bytes = (database().info()["last_pgno"] + 1) * database().stat()["psize"]
+        if size_bytes < expected_bytes:  # to read beyond its end would end the process without a word
+            raise DataError(f"{file} is truncated: it has {size_bytes} of {expected_bytes} bytes; replace it")
+        stored, length = _value(database, LMDB_LABELS), _value(database, LMDB_LENGTH)
+        with _transaction(database) as transaction:
+            classes = transaction.get(LMDB_CLASSES)
+            entries = transaction.stat()["entries"] - 2 - (classes is not None)
+    if length != b"%d" % entries or len(stored) != LMDB_LABEL_TYPE.itemsize * entries:
+        found = f"its __labels__ have {len(stored)} bytes and its __len__ is {length[:20]!r}"
+        raise DataError(f"{path} holds {entries} images, but {found}; write it as described in docs/containers.md")
+    return Images(
+        read=functools.partial(_read_lmdb, database),
+        size=entries,
+        labels=np.frombuffer(stored, LMDB_LABEL_TYPE).astype(np.int64),
+        classes=() if classes is None else class_names(classes, f"__classes__ of {path}"),
+        where=str(path),
+        prefix=f"{split}/",
+    )
+
+
+def _read_lmdb(database: Database, places: Sequence[int]) -> Iterator[Stored]:
+    for place in places:
+        key = lmdb_key(place)
+        yield Stored(_value(database, key), f"record {key.decode()} of {database.path}")
+
+
+class Database(OwnHandle[Any]):
+    """An LMDB environment that is opened when it is used; `_database` returns it."""
+
+    def close(self) -> None:
+        """Close the environment until it is used again."""
+        if self._own is not None:
+            self._own[1].close()
+        super().close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _database, (self.path,)
+
+
+_DATABASES: WeakValueDictionary[tuple[Path, int], Database] = WeakValueDictionary()
+"""Open databases by path and inode. LMDB allows one handle per process, so all readers share it."""
+
+
+def _database(path: Path) -> Database:
+    """Return the database at a path, the same to all readers in this process. Raises DataError if it does not exist."""
+    with reading(path, "replace it"):
+        key = path.resolve(), path.stat().st_ino
+    return _DATABASES.setdefault(key, Database(_open_database, path))
+
+
+def _open_database(path: Path) -> Any:
+    """Return an `lmdb.Environment` that is open for reading, without locks: no process writes. Raises DataError."""
+    with extra("data.source=lmdb"):
+        import lmdb
+    try:
+        # Samples are read in any order: the system need not read what follows one.
+        return lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
+    except lmdb.Error as error:
+        raise DataError(f"{path} cannot be opened as an LMDB database ({first_line(error)}); replace it") from error
+
+
+@contextmanager
+def _transaction(database: Database) -> Iterator[Any]:
+    """Give a transaction. Raises DataError if what is read in it is damaged."""
+    import lmdb
+
+    try:
+        with database().begin() as transaction:
+            yield transaction
+    except lmdb.Error as error:
+        raise DataError(f"{database.path} is damaged ({first_line(error)}); replace it") from error
+
+
+def _value(database: Database, key: bytes) -> bytes:
+    with _transaction(database) as transaction:
+        value: bytes | None = transaction.get(key)
+    if value is None:
+        raise DataError(f"{database.path} has no record {key.decode()}; write it as described in docs/containers.md")
+    return value

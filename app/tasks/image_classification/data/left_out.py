@@ -1,100 +1,56 @@
 """Samples that a recipe leaves out: `data.leave_out=FILE`, a text file that `samerun data check --write FILE` writes.
 
-    train/cat/0007.jpg      a line names a picture of an image folder by its path below data.path,
+    train/cat/0007.jpg      a line names an image of an image folder by its path below data.path,
     train/12                and a sample of any other kind by its split and its number from 0
-    # what is wrong         lines that begin with "# ", and empty ones, are passed over
+    # what is wrong         lines that begin with "# ", and empty ones, are skipped
 
-What is left out is not there: the samples after it have other numbers, as if it had never been stored.
+The samples after one that is left out have other numbers, as if it had never been stored.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
-from app.data.samples import CHECK
 from app.environment.topology import listed
 from app.errors import DataError
 from app.files import paths
+from app.tasks.image_classification.data.images import Data, Images
 from app.tasks.image_classification.sections import DataRecipe
 
-T = TypeVar("T")
 
+def without_left_out(splits: Data, data: DataRecipe) -> Data:
+    """Return the splits without the samples that a recipe leaves out.
 
-class UnreadableError(DataError):
-    """A sample cannot be read that must be when its split is opened; `name` is what `data.leave_out` calls it."""
+    Raises DataError if the file cannot be read or a name is in no split, RecipeError for a variable that is not set.
+    """
+    wanted = names_in(data)
+    missing = set(wanted)
 
-    def __init__(self, text: str, name: str = "") -> None:
-        super().__init__(text)
-        self.name = name
+    def rest(_split: str, images: Images) -> Images:
+        names = [images.name(place) for place in range(len(images))]
+        missing.difference_update(names)
+        places = np.array([place for place, name in enumerate(names) if name not in wanted], np.int64)
+        labels = None if images.labels is None else images.labels[places]
+        return replace(images, places=places, labels=labels, size=len(places))
 
-
-def reading(read: Callable[[int], T], name: Callable[[int], str]) -> Callable[[int], T]:
-    """Return `read`, of a sample by its number, which raises UnreadableError where it cannot."""
-
-    def readable(index: int) -> T:
-        try:
-            return read(index)
-        except DataError as error:
-            raise UnreadableError(f"{error}. {CHECK}", name(index)) from error
-
-    return readable
-
-
-class Rest:
-    """The samples of a split that are not left out."""
-
-    def __init__(self, gone: Iterable[int] = ()) -> None:
-        self.gone = np.array(sorted(gone), dtype=np.int64)
-        """Their sample numbers."""
-        self._before = self.gone - np.arange(len(self.gone))  # how many stay before each of them
-
-    def place(self, index: int) -> int:
-        """Return the number that a sample has in the whole split."""
-        return index + int(np.searchsorted(self._before, index, side="right"))
-
-    def of(self, values: np.ndarray) -> np.ndarray:
-        """Return the values of the rest, of those of all samples [N]."""
-        return np.delete(values, self.gone) if len(self.gone) else values
-
-
-ALL = Rest()
-
-
-class LeftOut:
-    """The names in the file of a recipe, until each is found in a split."""
-
-    def __init__(self, data: DataRecipe) -> None:
-        """Read the file. Raises DataError if it cannot be read, RecipeError for a variable that is not set."""
-        self.names = names_in(data)
-        self._file, self._path, self._missing = data.leave_out, data.path, set(self.names)
-
-    def numbered(self, split: str, size: int) -> Rest:
-        """Return what is left of a split whose samples have numbers."""
-        return self.named((f"{split}/{number}" for number in range(size)) if self.names else ())
-
-    def named(self, names: Iterable[str]) -> Rest:
-        """Return what is left of a split whose samples have these names, in their order."""
-        found = {name: number for number, name in enumerate(names) if name in self.names} if self.names else {}
-        self._missing -= found.keys()
-        return Rest(found.values())
-
-    def check_found(self) -> None:
-        """Raise DataError unless every name was found."""
-        if self._missing:
-            raise DataError(
-                f"data.leave_out={self._file} lists {listed(sorted(self._missing), 5)}, and "
-                f"data.path={self._path} has no such samples in this recipe's splits: correct the names, or "
-                "write the file again with `samerun data check --write`"
-            )
+    if not wanted:
+        return splits
+    splits = splits.changed(rest)
+    if missing:
+        raise DataError(
+            f"data.leave_out={data.leave_out} lists {listed(sorted(missing), 5)}, and data.path={data.path} has no such "
+            "samples in this recipe's splits: correct the names, or write the file again with `samerun data check --write`"
+        )
+    return splits
 
 
 def names_in(data: DataRecipe) -> frozenset[str]:
-    """Return the names in the file of a recipe; none without one. Raises as `LeftOut`."""
+    """Return the names in the file of a recipe; none without one. Raises as `without_left_out`."""
     if data.leave_out is None:
         return frozenset()
     file = Path(paths.filled_in("data.leave_out", data.leave_out))
@@ -118,5 +74,5 @@ def digest(data: DataRecipe) -> dict[str, str]:
 
 def as_text(found: Iterable[tuple[str, str]]) -> str:
     """Return the content of such a file: names, and what is wrong with each, or nothing."""
-    told = [f"# {why.splitlines()[0]}\n{name}\n" if why else f"{name}\n" for name, why in found]
-    return "# samples to leave out: set data.leave_out of a recipe to this file\n" + "".join(told)
+    lines = [f"# {why.splitlines()[0]}\n{name}\n" if why else f"{name}\n" for name, why in found]
+    return "# samples to leave out: set data.leave_out of a recipe to this file\n" + "".join(lines)

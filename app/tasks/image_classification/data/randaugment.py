@@ -9,8 +9,10 @@ nothing goes through a library kernel whose rounding may vary with the batch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +54,6 @@ def pixels_at(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 # Every operation takes images uint8 [n, C, H, W], `negative` bool [n] and the strength 0..1, and returns new images.
 
 
-def _identity(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
-    return images
-
-
 def _signed(size: float, negative: Tensor) -> Tensor:
     """Return float32 [n, 1, 1]: plus or minus size."""
     return torch.where(negative, -size, size).to(torch.float32).view(-1, 1, 1)
@@ -75,32 +73,6 @@ def _warp(images: Tensor, *, x: tuple[Tensor | float, ...], y: tuple[Tensor | fl
     return pixels_at(images, rows.expand(len(images), -1, -1).long(), columns.expand(len(images), -1, -1).long())
 
 
-def _shear_x(images: Tensor, negative: Tensor, strength: float) -> Tensor:
-    shear = _signed(_MAX_SHEAR * strength, negative)
-    return _warp(images, x=(1, shear, shear * (images.shape[-2] / 2)), y=(0, 1, 0))  # the top edge stays where it is
-
-
-def _shear_y(images: Tensor, negative: Tensor, strength: float) -> Tensor:
-    shear = _signed(_MAX_SHEAR * strength, negative)
-    return _warp(images, x=(1, 0, 0), y=(shear, 1, shear * (images.shape[-1] / 2)))  # the left edge stays where it is
-
-
-def _translate_x(images: Tensor, negative: Tensor, strength: float) -> Tensor:
-    shift = _signed(int(_MAX_TRANSLATION * images.shape[-1] * strength), negative)
-    return _warp(images, x=(1, 0, -shift), y=(0, 1, 0))
-
-
-def _translate_y(images: Tensor, negative: Tensor, strength: float) -> Tensor:
-    shift = _signed(int(_MAX_TRANSLATION * images.shape[-2] * strength), negative)
-    return _warp(images, x=(1, 0, 0), y=(0, 1, -shift))
-
-
-def _rotate(images: Tensor, negative: Tensor, strength: float) -> Tensor:
-    angle = math.radians(_MAX_ROTATION_DEGREES * strength)
-    cosine, sine = math.cos(angle), _signed(math.sin(angle), negative)
-    return _warp(images, x=(cosine, -sine, 0), y=(sine, cosine, 0))
-
-
 def _blend(images: Tensor, others: Tensor | float, negative: Tensor, strength: float) -> Tensor:
     """Return others + factor * (images - others), cut to 0..255; the factor is 1 plus or minus 0.9 times the strength."""
     excess = _MAX_BLEND * strength
@@ -115,14 +87,6 @@ def _grey(images: Tensor) -> Tensor:
         return images
     red, green, blue = images.unbind(1)
     return (0.2989 * red + 0.587 * green + 0.114 * blue).to(torch.uint8).unsqueeze(1)
-
-
-def _brightness(images: Tensor, negative: Tensor, strength: float) -> Tensor:
-    return _blend(images, 0.0, negative, strength)
-
-
-def _color(images: Tensor, negative: Tensor, strength: float) -> Tensor:
-    return _blend(images, _grey(images), negative, strength) if images.shape[1] == 3 else images
 
 
 def _contrast(images: Tensor, negative: Tensor, strength: float) -> Tensor:
@@ -143,16 +107,29 @@ def _sharpness(images: Tensor, negative: Tensor, strength: float) -> Tensor:
     return _blend(images, blurred, negative, strength)
 
 
-def _posterize(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
-    from torchvision.transforms.v2.functional import posterize_image  # not at the top: it takes a second
+def _rotate(images: Tensor, negative: Tensor, strength: float) -> Tensor:
+    angle = math.radians(_MAX_ROTATION_DEGREES * strength)
+    cosine, sine = math.cos(angle), _signed(math.sin(angle), negative)
+    return _warp(images, x=(cosine, -sine, 0), y=(sine, cosine, 0))
 
-    return posterize_image(images, 8 - round(_MAX_POSTERIZED_BITS * strength))  # type: ignore[no-any-return]
+
+def _shear(images: Tensor, negative: Tensor, strength: float, *, dimension: int) -> Tensor:
+    """Return the images sheared along one dimension (-1: x, -2: y); the top or left edge stays where it is."""
+    shear = _signed(_MAX_SHEAR * strength, negative)
+    if dimension == -1:
+        return _warp(images, x=(1, shear, shear * (images.shape[-2] / 2)), y=(0, 1, 0))
+    return _warp(images, x=(1, 0, 0), y=(shear, 1, shear * (images.shape[-1] / 2)))
 
 
-def _solarize(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
-    from torchvision.transforms.v2.functional import solarize_image
+def _translate(images: Tensor, negative: Tensor, strength: float, *, dimension: int) -> Tensor:
+    shift = -_signed(int(_MAX_TRANSLATION * images.shape[dimension] * strength), negative)
+    return _warp(images, x=(1, 0, shift * (dimension == -1)), y=(0, 1, shift * (dimension == -2)))
 
-    return solarize_image(images, 255 * (1 - strength))  # type: ignore[no-any-return]
+
+def _functional() -> Any:
+    from torchvision.transforms.v2 import functional  # not at the top: it takes a second
+
+    return functional
 
 
 def _autocontrast(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
@@ -162,25 +139,19 @@ def _autocontrast(images: Tensor, negative: Tensor, strength: float) -> Tensor: 
     return torch.where(span > 0, stretched, images)
 
 
-def _equalize(images: Tensor, negative: Tensor, strength: float) -> Tensor:  # noqa: ARG001
-    from torchvision.transforms.v2.functional import equalize_image
-
-    return equalize_image(images)  # type: ignore[no-any-return]
-
-
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "identity": _identity,
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "translate_x": _translate_x,
-    "translate_y": _translate_y,
+    "identity": lambda images, _, __: images,
+    "shear_x": functools.partial(_shear, dimension=-1),
+    "shear_y": functools.partial(_shear, dimension=-2),
+    "translate_x": functools.partial(_translate, dimension=-1),
+    "translate_y": functools.partial(_translate, dimension=-2),
     "rotate": _rotate,
-    "brightness": _brightness,
-    "color": _color,
+    "brightness": lambda images, negative, strength: _blend(images, 0.0, negative, strength),
+    "color": lambda images, *how: _blend(images, _grey(images), *how) if images.shape[1] == 3 else images,
     "contrast": _contrast,
     "sharpness": _sharpness,
-    "posterize": _posterize,
-    "solarize": _solarize,
+    "posterize": lambda images, _, strength: _functional().posterize_image(images, 8 - round(_MAX_POSTERIZED_BITS * strength)),
+    "solarize": lambda images, _, strength: _functional().solarize_image(images, 255 * (1 - strength)),
     "autocontrast": _autocontrast,
-    "equalize": _equalize,
+    "equalize": lambda images, _, __: _functional().equalize_image(images),
 }

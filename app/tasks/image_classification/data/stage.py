@@ -64,9 +64,9 @@ def staged(recipe: Sections) -> Sections:
     if not source.exists():
         raise DataError(f"data.path={source} is not a file or folder here, so it cannot be copied to data.stage_to={folder}")
     files = sorted(_files(source))
-    told = repr((str(source.resolve()), files)).encode()
+    identity = repr((str(source.resolve()), files)).encode()
     try:
-        place = own(folder / f"samerun-{os.geteuid()}") / f"{source.name}-{hashlib.sha256(told).hexdigest()[:16]}"
+        place = own(folder / f"samerun-{os.geteuid()}") / f"{source.name}-{hashlib.sha256(identity).hexdigest()[:16]}"
         if not place.exists():
             with alone(place.with_name(f".{place.name}.lock")):
                 _copy(source, place, files)
@@ -81,18 +81,13 @@ def staged(recipe: Sections) -> Sections:
 
 def _files(source: Path) -> Iterator[_File]:
     """Yield all files below a folder, links followed as readers do; or the one that `source` is. Raises DataError."""
-    if source.is_file():
-        status = source.stat()
-        yield _File("", status.st_size, status.st_mtime_ns)
-        return
-    for folder in walk(source, "", NotRead(), hidden=True):
-        for name in folder.files:
-            path = Path(folder.name, name)
-            try:
-                status = (source / path).stat()
-            except OSError as error:
-                raise DataError(f"{source / path} cannot be copied to data.stage_to ({error.strerror}): remove it") from error
-            yield _File(str(path), status.st_size, status.st_mtime_ns)
+    in_folder = (str(Path(folder.name, name)) for folder in walk(source, "", NotRead(), hidden=True) for name in folder.files)
+    for name in [""] if source.is_file() else in_folder:
+        try:
+            status = (source / name).stat()
+        except OSError as error:
+            raise DataError(f"{source / name} cannot be copied to data.stage_to ({error.strerror}): remove it") from error
+        yield _File(name, status.st_size, status.st_mtime_ns)
 
 
 def _copy(source: Path, place: Path, files: list[_File]) -> None:
@@ -104,9 +99,8 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
     disk = place.parent.parent
     if total_bytes + _SPARE_BYTES > free_bytes:
         raise DataError(
-            f"{source} takes {total_bytes / 1e9:.2f} GB, and data.stage_to={disk} has {free_bytes / 1e9:.2f} "
-            "GB free: choose a larger disk, shrink the pictures (`samerun data pack`), or remove "
-            "data.stage_to"
+            f"{source} takes {total_bytes / 1e9:.2f} GB, and data.stage_to={disk} has {free_bytes / 1e9:.2f} GB free: choose a "
+            "larger disk, shrink the images (`samerun data pack`), or remove data.stage_to"
         )
     # Where there are no locks, another process may have been first.
     with suppress(FileExistsError), made_whole(place) as temporary:
@@ -117,10 +111,6 @@ def _copy(source: Path, place: Path, files: list[_File]) -> None:
             progress(f"copying {source} to {disk}", total_bytes, "bytes", after_s=0) as advance,
             ThreadPoolExecutor(_COPIERS) as pool,
         ):
-
-            def copy(file: _File) -> int:
-                shutil.copy2(source / file.name, inside / file.name)
-                return file.size_bytes
-
-            for size_bytes in pool.map(copy, files):
-                advance(size_bytes)
+            copied = pool.map(lambda file: shutil.copy2(source / file.name, inside / file.name), files)
+            for file, _ in zip(files, copied, strict=True):
+                advance(file.size_bytes)

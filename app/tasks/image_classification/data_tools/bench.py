@@ -17,12 +17,11 @@ from app.data import loader
 from app.data.draws import Draws, HostDraws
 from app.data.order import TrainBatches
 from app.environment import cores
-from app.errors import RecipeError
+from app.errors import DataError, RecipeError
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data.augment import Preparation
-from app.tasks.image_classification.data.decoded import reader_of
+from app.tasks.image_classification.data.images import Images
 from app.tasks.image_classification.data.open import open_data
-from app.tasks.image_classification.data.source import Source
 
 BATCH = 64
 
@@ -55,20 +54,35 @@ class Costs:
 
 def measure(recipe: Recipe, *, seconds: float) -> Costs:
     """Return the costs of a recipe's training pictures, each part measured for about `seconds` with one thread."""
-    source = open_data(recipe.sections).train
+    train = open_data(recipe.sections).train
+    if isinstance(train, DataError):
+        raise train
+    source = train
     if len(source) < BATCH:
         raise RecipeError(f"the training split has {len(source)} samples, and measuring needs at least {BATCH}")
+
+    def fetch(indices: np.ndarray) -> dict[str, torch.Tensor]:
+        return source.fetch(indices, HostDraws(recipe.seed, indices))  # as the first epoch of a training
+
+    own = recipe.sections
+    preparation = Preparation(own.data, own.augment, num_classes=len(source.classes), channels=source.channels)
+    order = (numbers % len(source) for numbers in _order(recipe, source))
     with _one_thread():
-        order = _indices(recipe, source)
-        batches = [next(order) for _ in range(_fitting(_fetching(recipe, source), order, seconds))]
-        reader, prepare = reader_of(source), _preparation(recipe, source)
-        with_files = source.workers and reader.file(0) is not None
-        read_us = _cpu_us(batches, lambda indices: [reader.file(int(i)) for i in indices]) if with_files else 0.0
-        decoded_us = _cpu_us(batches, lambda indices: deque(reader(indices.tolist()), maxlen=0)) if source.workers else 0.0
-        fetched_us = _cpu_us(batches, fetch := _fetching(recipe, source))
+        first = next(order)
+        fetch(first)
+        start_s = time.perf_counter()
+        fetch(first)
+        count = max(1, min(1000, int(seconds / max(1e-6, time.perf_counter() - start_s))))
+        batches = [next(order) for _ in range(count)]
+        read_us = decoded_us = 0.0
+        if source.workers:
+            decoded_us = _cpu_us(batches, lambda indices: deque(source.images(indices.tolist()), maxlen=0))
+            if source.file(0) is not None:
+                read_us = _cpu_us(batches, lambda indices: [source.file(index) for index in indices.tolist()])
+        fetched_us = _cpu_us(batches, fetch)
         decoded_us = min(decoded_us, fetched_us)
-        fed = {**fetch(batches[0]), "samples": torch.from_numpy(batches[0])}
-        augment_us = _cpu_us(batches, lambda _: prepare(fed))
+        fed = {**fetch(first), "samples": torch.from_numpy(first)}
+        augment_us = _cpu_us(batches, lambda _: preparation.train(fed, Draws(recipe.seed, fed["samples"])))
     workers, with_workers_per_s = _with_workers(recipe, source, seconds)
     return Costs(
         read_us=read_us,
@@ -98,30 +112,10 @@ def as_text(costs: Costs, images_per_s: float | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _indices(recipe: Recipe, source: Source) -> Iterator[np.ndarray]:
-    """Yield batches of indices as training takes them."""
-    for numbers in _order(recipe, source):
-        yield numbers % len(source)
-
-
-def _order(recipe: Recipe, source: Source) -> TrainBatches:
+def _order(recipe: Recipe, source: Images) -> TrainBatches:
     return TrainBatches(
         size=len(source), seed=recipe.seed, global_batch_size=BATCH, micro_batches_per_step=1, first_step=0, last_step=10**12
     )
-
-
-def _fetching(recipe: Recipe, source: Source) -> Callable[[np.ndarray], dict[str, torch.Tensor]]:
-    """Return what fetches a batch of indices as the first epoch of a training does."""
-    return lambda indices: source.fetch(indices, HostDraws(recipe.seed, indices))
-
-
-def _fitting(fetch: Callable[[np.ndarray], Any], order: Iterator[np.ndarray], seconds: float) -> int:
-    """Return how many batches are fetched in `seconds`, from one that is fetched here, once to warm up and once more."""
-    indices = next(order)
-    fetch(indices)
-    start_s = time.perf_counter()
-    fetch(indices)
-    return max(1, min(1000, int(seconds / max(1e-6, time.perf_counter() - start_s))))
 
 
 def _cpu_us(batches: list[np.ndarray], work: Callable[[np.ndarray], Any]) -> float:
@@ -133,13 +127,7 @@ def _cpu_us(batches: list[np.ndarray], work: Callable[[np.ndarray], Any]) -> flo
     return (time.process_time() - start_s) / (len(batches) * BATCH) * 1e6
 
 
-def _preparation(recipe: Recipe, source: Source) -> Callable[[Any], Any]:
-    own = recipe.sections
-    preparation = Preparation(own.data, own.augment, num_classes=len(source.classes), channels=source.channels)
-    return lambda batch: preparation.train(batch, Draws(recipe.seed, batch["samples"]))
-
-
-def _with_workers(recipe: Recipe, source: Source, seconds: float) -> tuple[int, float]:
+def _with_workers(recipe: Recipe, source: Images, seconds: float) -> tuple[int, float]:
     """Return the number of workers that training on this machine would start, and pictures a second as it is fed."""
     if not source.workers:  # training looks batches up itself
         return 0, _per_second(map(loader.Fetching(source, seed=recipe.seed).__getitems__, _order(recipe, source)), seconds)

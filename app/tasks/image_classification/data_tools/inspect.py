@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +12,9 @@ import numpy as np
 from app.data.preprocessing import in_order, progress
 from app.errors import DataError
 from app.recipe.schema import Recipe
-from app.tasks.image_classification.data.decoded import reader_of
-from app.tasks.image_classification.data.image_file import opened
-from app.tasks.image_classification.data.notes import not_read
-from app.tasks.image_classification.data.open import Data, open_stored
-from app.tasks.image_classification.data.pictures import Reader
-from app.tasks.image_classification.data.source import Source, spread
+from app.tasks.image_classification.data.decoding import opened
+from app.tasks.image_classification.data.images import Data, Images, spread
+from app.tasks.image_classification.data.open import not_read, open_stored
 
 SAMPLED = 512
 """Pictures examined per split, unless --all is given."""
@@ -62,8 +58,17 @@ def inspect(recipe: Recipe, *, everything: bool, processes: int) -> dict[str, An
     for name, source in data.there.items():
         indices = range(len(source)) if everything else spread(len(source), SAMPLED)
         seen = Seen()
-        look = _looking(reader_of(source), indices)
-        with progress(f"reading {name}", len(indices), "pictures") as advance:
+
+        def look(piece: range, source: Images = source, indices: Sequence[int] = indices) -> Seen:
+            seen = Seen()
+            for position in piece:
+                try:
+                    _look_at(source, indices[position], seen)
+                except DataError as error:
+                    seen.unreadable.append(str(error))
+            return seen
+
+        with progress(f"reading {name}", len(indices), "images") as advance:
             for some in in_order(look, len(indices), piece=_PIECE, processes=processes):
                 seen.add(some)
                 advance(len(some.heights) + len(some.unreadable))
@@ -71,28 +76,15 @@ def inspect(recipe: Recipe, *, everything: bool, processes: int) -> dict[str, An
     return facts
 
 
-def _looking(reader: Reader, indices: Any) -> Callable[[range], Seen]:
-    def look(piece: range) -> Seen:
-        seen = Seen()
-        for position in piece:
-            try:
-                _look_at(reader, indices[position], seen)
-            except DataError as error:
-                seen.unreadable.append(str(error))
-        return seen
-
-    return look
-
-
-def _look_at(reader: Reader, index: int, seen: Seen) -> None:
-    file = reader.file(index)
-    ((picture, label),) = reader([index])
+def _look_at(source: Images, index: int, seen: Seen) -> None:
+    file = source.file(index)
+    ((picture, label),) = source.images([index])
     channels, height, width = picture.shape
     if file is None:
         seen.stored_as["pixels"] += 1
         seen.stored_bytes += picture.numel()
     else:
-        with opened(io.BytesIO(file), f"sample {index}") as header:
+        with opened(file, f"sample {index}") as header:
             seen.stored_as[header.format or "unknown"] += 1
             width, height = header.size  # a large one was decoded smaller
         seen.stored_bytes += len(file)
@@ -114,8 +106,8 @@ def _moments(channel: np.ndarray) -> tuple[float, float]:
     return float(mean), float(np.average((values - mean) ** 2, weights=counts))
 
 
-def _facts(source: Source, seen: Seen, looked_at: int) -> dict[str, Any]:
-    labels = reader_of(source).labels
+def _facts(source: Images, seen: Seen, looked_at: int) -> dict[str, Any]:
+    labels = source.labels
     counts = np.bincount(labels, minlength=len(source.classes)) if labels is not None else None
     facts: dict[str, Any] = {"samples": len(source), "classes": len(source.classes)}
     if counts is not None:

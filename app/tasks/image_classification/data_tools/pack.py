@@ -23,13 +23,12 @@ from app.errors import DataError, RecipeError
 from app.files.atomic_files import made_whole
 from app.files.other_libraries import extra
 from app.recipe.schema import Recipe
-from app.tasks.image_classification.data import hdf5, lmdb_file, tar_shards
-from app.tasks.image_classification.data.decoded import reader_of
-from app.tasks.image_classification.data.image_file import half, is_gray, is_large, opened
-from app.tasks.image_classification.data.notes import not_read
-from app.tasks.image_classification.data.open import open_stored, open_undecoded
-from app.tasks.image_classification.data.source import Source, first_line
-from app.tasks.image_classification.data.split import Unstored, pictures_in_a_chunk, write_split
+from app.tasks.image_classification.data import containers
+from app.tasks.image_classification.data.arrays import Unstored, chunk_rows, write_split
+from app.tasks.image_classification.data.decoding import is_gray, is_large, opened
+from app.tasks.image_classification.data.images import Images, first_line
+from app.tasks.image_classification.data.open import not_read, open_stored, open_undecoded
+from app.tasks.image_classification.data.shards import TAR_CLASSES, TAR_IMAGES, TAR_LABEL
 from app.tasks.image_classification.data.stage import located
 
 SHARD_BYTES = 1 << 30
@@ -95,7 +94,7 @@ def pack(recipe: Recipe, to: str, out: Path, *, shrinking: Shrinking | None, pro
     return [f"data.source={'huggingface' if to == 'parquet' else to}", f"data.path={out}", *splits], not_read(data)
 
 
-def _write_arrays(folder: Path, source: Source, processes: int) -> None:
+def _write_arrays(folder: Path, source: Images, processes: int) -> None:
     shape = (len(source), source.channels, *source.image_size)
     labels = np.zeros(len(source), np.int64)
 
@@ -105,8 +104,8 @@ def _write_arrays(folder: Path, source: Source, processes: int) -> None:
 
     def chunks() -> Iterator[np.ndarray]:
         done = 0
-        with progress("packing", len(source), "pictures") as advance:
-            pieces = in_order(fetch, len(source), piece=min(1000, pictures_in_a_chunk(shape)), processes=processes)
+        with progress("packing", len(source), "images") as advance:
+            pieces = in_order(fetch, len(source), piece=min(1000, chunk_rows(shape)), processes=processes)
             for images, targets in pieces:
                 labels[done : done + len(images)] = targets
                 done += len(images)
@@ -136,18 +135,17 @@ def write_webdataset(
 
     for shard, group in itertools.groupby(numbered(), lambda entry: entry[0]):
         with tarfile.open(folder / f"{split}-{shard:06d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-            add(tar_shards.CLASSES, json.dumps(list(classes)).encode())
+            add(TAR_CLASSES, json.dumps(list(classes)).encode())
             for _, index, (content, label) in group:
-                with opened(io.BytesIO(content), f"sample {index}") as picture:
+                with opened(content, f"sample {index}") as picture:
                     kind = picture.format or ""
                 extension = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
-                if extension not in tar_shards.PICTURES:
+                if extension not in TAR_IMAGES:
                     raise DataError(
-                        f"sample {index} is a {kind} file; WebDataset's pictures are {', '.join(tar_shards.PICTURES)}: "
-                        "use another --to"
+                        f"sample {index} is a {kind} file; WebDataset's pictures are {', '.join(TAR_IMAGES)}: use another --to"
                     )
                 add(f"{index:08d}.{extension}", content)
-                add(f"{index:08d}.{tar_shards.LABEL}", str(label).encode())
+                add(f"{index:08d}.{TAR_LABEL}", str(label).encode())
 
 
 def write_parquet(folder: Path, split: str, classes: Sequence[str], samples: Iterable[Sample]) -> None:
@@ -168,10 +166,10 @@ def write_hdf5(folder: Path, split: str, classes: Sequence[str], samples: Iterab
     with extra("writing HDF5"):
         import h5py
     with h5py.File(folder / f"{split}.h5", "w") as file:
-        file.create_dataset(hdf5.CLASSES, data=[os.fsencode(name) for name in classes], dtype=h5py.string_dtype())
+        file.create_dataset(containers.HDF5_CLASSES, data=[os.fsencode(name) for name in classes], dtype=h5py.string_dtype())
         images, labels = (
             file.create_dataset(name, (0,), kind, maxshape=(None,), chunks=(_HDF5_CHUNK,))
-            for name, kind in ((hdf5.IMAGES, h5py.vlen_dtype(np.uint8)), (hdf5.LABELS, np.int64))
+            for name, kind in ((containers.HDF5_IMAGES, h5py.vlen_dtype(np.uint8)), (containers.HDF5_LABELS, np.int64))
         )
         for rows in _batches(samples):
             size = len(labels)
@@ -192,12 +190,12 @@ def write_lmdb(folder: Path, split: str, classes: Sequence[str], samples: Iterab
             for rows in _batches(samples):
                 with environment.begin(write=True) as transaction:
                     for content, label in rows:
-                        transaction.put(lmdb_file.key_of(len(labels)), content, append=True)
+                        transaction.put(containers.lmdb_key(len(labels)), content, append=True)
                         labels.append(label)
             with environment.begin(write=True) as transaction:
-                transaction.put(lmdb_file.LABELS, np.array(labels, lmdb_file.LABEL_TYPE).tobytes())
-                transaction.put(lmdb_file.LENGTH, str(len(labels)).encode())
-                transaction.put(lmdb_file.CLASSES, json.dumps(list(classes)).encode())
+                transaction.put(containers.LMDB_LABELS, np.array(labels, containers.LMDB_LABEL_TYPE).tobytes())
+                transaction.put(containers.LMDB_LENGTH, str(len(labels)).encode())
+                transaction.put(containers.LMDB_CLASSES, json.dumps(list(classes)).encode())
     except lmdb.Error as error:
         raise DataError(
             f"{folder} cannot be written ({first_line(error)}); free space there, or choose another folder"
@@ -219,15 +217,14 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield rows
 
 
-def stored_files(source: Source, shrinking: Shrinking | None, processes: int) -> Iterator[Sample]:
+def stored_files(source: Images, shrinking: Shrinking | None, processes: int) -> Iterator[Sample]:
     """Yield each sample's picture file, shrunk where that is asked for, and label; pixels become a PNG. Raises DataError."""
-    reader = reader_of(source)
 
     def stored(index: int) -> Sample:
-        file = reader.file(index)
-        if file is not None and reader.labels is not None:
-            return file, int(reader.labels[index])
-        ((picture, label),) = reader([index])
+        file = source.file(index)
+        if file is not None and source.labels is not None:
+            return file, int(source.labels[index])
+        ((picture, label),) = source.images([index])
         if len(picture) not in (1, 3):
             raise DataError(
                 f"sample {index} has {len(picture)} channels, which no picture format stores without loss: use --to arrays"
@@ -243,7 +240,7 @@ def stored_files(source: Source, shrinking: Shrinking | None, processes: int) ->
             return [(content, label) for _, content, label in samples]
         return [(shrunk(content, shrinking, name=f"sample {index}"), label) for index, content, label in samples]
 
-    with progress("packing", len(source), "pictures") as advance:
+    with progress("packing", len(source), "images") as advance:
         for samples in in_order(read, len(source), piece=_PIECE, processes=processes):
             yield from samples
             advance(len(samples))
@@ -254,14 +251,15 @@ def shrunk(content: bytes, shrinking: Shrinking, *, name: str) -> bytes:
 
     The format stays. Colours become what training would decode: RGB or grayscale, without transparency. Raises DataError.
     """
-    with opened(io.BytesIO(content), name) as picture:
+    with opened(content, name) as picture:
         side = (max if shrinking.longer else min)(picture.size)
         if side <= shrinking.max_side:
             return content
         width, height = (max(1, round(length * shrinking.max_side / side)) for length in picture.size)
         kind = picture.format if picture.format in _KEPT_FORMATS else "PNG"
-        most = half(picture) if is_large(picture) else picture.size
-        picture.draft(None, (min(_DRAFT_MARGIN * width, most[0]), min(_DRAFT_MARGIN * height, most[1])))
+        least = 1 + is_large(picture)
+        draft = (min(_DRAFT_MARGIN * width, picture.width // least), min(_DRAFT_MARGIN * height, picture.height // least))
+        picture.draft(None, draft)
         if picture.mode == "P" and "transparency" in picture.info:
             plain = picture.convert("RGBA").convert("RGB")
         else:

@@ -1,0 +1,150 @@
+"""Images in files and arrays to pixels. Every error of a decoder is a DataError, and no image takes gigabytes.
+
+Pillow refuses images of more than 179 megapixels, of which a PNG file may take 200 kB. An image of more than 64 megapixels is
+decoded at half its width and height where libjpeg can do that while it decodes (Pillow's `draft`), and refused otherwise.
+
+Where torchcodec is installed (`pip install "samerun[jpeg]"`) it decodes JPEG files: the same pixels, faster, since both use
+libjpeg-turbo with its default settings and Pillow copies the image into an array (benchmarks/RESULTS.md). Pillow decodes what
+torchcodec does not, and reports what is damaged. torchvision's own decoders are deprecated since 0.29.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
+from torch import Tensor
+
+from app.errors import DataError
+
+MOST_PIXELS = 64_000_000
+"""An RGB image of this size takes 0.2 GB as pixels, and up to 1 GB while it is decoded and brought to its size."""
+CHANNELS = (1, 3, 4)
+"""Numbers of channels that tell channels from rows in an array of three dimensions."""
+_END = b"\xff\xd9"  # the marker at the end of every whole JPEG
+
+
+@contextmanager
+def reading(name: object, remedy: str = "repair or remove it") -> Iterator[None]:
+    """Raise DataError, saying that `name` cannot be read, for an OSError in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{name} cannot be read ({error.strerror}); {remedy}") from error
+
+
+def content_of(path: Path, name: str = "") -> bytes:
+    """Return the content of an image file; `name` is its name in errors, in addition to the path. Raises DataError."""
+    with reading(f"{path}{name}"):
+        return path.read_bytes()
+
+
+@contextmanager
+def opened(content: bytes, name: str) -> Iterator[Image.Image]:
+    """Give what Pillow reads of the header of an image file; the block may decode it.
+
+    Raises DataError, with the image's `name`, for whatever goes wrong in Pillow, in the block as well, and if the image is too
+    large. If it `is_large`, the block has to call `draft` with half its sides, or less, before it decodes.
+    """
+    # Each place of the code would print it once. An image that is too large is an error here, and others are small.
+    if not any(entry[2] is Image.DecompressionBombWarning for entry in warnings.filters):
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            # Of a progressive file libjpeg keeps the whole image, as frequencies, whatever the size that it decodes.
+            if is_large(image) and not (isinstance(image, JpegImageFile) and "progressive" not in image.info):
+                size, most = f"{image.width}x{image.height} pixels", f"above {MOST_PIXELS // 10**6} megapixels"
+                raise DataError(f"{name} has {size}: {most} only baseline JPEG files are decoded; shrink, replace or remove it")
+            yield image
+    except DataError:
+        raise
+    except Exception as error:  # each of Pillow's decoders has its own: OSError, SyntaxError, struct.error, ...
+        why = f"{type(error).__name__}: {error}".partition(" <_io.")[0]
+        raise DataError(f"{name} cannot be read as an image ({why}); replace or remove it") from error
+
+
+def is_large(image: Image.Image) -> bool:
+    """Return True for an image of more than MOST_PIXELS."""
+    return image.width * image.height > MOST_PIXELS
+
+
+def is_gray(image: Image.Image) -> bool:
+    """Return True for an image with a single channel of light, with or without transparency."""
+    return image.mode in ("1", "L", "LA")
+
+
+def decode(content: bytes, *, channels: int, name: str) -> Tensor:
+    """Return the image in the content of an image file: uint8 [channels, H, W], grayscale if `channels` is 1, RGB otherwise.
+
+    Orientation tags are ignored and palettes looked up, as torchvision's loader does. Raises DataError if it cannot be decoded,
+    is not 8 bits a channel, or is in color where grayscale is expected.
+    """
+    with opened(content, name) as image:
+        kinds = ("L",) if channels == 1 else ("L", "RGB")
+        if is_large(image):
+            image.draft(None, (image.width // 2, image.height // 2))
+        # torchcodec fills what is missing of a truncated file with gray, where Pillow refuses the file.
+        elif image.format == "JPEG" and image.mode in kinds and content.endswith(_END) and (decoder := torchcodec()):
+            try:
+                pixels: Tensor = decoder(content, mode="GRAY" if channels == 1 else "RGB")
+            except RuntimeError:  # damaged inside: Pillow reports it, or decodes what can be
+                pass
+            else:
+                return pixels
+        image.load()
+        if image.mode[0] in "IF":
+            raise DataError(f"{name} has more than 8 bits per channel (mode {image.mode}); store it with 8 bits")
+        if channels == 1 and not is_gray(image):
+            raise DataError(f"{name} is in color (mode {image.mode}) in a grayscale data set; store all images in the same way")
+        # By way of RGBA the colors are the same, without the warning of a direct conversion to RGB.
+        plain = image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image
+        mode = "L" if channels == 1 else "RGB"
+        array = np.array(plain if plain.mode == mode else plain.convert(mode))
+        return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
+
+
+@functools.cache
+def torchcodec() -> Callable[..., Any] | None:
+    """Return torchcodec's `decode_jpeg`; None if it is not installed. Raises DataError if it cannot be loaded."""
+    if importlib.util.find_spec("torchcodec") is None:
+        return None
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except (ImportError, OSError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise DataError(f"torchcodec cannot be loaded ({why}); install the version for this torch, or uninstall it") from error
+    decoder: Callable[..., Any] = decode_jpeg
+    return decoder
+
+
+def pixels_of(value: Any, *, name: str) -> Tensor:
+    """Return the image, uint8 [C, H, W], in an array of numbers: [H, W], [H, W, C] or [C, H, W], with 1, 3 or 4 channels.
+
+    Raises DataError if the array has another shape, or its numbers are not whole and in 0..255.
+    """
+    array = np.asarray(value)
+    if value is None or (array.dtype.kind == "f" and np.isnan(array).all()):
+        raise DataError(f"{name} has no image; remove it")
+    if array.dtype.kind not in "iu":
+        kind = "with rows of different lengths" if array.dtype.kind == "O" else f"of {array.dtype}"
+        raise DataError(f"{name} is an array {kind}; store integers in 0..255 (uint8)")
+    if array.ndim == 2:
+        array = array[None]
+    elif array.ndim == 3 and array.shape[2] in CHANNELS:
+        array = array.transpose(2, 0, 1)
+    elif array.ndim != 3 or array.shape[0] not in CHANNELS:
+        raise DataError(f"{name} has shape {array.shape}; store [H, W], [H, W, C] or [C, H, W], with C one of {CHANNELS}")
+    if array.size == 0 or array.min() < 0 or array.max() > 255:
+        found = f"numbers in {array.min()}..{array.max()}" if array.size else "no pixels"
+        raise DataError(f"{name} has {found}; store integers in 0..255 (uint8)")
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.uint8))

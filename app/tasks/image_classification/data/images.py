@@ -1,0 +1,280 @@
+"""One class for all image data sets: `Images`, the samples of a split. A format is a function that returns one for each split.
+
+A format supplies how stored samples are read, their labels and the names of the classes. Leaving samples out, decoding,
+cropping, checks and the fingerprint are the same for all and are here. `open.py` opens what a recipe names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.data.draws import HostDraws
+from app.data.samples import CHECK
+from app.errors import DataError
+from app.tasks.image_classification.data.decoding import decode, pixels_of
+from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.splits import Splits
+from app.tasks.image_classification.sections import Sections
+
+T = TypeVar("T")
+FINGERPRINT_SAMPLES = 64
+"""Samples whose contents a fingerprint covers: few enough to read from a cold network disk in about a second."""
+_LISTING_CHUNK = 1 << 16
+DOWNLOADS = "data"
+"""The folder of downloads, unless data.path is another."""
+MOST_CLASSES = 1 << 20
+"""Integer labels from this on are taken for something else (identifiers, for example), not for classes."""
+
+
+class UnreadableError(DataError):
+    """A sample cannot be read that is needed to open its split; `name` is its name in `data.leave_out`."""
+
+    def __init__(self, text: str, name: str = "") -> None:
+        super().__init__(text)
+        self.name = name
+
+
+class Stored(NamedTuple):
+    """A sample as its format stores it."""
+
+    value: bytes | np.ndarray | Tensor
+    """Content of an image file; or pixels, in an array (see `pixels_of`) or a tensor uint8 [C, H, W]."""
+    name: str
+    """The sample's name in errors."""
+    label: int | None = None
+    """The label of made-up data, whose labels are not stored."""
+
+    def image(self, channels: int) -> Tensor:
+        """Return the image, uint8 [C, H, W]. Image files are decoded to `channels`; pixels keep theirs. Raises DataError."""
+        if isinstance(self.value, bytes):
+            return decode(self.value, channels=channels, name=self.name)
+        return self.value if isinstance(self.value, Tensor) else pixels_of(self.value, name=self.name)
+
+    def content(self) -> bytes:
+        """Return what the fingerprint covers: the file, or shape and pixels."""
+        if isinstance(self.value, bytes):
+            return self.value
+        return str(tuple(self.value.shape)).encode() + np.asarray(self.value).tobytes()
+
+
+AS_STORED = Framing()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Images:
+    """One split: `Samples` whose batches are uint8 images, not normalized, and labels. May be pickled, or forked into workers.
+
+    The fields up to `made_of` are what a format supplies; the others are set by `completed`.
+    """
+
+    workers: ClassVar[bool] = True
+    remedy: ClassVar[str] = (
+        "shrink the images once (samerun data pack --max-side), or copy them to a local disk (data.stage_to)"
+    )
+    read: Callable[[Sequence[int]], Iterable[Stored]]
+    """Reads samples by their places among all stored ones. Raises DataError, naming the sample."""
+    size: int
+    """Number of samples."""
+    labels: np.ndarray | None
+    """Labels of the samples, integers [N]; None if each is computed with its image."""
+    classes: tuple[str, ...] = ()
+    """Name of each class, by label; empty until `completed` if the format stores no names."""
+    where: str
+    """The split and its source, in errors."""
+    prefix: str = ""
+    """What precedes the name of a sample in `data.leave_out`."""
+    paths: Callable[[int], str] = str
+    """Returns that name by the place of a stored sample: its number, or the path of its file."""
+    not_read: tuple[str, ...] = ()
+    """A sentence for each folder with something that is not read."""
+    made_of: tuple[Any, ...] | None = None
+    """What the images are stored in (`stamps`), if they may be decoded once and kept in the cache."""
+    places: np.ndarray | None = None
+    """Where the samples are among all stored ones, int64 [N]; None: none is left out."""
+    channels: int = 0
+    image_size: tuple[int, int] = (0, 0)
+    """Height and width in pixels of each image that `fetch` returns."""
+    framing: Framing = AS_STORED
+    fingerprint: str = ""
+    """The same for the same data on every machine; the function `fingerprint` describes what it covers."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Parameters needed to build a network for these images, as JSON has them."""
+        return {"classes": list(self.classes), "channels": self.channels, "image_size": list(self.image_size)}
+
+    def __len__(self) -> int:
+        return self.size
+
+    def name(self, index: int) -> str:
+        """Return the name of a sample in `data.leave_out`."""
+        return self.prefix + self.paths(self._places([index])[0])
+
+    def stored(self, index: int) -> Stored:
+        """Return a sample as it is stored. Raises DataError."""
+        return next(iter(self.read(self._places([index]))))
+
+    def _places(self, indices: Sequence[int]) -> Sequence[int]:
+        if self.places is None:
+            return indices
+        places: list[int] = self.places[np.asarray(indices)].tolist()
+        return places
+
+    def file(self, index: int) -> bytes | None:
+        """Return a sample's image file; None if pixels are stored. Raises DataError."""
+        value = self.stored(index).value
+        return value if isinstance(value, bytes) else None
+
+    def images(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+        """Yield images, uint8 [C, H, W] of the sizes that they are stored in, and their labels. Raises DataError."""
+        for index, stored in zip(indices, self.read(self._places(indices)), strict=True):
+            label = stored.label if self.labels is None else self.labels[index]
+            yield stored.image(self.channels), int(label)  # type: ignore[arg-type]
+
+    def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
+        """Return `images`, uint8 [B, C, H, W], and `labels`, int64 [B]; without draws, the images' centers."""
+        images = torch.empty(len(indices), self.channels, *self.image_size, dtype=torch.uint8)
+        labels = torch.empty(len(indices), dtype=torch.int64)
+        for row, (stored, label) in enumerate(self.images(indices.tolist())):
+            image = self.framing.random(stored, draw.of(row) if draw else None)
+            if image.shape != images.shape[1:]:
+                raise DataError(self._other_shape(int(indices[row]), image))
+            images[row], labels[row] = image, label
+        return {"images": images, "labels": labels}
+
+    def _other_shape(self, index: int, image: Tensor) -> str:
+        channels, height, width = image.shape
+        expected_height, expected_width = self.image_size
+        same = channels == self.channels
+        remedy = "set data.image_size, which resizes all images" if same else "store all images in the same way"
+        return (
+            f"sample {index} of {self.where} is {width}x{height} pixels with {channels} channel(s), but the first training "
+            f"sample is {expected_width}x{expected_height} with {self.channels}; {remedy}"
+        )
+
+    def required(self, index: int, use: Callable[[Stored], T]) -> T:
+        """Return what `use` makes of a sample that is needed to open the split. Raises UnreadableError if it cannot be read."""
+        try:
+            return use(self.stored(index))
+        except DataError as error:
+            raise UnreadableError(f"{error}. {CHECK}", self.name(index)) from error
+
+    def completed(
+        self,
+        recipe: Sections,
+        shape: Sequence[int],
+        *,
+        training: bool,
+        listing: Sequence[np.ndarray | memoryview] = (),
+        content: Callable[[Stored], bytes] = Stored.content,
+    ) -> Images:
+        """Return the split with its framing and fingerprint; `shape` is that of the first image, [C, H, W].
+
+        `listing` and `content` are those of `fingerprint`; the labels are always part of it. Raises UnreadableError.
+        """
+        framing, labels = Framing.of(recipe, training=training), [] if self.labels is None else [self.labels]
+        identity = fingerprint(
+            self.classes, len(self), lambda index: self.required(index, content), listing=[*labels, *listing]
+        )
+        size = framing.size_of((shape[1], shape[2]))
+        return replace(self, channels=shape[0], image_size=size, framing=framing, fingerprint=identity)
+
+
+Data = Splits[Images]
+
+
+def completed(
+    splits: Data, recipe: Sections, *, classes: Sequence[str], channels: int, listing: Sequence[np.ndarray] = ()
+) -> Data:
+    """Return splits whose images have the shape of the first one, unless the recipe has an image size; labels are checked.
+
+    Image files are decoded to `channels`. Raises DataError.
+    """
+    parts = splits.there
+    for images in parts.values():
+        assert images.labels is not None
+        check_labels(images.labels, len(classes), where=images.where, places=images.places)
+    shape = next(iter(parts.values())).required(0, lambda stored: stored.image(channels)).shape
+
+    def complete(split: str, images: Images) -> Images:
+        named = replace(images, classes=tuple(classes))
+        return named.completed(recipe, shape, training=split == "train", listing=listing)
+
+    return splits.changed(complete)
+
+
+def check_labels(labels: np.ndarray, num_classes: int, *, where: str, places: np.ndarray | None = None) -> None:
+    """Check that there are samples and that all labels (int [N]) are in 0 .. num_classes - 1.
+
+    Raises DataError with `where` ("the train split of ...") and the first offending sample, by its place among the stored ones.
+    """
+    if labels.size == 0:
+        raise DataError(f"{where} has no samples")
+    if labels.min() >= 0 and labels.max() < num_classes:
+        return
+    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    index = int(wrong[0])
+    problem = f"sample {index if places is None else places[index]} of {where} has label {int(labels[index])}"
+    raise DataError(
+        f"{problem}, but labels must be in 0..{num_classes - 1} ({wrong.size} of {labels.size} are not); correct the labels, "
+        "or remove these samples"
+    )
+
+
+def numbers_up_to(highest: int, where: str) -> list[str]:
+    """Return names for classes without names: 0 up to the largest label. Raises DataError if that cannot be a label."""
+    if highest >= MOST_CLASSES:
+        raise DataError(f"{where} holds {highest}; labels must be 0 to the number of classes - 1")
+    return [str(label) for label in range(highest + 1)]
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of a library's error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def fingerprint(
+    classes: Sequence[str],
+    size: int,
+    content: Callable[[int], bytes],
+    *,
+    listing: Sequence[np.ndarray | memoryview] = (),
+    samples: int = FINGERPRINT_SAMPLES,
+) -> str:
+    """Return a SHA-256, in hexadecimal, that tells two data sets apart without reading all of them.
+
+    It covers the class names, the number of samples, the `content` of `samples` samples spread evenly from the first to the
+    last, and `listing`: what is known of every sample, as all labels in an array, or all relative paths as bytes. It does not
+    see a change of one image between those. Dates and absolute paths take no part.
+    """
+    digest = hashlib.sha256()
+
+    def cover(part: bytes) -> None:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+
+    cover(json.dumps([size, *classes]).encode())
+    digest.update(sum(8 * part.size if isinstance(part, np.ndarray) else len(part) for part in listing).to_bytes(8, "little"))
+    for part in listing:
+        if isinstance(part, memoryview):
+            digest.update(part)
+            continue
+        for start in range(0, part.size, _LISTING_CHUNK):  # a copy of all of them would grow with the data
+            digest.update(part[start : start + _LISTING_CHUNK].astype(np.int64).tobytes())
+    for index in spread(size, samples):
+        cover(content(index))
+    return digest.hexdigest()
+
+
+def spread(size: int, count: int = FINGERPRINT_SAMPLES) -> list[int]:
+    """Return up to `count` different indices spread evenly over 0 .. size - 1, both ends included."""
+    count = min(size, count)
+    return [index * (size - 1) // max(1, count - 1) for index in range(count)]
