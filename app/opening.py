@@ -159,7 +159,8 @@ def open_run_folder(  # noqa: PLR0913  (keyword-only after the parts)
     saved_since = False
     with runtime.together():
         if runtime.is_main:
-            ours = claim(run_folder.choose(wanted, loaded.name, may_exist=look_again is not None))
+            folder, errors = run_folder.choose(wanted, loaded.name, may_exist=look_again is not None), runtime.launched.errors
+            ours = claim(folder, errors.name if errors else None)
             saved_since = _is_newer(ours.path, origin)
     if runtime.from_main(saved_since) and look_again is not None:
         origin = look_again() or origin

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.environment.launched import Launched, read, read_job
+from app.environment.launched import Launched, errors_folder, read, read_job
 from app.environment.slurm_variables import own_environment
 from app.environment.variables import LAUNCHER
 from app.errors import (
@@ -31,6 +31,8 @@ from app.options import tracker_names, train_options
 from app.recipe import optimizers, recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
+from app.runs import failure
+from app.runs.failure import Recorder
 
 if TYPE_CHECKING:
     from app.distributed.runtime import Runtime
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost yet: it ends without a traceback
     failed = skip_destructors_if_failed()
     lifeline = Lifeline(os.environ).start()
-    launched = Launched()
+    launched, recorder = Launched(), Recorder(errors_folder(os.environ))
     try:
         if not {"-h", "--help"}.isdisjoint(words):
             train_options.show_help(words)
@@ -52,10 +54,12 @@ def main(argv: list[str] | None = None) -> None:
             return
         launched = read(own_environment())
         with exits_refused():
-            stopped = _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments, lifeline)
+            stopped = _train(launched, recipe_file.load(arguments.recipe, arguments.overrides), arguments, lifeline, recorder)
     except SamerunError as error:
+        recorder.record(error, rank=launched.rank)
         leave_with(error, launched.rank)
     except Exception as error:
+        recorder.record(error, rank=launched.rank)
         port = os.environ.get("MASTER_PORT", "")  # a single process does not read what another program has left there
         let_the_first_be_seen(error, store_port=int(port) if port.isdecimal() else None)
         end_workers()
@@ -67,7 +71,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(STOPPED)
 
 
-def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespace, lifeline: Lifeline) -> bool:
+def _train(
+    launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespace, lifeline: Lifeline, recorder: Recorder
+) -> bool:
     """Train, and return whether the run was stopped before its end."""
     recipe = loaded.recipe
     plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel)
@@ -88,11 +94,16 @@ def _train(launched: Launched, loaded: LoadedRecipe, arguments: argparse.Namespa
         workers=arguments.workers,
     )
     with out_of_memory_explained(runtime, recipe):
-        return _run(runtime, loaded, arguments, trackers, lifeline)
+        return _run(runtime, loaded, arguments, trackers, lifeline, recorder)
 
 
 def _run(
-    runtime: Runtime, loaded: LoadedRecipe, arguments: argparse.Namespace, trackers: Sequence[str], lifeline: Lifeline
+    runtime: Runtime,
+    loaded: LoadedRecipe,
+    arguments: argparse.Namespace,
+    trackers: Sequence[str],
+    lifeline: Lifeline,
+    recorder: Recorder,
 ) -> bool:
     """Train with these processes; returns as `_train`."""
     from app import building, ending, opening, session
@@ -130,6 +141,7 @@ def _run(
         origin=resumed or initial,
         look_again=find if arguments.resume == "auto" else None,
     )
+    recorder.folder = recorder.folder or opened.claim.path / failure.FOLDER / opened.claim.place.name
     opening.record_start(
         runtime,
         opened,
@@ -142,7 +154,7 @@ def _run(
     # signal, Python would then wait for at its end.
     with training.control as control:
         lifeline.spare_if(lambda: control.is_asked_to_stop)
-        watchdog = Watchdog(runtime, opened.claim, timeout_s=arguments.hang_timeout)
+        watchdog = Watchdog(runtime, opened.claim, recorder, timeout_s=arguments.hang_timeout)
         with training.metrics.timed(), watchdog, numerics.refusals_named():
             ended = train(training)
         ending.finish(training, data, opened, ended)

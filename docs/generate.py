@@ -32,7 +32,7 @@ VARIABLES = {
     "SAMERUN_STARTER": "Command that starts the other hosts of a job: `ssh`, or another that docs/clusters.md lists.",
 }
 """Variables that a user may set."""
-_OWN = {"ATTEMPT", "FIRST_JOB", "LAUNCHER", "PRESET_FILE", "REQUEUES", "START_TIME", "SUBMIT_TIME", "THREADS"}
+_OWN = {"ATTEMPT", "ERRORS", "FIRST_JOB", "LAUNCHER", "PRESET_FILE", "REQUEUES", "START_TIME", "SUBMIT_TIME", "THREADS"}
 """Variables that the launcher sets for its own processes."""
 
 _TREE = re.compile(r"(?<=\n## The tree\n\n```\n).*?(?=```\n)", re.DOTALL)

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from app.environment.launched import errors_folder
 from app.environment.slurm_variables import is_in_step, own_environment
 from app.errors import SamerunError, UsageError, exits_refused, printable
 from app.options.command_line import Parser
+from app.runs.failure import Recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(arguments[0], arguments[1:])
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
+        if arguments[:1] == ["launch"]:  # of a node
+            Recorder(errors_folder(own_environment())).record(error)
         if is_in_step(own_environment()):
             time.sleep(1.0)  # srun ends the step of a task that failed at once, and what it has not read by then is lost
         return error.exit_code

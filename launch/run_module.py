@@ -5,24 +5,22 @@
 is `python -m MODULE ARGUMENTS...`, which looks for MODULE and all that it imports in the working folder first: a user may have
 an `app.py`, a `launch/` or a `datasets/` there. `python -P` does that as well, from Python 3.11 on.
 
-What `accelerate launch` says of its end is put right: the exit code is that of the process that failed first, which it turns
-into 1 by itself; torchrun's summary stays, a line after it names that process, and the tracebacks of the launchers go.
+The end of `accelerate launch` is corrected: the exit code is that of the process that failed first, which it turns into 1 by
+itself, and that process is recorded (app/runs/failure.py). torchrun's summary stays, the tracebacks of the launchers go.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ACCELERATE = "accelerate.commands.launch"
-FAILED_FIRST = "samerun: rank {rank} on {host} failed first, with exit code {code}"
-"""What is said of the process of a node that failed first, with its code as Python has it: `last_words.py` reads it."""
 _FILE = Path(__file__).absolute()
 
 
@@ -61,6 +59,9 @@ def _launch_processes() -> None:
     except subprocess.CalledProcessError as error:  # one process
         sys.exit(as_shells_say(error.returncode))
     except Exception as error:
+        from app.environment.variables import ERRORS
+        from app.runs.failure import ProcessFailure, record
+
         if (kind := type(error).__name__) not in ("ChildFailedError", "SignalException"):
             raise
         sys.stderr.write(f"{kind}: {error}\n")
@@ -68,7 +69,8 @@ def _launch_processes() -> None:
         if kind == "SignalException":
             sys.exit(as_shells_say(-torchruns.sigval))
         rank, failure = torchruns.get_first_failure()
-        sys.stderr.write(FAILED_FIRST.format(rank=rank, host=socket.getfqdn(), code=failure.exitcode) + "\n")
+        if folder := os.environ.get(ERRORS):
+            record(Path(folder), ProcessFailure(exit_code=failure.exitcode, rank=rank, time=failure.timestamp))
         sys.exit(as_shells_say(failure.exitcode))
 
 

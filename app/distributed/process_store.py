@@ -27,6 +27,7 @@ import torch.distributed as dist
 from app.environment.launched import Launched
 from app.environment.topology import listed
 from app.errors import HangError, TopologyError, leave_with
+from app.runs.failure import Recorder
 
 _MEETING = timedelta(minutes=30)
 """How long to wait for the others: torch's own time for gloo. Nodes read Python from a busy disk for minutes."""
@@ -168,11 +169,10 @@ class StoreWatch:
         while not self._over.wait(1.0):
             if time.monotonic() - self._answered_s > _DEAF_S:
                 rank, size = self._launched.rank, self._launched.world_size
-                leave_with(
-                    HangError(
-                        f"the store at {self._address}, through which the processes meet, gave rank {rank} of {size} no "
-                        f"answer for {_DEAF_S:.0f} s, while it was {self.phase}. Other programs that connect to that port "
-                        "again and again stop it: close it to them (docs/network-security.md), or choose another with --port"
-                    ),
-                    rank,
+                hang = HangError(
+                    f"the store at {self._address}, through which the processes meet, gave rank {rank} of {size} no "
+                    f"answer for {_DEAF_S:.0f} s, while it was {self.phase}. Other programs that connect to that port "
+                    "again and again stop it: close it to them (docs/network-security.md), or choose another with --port"
                 )
+                Recorder(self._launched.errors).record(hang, rank=rank)
+                leave_with(hang, rank)

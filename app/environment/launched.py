@@ -13,11 +13,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from app.environment import deepspeed_file, degrees, started_ranks
 from app.environment.slurm_variables import JOB
-from app.environment.variables import END_TIME, PRESET_FILE, START_TIME, SUBMIT_TIME, check_threads, number, said
+from app.environment.variables import END_TIME, ERRORS, PRESET_FILE, START_TIME, SUBMIT_TIME, check_threads, number, said
 from app.errors import PresetError, TopologyError
 
 Strategy = Literal["ddp", "deepspeed", "fsdp2"]
@@ -64,6 +65,8 @@ class Launched:
     """CUDA_VISIBLE_DEVICES."""
     preset_file: str | None = None
     """The preset, where `samerun launch` started this process itself and no command line above it names one."""
+    errors: Path | None = None
+    """Folder in which this process records why it fails (app/runs/failure.py), where `samerun launch` has named one."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What Accelerate still must be told by its environment: nothing where a launcher has."""
 
@@ -133,7 +136,13 @@ def read(environ: Mapping[str, str], *, started_by: Callable[[], Sequence[Sequen
         end_time_s=end_time_s(environ),
         visible_devices=environ.get("CUDA_VISIBLE_DEVICES", ""),
         preset_file=environ.get(PRESET_FILE),
+        errors=errors_folder(environ),
     )
+
+
+def errors_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder in which a process records why it fails, if its launcher named one."""
+    return Path(environ[ERRORS]) if ERRORS in environ else None
 
 
 def _read(environ: Mapping[str, str], started_by: Callable[[], Sequence[Sequence[str]]]) -> Launched:

@@ -18,6 +18,9 @@ SUBMIT_TIME, START_TIME = "SAMERUN_SUBMIT_TIME", "SAMERUN_START_TIME"
 LAUNCHER = "SAMERUN_LAUNCHER"
 """Variable: the `samerun launch` that sees to a process on its machine, as the id of its process, a dash and a random word."""
 
+ERRORS = "SAMERUN_ERRORS"
+"""Variable: the folder in which the processes of a start record why they fail (app/runs/failure.py)."""
+
 PRESET_FILE = "SAMERUN_PRESET_FILE"
 """Variable: the preset of a process that `samerun launch` starts itself, with no `accelerate launch --config_file` above it."""
 

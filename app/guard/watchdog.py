@@ -35,6 +35,7 @@ from app.environment.variables import LAUNCHER
 from app.errors import HangError, RunFolderError, leave_with
 from app.runs import run_folder
 from app.runs.claim import Claim
+from app.runs.failure import Recorder
 
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 5.0
@@ -45,9 +46,9 @@ forward pass and an agreement of `control` (a second) later."""
 class Watchdog:
     """Watches this process while it is entered as a context."""
 
-    def __init__(self, runtime: Runtime, claim: Claim, *, timeout_s: int) -> None:
+    def __init__(self, runtime: Runtime, claim: Claim, recorder: Recorder, *, timeout_s: int) -> None:
         """`timeout_s` must be longer than any step, forward pass of an evaluation and save takes; 0 watches nothing."""
-        self._runtime, self._claim, self._timeout_s = runtime, claim, timeout_s
+        self._runtime, self._claim, self._recorder, self._timeout_s = runtime, claim, recorder, timeout_s
         self._path = claim.path / run_folder.STACKS / f"rank-{runtime.launched.rank:05d}.txt"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -87,9 +88,9 @@ class Watchdog:
             return
         end_children()
         cause = "The cause is the rank that is in no collective operation, or has no file there; the others wait for it"
-        leave_with(
-            HangError(f"{silence}: {where}. {cause}. If steps or saves really take this long, raise --hang-timeout."), rank
-        )
+        hang = HangError(f"{silence}: {where}. {cause}. If steps or saves really take this long, raise --hang-timeout.")
+        self._recorder.record(hang, rank=rank)
+        leave_with(hang, rank)
 
     def _write_stacks(self, headline: str) -> None:
         """Write them below those of earlier times. Raises RunFolderError."""

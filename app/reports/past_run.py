@@ -21,7 +21,8 @@ import yaml
 from app.errors import RunFolderError, printable
 from app.files import paths
 from app.files.lines import Lines, is_count, is_finite
-from app.runs import ledger, run_folder
+from app.runs import failure, ledger, run_folder
+from app.runs.failure import ProcessFailure
 
 Line = Mapping[str, Any]
 T = TypeVar("T")
@@ -53,6 +54,8 @@ class PastRun:
     """result.json; empty if the run is not finished."""
     outcome: Mapping[str, Any]
     """outcome.json; empty if the run did not end by itself."""
+    failure: ProcessFailure | None
+    """Why the last start failed, where it did."""
     complaints: Sequence[str]
     """A sentence for each file that is broken, or missing though every run has it from its start."""
 
@@ -149,6 +152,7 @@ def read(folder: Path) -> PastRun:
         events=attempt(events, run_folder.LEDGER, []),
         result=attempt(run_folder.read_json, run_folder.RESULT, {}, optional=True),
         outcome=attempt(run_folder.read_json, run_folder.OUTCOME, {}, optional=True),
+        failure=failure.of_newest_start(folder),
         complaints=complaints,
     )
 

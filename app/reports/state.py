@@ -1,4 +1,4 @@
-"""The state of a run, from its folder: finished, stopped, running, or silent since some time."""
+"""The state of a run, from its folder: finished, stopped, failed, running, or silent since some time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class State:
     """How it stands with a run."""
 
     word: str
-    """`finished`, `stopped`, `running`, `silent` or `unknown`."""
+    """`finished`, `stopped`, `failed`, `running`, `silent` or `unknown`."""
     sentence: str
     """What is known of it, as a sentence without its full stop."""
     since: float | None
@@ -53,7 +53,7 @@ def state_of(run: PastRun, now: float) -> State:
 
 def last_sign(run: PastRun) -> float | None:
     """Return when the run last wrote a line, in Unix seconds; None if no line tells."""
-    times = [*_times(run.metrics), *_times(run.evaluations), *(event.time for event in run.events)]
+    times = [*_times(run.metrics), *_times(run.evaluations), *(event.time for event in [*run.events, run.failure] if event)]
     return max([*times, *_times([run.outcome])], default=None)
 
 
@@ -67,6 +67,8 @@ def _judged(run: PastRun, now: float) -> tuple[str, str, bool]:
     if outcome == "finished" or (run.result and not run.events):
         early = run.result.get("stopped_early_because")
         return "finished", f"before its last step, because {early}" if early else "all steps are done", True
+    if run.failure and not run.outcome:
+        return "failed", f"{run.failure}" + (f": {run.failure.error}" if run.failure.error else ""), False
     if outcome == "stopped":
         again = bool(run.outcome.get("go_on"))
         # A start that resumes the run removes the outcome before its first line: then this is the end of the start before it.

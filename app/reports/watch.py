@@ -1,7 +1,7 @@
 """`samerun watch RUN`: follow a run in the terminal, from any machine that can read its folder.
 
 Only reads: the run does not notice. Draws on a terminal, and elsewhere prints a line for each new line of the run's files.
-Waits for a folder that does not exist yet, stays with a run that is killed or silent, since it may be started again, and ends
+Waits for a folder that does not exist yet, stays with a run that failed or is silent, since it may be started again, and ends
 when the run does, or by Ctrl-C. A last line that is half written is read again.
 """
 

@@ -75,7 +75,7 @@ class Claim:
             )
         host = "another machine"
         with suppress(OSError, ValueError, KeyError, TypeError):  # then it is just not known which
-            host = parsed(paths.read_regular(starts / str(max(later)) / _ABOUT))["host"]
+            host = last_start(self.path)["host"]
         return (
             f"another start of this run, on {host}, has taken {self.path} over: this one ends and writes nothing more. "
             "If you started both, give one another --run-dir."
@@ -219,8 +219,11 @@ class Claim:
             os.close(self._handles.popitem()[1])
 
 
-def claim(path: Path) -> Claim:
-    """Make a run folder belong to this start, and to none before it. Raises RunFolderError."""
+def claim(path: Path, errors: str | None = None) -> Claim:
+    """Make a run folder belong to this start, and to none before it. Raises RunFolderError.
+
+    `errors` is the name of this start's folder in RUN/errors (app/runs/failure.py), by default its number.
+    """
     refuse_links(path)
     starts = path / STARTS
     place = starts
@@ -233,7 +236,7 @@ def claim(path: Path) -> Claim:
                     (starts / str(number)).rename(starts / f"{number}.{place.name}.ended")
         for leftover in starts.glob("*.ended"):
             _remove_for_good(leftover)
-        _introduce(place)  # last: what filled the disk may have been in the places that went
+        _introduce(place, errors or place.name)  # last: what filled the disk may have been in the places that went
     except OSError as error:
         if place != starts and not place.exists():
             raise RunFolderError(Claim(path, place).lost()) from None
@@ -269,11 +272,17 @@ def _new_place(starts: Path) -> Path:
     return place
 
 
-def _introduce(place: Path) -> None:
+def last_start(path: Path) -> Any:
+    """Return what the newest start of a run wrote about itself into its place. Raises OSError and ValueError."""
+    starts = path / STARTS
+    return parsed(paths.read_regular(starts / str(max(_numbers(starts))) / _ABOUT))
+
+
+def _introduce(place: Path, errors: str) -> None:
     """Say in a place whose it is. Raises OSError; the place itself stays then, or its number would come twice."""
     about = place / _ABOUT
     try:
-        about.write_text(json.dumps({"host": socket.gethostname(), "time": time.time()}) + "\n")
+        about.write_text(json.dumps({"host": socket.gethostname(), "time": time.time(), "errors": errors}) + "\n")
         sync(about)
         sync(place.parent)
     except OSError:

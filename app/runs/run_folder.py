@@ -16,6 +16,7 @@
     model.safetensors, model.json   at the end: the weights, and what rebuilds the model around them
     config.json, ...  at the end of a language model's run: what makes the folder one that transformers loads
     outcome.json      at the end: finished or stopped, why, and whether the run is to be started again
+    errors/           of each start that failed: why (app/runs/failure.py)
     starts/           which start of the run the folder belongs to, and what that is writing (app/runs/claim.py)
     profile/          with profile.steps: a trace of each rank, and how far its clock is ahead (app/metrics/profile.py)
     stacks/           after a hang: where each rank stood

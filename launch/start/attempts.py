@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.environment.variables import ERRORS
 from app.errors import STOPPED, HangError
+from app.runs import failure
 from launch.schedulers.job import ATTEMPT, Job, NotDoneError
 from launch.start import signals, supervise
 from launch.start.outcome import OutcomeFile, RunOutcome
@@ -43,12 +45,13 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
     """Run it to its end and return the exit code for this process."""
     for restart in range(plan.max_restarts + 1):
         mark = f"{secrets.token_hex(8)}-{restart}"
-        folder = OutcomeFile(plan.run_dir)
+        folder, errors = OutcomeFile(plan.run_dir), plan.run_dir.absolute() / failure.FOLDER / mark
         ending = supervise.run(
             plan.command(restart > 0),
-            {**plan.environment, ATTEMPT: mark},
+            {**plan.environment, ATTEMPT: mark, ERRORS: str(errors)},
             pass_on=plan.pass_on,
             watched=True,
+            errors=errors,
         )
         if ending.exit_code:  # on this machine a scheduler's command, which has ended, may have started more
             from app.environment.processes import kill_all_with  # not at the top: the launcher starts at once

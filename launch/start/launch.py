@@ -12,8 +12,8 @@ import argparse
 import functools
 import os
 import shlex
+import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,13 +22,13 @@ from pathlib import Path
 from app.environment.degrees import KEY, UNSUPPORTED
 from app.environment.launched import end_time_s
 from app.environment.topology import Topology
-from app.errors import STOPPED, PresetError, RunFolderError, TopologyError
-from app.files.paths import new_folder
+from app.errors import STOPPED, PresetError, TopologyError
 from app.options.command_line import Parser
 from app.options.values import not_negative, positive
 from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe
+from app.runs import failure, run_folder
 from launch import parallelism, preset
 from launch.preset import PRECISIONS, Preset
 from launch.schedulers import detect, local
@@ -53,14 +53,18 @@ def launch(argv: list[str], environment: Mapping[str, str], *, say: Callable[[st
         return 0
     if resolved.is_task:
         return _run_task(replace(resolved, topology=_met(resolved, environment, say)), environment, say)
-    if resolved.run_dir is not None:
-        return _run(resolved, environment, say)
-    run_dir = _new_run_dir(resolved.recipe)
+    is_new = resolved.run_dir is None or not Path(resolved.run_dir).exists()
+    run_dir = run_folder.choose(resolved.run_dir, resolved.loaded.name, may_exist=True)
+    resolved = replace(resolved, run_dir=resolved.run_dir or str(run_dir))
+    say(shlex.join(resolved.command()))
     try:
-        return _run(replace(resolved, run_dir=str(run_dir)), environment, say)
+        return attempts.run(_attempts(resolved, environment, say), say)
     finally:
-        with suppress(OSError):
-            run_dir.rmdir()  # if it is empty: what was wrong was found before anything was written
+        if not (run_dir / run_folder.STARTS).exists():  # what was wrong was found before the run began to write
+            shutil.rmtree(run_dir / failure.FOLDER, ignore_errors=True)
+            with suppress(OSError):
+                if is_new:
+                    run_dir.rmdir()
 
 
 def checked(argv: list[str], environment: Mapping[str, str]) -> Resolved:
@@ -99,21 +103,6 @@ def _is_lost(environment: Mapping[str, str]) -> Callable[[], bool]:
     """Return what tells whether the ssh that started this is gone. Daemons of batch systems may be restarted meanwhile."""
     parent = os.getppid()
     return lambda: "SSH_CONNECTION" in environment and os.getppid() != parent
-
-
-def _run(resolved: Resolved, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
-    """Run it from where it was typed."""
-    say(shlex.join(resolved.command()))
-    return attempts.run(_attempts(resolved, environment, say), say)
-
-
-def _new_run_dir(recipe: str) -> Path:
-    """Make a run folder `runs/<recipe>-<time>` that is no other start's. Raises RunFolderError."""
-    path = Path("runs", f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
-        return new_folder(path)
-    except OSError as error:
-        raise RunFolderError(f"the run folder {path} cannot be created: {error.strerror}. Choose another --run-dir.") from error
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], argparse.Namespace]:

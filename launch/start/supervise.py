@@ -1,6 +1,6 @@
 """Supervises a run from outside: passes signals on, watches its stderr, returns its exit code, and leaves no process behind.
 
-The last words of the process that failed first are said again, last, and its exit code becomes the run's (`last_words.py`).
+The error of the process that failed first is printed again, last, and its exit code becomes the run's (`failure_summary.py`).
 
 A signal means that the run is to save and stop, which takes its time, and what starts it would not leave it that time:
 `signals.py` knows the way past it.
@@ -25,13 +25,10 @@ from typing import IO
 
 from app.environment import host_memory, terminal
 from app.environment.variables import LAUNCHER
-from app.errors import SamerunError
-from launch.run_module import ACCELERATE, as_shells_say
-from launch.start import signals
-from launch.start.last_words import Culprit, Watch
+from app.errors import SamerunError, printable
+from launch.run_module import as_shells_say
+from launch.start import failure_summary, signals
 
-_NAMES = {ACCELERATE: "`accelerate launch`", "launch.start.spread": "what starts it on the hosts"}
-_TRAINING = "the process that trains"
 _LOOK_EVERY_S = 0.2
 _STOP_AND_GO_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ECHO_S = 5.0
@@ -114,63 +111,49 @@ class _Command:
             _tell("the run saves a checkpoint and stops; press Ctrl-C again to end it at once")
 
 
-def run(
+def run(  # noqa: PLR0913  (keyword-only after the environment)
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
     pass_on: signals.PassOn,
     watched: bool,
+    errors: Path | None = None,
     is_lost: Callable[[], bool] = lambda: False,
     output: IO[bytes] | None = None,
 ) -> Ending:
     """Run the command to its end, with the signals that this process gets, passed on by `pass_on`.
 
     If it fails, nothing that it started is left on this machine. Unless it is `watched`, its stderr is this process's own, a
-    terminal for instance, and less is known of its end. `is_lost` tells whether the run is to end because nobody waits for it.
-    `output` is the file for stdout and, unless it is `watched`, stderr; None: this process's own.
+    terminal for instance, and less is known of its end. In `errors` its processes record how they fail. `is_lost` tells whether
+    the run is to end because nobody waits for it. `output` is the file for stdout and, unless it is `watched`, stderr; None:
+    this process's own.
     """
     running, kills = _Command(pass_on), host_memory.kills()
     started = running.start(command, environment, watched=watched, output=output)
-    watch = Watch()
+    reports = failure_summary.StderrReports()
     if started.stderr is not None:
         for line in _copied(started, started.stderr, sys.stderr.buffer):
-            watch.see(line)
-    while _runs(started):
-        if is_lost():
-            _tell("the process that started this has ended, so the run ends")
-            running.end_all()
-    code = started.wait()
+            reports.read(line)
+    while True:
+        try:
+            code = started.wait(_LOOK_EVERY_S)
+            break
+        except subprocess.TimeoutExpired:
+            if is_lost():
+                _tell("the process that started this has ended, so the run ends")
+                running.end_all()
     if code:
         running.end_all()
     if running.is_interrupted_twice and code:
         _tell("ended at once, without saving")
         return Ending(exit_code=128 + signal.SIGINT, signals=running.got, lost_node=None)
-    culprit = (watch.culprit or _of_signal(command, code, running.got)) if code else None
-    if culprit is not None:
-        _tell(culprit.verdict, *culprit.last_words)
-        code = culprit.exit_code
+    failed = failure_summary.find(errors, reports, command, code, running.got) if code else None
+    if failed is not None:
+        if text := failure_summary.lines(failed, reports):
+            _tell(*map(printable, text))
+        code = failed.exit_code
     lacks_memory = code != 0 and host_memory.kills() > kills
-    return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=watch.lost_node, lacks_memory=lacks_memory)
-
-
-def _runs(started: subprocess.Popen[bytes]) -> bool:
-    """Whether it does; a moment is waited."""
-    try:
-        started.wait(_LOOK_EVERY_S)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
-
-
-def _of_signal(command: Sequence[str], code: int, got: Collection[int]) -> Culprit | None:
-    """The command, or the one process that it started, if a signal ended it that did not come from here."""
-    number = -code if code < 0 else code - 128
-    if number not in map(int, signal.Signals) or number in got:
-        return None
-    if code > 0 and ACCELERATE in command:
-        return Culprit(_TRAINING, -number)
-    names = (name for module, name in _NAMES.items() if module in command)
-    return Culprit(next(names, _TRAINING if command[0] == "env" else Path(command[0]).name), -number)
+    return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=reports.lost_node, lacks_memory=lacks_memory)
 
 
 def _tell(sentence: str, *more: str) -> None:

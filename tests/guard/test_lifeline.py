@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,13 +23,16 @@ from launch.preset import load
 
 pytestmark = pytest.mark.multiproc
 
+HOST = socket.gethostname()
 SOON_S = 15.0
 """Looking takes up to a second and a half; the rest is for machines that are busy."""
 
 SAMERUN = """
 import os, sys
+from app.environment.launched import errors_folder
 from launch.start import signals, supervise
-sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_ranks, watched=True).exit_code)
+errors = errors_folder(os.environ)
+sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_ranks, watched=True, errors=errors).exit_code)
 """
 # A rank without torch, which takes seconds, and with a process that would outlive it.
 IDLE = """
@@ -65,6 +69,7 @@ class Run:
         self.mark, self._log = uuid.uuid4().hex, log
         path = f"{folder}:{REPOSITORY}"
         environment = clean_environment() | ONE_THREAD | {"PYTHONPATH": path, "OF_THIS_TEST": self.mark}
+        environment["SAMERUN_ERRORS"] = str(folder / "errors/start")
         with log.open("wb") as output:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
 
@@ -126,27 +131,27 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Run]]:
             "multi_gpu",
             "launcher",
             137,
-            "samerun: `accelerate launch` was ended by SIGKILL, for example for lack of memory, and the run",
+            f"samerun: `accelerate launch` on {HOST} was ended by SIGKILL, for example for lack of memory, and the run",
         ),
         (
             "multi_gpu",
             "rank",
             137,
-            "samerun: rank 1 on localhost was ended by SIGKILL, for example for lack of memory, and the run",
+            f"samerun: rank 1 on {HOST} was ended by SIGKILL, for example for lack of memory, and the run",
         ),
         ("cpu", "samerun", -9, "samerun: `samerun launch`, which started this run, has ended, so the run ends."),
         (
             "cpu",
             "launcher",
             137,
-            "samerun: `accelerate launch` was ended by SIGKILL, for example for lack of memory, and the run",
+            f"samerun: `accelerate launch` on {HOST} was ended by SIGKILL, for example for lack of memory, and the run",
         ),
         ("alone", "samerun", -9, "samerun: `samerun launch`, which started this run, has ended, so the run ends."),
         (
             "alone",
             "rank",
             137,
-            "samerun: the process that trains was ended by SIGKILL, for example for lack of memory, and the run",
+            f"samerun: rank 0 on {HOST} was ended by SIGKILL, for example for lack of memory, and the run",
         ),
     ],
 )

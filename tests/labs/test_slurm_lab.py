@@ -236,7 +236,7 @@ def test_a_chosen_port_in_use_is_said_before_anything_is_imported(lab: Lab, tmp_
         job = lab.wait(lab.sbatch(SCRIPT, "--port", "23456", "--run-dir", str(tmp_path), *RECIPE), timeout_s=60)
     assert (job.state, job.exit_code) == ("FAILED", "5:0"), job
     sentence = "TopologyError: port is 23456 (--port) is in use on node1, node 0: choose a free one with --port N"
-    assert job.output.endswith(f"samerun: node1 ended with exit code 5, and the run with it:\n[node1] samerun: {sentence}\n")
+    assert job.output.endswith(f"samerun: node1 ended with exit code 5, and the run with it:\n[node1] {sentence}\n")
     assert job.end_s - job.start_s < 20
 
 

@@ -21,10 +21,10 @@ from processes import placed
 
 from app.environment.topology import Topology
 from app.errors import PresetError, RunFolderError, TopologyError
+from app.runs import run_folder
 from launch import cli, preset
 from launch.node_command import accelerate_argv
 from launch.schedulers import local
-from launch.start import launch
 
 ROOT = Path(cli.__file__).parent.parent
 GOLDEN = Path(__file__).parents[1] / "golden" / "accelerate_argv.txt"
@@ -198,13 +198,13 @@ def test_without_dry_run_samerun_runs_that_command(capsys, monkeypatch):
 
 def test_a_run_folder_of_no_name_is_no_other_starts(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    folders = [launch._new_run_dir("my/digits.yaml") for _ in range(3)]
+    folders = [run_folder.choose(None, "digits", may_exist=True) for _ in range(3)]
     assert len(set(folders)) == 3
     assert all(folder.is_dir() and folder.name.startswith("digits-") for folder in folders)
     monkeypatch.chdir(folders[0])
     Path("runs").touch()
-    with pytest.raises(RunFolderError, match=r"runs/digits-.* cannot be created: Not a directory. Choose another --run-dir"):
-        launch._new_run_dir("digits")
+    with pytest.raises(RunFolderError, match=r"runs/digits-.* cannot be written: Not a directory. Choose another --run-dir"):
+        run_folder.choose(None, "digits", may_exist=True)
 
 
 @pytest.mark.parametrize(

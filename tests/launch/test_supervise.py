@@ -1,10 +1,11 @@
-"""A run watched from outside: its signals, its exit code, and the last words of what failed first."""
+"""A run watched from outside: its signals, its exit code, and the failure that ended it."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,25 +15,31 @@ import pytest
 from processes import REPOSITORY, clean_environment
 
 from app.environment.topology import Topology
+from app.runs.failure import ProcessFailure, first, record
 from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.preset import load
+from launch.run_module import as_shells_say
 
+HOST = socket.gethostname()
 WATCHED = """
 import os, sys
+from app.environment.launched import errors_folder
 from launch.start import signals, supervise
-sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_itself, watched=True).exit_code)
+errors = errors_folder(os.environ)
+sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_itself, watched=True, errors=errors).exit_code)
 """
 
 
-def start(*command: str) -> subprocess.Popen:
+def start(*command: str, **variables: str) -> subprocess.Popen:
     pipe = subprocess.PIPE
     argv = [sys.executable, "-c", WATCHED, *command]
-    return subprocess.Popen(argv, env=clean_environment(), cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True)
+    environment = clean_environment() | variables
+    return subprocess.Popen(argv, env=environment, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True)
 
 
-def ended(*command: str) -> tuple[int, str, str]:
-    process = start(*command)
+def ended(*command: str, **variables: str) -> tuple[int, str, str]:
+    process = start(*command, **variables)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
@@ -76,108 +83,130 @@ def test_signals_are_the_commands_and_arrive_once(number):
     assert (out, process.returncode) == (f"{name}\n", 3)
 
 
+# What app.train does with an error, in a process of a group.
 FAILING = """
 import os, sys, time
-if os.environ["RANK"] == "1":
-    print("before", file=sys.stderr, flush=True)
-    {how}
+from pathlib import Path
+from app.errors import HangError, RecipeError, leave_with, let_the_first_be_seen
+from app.environment.launched import errors_folder
+from app.runs.failure import Recorder
+rank = int(os.environ.get("RANK", "0"))
+def fail(error):
+    Recorder(errors_folder(os.environ)).record(error, rank=rank)
+    if isinstance(error, RecipeError):
+        leave_with(error, rank)
+    let_the_first_be_seen(error, store_port=None)
+    raise error
+try:
+    {0}
+except Exception as error:
+    fail(error)
 time.sleep(60)
 """
+WAITS = "import torch; torch.distributed.init_process_group('gloo'); torch.distributed.barrier(); "
+COLLECTIVE = f"{WAITS}rank == 1 or torch.distributed.all_reduce(torch.ones(1)); "
+BROKEN = "raise RecipeError('no such key\\n  train.step: did you mean train.steps?')"
+
+
+def failing(
+    tmp_path: Path, code: str, preset: str, processes: int, *, alone: bool = False
+) -> tuple[int, list[str], ProcessFailure | None]:
+    """Run `code` in every process, `alone` without `accelerate launch`; return the exit code, stderr, and what is recorded."""
+    (tmp_path / "failing.py").write_text(FAILING.format(code))
+    errors, topology = tmp_path / "errors" / "start", Topology(processes_per_node=processes, threads_per_process=1)
+    command = accelerate_argv(topology, load(preset), [], module="failing")
+    if alone:
+        command = one_process.argv(topology, load(preset), [], {}, module="failing")
+    found_code, _, err = ended("env", f"PYTHONPATH={tmp_path}:{REPOSITORY}", *command, SAMERUN_ERRORS=str(errors))
+    return found_code, err.replace(f" on {HOST}", " on here").splitlines(), first(errors)
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
-        ("sys.exit('RecipeError: no such key\\n  train.step: did you mean train.steps?')", 1,
-         ["samerun: rank 1 on here ended with exit code 1, and the run with it:",
+        (f"{COLLECTIVE}{BROKEN}", 3,
+         ["samerun: rank 1 on here ended with exit code 3, and the run with it:",
           "[rank 1 on here] RecipeError: no such key", "[rank 1 on here]   train.step: did you mean train.steps?"]),
-        ("os._exit(6)", 6, ["samerun: rank 1 on here ended with exit code 6, and the run with it"]),
-        ("os.kill(os.getpid(), 9)", 137,
+        (f"{COLLECTIVE}1 / 0", 1, ["[rank 1 on here] ZeroDivisionError: division by zero"]),
+        ("rank == 1 and os._exit(6)", 6, ["samerun: rank 1 on here ended with exit code 6, and the run with it"]),
+        (f"{COLLECTIVE}os.kill(os.getpid(), 9)", 137,
          ["samerun: rank 1 on here was ended by SIGKILL, for example for lack of memory, and the run with it"]),
+        ("Recorder(errors_folder(os.environ)).record(HangError('stuck'), rank=0) if rank == 0 else 1 / 0", 1,
+         ["[rank 1 on here] ZeroDivisionError: division by zero"]),
     ],
+    ids=["mistake", "raises", "exits", "killed", "hangs"],
 )  # fmt: skip
-def test_the_last_words_of_what_failed_first_come_last(tmp_path: Path, how: str, code: int, last: list[str]) -> None:
-    """By the very launcher that a node has."""
-    (tmp_path / "failing.py").write_text(FAILING.format(how=how))
-    here = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
-    topology = Topology(processes_per_node=2, hosts=(here,))
-    command = accelerate_argv(topology, load("multi_gpu"), [], module="failing")
-    found_code, _, err = ended("env", f"PYTHONPATH={tmp_path}:{REPOSITORY}", *command)
-    lines = [line.replace(f" on {here}", " on here") for line in err.splitlines()]
-    assert lines[-len(last) :] == last, shlex.join(command) + err
-    assert found_code == code
-
-
-ON_ONE_MACHINE = """
-import os, sys, time
-import torch
-from app.errors import RecipeError, leave_with
-torch.distributed.init_process_group('gloo')
-if os.environ["RANK"] == "{rank}":
-    {how}
-time.sleep(60)
-"""
+def test_what_failed_first_comes_last(tmp_path: Path, how: str, code: int, last: list[str]) -> None:
+    found_code, lines, _ = failing(tmp_path, how, "multi_gpu", 2)
+    assert (found_code, lines[-len(last) :]) == (code, last), "\n".join(lines)
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(
-    ("rank", "how", "code", "last"),
-    [
-        (0, "print('W1122 07:37:30.888000 29903 torch/distributed/run.py:982] Setting OMP_NUM_THREADS', file=sys.stderr); "
-            "leave_with(RecipeError('no such key'), rank=0)", 3,
-         ["samerun: rank 0 on localhost ended with exit code 3, and the run with it:",
-          "[rank 0 on localhost] RecipeError: no such key"]),
-        (1, "1 / 0", 1,
-         ["[rank 1 on localhost] ZeroDivisionError: division by zero"]),
-        (0, "print('RecipeError: of old', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)", 137,
-         ["samerun: rank 0 on localhost was ended by SIGKILL, for example for lack of memory, and the run with it"]),
-    ],
-)  # fmt: skip
-def test_last_words_come_last_on_one_machine_too(tmp_path: Path, rank: int, how: str, code: int, last: list[str]) -> None:
-    """Whose processes write to the terminal themselves, so that nothing says whose a line is."""
-    (tmp_path / "failing.py").write_text(ON_ONE_MACHINE.format(rank=rank, how=how))
-    command = accelerate_argv(Topology(processes_per_node=2), load("multi_gpu"), [], module="failing")
-    found_code, _, err = ended("env", f"PYTHONPATH={tmp_path}:{REPOSITORY}", *command)
-    assert err.splitlines()[-len(last) :] == last, err
-    assert found_code == code
+def test_where_it_cannot_be_recorded_the_launchers_exit_code_is_known(tmp_path: Path) -> None:
+    (tmp_path / "errors").touch()
+    code, lines, _ = failing(tmp_path, "1 / 0", "multi_gpu", 2)
+    assert code == 1
+    assert any("ZeroDivisionError: division by zero" in line for line in lines)
+
+
+SENTENCE = ["RecipeError: no such key", "  train.step: did you mean train.steps?"]
+KILLED = "on here was ended by SIGKILL, for example for lack of memory, and the run with it"
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "alone", "code", "last"),
     [
-        ("leave_with(RecipeError('no such key'), rank=0)", 3, "RecipeError: no such key\n"),
-        ("os.kill(os.getpid(), 9)", 137,
-         "samerun: the process that trains was ended by SIGKILL, for example for lack of memory, and the run with it\n"),
+        (BROKEN, False, 3, SENTENCE),
+        (BROKEN, True, 3, SENTENCE),
+        ("os.kill(os.getpid(), 9)", False, 137, [f"samerun: a process {KILLED}"]),
+        ("os.kill(os.getpid(), 9)", True, 137, [f"samerun: rank 0 {KILLED}"]),
+        ("os._exit(6)", True, 6, ["samerun: rank 0 on here ended with exit code 6, and the run with it"]),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("alone", [False, True])
-def test_one_process_is_as_many_are(tmp_path: Path, how: str, code: int, said: str, alone: bool) -> None:
+)
+def test_one_process_is_as_many_are(tmp_path: Path, how: str, alone: bool, code: int, last: list[str]) -> None:
     """By itself, Accelerate's launcher of one process ends with 1 whatever that did, and a traceback."""
-    (tmp_path / "failing.py").write_text(f"import os; from app.errors import RecipeError, leave_with; {how}")
-    command = accelerate_argv(Topology(threads_per_process=1), load("cpu"), [], module="failing")
-    if alone:
-        command = one_process.argv(Topology(threads_per_process=1), load("cpu"), [], {}, module="failing")
-    found_code, _, err = ended("env", f"PYTHONPATH={tmp_path}:{REPOSITORY}", *command)
-    assert (found_code, err) == (code, said)
+    found_code, lines, found = failing(tmp_path, how, "cpu", 1, alone=alone)
+    assert (found_code, lines) == (code, last)
+    assert found is not None
+    assert as_shells_say(found.exit_code) == code
 
 
 SRUN = """\
 1: [rank 1 on node2] step 1
 0: samerun: preset multi_node
-0: samerun: TopologyError: port is 23456
-0: (--port) is in use
 srun: error: node1: task 0: Exited with exit code 5
 srun: launch/slurm: _step_signal: Terminating StepId=1.0
 srun: error: node2: task 1: Exited with exit code 1
 """
 
 
-def test_a_launcher_that_failed_itself_is_named_with_its_sentence():
-    code, _, err = ended("sh", "-c", f"printf %s {shlex.quote(SRUN)} >&2; exit 143")
-    assert code == 5
-    assert err == SRUN + (
-        "samerun: node1 ended with exit code 5, and the run with it:\n"
-        "[node1] samerun: TopologyError: port is 23456\n"
-        "[node1] (--port) is in use\n"
-    )
+@pytest.mark.parametrize(
+    ("recorded", "output", "code", "last"),
+    [
+        (None, SRUN, 5, ["samerun: node1 ended with exit code 5, and the run with it"]),
+        (ProcessFailure(host="node1", exit_code=5, error="TopologyError: port is 23456\n(--port) is in use"), SRUN, 5,
+         ["samerun: node1 ended with exit code 5, and the run with it:", "[node1] TopologyError: port is 23456",
+          "[node1] (--port) is in use"]),
+        (ProcessFailure(host="node1", exit_code=1, rank=0, error="RuntimeError: Connection closed", is_consequence=True),
+         f"{SRUN}srun: error: Node failure on node2\n", 1,
+         ["samerun: node2 ended with exit code 1, and the run with it:", "[node2] Slurm reports that the node has failed"]),
+    ],
+)  # fmt: skip
+def test_a_node_is_named_by_its_launcher_or_by_srun(
+    tmp_path: Path, recorded: ProcessFailure | None, output: str, code: int, last: list[str]
+) -> None:
+    errors = tmp_path / "errors" / "start"
+    if recorded:
+        record(errors, recorded)
+    found_code, _, err = ended("sh", "-c", f"printf %s {shlex.quote(output)} >&2; exit 143", SAMERUN_ERRORS=str(errors))
+    assert (found_code, err) == (code, output + "".join(f"{line}\n" for line in last))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_whole"),
+    [('{"exit_code": 1}', True), ("{", False), ('{"exit_code": "1"}', False), ('{"exit_code": 1, "color": 2}', False)],
+)
+def test_a_damaged_record_is_no_failure(tmp_path: Path, text: str, is_whole: bool) -> None:
+    (tmp_path / "node-here.json").write_text(text)
+    assert (first(tmp_path) is not None) == is_whole

@@ -27,6 +27,7 @@ from app.metrics.tracked_run import tracked
 from app.metrics.tracker_services import TensorBoard
 from app.recipe.schema import Recipe
 from app.runs.claim import Claim, claim
+from app.runs.failure import Recorder
 from app.tasks.image_classification.predictions import Prediction, Predictions
 from app.tasks.image_classification.predictions import write as write_predictions
 
@@ -92,7 +93,7 @@ def trackers(ours: Claim) -> None:
 
 def stacks(ours: Claim) -> None:
     runtime: Any = SimpleNamespace(launched=SimpleNamespace(rank=0))
-    Watchdog(runtime, ours, timeout_s=0)._write_stacks("the older start stands still")
+    Watchdog(runtime, ours, Recorder(None), timeout_s=0)._write_stacks("the older start stands still")
 
 
 def profile(ours: Claim) -> None:

@@ -12,6 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+from app.environment.launched import errors_folder
+from app.errors import DataError, leave_with
+from app.runs.failure import Recorder
+
 STEPS = 100
 
 
@@ -45,8 +49,9 @@ def happen(what: str, asked: list[int]) -> None:
     elif what == "orphan":
         os.kill(os.getppid(), signal.SIGKILL)
     elif what == "mistake":
-        print("DataError: not there", file=sys.stderr, flush=True)
-        os._exit(6)
+        error = DataError("not there")
+        Recorder(errors_folder(os.environ)).record(error, rank=0)
+        leave_with(error, rank=0)
 
 
 def end(run_dir: Path, outcome: str, *, go_on: bool, step: int) -> int:
