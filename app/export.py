@@ -34,8 +34,7 @@ from app.files.atomic_files import disk_errors, file_made_whole, sync
 from app.files.lines import Lines
 from app.init.region import AVERAGE, WEIGHT
 from app.options import train_options
-from app.options.command_line import Parser
-from app.options.values import above_zero
+from app.options.command_line import Parser, above_zero
 from app.recipe import recipe_file, recipe_keys
 from app.runs import model_card, run_folder
 from app.runs.run_folder import PROGRAMS

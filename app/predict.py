@@ -11,8 +11,7 @@ from pathlib import Path
 
 from app.errors import SamerunError, exits_refused, leave_with, printable
 from app.options import train_options
-from app.options.command_line import Parser
-from app.options.values import positive
+from app.options.command_line import Parser, positive
 
 
 def main(argv: list[str] | None = None) -> None:

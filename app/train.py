@@ -27,7 +27,7 @@ from app.errors import (
     skip_destructors_if_failed,
 )
 from app.guard.watchdog import Lifeline, end_workers
-from app.options import tracker_names, train_options
+from app.options import train_options
 from app.recipe import optimizers, recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
@@ -79,7 +79,7 @@ def _train(
     plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel)
     if refusal := optimizers.refusal(recipe.optim.name, launched.strategy):
         raise PresetError(refusal)
-    trackers = tracker_names.chosen(arguments.trackers)
+    trackers = train_options.trackers(arguments.trackers)
     # Only now the slow imports: what was wrong so far has been said.
     from app.distributed.runtime import Runtime
     from app.planning.out_of_memory import out_of_memory_explained

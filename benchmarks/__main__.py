@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from app.environment.cores import machine
-from app.options.values import positive
+from app.options.command_line import positive
 from benchmarks import contest
 from benchmarks.contest import HAND, IMAGES, SAMERUN, TEXT, Entry, say, spread
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from app.environment.cores import machine
 from app.environment.topology import Topology
-from app.options.values import above_zero, positive
+from app.options.command_line import above_zero, positive
 from benchmarks.contest import say, versions
 from launch import preset
 from launch.node_command import accelerate_argv

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from app.environment.cores import machine
-from app.options.values import positive
+from app.options.command_line import positive
 from benchmarks.contest import environment, spread
 from launch.run_module import ACCELERATE, program
 

@@ -94,7 +94,7 @@ def _parser() -> Parser:
         description="Train every combination of some recipe values, one run after the other, each as `samerun launch` does; "
         "then print a table of the runs and plot their curves. The same command resumes a sweep that was stopped.",
         epilog="Keys with several values are swept: `samerun sweep optim.lr=1e-3,3e-3 seed=1,2 train.epochs=5` starts four "
-        "runs. A comma within brackets belongs to the value. `samerun submit --array` takes the same for jobs: "
+        "runs. A comma within brackets or braces belongs to the value. `samerun submit --array` takes the same for jobs: "
         "'optim.lr=1e-3,3e-3;seed=1,2'. A failed run does not end the others.",
     )
     parser.add_argument("--run-dir", metavar="D", help="folder of the run folders, each named by what differs (default: "

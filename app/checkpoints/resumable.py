@@ -7,6 +7,7 @@ is said.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,7 +128,9 @@ def _differing_keys(before: Mapping[str, Any], recipe: Recipe) -> list[str]:
     # Where a task's file lies may change; what it says is compared elsewhere.
     then = {**before, "task": task_file.name_of(before.get("task", ""))}
     at_present = {**now, "task": task_file.name_of(recipe.task)}
-    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in shared if then[key] != at_present[key]]
+    # As JSON, in which the order of parameter groups counts.
+    differing = [key for key in shared if json.dumps(then[key]) != json.dumps(at_present[key])]
+    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in differing]
 
 
 def _differing_data(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -39,8 +39,7 @@ from app.environment.launched import Launched, read
 from app.environment.slurm_variables import own_environment
 from app.errors import SamerunError, TopologyError, leave_with
 from app.guard.watchdog import Lifeline
-from app.options.command_line import Parser
-from app.options.values import above_zero
+from app.options.command_line import Parser, above_zero
 from app.recipe.batching import BatchPlan
 
 _WARM_UPS, _REPEATS = 2, 5

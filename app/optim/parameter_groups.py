@@ -61,7 +61,8 @@ class Rule:
         except ValueError as error:
             raise RecipeError(f"torch's {kind.__name__} refuses the settings of optim: {error}") from None
         settings = {name: value for name, value in group.items() if name not in _ONLY_HOW | {"weight_decay"}}
-        group_of = _group_of_each(optimizers.groups_of(recipe), [name for name, _ in model.named_parameters()])
+        groups = [Group(pattern, **values) for pattern, values in (recipe.groups or {}).items()]
+        group_of = _group_of_each(groups, [name for name, _ in model.named_parameters()])
         weight_decays, lr_factors, sizes = {}, {}, {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

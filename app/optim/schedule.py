@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from app.errors import DataError, RecipeError
 from app.recipe import optimizers
-from app.recipe.ranges import MOST_STEPS
-from app.recipe.schema import OptimRecipe, TrainRecipe
+from app.recipe.schema import MOST_STEPS, OptimRecipe, TrainRecipe
 
 _DEFAULT_EPOCHS = 10
 _YEAR_S = 365 * 24 * 3600

@@ -1,15 +1,50 @@
-"""A command-line parser whose errors are one sentence, with what was probably meant."""
+"""A command-line parser whose errors are one sentence, with what was probably meant; types of option values."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
-from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
 
 from app.errors import UsageError
-from app.options.values import positive
+
+_N = TypeVar("_N", int, float)
+
+
+def names(text: str) -> list[str]:
+    """Return the words of an option with commas between them, each once."""
+    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+
+
+def numbers(text: str) -> list[int]:
+    """Return the whole numbers, 1 or more, of an option with commas between them, each once."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of at least 1, separated by commas, such as 1,2,4")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _number(kind: Callable[[str], _N], is_allowed: Callable[[_N], bool], expected: str) -> Callable[[str], _N]:
+    """Return a type for `add_argument`, whose error names the value and what is expected."""
+
+    def read(text: str) -> _N:
+        with suppress(ValueError):
+            if is_allowed(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+
+    return read
+
+
+positive = _number(int, lambda value: value >= 1, "a whole number, 1 or more")
+not_negative = _number(int, lambda value: value >= 0, "a whole number, 0 or more")
+above_zero = _number(float, lambda value: 0 < value < math.inf, "a number, more than 0, such as 2.5")
+tolerance = _number(float, lambda value: 0 <= value < math.inf, "a number, 0 or more, such as 1e-5")
+share = _number(float, lambda value: 0 < value <= 1, "a share, more than 0 and at most 1, such as 0.8")
 
 # What other programs call it: the first that the command has is named. `key=` is of the recipe.
 _MEANT: dict[str, tuple[str, ...]] = {
@@ -99,23 +134,20 @@ class Parser(argparse.ArgumentParser):
 
     def take_accelerates_words(self) -> None:
         """Take options by the names that `accelerate launch` has for them, and `num_processes`, which is that of all nodes."""
-        for spelling, option in _ACCELERATES.items():
-            action = self._option_string_actions.get(option)
-            if action is not None:
-                kind: dict[str, Any] = {"dest": action.dest, "type": action.type, "choices": action.choices}
-                self._add_hidden(spelling, default=argparse.SUPPRESS, **kind)
-        self._add_hidden("num_processes", type=positive)
-
-    def _add_hidden(self, spelling: str, **settings: Any) -> None:
-        spellings = [f"--{spelling}", f"--{spelling.replace('_', '-')}"]
-        new = [option for option in spellings if option not in self._option_string_actions]
-        self.add_argument(*new, help=argparse.SUPPRESS, **settings)
+        for spelling, option in {**_ACCELERATES, "num_processes": ""}.items():
+            names = (f"--{spelling}", f"--{spelling.replace('_', '-')}")
+            new = [name for name in dict.fromkeys(names) if name not in self._option_string_actions]
+            like = self._option_string_actions.get(option)
+            if not option:
+                self.add_argument(*new, type=positive, help=argparse.SUPPRESS)
+            elif like is not None:
+                kind: dict[str, Any] = {"dest": like.dest, "type": like.type, "choices": like.choices}
+                self.add_argument(*new, **kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     def options(self) -> list[str]:
         """Return all that begins with a dash and means something here."""
-        names = {*_ACCELERATES, "num_processes"}
-        hidden = {*names, *(name.replace("_", "-") for name in names)} - {it[2:] for it in _ACCELERATES.values()}
-        return [option for option in self._option_string_actions if option.startswith("--") and option[2:] not in hidden]
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return [option for action in shown for option in action.option_strings if option.startswith("--")]
 
     def _meant(self, word: str, words: Sequence[str], also: Collection[str]) -> str:
         from app import tasks

@@ -6,17 +6,26 @@ Standard library and PyYAML only.
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from app.options.command_line import Parser
-from app.options.values import not_negative
+from app.errors import TrackerError
+from app.options.command_line import Parser, not_negative
 from app.recipe import recipe_file
 
 _HANG_TIMEOUT_S = 540
 """Longer than a first step with its compilation takes. The process group waits twice as long, and 1800 s at least: see
 `runtime`."""
+
+# Modules of which Accelerate wants one (accelerate 1.15, utils/imports.py), and what pip calls the package.
+_WANTED = {
+    "aim": ("aim",), "clearml": ("clearml",), "comet_ml": ("comet_ml",), "dvclive": ("dvclive",), "mlflow": ("mlflow",),
+    "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",),
+}  # fmt: skip
+TRACKERS = tuple(_WANTED)
 
 
 def parser(prog: str = "python -m app.train", *, keys_of: str | None = None) -> Parser:
@@ -68,3 +77,19 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=not_negative, metavar="N", help="data-loading processes per training process, for "
         "tasks that load samples one by one; 0: none, but beside a GPU one is used. The samples are the same with any number "
         "(default: from the CPU cores, at most 16)")  # fmt: skip
+
+
+def trackers(text: str) -> list[str]:
+    """Return the names in the value of --trackers, each once; `none` is no tracker.
+
+    Raises TrackerError for a name that is unknown, or whose library is not installed here.
+    """
+    names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name and name != "none"))
+    for name in names:
+        if name not in TRACKERS:
+            close = difflib.get_close_matches(name, TRACKERS, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise TrackerError(f"--trackers has {name!r}: unknown tracker; {hint}Known are {', '.join(TRACKERS)}; or none")
+        if not any(map(importlib.util.find_spec, _WANTED[name])):
+            raise TrackerError(f"--trackers has {name}, which is not installed here: pip install {name.replace('_', '-')}")
+    return names

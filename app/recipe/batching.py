@@ -33,11 +33,10 @@ class BatchPlan:
 
     def __str__(self) -> str:
         """`global batch 64 = micro-batch 16 x accumulation 2 x 2 processes`."""
-        ranks = _counted(self.data_ranks, "process", "es")
-        if self.tensor_parallel > 1:
-            ranks = f"{_counted(self.data_ranks, 'data-parallel rank')} of {self.tensor_parallel} processes"
+        several, each = self.data_ranks > 1, self.tensor_parallel
+        ranks = f"data-parallel rank{'s' * several} of {each} processes" if each > 1 else f"process{'es' * several}"
         batches = f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
-        return f"global batch {self.global_batch_size} = {batches} x {ranks}"
+        return f"global batch {self.global_batch_size} = {batches} x {self.data_ranks} {ranks}"
 
     @property
     def passes(self) -> int:
@@ -46,84 +45,39 @@ class BatchPlan:
 
     @classmethod
     def of(cls, recipe: Recipe, data_ranks: int, *, tensor_parallel: int = 1) -> BatchPlan:
-        """Return how a recipe's global batch is dealt out to so many ranks. Raises RecipeError as `fit` does."""
-        return cls.fit(
-            global_batch_size=recipe.train.global_batch_size,
-            data_ranks=data_ranks,
-            tensor_parallel=tensor_parallel,
-            max_micro_batch=recipe.train.max_micro_batch,
-            group_size=recipe.sections.group_size,
-            why_grouped=recipe.sections.why_grouped,
-        )
+        """Return the plan with the fewest forward passes whose micro-batch is at most `train.max_micro_batch` samples.
 
-    @classmethod
-    def fit(
-        cls,
-        *,
-        global_batch_size: int,
-        data_ranks: int,
-        tensor_parallel: int = 1,
-        max_micro_batch: int | None = None,
-        group_size: int = 1,
-        why_grouped: str = "",
-    ) -> BatchPlan:
-        """Return the plan with the fewest forward passes whose micro-batch is at most `max_micro_batch` samples.
-
-        Every micro-batch holds whole groups of `group_size` samples, for the reason given (mixup mixes pairs).
-        Raises RecipeError, which names the numbers of processes that would do, when no plan exists.
+        Every micro-batch contains whole groups of the task's `group_size` samples (mixup mixes pairs).
+        Raises RecipeError, which names possible numbers of processes, if no plan exists.
         """
-        accumulation = _fewest_passes(global_batch_size, data_ranks, max_micro_batch, group_size)
-        plan = cls(
-            global_batch_size=global_batch_size,
-            data_ranks=data_ranks,
-            accumulation=accumulation or 1,
-            tensor_parallel=tensor_parallel,
+        global_batch_size, max_micro_batch = recipe.train.global_batch_size, recipe.train.max_micro_batch
+        group_size, why_grouped = recipe.sections.group_size, recipe.sections.why_grouped
+
+        def passes(ranks: int) -> int | None:
+            share, rest = divmod(global_batch_size, ranks)
+            most = max_micro_batch or share
+            fitting = (it for it in range(1, share + 1) if share % (it * group_size) == 0 and share // it <= most)
+            return None if rest else next(fitting, None)
+
+        if accumulation := passes(data_ranks):
+            sizes = {"global_batch_size": global_batch_size, "data_ranks": data_ranks, "tensor_parallel": tensor_parallel}
+            return cls(**sizes, accumulation=accumulation)
+        if max_micro_batch is not None and max_micro_batch < group_size:
+            raise RecipeError(
+                f"train.max_micro_batch is {max_micro_batch}, and {why_grouped}: set train.max_micro_batch to "
+                f"{group_size} or more, or turn that off"
+            )
+        legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and passes(size)]
+        near = [*[size for size in legal if size < data_ranks][-4:], *[size for size in legal if size > data_ranks][:4]]
+        choices = ", ".join(str(size * tensor_parallel) for size in near)
+        remedy = f"use {choices} processes, or" if choices else "no number of processes works:"
+        conditions = (
+            f"equal micro-batches of a multiple of {group_size} ({why_grouped})" if group_size > 1 else "equal micro-batches"
         )
-        if accumulation is None:
-            raise RecipeError(_refusal(plan, max_micro_batch, group_size, why_grouped))
-        return plan
-
-
-def _counted(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{plural if count > 1 else ''}"
-
-
-def _fewest_passes(global_batch_size: int, data_ranks: int, max_micro_batch: int | None, group_size: int) -> int | None:
-    share, rest = divmod(global_batch_size, data_ranks)
-    if rest or share == 0:
-        return None
-    for accumulation in range(1, share + 1):
-        micro_batch, rest = divmod(share, accumulation)
-        fits = max_micro_batch is None or micro_batch <= max_micro_batch
-        if not rest and fits and micro_batch % group_size == 0:
-            return accumulation
-    return None
-
-
-def _refusal(plan: BatchPlan, max_micro_batch: int | None, group_size: int, why_grouped: str) -> str:
-    """Why a plan, of whatever accumulation, cannot be."""
-    global_batch_size, ranks, each = plan.global_batch_size, plan.data_ranks, plan.tensor_parallel
-
-    def works(size: int) -> bool:
-        return _fewest_passes(global_batch_size, size, max_micro_batch, group_size) is not None
-
-    if max_micro_batch is not None and max_micro_batch < group_size:
-        return (
-            f"train.max_micro_batch is {max_micro_batch}, and {why_grouped}: set train.max_micro_batch to "
-            f"{group_size} or more, or turn that off"
+        if max_micro_batch is not None:
+            conditions += f" of at most {max_micro_batch} samples (train.max_micro_batch)"
+        ranks = f"{data_ranks} data-parallel ranks of {tensor_parallel}" if tensor_parallel > 1 else f"{data_ranks}"
+        raise RecipeError(
+            f"train.global_batch_size is {global_batch_size}, which {ranks} processes cannot divide into {conditions}: "
+            f"{remedy} change train.global_batch_size (a multiple of {data_ranks * group_size} always works)"
         )
-    legal = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0 and works(size)]
-    below = [size * each for size in legal if size < ranks][-4:]
-    above = [size * each for size in legal if size > ranks][:4]
-    conditions = "equal micro-batches"
-    if group_size > 1:
-        conditions = f"equal micro-batches of a multiple of {group_size} ({why_grouped})"
-    if max_micro_batch is not None:
-        conditions += f" of at most {max_micro_batch} samples (train.max_micro_batch)"
-    choices = ", ".join(map(str, [*below, *above]))
-    remedy = f"use {choices} processes, or" if choices else "no number of processes works:"
-    who = f"{ranks} processes" if each == 1 else f"{ranks} data-parallel ranks of {each} processes"
-    return (
-        f"train.global_batch_size is {global_batch_size}, which {who} cannot divide into {conditions}: "
-        f"{remedy} change train.global_batch_size (a multiple of {ranks * group_size} always works)"
-    )

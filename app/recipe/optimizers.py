@@ -9,10 +9,12 @@ Standard library only: it is read on login nodes, before torch is there.
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+
+from app.recipe.kinds import Problem
 
 if TYPE_CHECKING:
     from app.recipe.schema import OptimRecipe
@@ -61,27 +63,50 @@ LEFT_OUT: Mapping[str, str] = {
     "SparseAdam": "it is for sparse gradients, which no preset can reduce",
 }
 """The other classes of `torch.optim`, and why there is no name for them."""
-_SHORT = {f"{prefix}{found.torch_name}": name for name, found in TABLE.items() for prefix in ("torch.optim.", "")}
+NAMES = {f"{prefix}{found.torch_name}": name for name, found in TABLE.items() for prefix in ("torch.optim.", "")}
+"""The name in TABLE of each class of torch, such as torch.optim.AdamW."""
 
 WHOLE_PRESETS = ("cpu", "single_gpu", "multi_gpu", "multi_node")
 """The shipped presets under which each process holds whole parameters."""
 _CUTTING = {"deepspeed": "ZeRO", "fsdp2": "FSDP2"}
 
 
-def short(name: str) -> str:
-    """Return the name in TABLE of one that may also be the class of torch, as torch.optim.AdamW; an unknown one as it is."""
-    return _SHORT.get(name, name)
-
-
-def problems_of(optim: OptimRecipe) -> Iterator[str]:
+def problems_of(optim: OptimRecipe) -> Iterator[Problem]:
     """Yield what is wrong with the optimizer's name, its settings and its groups, a sentence each."""
     if optim.name not in TABLE:
-        yield _unknown(optim.name)
-    else:
-        yield from _refused("settings", optim.settings, lambda text: _setting(TABLE[optim.name], optim.name, text))
-        names = [text.partition("=")[0].strip() for text in optim.settings or ()]
-        yield from (f"optim.settings has {name} twice" for name in sorted(set(names)) if names.count(name) > 1)
-    yield from _refused("groups", optim.groups, Group.of)
+        name = optim.name.rpartition(".")[2].lower()
+        near = difflib.get_close_matches(name, TABLE, n=2, cutoff=0.6)
+        hint = f"did you mean {' or '.join(near)}?" if near else "there is no such optimizer"
+        hint = next((reason for other, reason in LEFT_OUT.items() if other.lower() == name), hint)
+        yield Problem(f"optim.name is {optim.name!r}: {hint}; there is {', '.join(TABLE)}", "optim.name")
+        return
+    for key, entries in (("settings", optim.settings), ("groups", optim.groups)):
+        if not isinstance(entries, Mapping | None):  # in a checkpoint of an earlier version
+            yield Problem(f"optim.{key} is {entries!r}: expected a mapping", f"optim.{key}")
+            continue
+        for name, value in (entries or {}).items():
+            why = _setting_problem(optim.name, name, value) if key == "settings" else _group_problem(value)
+            if why:
+                yield Problem(f"optim.{key} has {name}: {json.dumps(value)}: {why}", f"optim.{key}")
+
+
+def _setting_problem(optimizer: str, name: str, value: Any) -> str | None:
+    found = TABLE[optimizer]
+    if name in (*found.keys, "lr", "weight_decay"):
+        return f"give it as optim.{name}"
+    if name not in found.settings:
+        near = difflib.get_close_matches(name, found.settings, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"{optimizer} has no such setting; {hint}it has {', '.join(found.settings) or 'none'}"
+    expected = type(found.settings[name])
+    return None if type(value) is expected else f"it must be {'true or false' if expected is bool else 'a number'}"
+
+
+def _group_problem(values: Any) -> str | None:
+    if not isinstance(values, Mapping) or not values or not values.keys() <= {"lr_factor", "weight_decay"}:
+        return "expected {lr_factor: F, weight_decay: W}, or one of the two"
+    wrong = [name for name, value in values.items() if not isinstance(value, float) or value < 0]
+    return f"{wrong[0]} must be a number, at least 0" if wrong else None
 
 
 def refusal(name: str, strategy: str) -> str | None:
@@ -104,16 +129,14 @@ def notes_on(optim: OptimRecipe) -> list[str]:
     own = TABLE[optim.name].settings
     return [
         f"optim.{key} is {getattr(optim, key)}, and {optim.name} does not take it"
-        + (f": its own is optim.settings={key}={own[key]}" if key in own else "")
+        + (f": its own is optim.settings={{{key}: {own[key]}}}" if key in own else "")
         for key in unlike
     ]
 
 
 def settings_of(optim: OptimRecipe) -> dict[str, Any]:
-    """Return what the optimizer takes, by torch's names, but for lr and weight_decay, where it is not torch's default."""
-    found = TABLE[optim.name]
-    keys = {key: getattr(optim, key) for key in found.keys}
-    return {**keys, **dict(_setting(found, optim.name, text) for text in optim.settings or ())}
+    """Return the optimizer's arguments by torch's names, without lr, weight_decay and those at torch's default."""
+    return {**{key: getattr(optim, key) for key in TABLE[optim.name].keys}, **(optim.settings or {})}
 
 
 @dataclass(frozen=True)
@@ -121,77 +144,8 @@ class Group:
     """Parameters with a learning rate or a weight decay of their own."""
 
     pattern: str
-    """Of their names, as the shell has it (`fnmatch`)."""
+    """Pattern of their names, as in the shell (`fnmatch`)."""
     lr_factor: float = 1.0
     """Their learning rate, as a multiple of the step's."""
     weight_decay: float | None = None
-    """That of all of them; None: the recipe's, of their matrices and kernels."""
-
-    @classmethod
-    def of(cls, text: str) -> Group:
-        """Read `PATTERN lr_factor=F weight_decay=W`, of which one number may be left out. Raises ValueError."""
-        pattern, *words = text.split() or [""]
-        given: dict[str, float] = {}
-        for word in words:
-            name, _, number = word.partition("=")
-            if name not in ("lr_factor", "weight_decay"):
-                raise ValueError(f"{word} is neither lr_factor=F nor weight_decay=W")
-            if name in given:
-                raise ValueError(f"{name} is given twice")
-            given[name] = _number(name, number)
-            if given[name] < 0:
-                raise ValueError(f"{name} is {number}: it must be at least 0")
-        if "=" in pattern or not given:
-            raise ValueError("expected PATTERN lr_factor=F weight_decay=W, or one of the two numbers")
-        return cls(pattern, **given)
-
-
-def groups_of(optim: OptimRecipe) -> list[Group]:
-    """Return the recipe's groups, in its order: the first that matches a parameter is that parameter's."""
-    return [Group.of(text) for text in optim.groups or ()]
-
-
-def _unknown(name: str) -> str:
-    left_out = {key: why for other, why in LEFT_OUT.items() for key in (other, other.lower(), f"torch.optim.{other}")}
-    if name in left_out:
-        why = left_out[name]
-    else:
-        near = difflib.get_close_matches(name.rpartition(".")[2].lower(), TABLE, n=2, cutoff=0.6)
-        why = f"did you mean {' or '.join(near)}?" if near else "there is no such optimizer"
-    return f"optim.name is {name!r}: {why}; there is {', '.join(TABLE)}"
-
-
-def _refused(key: str, texts: Sequence[str] | None, read: Any) -> Iterator[str]:
-    for text in texts or ():
-        try:
-            read(text)
-        except ValueError as error:
-            yield f"optim.{key} has {text!r}: {error}"
-
-
-def _setting(optimizer: Optimizer, name: str, text: str) -> tuple[str, bool | float]:
-    """The name and value of a `NAME=VALUE`, of the type that the default has. Raises ValueError."""
-    key, equals, value = (part.strip() for part in text.partition("="))
-    if not equals:
-        raise ValueError("expected NAME=VALUE")
-    if key in (*optimizer.keys, "lr", "weight_decay"):
-        raise ValueError(f"give it as optim.{key}")
-    if key not in optimizer.settings:
-        near = difflib.get_close_matches(key, optimizer.settings, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"{name} has no such setting; {hint}it has {', '.join(optimizer.settings) or 'none'}")
-    if isinstance(optimizer.settings[key], bool):
-        if value.lower() not in ("true", "false"):
-            raise ValueError(f"{key} is {value}: it must be true or false")
-        return key, value.lower() == "true"
-    return key, _number(key, value)
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {text or 'empty'}: it must be a number")
-    return number
+    """Weight decay of all of them; None: that of the recipe, for matrices and kernels."""

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import yaml
 from app import tasks
 from app.errors import RecipeError
 from app.files import paths, yaml_text
+from app.recipe import kinds, task_file
 from app.recipe import recipe_keys as keys
-from app.recipe import task_file
+from app.recipe.kinds import Problem
 from app.recipe.recipe_keys import flat
 from app.recipe.schema import ALTERNATIVES, Recipe, sections_of
 
@@ -58,13 +59,50 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     file = path.name if path.parent == SHIPPED else str(path)
     _, root = yaml_text.compose(path, name=file, error=RecipeError)
     task = _task(root, path, file, overrides)
+    if kinds.is_null(root) or (isinstance(root, yaml.MappingNode) and not root.value):
+        raise RecipeError(f"{file}: the file is empty: a recipe holds lines of `key: value`, such as `seed: 0`")
     problems: list[str] = []
-    in_file, on_command_line = _read_file(root, file, task, problems), _read_overrides(overrides, task, problems)
+    in_file = _by_key(_entries(root, "", file, task, problems), task, problems)
+    on_command_line = _by_key(_words(overrides, task, problems), task, problems)
     for one, other in (*ALTERNATIVES, *((other, one) for one, other in ALTERNATIVES)):
-        if one in on_command_line and not keys.is_null(on_command_line[one].node):
+        if one in on_command_line and not kinds.is_null(on_command_line[one].node):
             in_file.pop(other, None)
-    recipe, origins = _check(in_file | on_command_line, task, problems)
+    given = in_file | on_command_line
+    values, unread = {}, set()
+    for key, item in given.items():
+        kind = keys.kinds(task)[key]
+        try:
+            values[key] = kind.read(item.node)
+        except ValueError as error:
+            unread.add(key)
+            expected = f"expected {kind.describe()}"
+            if isinstance(item.node, yaml.ScalarNode) and not kinds.is_plain(item.node) and kind.scalar is not str:
+                expected += ", without quotes"
+            if isinstance(item.node, yaml.MappingNode) and kind.scalar is dict:
+                expected = str(error)
+            problems.append(f"{key} is {kinds.shown(item.node)} ({item.origin}): {expected}")
+    values["task"] = task  # its absolute path
+    origins = {key: given[key].origin if key in given else DEFAULT for key in keys.kinds(task)}
+    try:
+        recipe = keys.build(values)
+    except RecipeError as error:
+        # A key that could not be read has its default here, so a problem with its value may not be true.
+        problems += [_with_origins(problem, origins) for problem in error.problems if unread.isdisjoint(_keys(problem))]
+    if problems:
+        raise RecipeError(*problems)
     return LoadedRecipe(recipe, path.stem, origins)
+
+
+def _keys(problem: str) -> tuple[str, ...]:
+    return problem.keys if isinstance(problem, Problem) else ()
+
+
+def _with_origins(problem: str, origins: Mapping[str, str]) -> str:
+    """Return the problem with the origins of the values that it is about."""
+    found = {key: origins[key] for key in _keys(problem) if origins[key] != DEFAULT}
+    if len(set(found.values())) > 1:
+        return f"{problem} ({', '.join(f'{key}: {origin}' for key, origin in found.items())})"
+    return f"{problem} ({next(iter(found.values()))})" if found else problem
 
 
 def replaced(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
@@ -73,22 +111,13 @@ def replaced(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
     return [*(word for word in overrides if word.partition("=")[0].strip() not in keys_of_later), *later]
 
 
-def as_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as nested plain dicts, with tuples as lists: what JSON and YAML can hold."""
-    nested: dict[str, Any] = {}
-    for key, value in flat(recipe).items():
-        section, _, name = key.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[name] = value
-    return nested
-
-
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe as YAML, defaults included, that `load` reads back to an equal one."""
     return flat_to_yaml(flat(recipe))
 
 
 def flat_to_yaml(values: Mapping[str, Any]) -> str:
-    """The same of a recipe as `flat` gives it, and a checkpoint keeps it."""
+    """The same for a recipe as `flat` returns it and a checkpoint contains it."""
     return "".join(f"{line}\n" for line, _ in _lines(values))
 
 
@@ -103,7 +132,7 @@ def digest(recipe: Recipe) -> str:
     """SHA-256, in hexadecimal, of all that decides what is learnt; logging and bounds on memory do not."""
     not_learnt = keys.not_learnt(recipe.task)
     learnt = {key: value for key, value in flat(recipe).items() if key not in not_learnt}
-    learnt |= {key: _content(key, learnt[key]) for key in keys.contents(recipe.task)}
+    learnt |= {key: _content(key, learnt[key]) for key in keys.marked("contents", recipe.task)}
     return _digest(learnt | {"task": task_file.name_of(recipe.task)})
 
 
@@ -121,7 +150,8 @@ def digest_of_all(recipe: Recipe) -> str:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    # Keys within a value are in their own order: the first group of parameters that matches counts.
+    return hashlib.sha256(json.dumps(dict(sorted(values.items()))).encode()).hexdigest()
 
 
 def reference(task: str = tasks.DEFAULT) -> str:
@@ -150,7 +180,7 @@ def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> s
     """
     named = [(tasks.DEFAULT, DEFAULT, path.parent)]
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        if yaml_text.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not keys.is_null(value):
+        if yaml_text.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not kinds.is_null(value):
             named.append((value.value, f"{file}:{key.start_mark.line + 1}", path.parent))
     for word in overrides:
         key, _, text = (part.strip(" '\"") for part in word.partition("="))
@@ -163,42 +193,6 @@ def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> s
     except RecipeError as error:
         raise RecipeError(f"{error} ({origin})") from None
     return task
-
-
-def _check(given: Mapping[str, _Given], task: str, problems: list[str]) -> tuple[Recipe, dict[str, str]]:
-    """Read every value as its type and build the recipe. Raises RecipeError with `problems` and all that it finds itself."""
-    problems, values, broken = list(problems), {}, set()
-    origins = {key: given[key].origin if key in given else DEFAULT for key in keys.kinds(task)}
-    for key, item in given.items():
-        kind = keys.kinds(task)[key]
-        try:
-            values[key] = kind.read(item.node)
-        except ValueError:
-            broken.add(key)
-            quoted = isinstance(item.node, yaml.ScalarNode) and not keys.is_plain(item.node) and kind.scalar is not str
-            expected = f"{kind.describe()}{', without quotes' if quoted else ''}"
-            problems.append(f"{key} is {keys.shown(item.node)} ({item.origin}): expected {expected}")
-    values["task"] = task  # its absolute path
-    try:
-        recipe = keys.build(values)
-    except RecipeError as error:
-        # A key that could not be read stands at its default here, so what is said about it may not be true.
-        problems += [_with_origins(text, origins) for text in error.problems if broken.isdisjoint(_keys_in(text, origins))]
-    if problems:
-        raise RecipeError(*problems)
-    return recipe, origins
-
-
-def _keys_in(text: str, known: Collection[str]) -> list[str]:
-    return [word for word in re.findall(r"\w+(?:\.\w+)*", text) if word in known]
-
-
-def _with_origins(problem: str, origins: Mapping[str, str]) -> str:
-    """The problem, with where the values it speaks of came from."""
-    found = {key: origins[key] for key in _keys_in(problem, origins) if origins[key] != DEFAULT}
-    if len(set(found.values())) > 1:
-        return f"{problem} ({', '.join(f'{key}: {origin}' for key, origin in found.items())})"
-    return f"{problem} ({next(iter(found.values()))})" if found else problem
 
 
 def _find(name_or_path: str) -> Path:
@@ -216,88 +210,68 @@ def _find(name_or_path: str) -> Path:
     raise RecipeError(f"recipe {name_or_path}: {what}; {hint}the package has {', '.join(names())}")
 
 
-def _read_file(root: yaml.Node, file: str, task: str, problems: list[str]) -> dict[str, _Given]:
-    """Every value of a recipe file by its key; what is wrong with the keys is added to `problems`."""
-    if keys.is_null(root) or (isinstance(root, yaml.MappingNode) and not root.value):
-        raise RecipeError(f"{file}: the file is empty: a recipe holds lines of `key: value`, such as `seed: 0`")
+def _by_key(entries: Iterable[tuple[str, _Given]], task: str, problems: list[str]) -> dict[str, _Given]:
+    """Return the values by key; add what is wrong with the keys to `problems`."""
     given: dict[str, _Given] = {}
-    seen: dict[str, str] = {}
-    for key, item in _entries(root, "", file, keys.sections(task), problems):
-        if key in seen:
-            problems.append(f"{key} is given twice ({seen[key]} and {item.origin}): keep one of them")
-        elif key in keys.kinds(task):
-            given[key] = item
-        elif key not in keys.sections(task):
+    for key, item in entries:
+        if key in given:
+            first, both = given[key], f"{kinds.shown(given[key].node)} and {kinds.shown(item.node)}"
+            where = f"{first.origin} and {item.origin}" if item.origin != first.origin else f"{item.origin}: {both}"
+            problems.append(f"{key} is given twice ({where}): keep one of them")
+        elif key not in keys.kinds(task) and key not in keys.sections(task):
             problems.append(f"{key} ({item.origin}): there is no such key; {keys.suggest(key, task)}")
-        seen.setdefault(key, item.origin)
-    return given
+        given.setdefault(key, item)
+    return {key: item for key, item in given.items() if key in keys.kinds(task)}
 
 
-def _entries(
-    node: yaml.Node | None, section: str, file: str, sections: Collection[str], problems: list[str]
-) -> Iterator[tuple[str, _Given]]:
+def _entries(node: yaml.Node, section: str, file: str, task: str, problems: list[str]) -> Iterator[tuple[str, _Given]]:
     """Every key of a mapping, of its sections too, and as often as it stands there: PyYAML itself would keep the last only."""
-    if node is None or keys.is_null(node):
-        return  # an empty file, or a section of which every line is a comment
+    if section and kinds.is_null(node):
+        return  # a section of which every line is a comment
     if not isinstance(node, yaml.MappingNode):
         holder = f"section {section}" if section else "the file"
-        problems.append(f"{file}:{node.start_mark.line + 1}: {holder} is {keys.shown(node)}: expected lines of `key: value`")
+        problems.append(f"{file}:{node.start_mark.line + 1}: {holder} is {kinds.shown(node)}: expected lines of `key: value`")
         return
     for key_node, value in node.value:
         name, line = yaml_text.key_text(key_node), key_node.start_mark.line + 1
         if name is None:
-            problems.append(f"{file}:{line}: a key is {keys.shown(key_node)}: expected one word before the colon")
-            continue
-        if name == "<<":
+            problems.append(f"{file}:{line}: a key is {kinds.shown(key_node)}: expected one word before the colon")
+        elif name == "<<":
             problems.append(f"{file}:{line}: << merges another mapping, which recipes do not support: write its keys here")
-            continue
-        key = f"{section}.{name}" if section else name
-        yield key, _Given(value, f"{file}:{line}")
-        if key in sections:
-            yield from _entries(value, key, file, sections, problems)
+        else:
+            key = f"{section}.{name}" if section else name
+            yield key, _Given(value, f"{file}:{line}")
+            if key in keys.sections(task):
+                yield from _entries(value, key, file, task, problems)
 
 
-def _read_overrides(overrides: Sequence[str], task: str, problems: list[str]) -> dict[str, _Given]:
-    """Every value of the command line by its key; what is wrong with the keys is added to `problems`."""
-    given: dict[str, _Given] = {}
-    for override in _joined(overrides, problems):
-        key, equals, text = (part.strip() for part in override.partition("="))
+# `key = value` with spaces, of which the shell makes several words.
+_SPACED = re.compile(r"(?<![^\0])([^\0=]+)(?:\0=\0?|=\0)([^\0=]+)(?![^\0])")
+
+
+def _words(overrides: Sequence[str], task: str, problems: list[str]) -> Iterator[tuple[str, _Given]]:
+    """Every `key=value` of the command line; what is none is added to `problems`."""
+    joined = "\0".join(overrides)
+    for match in _SPACED.finditer(joined):
+        words = match[0].replace("\0", " ")
+        problems.append(f"{words!r} ({_COMMAND_LINE}) contains spaces: write {match[1]}={match[2]}")
+    for word in filter(None, _SPACED.sub("", joined).split("\0")):
+        key, equals, text = (part.strip() for part in word.partition("="))
         key = key.strip("'\"")  # a key in quotes is a key, as in a file
         if not equals:
-            problems.append(f"{override!r} ({_COMMAND_LINE}): expected key=value, as in optim.lr=0.1")
+            problems.append(f"{word!r} ({_COMMAND_LINE}): expected key=value, as in optim.lr=0.1")
         elif key in keys.sections(task):
             one = next(known for known in keys.kinds(task) if known.startswith(f"{key}."))
-            problems.append(f"{override!r} ({_COMMAND_LINE}): {key} is a section; give its keys one by one, as in {one}=...")
-        elif key not in keys.kinds(task):
-            problems.append(f"{key} ({_COMMAND_LINE}): there is no such key; {keys.suggest(key, task)}")
-        elif key in given:
-            both = f"{keys.shown(given[key].node)} and {text}"
-            problems.append(f"{key} is given twice ({_COMMAND_LINE}: {both}): keep one of them")
+            problems.append(f"{word!r} ({_COMMAND_LINE}): {key} is a section; give its keys one by one, as in {one}=...")
         else:
-            given[key] = _Given(_override_node(text), _COMMAND_LINE)
-    return given
+            is_mapping = key in keys.kinds(task) and keys.kinds(task)[key].scalar is dict
+            yield key, _Given(_override_node(text, is_mapping=is_mapping), _COMMAND_LINE)
 
 
-def _joined(overrides: Sequence[str], problems: list[str]) -> Iterator[str]:
-    """The words, but for those of a `key = value` with spaces, which is added to `problems` as one."""
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        apart = [word]
-        if words and (words[0].startswith("=") or ("=" not in word[:-1] and word.endswith("=") and "=" not in words[0])):
-            apart.append(words.pop(0))
-            if apart[-1] == "=" and words and "=" not in words[0]:
-                apart.append(words.pop(0))
-        if len(apart) == 1:
-            yield word
-        else:
-            problems.append(f"{' '.join(apart)!r} ({_COMMAND_LINE}) contains spaces: write {''.join(apart)}")
-
-
-def _override_node(text: str) -> yaml.Node:
-    """Lists and quoted text are YAML; all else is taken as it stands, so that a path may hold `: ` or ` #`."""
+def _override_node(text: str, *, is_mapping: bool) -> yaml.Node:
+    """Lists, mappings and quoted text are YAML; all else is taken unchanged, so that a path can contain `: ` or ` #`."""
     plain = yaml.ScalarNode("tag:yaml.org,2002:str", text)
-    if not text.startswith(("[", '"', "'")):
+    if not text.startswith(("[", '"', "'", *("{" * is_mapping))):
         return plain
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader) or plain
@@ -318,10 +292,15 @@ def _lines(values: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     return lines
 
 
-def _yaml(value: Any) -> str:
-    """A plain value as YAML on one line."""
+def _yaml(value: Any, *, is_quoted: bool = False) -> str:
+    """Return a plain value as YAML on one line; with `is_quoted`, texts are always in quotes."""
+    if isinstance(value, dict):  # where no type is known, a word such as 1e-3 is a number
+        return f"{{{', '.join(f'{_yaml(name, is_quoted=True)}: {_yaml(it, is_quoted=True)}' for name, it in value.items())}}}"
+    if isinstance(value, list) and not all(isinstance(it, str) for it in value):
+        return f"[{', '.join(_yaml(it, is_quoted=is_quoted) for it in value)}]"
     # Quoted where `load` could take it for something else: `none` is null to it, but text to PyYAML.
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
     is_word = all(re.fullmatch(r"[\w./-]+", text, re.ASCII) and text.lower() != "none" for text in texts)
-    text = yaml.safe_dump(value, default_flow_style=True, default_style=None if is_word else '"', width=math.inf)
+    style = None if is_word and not (is_quoted and texts) else '"'
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -17,17 +17,23 @@ Standard library only: it is read on login nodes, before torch is there.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Literal
 
 from app import tasks
 from app.errors import RecipeError
-from app.recipe import optimizers, ranges, task_file
+from app.recipe import optimizers, task_file
+from app.recipe.kinds import NOT_NEGATIVE, POSITIVE, SHARE, Problem, Range, out_of_range, problem
 
 ALL_KEYS = ("*",)
 """For `not_learnt`, of a section none of whose keys decides what is learnt."""
 PUBLISHED = "torchvision:"
 """What `train.init_from` begins with where it is the name of published weights."""
+MOST_STEPS = 10**9
+"""Of a run. More are a slip of the hand: at a thousand steps a second, which hardly any run reaches, these take twelve days."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,49 +41,43 @@ class TrainRecipe:
     """Length, batches and arithmetic of the training."""
 
     not_learnt: ClassVar[tuple[str, ...]] = (
-        "evaluate_every_epochs",
-        "evaluate_every_steps",
-        "max_validation_samples",
-        "max_micro_batch",
-        "checkpoint_activations",
-        "max_skipped_steps",
-        "deterministic",
-        "download",
-    )
+        "evaluate_every_epochs", "evaluate_every_steps", "max_validation_samples", "max_micro_batch",
+        "checkpoint_activations", "max_skipped_steps", "deterministic", "download",
+    )  # fmt: skip
     places: ClassVar[tuple[str, ...]] = ("init_from",)
 
-    global_batch_size: int = 128
+    global_batch_size: Annotated[int, POSITIVE] = 128
     """Samples per optimizer step, summed over all processes."""
-    max_micro_batch: int | None = None
+    max_micro_batch: Annotated[int | None, POSITIVE] = None
     """Upper limit on the samples of one forward pass on one process. Bounds memory; gradient accumulation keeps the result the
     same. None: no limit."""
     checkpoint_activations: Literal["none", "blocks"] = "none"
     """Activation checkpointing. blocks: keep only the input of each layer (as named by a transformers model or by the task)
     and recompute the rest in the backward pass. Saves memory, takes about a third more time, changes no result."""
-    epochs: int | None = None
+    epochs: Annotated[int | None, POSITIVE] = None
     """Length of the run in epochs. Give this or train.steps; with neither, 10 epochs."""
-    steps: int | None = None
+    steps: Annotated[int | None, Range(gt=0, le=MOST_STEPS)] = None
     """Length of the run in optimizer steps. Give this or train.epochs."""
-    validation_fraction: float | None = None
+    validation_fraction: Annotated[float | None, Range(gt=0, lt=1)] = None
     """Share of the training samples held out for validation, for data without a validation split. The seed alone chooses them.
     None: nothing is held out."""
-    evaluate_every_epochs: int | None = None
+    evaluate_every_epochs: Annotated[int | None, NOT_NEGATIVE] = None
     """Evaluate on the validation split every so many epochs; 0: only at the end. Give this or evaluate_every_steps; with
     neither, after every epoch."""
-    evaluate_every_steps: int | None = None
+    evaluate_every_steps: Annotated[int | None, POSITIVE] = None
     """Evaluate on the validation split every so many steps. Give this or evaluate_every_epochs."""
-    max_validation_samples: int | None = None
+    max_validation_samples: Annotated[int | None, POSITIVE] = None
     """Evaluate on at most so many samples of the validation split. The seed chooses them, so they are always the same. None:
     all."""
-    stop_after_evaluations_without_gain: int | None = None
+    stop_after_evaluations_without_gain: Annotated[int | None, POSITIVE] = None
     """Early stopping: end the run when the task's validation score (for pictures the accuracy) has not improved for so many
     evaluations in a row. None: off."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: Annotated[int, NOT_NEGATIVE] = 10
     """A step whose gradient is not finite, or is a spike, is skipped. More than so many skipped steps in a row end the run."""
-    max_gradient_spike: float | None = 1000.0
+    max_gradient_spike: Annotated[float | None, Range(gt=1)] = 1000.0
     """A step is skipped as a spike if its gradient norm is more than so many times the median norm. The median is that of the
     last 128 steps, or of the first 64 if that is greater. Checked from step 65 on. None: off."""
-    ema_decay: float | None = None
+    ema_decay: Annotated[float | None, Range(gt=0, le=1)] = None
     """Decay per step of an exponential moving average (EMA) of the weights. The average is what is evaluated and exported.
     None: off."""
     dtype: Literal["float32", "float64"] = "float32"
@@ -122,47 +122,55 @@ class OptimRecipe:
     name: str = "adamw"
     """Optimizer: sgd, adamw, adam, nadam, radam, adamax, rmsprop, adadelta, adagrad or adafactor; or its class name, such as
     torch.optim.AdamW. adagrad and adafactor need unsharded parameters, so they do not run under ZeRO and FSDP2."""
-    lr: float = 1e-3
+    lr: Annotated[float, NOT_NEGATIVE] = 1e-3
     """Peak learning rate; with lr_reference_batch=B it is multiplied by global_batch_size/B."""
-    lr_reference_batch: int | None = None
+    lr_reference_batch: Annotated[int | None, POSITIVE] = None
     """Batch size that lr was chosen for (linear scaling rule): the peak rate is lr * global_batch_size / lr_reference_batch.
     None: no scaling."""
-    momentum: float = 0.9
+    momentum: Annotated[float, SHARE] = 0.9
     """Momentum of SGD."""
     nesterov: bool = False
     """Nesterov's form of momentum (SGD)."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], SHARE] = (0.9, 0.999)
     """Decay rates of the two moments, per step (adamw, adam, nadam, radam, adamax)."""
-    eps: float = 1e-8
+    eps: Annotated[float, NOT_NEGATIVE] = 1e-8
     """Term added to the denominator (adamw, adam, nadam, radam, adamax, rmsprop)."""
-    settings: tuple[str, ...] | None = None
-    """Further arguments of the optimizer, each NAME=VALUE with torch's names, such as alpha=0.9,centered=true for rmsprop."""
-    weight_decay: float = 0.0
+    settings: Mapping[str, bool | float] | None = field(default=None, hash=False)
+    """Further arguments of the optimizer by torch's names, such as {alpha: 0.9, centered: true} for rmsprop."""
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight decay of matrices and convolution kernels. Norms and biases get none."""
-    groups: tuple[str, ...] | None = None
-    """Parameter groups with their own learning rate or weight decay, each PATTERN lr_factor=F weight_decay=W, such as
-    "backbone.* lr_factor=0.1". F multiplies the learning rate of each step; W is the weight decay of every parameter in the
-    group. An omitted value is as for the other parameters. The pattern matches parameter names, with the shell's * and ?; the
-    first match counts."""
-    clip_norm: float | None = None
+    groups: Mapping[str, Mapping[str, float]] | None = field(default=None, hash=False)
+    """Parameter groups with their own learning rate or weight decay, such as {"backbone.*": {lr_factor: 0.1, weight_decay: 0}}.
+    lr_factor multiplies the learning rate of each step; weight_decay is that of every parameter in the group. An omitted value
+    is as for the other parameters. The pattern matches parameter names, with the shell's * and ?; the first match counts."""
+    clip_norm: Annotated[float | None, POSITIVE] = None
     """Gradient clipping: a gradient with a larger global norm is scaled down to this norm. None: no clipping."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup_epochs: float | None = None
+    warmup_epochs: Annotated[float | None, NOT_NEGATIVE] = None
     """Linear warm-up from 0 to the peak, in epochs. Give this or warmup_steps; with neither, no warm-up."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int | None, NOT_NEGATIVE] = None
     """Linear warm-up from 0 to the peak, in steps. Give this or warmup_epochs."""
-    final_lr_ratio: float = 0.0
+    final_lr_ratio: Annotated[float, SHARE] = 0.0
     """Learning rate at the end of the cosine, as a share of the peak."""
-    cosine_steps: int | None = None
+    cosine_steps: Annotated[int | None, POSITIVE] = None
     """Step at which the cosine ends; later steps keep the final rate. None: the last step."""
-    decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
+    decay_epochs: Annotated[tuple[float, ...], POSITIVE] = (30.0, 60.0, 80.0)
     """Epochs at which the step schedule multiplies the rate by decay_factor."""
-    decay_factor: float = 0.1
+    decay_factor: Annotated[float, POSITIVE] = 0.1
     """What the step schedule multiplies the rate by at each of decay_epochs."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", optimizers.short(self.name))
+        object.__setattr__(self, "name", optimizers.NAMES.get(self.name, self.name))
+        for key in ("settings", "groups"):
+            object.__setattr__(self, key, _with_floats(getattr(self, key)))
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a mapping with its whole numbers as floats, so that equal recipes have equal digests."""
+    if isinstance(value, Mapping):
+        return {name: _with_floats(it) for name, it in value.items()}
+    return float(value) if type(value) is int else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +179,13 @@ class LogRecipe:
 
     not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
-    every_steps: int = 50
+    every_steps: Annotated[int, POSITIVE] = 50
     """Write a line of metrics.jsonl every so many steps. A line costs about as much as one or two steps of a tiny model."""
     train_scores: bool = True
     """Also report the training scores that the task computes with its loss, such as the training accuracy."""
     samples: bool = False
     """Also write samples.jsonl: the sample indices of each step, in order. For checking runs; costs one gather per step."""
-    examples: int = 16
+    examples: Annotated[int, NOT_NEGATIVE] = 16
     """How many samples TensorBoard and wandb show, as the model gets them, in the first steps of epochs 0, 1, 2, 4, ... A task
     that generates text shows its texts for at most 4 of them after each evaluation. 0: none."""
 
@@ -188,12 +196,12 @@ class CheckpointRecipe:
 
     not_learnt: ClassVar[tuple[str, ...]] = ALL_KEYS
 
-    every_steps: int | None = None
+    every_steps: Annotated[int | None, POSITIVE] = None
     """Save a checkpoint every so many steps. None: not by steps."""
-    every_minutes: float | None = 15.0
+    every_minutes: Annotated[float | None, POSITIVE] = 15.0
     """Save a checkpoint about every so many minutes. None: not by time. With neither, checkpoints are saved only on
     request."""
-    keep_last: int = 2
+    keep_last: Annotated[int, Range(ge=1)] = 2
     """How many of the newest checkpoints are kept."""
     keep_best: bool = False
     """Also keep the best checkpoint: one is saved whenever the task's validation score (for pictures the accuracy) is the best
@@ -252,15 +260,15 @@ def _default_sections() -> Any:
 class Recipe:
     """All that decides what is learnt. The same recipe gives the same run on any topology."""
 
-    seed: int = 0
+    seed: Annotated[int, Range(ge=0, le=2**63 - 1)] = 0
     """Seed of the initial weights, the sample order and the augmentation."""
     task: str = tasks.DEFAULT
     """The task: the name of one that comes with the package, or a Python file of your own, relative to the recipe
     (docs/your-own-task.md). Each task adds its own sections to the recipe."""
     sections: Any = field(default_factory=_default_sections)
-    """The task's own sections: its `Sections`. Beside them it says how many samples in a row, `group_size`, are computed
-    together, so that every micro-batch holds whole groups of them, and in a sentence `why_grouped`; and by key the
-    `inputs`, files that must be there before the run."""
+    """The task's own sections: its `Sections`. `group_size` is the number of neighbouring samples that are computed together,
+    so that every micro-batch contains whole groups of them, and `why_grouped` the reason; `inputs` are, by key, files that must
+    be there before the run; `contradictions()` are the problems of values that contradict each other."""
     train: TrainRecipe = field(default_factory=TrainRecipe)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)
@@ -268,8 +276,12 @@ class Recipe:
     profile: ProfileRecipe = field(default_factory=ProfileRecipe)
 
     def __post_init__(self) -> None:
+        own = self.sections
         assert isinstance(self.sections, sections_of(self.task)), f"these are no sections of {self.task}"
-        problems = ranges.problems_of(self)
+        problems = [
+            *(*out_of_range(own), *own.contradictions()),
+            *(*out_of_range(self), *optimizers.problems_of(self.optim), *_contradictions(self)),
+        ]
         if problems:
             raise RecipeError(*problems)
 
@@ -283,10 +295,6 @@ class Recipe:
         own = {} if begins_with is None or begins_with.startswith(PUBLISHED) else {"train.init_from": begins_with}
         return {**self.sections.inputs, **own}
 
-    def with_sections(self, **changes: Any) -> Recipe:
-        """Return the recipe with these of the task's sections in the place of its own."""
-        return replace(self, sections=replace(self.sections, **changes))
-
 
 # Pairs of keys of which only one may be given: two units of the same duration.
 ALTERNATIVES = (
@@ -294,3 +302,28 @@ ALTERNATIVES = (
     ("train.evaluate_every_epochs", "train.evaluate_every_steps"),
     ("optim.warmup_epochs", "optim.warmup_steps"),
 )
+
+
+def _contradictions(recipe: Recipe) -> Iterator[Problem]:
+    train = recipe.train
+    for pair in ALTERNATIVES:
+        if None not in attrgetter(*pair)(recipe):
+            yield problem(recipe, "give one of them", *pair)
+    if train.init_allow is not None and train.init_from is None:
+        yield problem(recipe, "init_allow needs init_from", "train.init_allow", "train.init_from")
+    begins_with = train.init_from or ""
+    if begins_with.startswith(PUBLISHED) and not re.fullmatch(r"torchvision:\w+\.\w+", begins_with, re.ASCII):
+        example = "torchvision:ResNet50_Weights.IMAGENET1K_V2"
+        yield problem(recipe, f"published weights have names such as {example}", "train.init_from")
+    if train.global_batch_size % recipe.sections.group_size:
+        multiple = f"a multiple of {recipe.sections.group_size}, because {recipe.sections.why_grouped}"
+        yield problem(recipe, f"it must be {multiple}", "train.global_batch_size")
+    if recipe.optim.nesterov and recipe.optim.momentum == 0:
+        yield problem(recipe, "nesterov needs a momentum greater than 0", "optim.nesterov", "optim.momentum")
+    try:
+        window = recipe.profile.window
+    except ValueError:
+        yield problem(recipe, "it must be the first and the last step to record, from 1 on, as in 10:20", "profile.steps")
+    else:
+        if window is not None and train.steps is not None and window[1] > train.steps:
+            yield problem(recipe, "no later step can be recorded", "profile.steps", "train.steps")

@@ -24,16 +24,18 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union
 
 from app.errors import RecipeError
+from app.recipe.kinds import Kind
 
 ENDING = ".py"
 SECTIONS, TASK = "Sections", "task"
 """What a task file calls the dataclass of its sections, and the class or function that makes the task."""
 
 _SCALARS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
-_SAID = ("not_learnt", "places")
+_MARKS = ("not_learnt", "places")
+_RESERVED = ("group_size", "why_grouped", "inputs", "contradictions")
 _PLAIN = "bool, int, float, str, Literal of texts, tuple[X, ...] of one of these, or one of them | None"
 
 
@@ -56,22 +58,31 @@ def located(text: str, folder: Path) -> str:
 def sections_of(path: str) -> type:
     """Return a dataclass with the sections that a task file names, and the keys, types and defaults of each.
 
-    Beside them it has what a shipped task's has: `group_size`, `why_grouped`, `inputs`. Raises RecipeError.
+    Beside them it has what a shipped task's has: `group_size`, `why_grouped`, `inputs`, `contradictions`. Raises RecipeError.
     """
     classes, module = _parsed(path)
     group_size = _group_size(module, classes, path)
-    sections = [(name, _section(path, name, classes[of])) for name, of in _named(path, classes).items()]
-    return make_dataclass(
-        SECTIONS,
-        [(name, section, field(default_factory=section)) for name, section in sections],
-        frozen=True,
-        kw_only=True,
-        namespace={
-            "group_size": group_size,
-            "why_grouped": f"{Path(path).name} combines {group_size} neighbouring samples",
-            "inputs": property(_inputs),
-        },
-    )
+    sections = []
+    for node in classes[SECTIONS].body if SECTIONS in classes else ():
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        name, kind = node.target.id, ast.unparse(node.annotation).strip("'")
+        if name in _RESERVED:
+            raise RecipeError(f"{path}:{node.lineno}: {name} is not a valid section name")
+        if kind not in classes:
+            raise RecipeError(
+                f"{path}:{node.lineno}: {name} of {SECTIONS} is a {kind}: it must be a dataclass of this file, which login "
+                "nodes read without running it"
+            )
+        section = _section(path, name, classes[kind])
+        sections.append((name, section, field(default_factory=section)))
+    namespace = {
+        "group_size": group_size,
+        "why_grouped": f"{Path(path).name} combines {group_size} neighbouring samples",
+        "inputs": property(_inputs),
+        "contradictions": lambda _: (),
+    }
+    return make_dataclass(SECTIONS, sections, frozen=True, kw_only=True, namespace=namespace)
 
 
 def _parsed(path: str) -> tuple[dict[str, ast.ClassDef], ast.Module]:
@@ -81,67 +92,50 @@ def _parsed(path: str) -> tuple[dict[str, ast.ClassDef], ast.Module]:
         raise RecipeError(f"task is {path}: it cannot be read: {error.strerror or error}") from None
     except (SyntaxError, ValueError) as error:
         raise RecipeError(f"task is {path}: it is not valid Python: {error}") from None
-    names = [target.id for node in module.body for target in _targets(node)]
+    names = [target for node in module.body for target in _targets(node)]
     functions = (ast.ClassDef, ast.FunctionDef)
     if TASK not in names and not any(isinstance(node, functions) and node.name == TASK for node in module.body):
         raise RecipeError(f"task is {path}: the file must end with `task = MyTask`, the class that says what is learnt")
     return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}, module
 
 
-def _targets(node: ast.stmt) -> Iterator[ast.Name]:
+def _targets(node: ast.stmt) -> Iterator[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return (target for target in targets if isinstance(target, ast.Name))
+    return (target.id for target in targets if isinstance(target, ast.Name))
 
 
-_RESERVED = ("group_size", "why_grouped", "inputs")
-
-
-def _named(path: str, classes: Mapping[str, ast.ClassDef]) -> dict[str, str]:
-    """The sections by name, and the class of each. A file without `Sections` has none."""
-    if SECTIONS not in classes:
-        return {}
+def meanings(node: ast.ClassDef) -> dict[str, str]:
+    """Return the text under each annotated field of a class, on one line."""
     found = {}
-    for node in classes[SECTIONS].body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        if node.target.id in _RESERVED:
-            raise RecipeError(f"{path}:{node.lineno}: {node.target.id} is not a valid section name")
-        kind = ast.unparse(node.annotation).strip("'")
-        if kind not in classes:
-            raise RecipeError(
-                f"{path}:{node.lineno}: {node.target.id} of {SECTIONS} is a {kind}: it must be a dataclass of this file, "
-                "which login nodes read without running it"
-            )
-        found[node.target.id] = kind
+    for one, after in itertools.pairwise(node.body):
+        match one, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
     return found
 
 
 def _section(path: str, name: str, node: ast.ClassDef) -> type:
-    said: dict[str, Any] = {}
-    keys, meanings = [], {}
-    for one, after in itertools.zip_longest(node.body, node.body[1:]):
-        target = next(_targets(one), None)
-        if target is None:
-            continue
-        if target.id in _SAID:
-            said[target.id] = _literal(path, f"{name}.{target.id}", one)
-        elif isinstance(one, ast.AnnAssign):
-            key = f"{name}.{target.id}"
-            hint, default = _hint(path, key, one), _literal(path, key, one)
-            if not _fits(default, hint):
-                said_type = ast.unparse(one.annotation)
-                raise RecipeError(f"{path}:{one.lineno}: {key} is annotated as {said_type}, and its default is {default!r}")
-            keys.append((target.id, hint, default))
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            meanings[target.id] = " ".join(str(text).split())
-    said["__meanings__"] = meanings
-    return make_dataclass(
-        node.name,
-        [(key, hint, field(default=default)) for key, hint, default in keys],
-        frozen=True,
-        kw_only=True,
-        namespace={**said, "__doc__": ast.get_docstring(node) or f"Of {Path(path).name}."},
-    )
+    marks: dict[str, Any] = {}
+    keys = []
+    for one in node.body:
+        target = next(_targets(one), "")
+        key = f"{name}.{target}"
+        if target in _MARKS:
+            marks[target] = _literal(path, key, one)
+        elif target and isinstance(one, ast.AnnAssign):
+            annotation, default = ast.unparse(one.annotation), _literal(path, key, one)
+            try:
+                hint = _type(one.annotation)
+            except (ValueError, SyntaxError):
+                raise RecipeError(
+                    f"{path}:{one.lineno}: {key} is annotated as {annotation}: keys of a recipe are {_PLAIN}"
+                ) from None
+            if not _fits(default, Kind.of(hint)):
+                raise RecipeError(f"{path}:{one.lineno}: {key} is annotated as {annotation}, and its default is {default!r}")
+            keys.append((target, hint, field(default=default)))
+    doc = ast.get_docstring(node) or f"Of {Path(path).name}."
+    namespace = {**marks, "__meanings__": meanings(node), "__doc__": doc}
+    return make_dataclass(node.name, keys, frozen=True, kw_only=True, namespace=namespace)
 
 
 def _literal(path: str, key: str, node: ast.stmt) -> Any:
@@ -158,17 +152,8 @@ def _literal(path: str, key: str, node: ast.stmt) -> Any:
     return tuple(found) if isinstance(found, list) else found
 
 
-def _hint(path: str, key: str, node: ast.AnnAssign) -> Any:
-    try:
-        return _type(node.annotation)
-    except ValueError:
-        raise RecipeError(
-            f"{path}:{node.lineno}: {key} is annotated as {ast.unparse(node.annotation)}: keys of a recipe are {_PLAIN}"
-        ) from None
-
-
-def _type(node: ast.expr) -> Any:  # noqa: PLR0911 - one for each kind
-    """The type that an annotation says. Raises ValueError if it is not one that a key can have."""
+def _type(node: ast.expr) -> Any:
+    """Return the type that an annotation stands for. Raises ValueError if it is not one that a key can have."""
     match node:
         case ast.Name(id=name) if name in _SCALARS:
             return _SCALARS[name]
@@ -183,40 +168,30 @@ def _type(node: ast.expr) -> Any:  # noqa: PLR0911 - one for each kind
             texts = texts if isinstance(texts, tuple) else (texts,)
             if texts and all(isinstance(text, str) for text in texts):
                 return Literal[texts]
-        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[kind, ast.Constant(value=last)])) if last is ...:
-            return tuple[_scalar(kind), ...]  # type: ignore[misc]
-        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[kind, *more])):
-            if len({_scalar(one) for one in (kind, *more)}) == 1:
-                return tuple[(_scalar(kind),) * (1 + len(more))]  # type: ignore[misc]
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[first, *more])):
+            kind, is_long = _type(first), [ast.unparse(one) for one in more] == ["..."]
+            if kind in _SCALARS.values() and (is_long or all(_type(one) is kind for one in more)):
+                return tuple[(kind, ...)] if is_long else tuple[(kind,) * (1 + len(more))]  # type: ignore[misc, valid-type]
     raise ValueError(ast.unparse(node))
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    arguments = get_args(hint)
-    if get_origin(hint) is Union:
-        return value is None or _fits(value, arguments[0])
-    if get_origin(hint) is Literal:
-        return value in arguments
-    if get_origin(hint) is tuple:
-        is_long = arguments[-1] is Ellipsis or (isinstance(value, tuple) and len(value) == len(arguments))
-        return isinstance(value, tuple) and is_long and all(_fits(one, arguments[0]) for one in value)
-    return isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) == (hint is bool)
-
-
-def _scalar(node: ast.expr) -> type:
-    found = _type(node)
-    if found not in _SCALARS.values():
-        raise ValueError(ast.unparse(node))
-    return found  # type: ignore[no-any-return]
+def _fits(value: Any, kind: Kind) -> bool:
+    if value is None:
+        return kind.optional
+    values, types = value if kind.length is not None else (value,), (int, float) if kind.scalar is float else kind.scalar
+    if not isinstance(values, tuple) or kind.length not in (None, 0, len(values)):
+        return False
+    of_type = all(isinstance(one, types) and isinstance(one, bool) == (kind.scalar is bool) for one in values)
+    return of_type and (not kind.choices or value in kind.choices)
 
 
 def _group_size(module: ast.Module, classes: Mapping[str, ast.ClassDef], path: str) -> int:
     """What the task's class says of them; 1 if it says nothing."""
-    named = {target.id: node for node in module.body for target in _targets(node)}.get(TASK)
+    named = {target: node for node in module.body for target in _targets(node)}.get(TASK)
     value = getattr(named, "value", None)
     node = classes.get(value.id) if isinstance(value, ast.Name) else None
     for one in node.body if node else ():
-        if any(target.id == "group_size" for target in _targets(one)):
+        if "group_size" in _targets(one):
             found = _literal(path, "group_size", one)
             if not isinstance(found, int) or found < 1:
                 raise RecipeError(f"{path}:{one.lineno}: group_size is {found!r}: it must be a whole number, 1 or more")
@@ -225,11 +200,10 @@ def _group_size(module: ast.Module, classes: Mapping[str, ast.ClassDef], path: s
 
 
 def _inputs(sections: Any) -> dict[str, str]:
-    """What must be there before the run: what the `places` of the sections say."""
-    found = {}
-    for name in sections.__dataclass_fields__:
-        section = getattr(sections, name)
-        for key in getattr(section, "places", ()):
-            if isinstance(path := getattr(section, key), str):
-                found[f"{name}.{key}"] = path
-    return found
+    """Return what must be there before the run: what the `places` of the sections name."""
+    return {
+        f"{name}.{key}": path
+        for name, section in vars(sections).items()
+        for key in getattr(section, "places", ())
+        if isinstance(path := getattr(section, key), str)
+    }

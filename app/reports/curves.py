@@ -26,8 +26,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 
 from app.errors import RunFolderError, printable
 from app.files.lines import is_finite
-from app.options.command_line import Parser
-from app.options.values import names
+from app.options.command_line import Parser, names
 from app.reports.past_run import TEXT_SCORE, Line, PastRun, find, is_share, quantities, say, words
 from app.runs import run_folder
 

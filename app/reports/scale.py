@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.environment import cores
 from app.errors import RecipeError, RunFolderError, UsageError, printable
-from app.options.command_line import Parser
-from app.options.values import names, numbers, positive
+from app.options.command_line import Parser, names, numbers, positive
 from app.recipe import recipe_file
 from app.reports import past_run
 from app.reports.curves import write_figure

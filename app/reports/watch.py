@@ -23,8 +23,7 @@ from rich.text import Text
 
 from app.errors import RunFolderError, printable
 from app.files.lines import is_finite
-from app.options.command_line import Parser
-from app.options.values import above_zero
+from app.options.command_line import Parser, above_zero
 from app.reports import past_run
 from app.reports.past_run import Line, PastRun, scores, value_text, words
 from app.reports.runs import SafeConsole

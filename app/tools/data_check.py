@@ -17,8 +17,7 @@ from app.data.preprocessing import in_order, progress
 from app.environment import cores
 from app.errors import DataError, RecipeError
 from app.files.atomic_files import file_made_whole
-from app.options.command_line import Parser
-from app.options.values import positive
+from app.options.command_line import Parser, positive
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 

@@ -31,7 +31,7 @@ import psutil
 from app.environment.cores import machine
 from app.environment.slurm_variables import own_environment
 from app.errors import SamerunError
-from app.options.values import above_zero
+from app.options.command_line import above_zero
 from benchmarks import saving
 from benchmarks.contest import versions
 from benchmarks.gpu import images, memory, text

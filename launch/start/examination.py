@@ -19,8 +19,7 @@ from pathlib import Path
 
 from app.environment.topology import Topology
 from app.errors import TopologyError
-from app.options.command_line import Parser
-from app.options.values import above_zero
+from app.options.command_line import Parser, above_zero
 from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.run_module import program

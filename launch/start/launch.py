@@ -23,8 +23,7 @@ from app.environment.degrees import KEY, UNSUPPORTED
 from app.environment.launched import end_time_s
 from app.environment.topology import Topology
 from app.errors import STOPPED, PresetError, TopologyError
-from app.options.command_line import Parser
-from app.options.values import not_negative, positive
+from app.options.command_line import Parser, not_negative, positive
 from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe

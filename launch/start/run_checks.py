@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from app.errors import CheckpointError, DataError, RunFolderError, SamerunError, TrackerError
-from app.options import tracker_names, train_options
+from app.options import train_options
 
 _RECIPE = "recipe.yaml"
 """What a run folder has from its start on."""
@@ -38,7 +38,7 @@ def problems(
     `inputs` are the recipe's files and folders, as far as they must be on this machine.
     """
     try:
-        tracker_names.chosen(training.trackers)
+        train_options.trackers(training.trackers)
     except TrackerError as error:
         yield error
     yield from map(RunFolderError, unwritable([Path(run_dir)] if run_dir else []))

@@ -1,7 +1,7 @@
 """A sweep: every combination of a few recipe values, one for each task of a job array, or one run after the other.
 
     optim.lr=0.1,0.2;seed=0,1     four combinations, of which the last key changes fastest
-    model.channels=[8,16],[32,64] a comma within brackets belongs to the value
+    model.channels=[8,16],[32,64] a comma within brackets or braces belongs to the value
 
 The same text gives the same combinations in the same order, before the queue and in every task. Pure; standard library only.
 """
@@ -18,7 +18,6 @@ from app.errors import SubmitError, TopologyError
 
 _INDICES = (JOB.array_task_id, "PBS_ARRAY_INDEX")
 _LONGEST_NAME = 120  # characters; file systems take 255
-_COMMA = re.compile(r",(?![^\[]*\])")
 _CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off")  # of YAML, in any case
 
 
@@ -57,7 +56,19 @@ def parse(text: str, *, fixed: Sequence[str] = (), said_by: str = "--array") -> 
 
 def has_several(word: str) -> bool:
     """Return whether a `key=value` gives a key several values."""
-    return _COMMA.search(word.partition("=")[2]) is not None
+    return len(_choices(word.partition("=")[2])) > 1
+
+
+def _choices(text: str) -> list[str]:
+    """Return the values between commas. A comma within brackets or braces belongs to a value."""
+    choices, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth <= 0:
+            choices.append("")
+        else:
+            choices[-1] += character
+    return [choice.strip() for choice in choices]
 
 
 def chosen(text: str, environment: Mapping[str, str]) -> tuple[int, Combination]:
@@ -84,7 +95,7 @@ def _values(text: str, said_by: str) -> tuple[dict[str, list[str]], list[str]]:
     problems = []
     for part in text.split(";"):
         key, equals, listed = (word.strip() for word in part.partition("="))
-        choices = [value.strip() for value in _COMMA.split(listed)]
+        choices = _choices(listed)
         if not equals or not key or not all(choices):
             problems.append(f"{said_by} has {part!r}: expected key=value,value, as in 'optim.lr=0.1,0.2;seed=0,1'")
         elif key in values:
@@ -101,7 +112,7 @@ def _value(text: str) -> str:
     try:
         return repr(float(text))
     except ValueError:
-        return text.lower() if text.lower() in _CONSTANTS else re.sub(r"\s*([\[\],])\s*", r"\1", text)
+        return text.lower() if text.lower() in _CONSTANTS else re.sub(r"\s*([\[\]{},])\s*", r"\1", text)
 
 
 def _name(chosen: Mapping[str, str]) -> str:

@@ -50,6 +50,13 @@ def test_another_run_is_named_by_what_differs(tmp_path: Path) -> None:
     said = refusal(lambda: taken_up(tmp_path, "augment.flip=0.5", "seed=3", "data.path=elsewhere", "log.every_steps=3"))
     assert "belongs to another run: seed was 0 and is 3; augment.flip was 0.0 and is 0.5. Undo these changes" in said
     assert "belongs to another run: task was 'other'" in refusal(lambda: taken_up(tmp_path, and_with={"task": "other"}))
+    groups = {"head.*": {"lr_factor": 2.0}, "*": {"lr_factor": 3.0}}  # the first match counts
+    assert taken_up(tmp_path, f"optim.groups={groups}", and_with={"optim.groups": groups}).note is None
+    reversed_groups = dict(reversed(groups.items()))
+    said = refusal(lambda: taken_up(tmp_path, f"optim.groups={groups}", and_with={"optim.groups": reversed_groups}))
+    assert "belongs to another run: optim.groups was {'*': {'lr_factor': 3.0}, 'head.*'" in said
+    said = refusal(lambda: taken_up(tmp_path, f"optim.groups={groups}", and_with={"optim.groups": ["head.* lr_factor=2"]}))
+    assert "belongs to another run: optim.groups was ['head.* lr_factor=2'] and is {'head.*'" in said
 
 
 def test_another_length_says_what_it_does_to_the_learning_rates(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_runs_are_the_same_under_every_preset(tmp_path: Path, kind: str) -> None:
-    chosen = (*RECIPE, f"model.kind={kind}", "train.validation_fraction=0.2", "optim.groups=[*.weight lr_factor=0.5]")
+    chosen = (*RECIPE, f"model.kind={kind}", "train.validation_fraction=0.2", 'optim.groups={"*.weight": {lr_factor: 0.5}}')
     train("cpu", tmp_path / "cpu", *chosen).check()
     for preset, processes in (("multi_gpu", 2), ("deepspeed_zero3", 2), ("fsdp2", 3)):
         train(preset, tmp_path / preset, *chosen, processes=processes).check()

@@ -25,17 +25,17 @@ from launch.start.launch import launch
 
 # Each optimizer as it is, and with the settings that change what it keeps.
 VARIANTS = {
-    **{name: (name, ()) for name in TABLE},
-    "adamw amsgrad": ("adamw", ("amsgrad=true",)),
-    "nadam decoupled": ("nadam", ("decoupled_weight_decay=true",)),
-    "rmsprop centered": ("rmsprop", ("centered=true", "momentum=0.9", "alpha=0.9")),
-    "adagrad decaying": ("adagrad", ("lr_decay=0.1", "initial_accumulator_value=0.5")),
+    **{name: (name, None) for name in TABLE},
+    "adamw amsgrad": ("adamw", {"amsgrad": True}),
+    "nadam decoupled": ("nadam", {"decoupled_weight_decay": True}),
+    "rmsprop centered": ("rmsprop", {"centered": True, "momentum": 0.9, "alpha": 0.9}),
+    "adagrad decaying": ("adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
 }
 
 
 def recipe_of(variant: str) -> OptimRecipe:
     name, settings = VARIANTS[variant]
-    return OptimRecipe(name=name, lr=0.02, weight_decay=0.1, settings=settings or None)
+    return OptimRecipe(name=name, lr=0.02, weight_decay=0.1, settings=settings)
 
 
 def gradient(step: int, *shape: int) -> torch.Tensor:
@@ -150,19 +150,19 @@ def test_who_needs_whole_parameters_is_refused_where_they_are_cut(name: str, pre
         (["optim.name=adamx"], "optim.name is 'adamx': did you mean adamax or adam?; there is sgd, adamw"),
         (["optim.name=torch.optim.Muon"], "optim.name is 'torch.optim.Muon': it updates only matrices"),
         (["optim.name=lbfgs"], "it computes the loss several times in a step"),
-        (["optim.settings=alpha=0.9"], "optim.settings has 'alpha=0.9': adamw has no such setting; it has amsgrad"),
-        (["optim.settings=amsgrad=1"], "amsgrad is 1: it must be true or false"),
-        (["optim.settings=amsgrad"], "optim.settings has 'amsgrad': expected NAME=VALUE"),
-        (["optim.settings=eps=1"], "optim.settings has 'eps=1': give it as optim.eps"),
-        (["optim.name=rmsprop", "optim.settings=alfa=0.9"], "did you mean alpha?"),
-        (["optim.name=rmsprop", "optim.settings=alpha=much"], "alpha is much: it must be a number"),
-        (["optim.name=rmsprop", "optim.settings=alpha=0.9,alpha=0.8"], "optim.settings has alpha twice"),
-        (["optim.groups=head.* lr_facto=2"], "optim.groups has 'head.* lr_facto=2': lr_facto=2 is neither lr_factor=F nor"),
-        (["optim.groups=head.* lr_factor=-1"], "lr_factor is -1: it must be at least 0"),
-        (["optim.groups=head.* lr_factor=inf"], "lr_factor is inf: it must be a number"),
-        (["optim.groups=head.* lr_factor=1 lr_factor=2"], "lr_factor is given twice"),
-        (["optim.groups=head.*"], "expected PATTERN lr_factor=F weight_decay=W"),
-        (["optim.groups=lr_factor=2"], "expected PATTERN lr_factor=F weight_decay=W"),
+        (["optim.settings={alpha: 0.9}"], "optim.settings has alpha: 0.9: adamw has no such setting; it has amsgrad"),
+        (["optim.settings={amsgrad: 1}"], "optim.settings has amsgrad: 1.0: it must be true or false"),
+        (["optim.settings={eps: 1}"], "optim.settings has eps: 1.0: give it as optim.eps"),
+        (["optim.name=rmsprop", "optim.settings={alfa: 0.9}"], "did you mean alpha?"),
+        (["optim.name=rmsprop", "optim.settings={alpha: much}"], 'optim.settings has alpha: "much": it must be a number'),
+        (
+            ["optim.groups={head.*: {lr_facto: 2}}"],
+            'optim.groups has head.*: {"lr_facto": 2.0}: expected {lr_factor: F, weight',
+        ),
+        (["optim.groups={head.*: {lr_factor: -1}}"], "lr_factor must be a number, at least 0"),
+        (["optim.groups={head.*: {weight_decay: inf}}"], "weight_decay must be a number, at least 0"),
+        (["optim.groups={head.*: {weight_decay: true}}"], "weight_decay must be a number, at least 0"),
+        (["optim.groups={lr_factor: 2}"], "expected {lr_factor: F, weight_decay: W}, or one of the two"),
     ],
 )
 def test_what_cannot_be_is_said_before_torch_is_there(words: list[str], said: str) -> None:
@@ -187,7 +187,7 @@ def test_settings_reach_torch_and_what_it_refuses_is_said() -> None:
         "alpha": 0.9,
     }
     with pytest.raises(RecipeError, match=r"torch's RMSprop refuses the settings of optim: Invalid alpha value: -1\.0"):
-        parameter_groups.build_optimizer(OptimRecipe(name="rmsprop", settings=("alpha=-1",)), nn.Linear(2, 2))
+        parameter_groups.build_optimizer(OptimRecipe(name="rmsprop", settings={"alpha": -1}), nn.Linear(2, 2))
 
 
 def test_a_key_that_the_optimizer_does_not_take_is_noted() -> None:
@@ -196,16 +196,16 @@ def test_a_key_that_the_optimizer_does_not_take_is_noted() -> None:
         "optim.momentum is 0.8, and adam does not take it"
     ]
     (note,) = schedule.notes_on(OptimRecipe(name="adadelta", eps=1e-3), length)
-    assert note == "optim.eps is 0.001, and adadelta does not take it: its own is optim.settings=eps=1e-06"
+    assert note == "optim.eps is 0.001, and adadelta does not take it: its own is optim.settings={eps: 1e-06}"
     for name in TABLE:
         assert schedule.notes_on(OptimRecipe(name=name), length) == []
 
 
-def groups(*texts: str, **keys: Any) -> list[tuple[set[str], float, float]]:
+def groups(values: dict[str, dict[str, float]], **keys: Any) -> list[tuple[set[str], float, float]]:
     """Which parameters are in each group, with its learning rate in a step of 0.5, and its weight decay."""
     model = Net(0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    optimizer = parameter_groups.build_optimizer(OptimRecipe(lr=0.1, groups=texts or None, **keys), model)
+    optimizer = parameter_groups.build_optimizer(OptimRecipe(lr=0.1, groups=values, **keys), model)
     parameter_groups.set_learning_rate(optimizer, 0.5)
     return [
         ({names[id(parameter)] for parameter in group["params"]}, group["lr"], group["weight_decay"])
@@ -214,13 +214,13 @@ def groups(*texts: str, **keys: Any) -> list[tuple[set[str], float, float]]:
 
 
 def test_groups_have_their_rates_and_their_weight_decay() -> None:
-    assert groups("head.* lr_factor=10 weight_decay=0.5", "conv.* lr_factor=0", weight_decay=0.2) == [
+    assert groups({"head.*": {"lr_factor": 10, "weight_decay": 0.5}, "conv.*": {"lr_factor": 0}}, weight_decay=0.2) == [
         ({"norm.weight", "norm.bias"}, 0.5, 0.0),
         ({"conv.weight"}, 0.0, 0.2),
         ({"conv.bias"}, 0.0, 0.0),
         ({"head.weight", "head.bias"}, 5.0, 0.5),
     ]
-    first = groups("conv.bias lr_factor=2", "conv.* lr_factor=3", "*.bias weight_decay=0.1")
+    first = groups({"conv.bias": {"lr_factor": 2}, "conv.*": {"lr_factor": 3}, "*.bias": {"weight_decay": 0.1}})
     assert ({"conv.bias"}, 1.0, 0.0) in first
     assert ({"conv.weight"}, 1.5, 0.0) in first
     assert ({"norm.bias", "head.bias"}, 0.5, 0.1) in first
@@ -228,9 +228,9 @@ def test_groups_have_their_rates_and_their_weight_decay() -> None:
 
 def test_groups_of_nothing_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"optim.groups has haed.\*, which matches no parameter of the model: it has head"):
-        groups("haed.* lr_factor=2")
+        groups({"haed.*": {"lr_factor": 2}})
     with pytest.raises(RecipeError, match=r"optim.groups has \*.bias, but earlier groups already contain all 3 parameters"):
-        groups("* lr_factor=2", "*.bias weight_decay=0")
+        groups({"*": {"lr_factor": 2}, "*.bias": {"weight_decay": 0}})
 
 
 def test_the_documentation_has_the_table() -> None:

@@ -10,8 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torchvision import models as zoo
 
 from app.errors import TrackerError, UsageError
-from app.options import tracker_names
-from app.options.train_options import parser
+from app.options import train_options
 from app.reports import scale
 from app.tasks.image_classification import model_names
 from app.tools import parity
@@ -29,14 +28,14 @@ def test_the_models_are_those_of_the_library() -> None:
 
 
 def test_the_trackers_are_those_of_the_library() -> None:
-    assert set(tracker_names.NAMES) == set(LOGGER_TYPE_TO_CLASS)
+    assert set(train_options.TRACKERS) == set(LOGGER_TYPE_TO_CLASS)
     available = {tracker.value for tracker in get_available_trackers()}
-    for name in tracker_names.NAMES:
+    for name in train_options.TRACKERS:
         if name in available:
-            assert tracker_names.chosen(f"{name},none, {name}") == [name]
+            assert train_options.trackers(f"{name},none, {name}") == [name]
         else:
             with pytest.raises(TrackerError, match=f"{name}, which is not installed here: pip install "):
-                tracker_names.chosen(name)
+                train_options.trackers(name)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_the_trackers_are_those_of_the_library() -> None:
 )
 def test_what_is_no_option_is_answered_with_what_was_meant(words: list[str], meant: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parser().parse_all(words)
+        train_options.parser().parse_all(words)
     assert str(caught.value).startswith(f"{words[0].partition('=')[0]}: unknown option; ")
     assert meant in str(caught.value)
 

@@ -11,6 +11,7 @@ import pytest
 
 from app.errors import RecipeError
 from app.recipe import recipe_file, recipe_keys
+from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load
 
 PLAIN = '''
@@ -60,6 +61,10 @@ def test_keys_types_defaults_and_meanings_are_read_and_nothing_is_run(tmp_path: 
     assert (table.path, table.cache, table.columns, table.ends, table.kind) == ("/x.csv", False, (3,), (1.0, 2.5), None)
     assert loaded.recipe.task == str(tmp_path / "own.py")
     assert loaded.recipe.sections.group_size == 2
+    with pytest.raises(
+        RecipeError, match=r"a multiple of 2 \(own\.py combines 2 neighbouring samples\): use 8, 16, 32, 64 pro"
+    ):
+        BatchPlan.of(loaded.recipe, 128)
     assert loaded.recipe.sections.inputs == {"table.path": "/x.csv"}
     words = recipe_file.reference(loaded.recipe.task)
     assert "table: Where the table is.\n  table.path=null  (text or null)\n      CSV file, with a header." in words
@@ -75,7 +80,8 @@ def test_the_digest_is_that_of_the_file_wherever_it_lies(tmp_path: Path) -> None
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     digests = [recipe_file.digest(load(str(written(folder, PLAIN))).recipe) for folder in (here, there)]
-    assert digests[0] == digests[1]
+    assert digests[0] == digests[1] == recipe_file.digest(load(str(here / "mine.yaml"), ["table.cache=true"]).recipe)
+    assert digests[0] != recipe_file.digest(load(str(here / "mine.yaml"), ["table.path=x"]).recipe)
     assert recipe_file.digest(load(str(written(there, PLAIN, "other.py"))).recipe) != digests[0]
 
 

@@ -38,7 +38,8 @@ OPTIMIZERS = {
     "sgd": ("optim.name=sgd", "optim.lr=0.1", "optim.momentum=0.9"),
 }
 # ZeRO's flat groups are other ones on each stage; NAdam keeps a product beside its count of steps.
-GROUPED = ("optim.name=nadam", "optim.lr=0.003", "optim.groups=head.* lr_factor=0.5 weight_decay=0.1,*.bias lr_factor=2")
+GROUPS = '{"head.*": {lr_factor: 0.5, weight_decay: 0.1}, "*.bias": {lr_factor: 2}}'
+GROUPED = ("optim.name=nadam", "optim.lr=0.003", f"optim.groups={GROUPS}")
 KINDS = {**OPTIMIZERS, "grouped": GROUPED}
 
 Topology = tuple[str, int]

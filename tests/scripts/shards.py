@@ -43,9 +43,12 @@ ADAMW = OptimRecipe(name="adamw", lr=0.01, weight_decay=0.1)
 SGD = OptimRecipe(name="sgd", lr=0.05, momentum=0.9, weight_decay=0.1)
 # All that the learning rates, the weight decay and the states of parameters may differ in.
 GROUPED = OptimRecipe(
-    name="nadam", lr=0.01, weight_decay=0.1, groups=("head.* lr_factor=3 weight_decay=0.2", "conv.* lr_factor=0.5")
+    name="nadam",
+    lr=0.01,
+    weight_decay=0.1,
+    groups={"head.*": {"lr_factor": 3, "weight_decay": 0.2}, "conv.*": {"lr_factor": 0.5}},
 )
-RMSPROP = OptimRecipe(name="rmsprop", lr=0.01, settings=("alpha=0.9",), groups=("norm.* lr_factor=0.1",))
+RMSPROP = OptimRecipe(name="rmsprop", lr=0.01, settings={"alpha": 0.9}, groups={"norm.*": {"lr_factor": 0.1}})
 CASES = {
     "nadam": Case(GROUPED),
     "rmsprop": Case(RMSPROP),

@@ -134,7 +134,7 @@ def _check_order(logits: Tensor, where: str, config: Any, *, document_masks: boo
         if bool(moved.any()):
             remedy = "choose a causal architecture, such as gpt2 or llama"
             if getattr(config, "is_decoder", None) is False:
-                remedy += ", or set model.settings=[is_decoder=true]"
+                remedy += ", or set model.settings={is_decoder: true}"
             raise RecipeError(
                 f"{where} sees later tokens: its logits at position {int(moved.nonzero()[-1])} change with the tokens from "
                 f"position {first} on, so it cannot learn to predict the next token; {remedy}"

@@ -54,7 +54,7 @@ def config_of(recipe: ModelRecipe, *, vocab_size: int | None, sequence_length: i
             setattr(config, name, recipe.dropout)
     for name in _NO_DROPOUT:
         if hasattr(config, name):
-            setattr(config, name, recipe.more.get(name, 0.0))
+            setattr(config, name, (recipe.settings or {}).get(name, 0.0))
     return config
 
 
@@ -149,15 +149,16 @@ def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int 
     return _made(kind, {**values, **_changed(recipe, names)})
 
 
-def _changed(recipe: ModelRecipe, names: Collection[str]) -> dict[str, Any]:
-    """Return what model.settings says. Raises RecipeError for a name that is not among `names`."""
+def _changed(recipe: ModelRecipe, names: Collection[str]) -> Mapping[str, Any]:
+    """Return model.settings. Raises RecipeError for a name that is not among `names`."""
     known = {*names, *(("rope_theta", "rope_scaling") if "rope_parameters" in names else ())}
-    for name in recipe.more:
+    settings = recipe.settings or {}
+    for name in settings:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(sorted(known))}"
             raise RecipeError(f"model.settings has {name}, which this architecture does not have; {hint}")
-    return recipe.more
+    return settings
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -1,19 +1,19 @@
 """The sections of a recipe that classifies pictures: where they are, how they are changed at random, and the network.
 
-Each key, its default and its meaning (with the unit) stand below, as in `app/recipe/schema.py`; the ranges and what contradicts
-what stand at the end. Standard library only: it is read on login nodes, before torch is there.
+Each key has its type, range, default and meaning (with its unit), as in `app/recipe/schema.py`. It needs no torch: login nodes
+read it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from app.errors import RecipeError
-from app.recipe.ranges import NOT_NEGATIVE, POSITIVE, SHARE, Range, out_of_range
+from app.recipe.kinds import NOT_NEGATIVE, POSITIVE, SHARE, Problem, Range, problem
 from app.tasks.image_classification import model_names
 
 
@@ -59,21 +59,21 @@ class DataRecipe:
     color: Literal["auto", "rgb", "gray"] = "auto"
     """Color mode that picture files are decoded to. auto: RGB; for huggingface gray, if all of a sample of pictures are
     gray."""
-    image_size: int | None = None
+    image_size: Annotated[int | None, POSITIVE] = None
     """Side of the square image that the model gets, in pixels. None: as stored, for data whose images all have one size."""
-    resize_size: int | None = None
+    resize_size: Annotated[int | None, POSITIVE] = None
     """In evaluation: the shorter side is resized to so many pixels before the centre crop to image_size. None: image_size."""
     mean: tuple[float, ...] = (0.5,)
     """Mean that is subtracted from pixel values scaled to 0..1: one per channel, or one for all."""
-    std: tuple[float, ...] = (0.25,)
+    std: Annotated[tuple[float, ...], POSITIVE] = (0.25,)
     """Standard deviation that pixel values are divided by after the mean is subtracted: one per channel, or one for all."""
-    fake_train_samples: int = 1280
+    fake_train_samples: Annotated[int, POSITIVE] = 1280
     """Size of the training set in samples (fakedata)."""
-    fake_test_samples: int = 256
+    fake_test_samples: Annotated[int, POSITIVE] = 256
     """Size of the test set in samples (fakedata)."""
-    fake_classes: int = 10
+    fake_classes: Annotated[int, Range(ge=2)] = 10
     """Number of classes (fakedata)."""
-    fake_channels: int = 3
+    fake_channels: Annotated[int, POSITIVE] = 3
     """Number of image channels (fakedata)."""
 
 
@@ -81,24 +81,24 @@ class DataRecipe:
 class AugmentRecipe:
     """Random changes to training images; each is a function of (seed, epoch, sample) alone. All off by default."""
 
-    crop_padding: int = 0
+    crop_padding: Annotated[int, NOT_NEGATIVE] = 0
     """Pixels of zero padding on each side before a random crop back to the image's size."""
-    resized_crop_min_area: float | None = None
+    resized_crop_min_area: Annotated[float | None, Range(gt=0, le=1)] = None
     """Random resized crop: the smallest share of the area that it keeps (0.08 is usual on ImageNet). None: no such crop."""
-    flip: float = 0.0
+    flip: Annotated[float, SHARE] = 0.0
     """Probability of a horizontal flip."""
-    randaugment_ops: int = 0
+    randaugment_ops: Annotated[int, NOT_NEGATIVE] = 0
     """Number of RandAugment operations applied to each image."""
-    randaugment_magnitude: float = 9.0
+    randaugment_magnitude: Annotated[float, Range(ge=0, le=10)] = 9.0
     """RandAugment magnitude, 0..10 as in the paper. torchvision's default, 9 of 31 steps, is 3 here."""
-    erase: float = 0.0
+    erase: Annotated[float, SHARE] = 0.0
     """Probability of erasing a random rectangle."""
-    mixup: float = 0.0
+    mixup: Annotated[float, NOT_NEGATIVE] = 0.0
     """Alpha of the Beta distribution from which mixup draws its weights. 0: off."""
-    cutmix: float = 0.0
+    cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
     """Alpha of the Beta distribution from which cutmix draws its areas. 0: off. With mixup also on, each pair gets one of the
     two."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, SHARE] = 0.0
     """Share of the target probability spread evenly over all classes, 0..1."""
 
     @property
@@ -121,27 +121,41 @@ class ModelRecipe:
     gradient."""
     pooling: Literal["max", "average"] = "max"
     """How the convnet halves the image."""
-    channels: tuple[int, int] = (32, 64)
+    channels: Annotated[tuple[int, int], POSITIVE] = (32, 64)
     """Output channels of the convnet's two convolutions."""
-    hidden: int = 128
+    hidden: Annotated[int, POSITIVE] = 128
     """Width of the convnet's hidden linear layer, in units."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """All that a recipe says of this task alone. Raises RecipeError for what cannot be."""
+    """All sections of a recipe that only this task has."""
 
     why_grouped: ClassVar[str] = "augment.mixup and augment.cutmix mix pairs of neighbouring samples"
     data: DataRecipe = field(default_factory=DataRecipe)
     augment: AugmentRecipe = field(default_factory=AugmentRecipe)
     model: ModelRecipe = field(default_factory=ModelRecipe)
 
-    def __post_init__(self) -> None:
-        problems = [*out_of_range(self, _RANGES), *_of_the_hub(self.data), *_contradictions(self)]
-        if problem := model_names.problem(self.model.name):
-            problems.append(problem)
-        if problems:
-            raise RecipeError(*problems)
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield the problems of values that contradict each other."""
+        data = self.data
+        if unknown := model_names.problem(self.model.name):
+            yield Problem(unknown, "model.name")
+        for key in ("hub_config", "hub_revision"):
+            if getattr(data, key) and data.source != "huggingface":
+                yield problem(self, f"{key} is for data.source=huggingface", f"data.{key}", "data.source")
+        if data.hub_revision is not None and not re.fullmatch("[0-9a-f]{40}", data.hub_revision):
+            commit = "it must be a commit, all 40 hexadecimal digits of it, because branches and tags move"
+            yield problem(self, f"{commit} (the hub shows it under Files and versions)", "data.hub_revision")
+        for key in ("augment.resized_crop_min_area", "data.resize_size"):
+            if attrgetter(key)(self) is not None and data.image_size is None:
+                yield problem(self, "give data.image_size, the size in pixels of the crop", key, "data.image_size")
+        if data.resize_size is not None and data.image_size is not None and data.resize_size < data.image_size:
+            yield problem(self, "resize_size must be at least image_size", "data.resize_size", "data.image_size")
+        if data.leave_out is not None and data.source not in _DECODED:
+            yield problem(self, f"leave_out is for {', '.join(_DECODED)}", "data.leave_out", "data.source")
+        if len(data.mean) != len(data.std):
+            yield problem(self, "give each one value per channel, or one for all", "data.mean", "data.std")
 
     @property
     def group_size(self) -> int:
@@ -163,50 +177,4 @@ class Sections:
         return found if self.data.leave_out is None else {**found, "data.leave_out": self.data.leave_out}
 
 
-_RANGES: Mapping[str, Range] = {
-    "data.image_size": POSITIVE, "data.resize_size": POSITIVE, "data.std": POSITIVE,
-    "data.fake_train_samples": POSITIVE, "data.fake_test_samples": POSITIVE,
-    "data.fake_classes": Range(2), "data.fake_channels": POSITIVE,
-    "augment.crop_padding": NOT_NEGATIVE, "augment.resized_crop_min_area": Range(0, 1, open_low=True), "augment.flip": SHARE,
-    "augment.randaugment_ops": NOT_NEGATIVE, "augment.randaugment_magnitude": Range(0, 10), "augment.erase": SHARE,
-    "augment.mixup": NOT_NEGATIVE, "augment.cutmix": NOT_NEGATIVE, "augment.label_smoothing": SHARE,
-    "model.channels": POSITIVE, "model.hidden": POSITIVE,
-}  # fmt: skip
-
-
 _DECODED = ("imagefolder", "huggingface", "webdataset", "hdf5", "lmdb", "tfrecord")
-
-
-def _of_the_hub(data: DataRecipe) -> list[str]:
-    problems = []
-    if data.source != "huggingface" and (data.hub_config or data.hub_revision):
-        problems.append(
-            f"data.hub_config and data.hub_revision are for data.source=huggingface, and data.source is {data.source}"
-        )
-    if data.hub_revision is not None and not re.fullmatch("[0-9a-f]{40}", data.hub_revision):
-        problems.append(
-            f"data.hub_revision is {data.hub_revision}: it must be a commit, all 40 hexadecimal digits of it, because branches "
-            "and tags move (the hub shows it under Files and versions)"
-        )
-    return problems
-
-
-def _contradictions(sections: Sections) -> list[str]:
-    data, augment = sections.data, sections.augment
-    problems = []
-    if augment.resized_crop_min_area is not None and data.image_size is None:
-        problems.append("augment.resized_crop_min_area needs data.image_size: the size in pixels that crops are resized to")
-    if data.resize_size is not None and data.image_size is None:
-        problems.append("data.resize_size needs data.image_size: the size in pixels of the centre crop")
-    if data.resize_size is not None and data.image_size is not None and data.resize_size < data.image_size:
-        problems.append(f"data.resize_size is {data.resize_size}: it must be at least data.image_size, {data.image_size}")
-    if data.leave_out is not None and data.source not in _DECODED:
-        problems.append(
-            f"data.leave_out is for data.source={', '.join(_DECODED)}: {data.source} has no files that could be left out"
-        )
-    if len(data.mean) != len(data.std):
-        problems.append(
-            f"data.mean has {len(data.mean)} values and data.std {len(data.std)}: give each one value per "
-            "channel, or one for all"
-        )
-    return problems

@@ -56,7 +56,7 @@ def test_plan_refuses_what_training_refuses(refused: Refused) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        ("model.architecture=bert", "model.settings=[is_decoder=true]"),
+        ("model.architecture=bert", "model.settings={is_decoder: true}"),
         ("model.architecture=gemma2", "model.attention=eager"),
         ("model.architecture=mistral", "data.document_masks=true"),
     ],

@@ -462,8 +462,10 @@ def test_configuration_and_revision_are_in_the_fingerprint(tmp_path: Path) -> No
 
 
 def test_a_configuration_is_for_the_hub_alone() -> None:
-    with pytest.raises(RecipeError, match=r"are for data\.source=huggingface, and data\.source is digits"):
-        Sections(data=DataRecipe(hub_config="large"))
+    (problem,) = Sections(data=DataRecipe(hub_config="large")).contradictions()
+    assert problem == 'data.hub_config is "large" and data.source is "digits": hub_config is for data.source=huggingface'
+    (problem,) = recipe("someone/something", hub_revision="main").contradictions()
+    assert 'data.hub_revision is "main": it must be a commit, all 40 hexadecimal digits' in problem
 
 
 def test_a_download_names_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ import numpy as np
 from app import tasks
 from app.environment import cores
 from app.errors import DataError, UsageError
-from app.options.command_line import Parser
-from app.options.values import not_negative, positive, share
+from app.options.command_line import Parser, not_negative, positive, share
 from app.recipe import recipe_file
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.rows import Rows

@@ -10,8 +10,7 @@ from pathlib import Path
 from app.data.data_files import is_hidden
 from app.environment import cores
 from app.errors import DataError, RecipeError
-from app.options.command_line import Parser
-from app.options.values import above_zero, positive
+from app.options.command_line import Parser, above_zero, positive
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 

@@ -1,0 +1,224 @@
+"""The types of a recipe's values: how a YAML node is read as one, the range of a number, and what is wrong with a value.
+
+A value is read as the type of its field, not as what YAML 1.1 makes of it: `1e-3` is a number where a number is expected,
+`no` is text where text is expected, and nothing becomes a date. Standard library and PyYAML only: it is read on login nodes.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import json
+import math
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from app.files import yaml_text
+
+
+class Problem(str):
+    """A sentence about the values of some keys. `recipe_file.load` adds the origins of these values."""
+
+    __slots__ = ("keys",)
+    keys: tuple[str, ...]
+
+    def __new__(cls, text: str, *keys: str) -> Problem:
+        """Return the text as a problem of the keys."""
+        problem = super().__new__(cls, text)
+        problem.keys = keys
+        return problem
+
+
+def problem(sections: Any, text: str, *keys: str) -> Problem:
+    """Return the problem `KEY is VALUE and KEY is VALUE: text`, with the values that the sections have."""
+    values = (f"{key} is {json.dumps(operator.attrgetter(key)(sections), ensure_ascii=False)}" for key in keys)
+    return Problem(f"{' and '.join(values)}: {text}", *keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers greater than `gt`, at least `ge`, less than `lt` and at most `le`."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+
+    def contains(self, number: float) -> bool:
+        """Return True if the number is in the range."""
+        return all(getattr(operator, name)(number, bound) for name, bound in vars(self).items() if bound is not None)
+
+    def __str__(self) -> str:
+        words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+        return " and ".join(f"{words[name]} {bound:,}" for name, bound in vars(self).items() if bound is not None)
+
+
+POSITIVE, NOT_NEGATIVE, SHARE = Range(gt=0), Range(ge=0), Range(ge=0, le=1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of a field, taken apart."""
+
+    scalar: type
+    """bool, int, float, str or dict: type of the value, or of each element of a list."""
+    choices: tuple[str, ...] = ()
+    """All texts that are allowed; empty: any text."""
+    optional: bool = False
+    """Whether null is allowed."""
+    length: int | None = None
+    """Number of elements of a list; 0: at least one. None: no list."""
+    limits: Range | None = None
+    """Range of the number, or of each number of a list."""
+
+    @classmethod
+    def of(cls, hint: Any) -> Kind:
+        """Take the type annotation of a field apart."""
+        origin, arguments = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            return replace(cls.of(arguments[0]), limits=arguments[1])
+        if origin is Literal:
+            return cls(str, choices=arguments)
+        if origin is tuple:
+            return cls(arguments[0], length=0 if arguments[-1] is Ellipsis else len(arguments))
+        if origin in (types.UnionType, Union):
+            return replace(cls.of(arguments[0]), optional=True)
+        return cls(dict if origin is collections.abc.Mapping else hint)
+
+    def describe(self) -> str:
+        """Return what is expected, in words."""
+        words, plural = _WORDS[self.scalar]
+        if self.choices:
+            words = f"one of {', '.join(self.choices)}"
+        elif self.length is not None:
+            words = f"a list of {self.length} {plural}" if self.length else f"a list of {plural}"
+        return f"{words} or null" if self.optional else words
+
+    def read(self, node: yaml.Node) -> Any:
+        """Return the value of a YAML node. Raises ValueError if it is not of this kind."""
+        if self.optional and is_null(node):
+            return None
+        if self.length is None:
+            return self._read_scalar(node)
+        items = tuple(map(self._read_scalar, _items(node)))
+        if not items or self.length not in (0, len(items)):
+            raise ValueError(f"{len(items)} elements")
+        return items
+
+    def _read_scalar(self, node: yaml.Node) -> Any:
+        if self.scalar is dict and isinstance(node, yaml.MappingNode):
+            return _plain(node)
+        if self.scalar is str and isinstance(node, yaml.ScalarNode):
+            if node.value in self.choices if self.choices else not is_null(node):  # `none` can be a choice
+                return node.value
+        elif self.scalar in _PARSERS and is_plain(node):
+            return _PARSERS[self.scalar](node.value)
+        raise ValueError(f"not of type {self.scalar}")
+
+    def allows(self, value: Any) -> bool:
+        """Return True if each number of the value is in the range."""
+        numbers = value if isinstance(value, tuple) else (value,)
+        return all(number is None or self.limits is None or self.limits.contains(number) for number in numbers)
+
+
+_WORDS = {
+    bool: ("true or false", "true or false"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+    dict: ('a mapping such as {"name": 0.1}', "mappings"),
+}
+
+
+def _parse_float(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError("not finite")
+    return number
+
+
+_PARSERS: Mapping[type, Callable[[str], Any]] = {
+    bool: lambda text: ("false", "true").index(text.lower()) == 1,
+    int: int,
+    float: _parse_float,
+}
+
+
+def _plain(node: yaml.Node, depth: int = 0) -> Any:
+    """Return a node without a type of its own: a mapping, a list, null, true or false, a number or else text."""
+    if depth > 9:  # with an alias, a mapping can contain itself
+        raise ValueError("it is nested too deeply")
+    if isinstance(node, yaml.MappingNode):
+        for key, *_ in yaml_text.repeated(node):
+            raise ValueError(f"it has {key} twice")
+        return {yaml_text.key_text(key): _plain(value, depth + 1) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, depth + 1) for item in node.value]
+    if is_null(node):
+        return None
+    for parse in _PARSERS.values() if is_plain(node) else ():
+        with suppress(ValueError):
+            return parse(node.value)
+    return node.value
+
+
+def is_plain(node: yaml.Node) -> bool:
+    """Return True for a single value without quotes."""
+    return isinstance(node, yaml.ScalarNode) and node.style is None
+
+
+def is_null(node: yaml.Node) -> bool:
+    """Return True for an empty value, or a word for null."""
+    return is_plain(node) and node.value.lower() in ("", "~", "null", "none")
+
+
+def shown(node: yaml.Node) -> str:
+    """Return the node on one line, for a message."""
+    if isinstance(node, yaml.ScalarNode):
+        return (node.value or "empty") if is_plain(node) else repr(node.value)
+    if isinstance(node, yaml.SequenceNode):  # one level only: with an alias, a list can contain itself
+        return "[" + ", ".join(shown(item) if isinstance(item, yaml.ScalarNode) else "..." for item in node.value) + "]"
+    return "a mapping"
+
+
+def _items(node: yaml.Node) -> list[yaml.Node]:
+    """Return the elements of a list; `1,2` and `1` are lists too."""
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    if not is_plain(node):
+        return [node]
+    text: str = node.value
+    if text.startswith("[") and text.endswith("]"):  # [*.bias] is no YAML
+        text = text[1:-1]
+    return [yaml.ScalarNode(node.tag, part.strip()) for part in text.split(",")]
+
+
+@functools.cache
+def sections_in(cls: type) -> Mapping[str, type]:
+    """Return the sections of a dataclass: its fields that are dataclasses themselves."""
+    return {name: hint for name, hint in get_type_hints(cls).items() if isinstance(hint, type) and is_dataclass(hint)}
+
+
+@functools.cache
+def kinds_in(cls: type) -> Mapping[str, Kind]:
+    """Return the kind of each key of a dataclass; the keys of a section are `section.field`."""
+    hints = get_type_hints(cls, include_extras=True)
+    found: dict[str, Kind] = {}
+    for name in (field.name for field in fields(cls)):
+        if name in sections_in(cls):
+            found |= {f"{name}.{key}": kind for key, kind in kinds_in(hints[name]).items()}
+        elif hints[name] is not Any:
+            found[name] = Kind.of(hints[name])
+    return found
+
+
+def out_of_range(sections: Any) -> Iterator[Problem]:
+    """Yield a problem for each key of these sections with a number that is out of the range in its annotation."""
+    for key, kind in kinds_in(sections.__class__).items():
+        if not kind.allows(operator.attrgetter(key)(sections)):
+            yield problem(sections, f"it must be {kind.limits}", key)
