@@ -139,7 +139,7 @@ def bring_to_cpu(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
     model.train()
 
 
-def batch_of(blueprint: Blueprint, size: int, form: Form) -> dict[str, Any]:
+def make_batch(blueprint: Blueprint, size: int, form: Form) -> dict[str, Any]:
     """Return a batch of `size` samples on the CPU, as `preprocess` returns it, without numbers.
 
     Raises RecipeError for a task that has no example without data.

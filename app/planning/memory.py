@@ -1,4 +1,4 @@
-"""How much memory a device needs for a step of training, by kind, before the job: no GPU, no weights, seconds.
+"""Memory that a device needs for a step of training, by kind, before the job: no GPU, no weights, seconds.
 
 What a pass holds is traced on tensors without data (`tracing`). What exists during the whole step is counted: weights, the
 optimizer's states, gradients in buffers of their own.
@@ -27,7 +27,7 @@ from app.optim import parameter_groups
 from app.planning import blueprint as blueprints
 from app.planning import tracing
 from app.planning.blueprint import Blueprint
-from app.planning.tracing import KINDS, Bytes, How, Ledger
+from app.planning.tracing import KINDS, AllocationTracker, Bytes, PassOptions
 from app.recipe import optimizers
 from app.recipe.schema import OptimRecipe, Recipe
 
@@ -90,7 +90,7 @@ class Case:
     precision: str = "no"
     """Accelerate's word: no, bf16 or fp16."""
     recomputes: bool = False
-    """Whether blocks are recomputed in the backward pass."""
+    """True if blocks are recomputed in the backward pass."""
     device: Literal["cuda", "cpu"] = "cuda"
 
     @property
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients are tensors of their own, not in the buckets of DDP or DeepSpeed."""
+        """True if gradients are tensors of their own, not in the buckets of DDP or DeepSpeed."""
         return self.sharding.kind == "fsdp2" or (self.sharding.stage == 0 and self.data_ranks == 1)
 
 
@@ -111,48 +111,40 @@ def peak(case: Case) -> Memory:
     task whose loss looks at numbers, and PresetError for tensor parallelism that the model does not allow.
     """
     blueprint = blueprints.of_one_rank(case.recipe, case.sharding.tensor_parallel)
-    kept = (_kept_by_zero if case.sharding.stage else _kept)(case, blueprint).plus(
-        buffers=sum(buffer.nbytes for buffer in blueprint.model.buffers())
-    )
+    kept, in_step = (_under_zero if case.sharding.stage else _without_zero)(case, blueprint)
+    kept = kept.plus(buffers=sum(buffer.nbytes for buffer in blueprint.model.buffers()))
     accumulates = case.recipe.train.global_batch_size // (case.micro_batch * case.data_ranks) > 1
     moments = [
-        kept.plus(**dict(zip(KINDS, held, strict=True))).plus(**_of_zero_in(phase, case, blueprint, accumulates=accumulates))
+        kept.plus(**dict(zip(KINDS, held, strict=True))).plus(**_zero_in_phase(phase, case, blueprint, accumulates=accumulates))
         for phase, held in _passes(case, blueprint).items()
         if accumulates or not phase.endswith(tracing.LATER)
     ]
-    moments.append((_step_of_zero if case.sharding.stage else _step)(case, blueprint, kept))
+    moments.append(kept.plus(**in_step))
     return max(moments, key=lambda it: it.total)._replace(host=max(moment.host for moment in moments))
 
 
-def _shapes(case: Case, blueprint: Blueprint, *, trained: bool) -> list[Shape]:
-    """Return the shapes of rank 0's rows of the parameters, as torch.chunk divides them."""
-    shapes = [tuple(it.shape) for it in blueprint.model.parameters() if it.requires_grad == trained]
-    return [(math.ceil(shape[0] / max(case.shards, 1)), *shape[1:]) if shape else shape for shape in shapes]
-
-
-def _itemsize(recipe: Recipe) -> int:
-    dtype: torch.dtype = getattr(torch, recipe.train.dtype)
-    return dtype.itemsize
-
-
-def _kept(case: Case, blueprint: Blueprint) -> Memory:
-    """Return what exists during the whole step on one process, under DDP and FSDP2."""
-    recipe, itemsize, mine = case.recipe, _itemsize(case.recipe), _shapes(case, blueprint, trained=True)
-    trained, frozen = (sum(map(math.prod, it)) * itemsize for it in (mine, _shapes(case, blueprint, trained=False)))
-    average = trained if recipe.train.ema_decay is not None else 0
-    return Memory(
-        weights=trained + frozen,
-        gradients=0 if case.keeps_gradients else trained,  # DDP's buckets stay
-        optimizer=bytes_of_states(recipe.optim, mine, itemsize=itemsize) + average,
+def _without_zero(case: Case, blueprint: Blueprint) -> tuple[Memory, dict[str, int]]:
+    """Return what exists during the whole step on one process, under DDP and FSDP2, and more while the optimizer steps."""
+    recipe = case.recipe
+    itemsize: int = getattr(torch, recipe.train.dtype).itemsize
+    trained, frozen = [], 0
+    for parameter in blueprint.model.parameters():
+        shape = tuple(parameter.shape)
+        if shape:  # rank 0's rows, as torch.chunk divides them
+            shape = (math.ceil(shape[0] / max(case.shards, 1)), *shape[1:])
+        if parameter.requires_grad:
+            trained.append(shape)
+        else:
+            frozen += math.prod(shape) * itemsize
+    sizes = [math.prod(shape) * itemsize for shape in trained]
+    average = sum(sizes) if recipe.train.ema_decay is not None else 0
+    kept = Memory(
+        weights=sum(sizes) + frozen,
+        gradients=0 if case.keeps_gradients else sum(sizes),  # DDP's buckets stay
+        optimizer=bytes_of_states(recipe.optim, trained, itemsize=itemsize) + average,
     )
-
-
-def _step(case: Case, blueprint: Blueprint, kept: Memory) -> Memory:
-    """Return what is held while the optimizer steps."""
-    itemsize = _itemsize(case.recipe)
-    sizes = [math.prod(shape) * itemsize for shape in _shapes(case, blueprint, trained=True)]
-    extra = _bytes_of_step(case.recipe.optim, sizes, on_gpu=case.device == "cuda")
-    return kept.plus(optimizer=extra, gradients=sum(sizes) if case.keeps_gradients else 0)
+    extra = _bytes_of_step(recipe.optim, sizes, on_gpu=case.device == "cuda")
+    return kept, {"optimizer": extra, "gradients": sum(sizes) if case.keeps_gradients else 0}
 
 
 def _zero_sizes(case: Case, blueprint: Blueprint) -> tuple[int, int]:
@@ -160,23 +152,28 @@ def _zero_sizes(case: Case, blueprint: Blueprint) -> tuple[int, int]:
     return _WHOLE if case.precision == "no" else 2, math.ceil(blueprint.trainable / case.data_ranks)
 
 
-def _kept_by_zero(case: Case, blueprint: Blueprint) -> Memory:
-    """Return what exists during the whole step under ZeRO."""
-    width, share = _zero_sizes(case, blueprint)
-    average = share * _WHOLE if case.recipe.train.ema_decay is not None else 0
-    optimizer = bytes_of_states(case.recipe.optim, [(share,)]) + average
+def _under_zero(case: Case, blueprint: Blueprint) -> tuple[Memory, dict[str, int]]:
+    """Return what exists during the whole step under ZeRO, and more while DeepSpeed's optimizer steps."""
+    recipe, (width, share) = case.recipe, _zero_sizes(case, blueprint)
+    is_offloaded = case.sharding.stage == 3 and case.sharding.offload  # then the optimizer steps on the host
+    extra = _bytes_of_step(recipe.optim, [share * _WHOLE], on_gpu=case.device == "cuda" and not is_offloaded)
+    average = share * _WHOLE if recipe.train.ema_decay is not None else 0
+    optimizer = bytes_of_states(recipe.optim, [(share,)]) + average
     if case.sharding.stage < 3:
-        return Memory(weights=blueprint.parameters * width, optimizer=share * _WHOLE + optimizer)
+        kept = Memory(weights=blueprint.parameters * width, optimizer=share * _WHOLE + optimizer)
+        return kept, {"gradients": share * (width + _WHOLE), "optimizer": extra}
     weights = (share + math.ceil((blueprint.parameters - blueprint.trainable) / case.data_ranks)) * width
     gradients, bucket = share * width, _BUCKET * width
-    if case.sharding.offload:  # also the float32 weights that are stepped on, and their gradients
-        return Memory(gradients=bucket, host=weights + gradients + 2 * share * _WHOLE + optimizer)
+    if is_offloaded:  # also the float32 weights that are stepped on, and their gradients
+        return Memory(gradients=bucket, host=weights + gradients + 2 * share * _WHOLE + optimizer), {"host": extra}
     copies = 0 if width == _WHOLE else share * _WHOLE  # in float32 it steps on the weights themselves
-    return Memory(weights=weights, gradients=gradients + bucket, optimizer=copies + optimizer)
+    live = min(blueprint.parameters, _LIVE) * width
+    kept = Memory(weights=weights, gradients=gradients + bucket, optimizer=copies + optimizer)
+    return kept, {"gradients": min(share, _SUBGROUP) * _WHOLE, "optimizer": extra, "weights": live}
 
 
-def _of_zero_in(phase: str, case: Case, blueprint: Blueprint, *, accumulates: bool) -> dict[str, int]:
-    """Return what ZeRO takes in a phase of a pass, which no trace has seen."""
+def _zero_in_phase(phase: str, case: Case, blueprint: Blueprint, *, accumulates: bool) -> dict[str, int]:
+    """Return the bytes that ZeRO takes in a phase of a pass, which are not traced."""
     stage, (width, share) = case.sharding.stage, _zero_sizes(case, blueprint)
     if stage == 3:
         return {"weights": min(blueprint.parameters, _LIVE + blueprint.largest_unit) * width}
@@ -185,23 +182,10 @@ def _of_zero_in(phase: str, case: Case, blueprint: Blueprint, *, accumulates: bo
     return {"gradients": share * width if stage and accumulates else 0}
 
 
-def _step_of_zero(case: Case, blueprint: Blueprint, kept: Memory) -> Memory:
-    """Return what is held while DeepSpeed's optimizer steps."""
-    width, share = _zero_sizes(case, blueprint)
-    is_offloaded = case.sharding.stage == 3 and case.sharding.offload  # then the optimizer steps on the host
-    extra = _bytes_of_step(case.recipe.optim, [share * _WHOLE], on_gpu=case.device == "cuda" and not is_offloaded)
-    if is_offloaded:
-        return kept.plus(host=extra)
-    if case.sharding.stage < 3:
-        return kept.plus(gradients=share * (width + _WHOLE), optimizer=extra)
-    live = min(blueprint.parameters, _LIVE) * width
-    return kept.plus(gradients=min(share, _SUBGROUP) * _WHOLE, optimizer=extra, weights=live)
-
-
 def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, Bytes]:
     """Return what a pass holds in each phase."""
     is_half = case.precision != "no"
-    how = How(
+    how = PassOptions(
         micro_batch=case.micro_batch,
         precision=case.precision,
         half_weights=case.sharding.stage > 0 and is_half,
@@ -212,10 +196,10 @@ def _passes(case: Case, blueprint: Blueprint) -> Mapping[str, Bytes]:
             tensor_cores=case.device == "cuda" and is_half, preferred=blueprint.task.channels_last
         ),
     )
-    return of_any_size(case.recipe, case.sharding.tensor_parallel, how)
+    return interpolate(case.recipe, case.sharding.tensor_parallel, how)
 
 
-def of_any_size(recipe: Recipe, tensor_parallel: int, how: How) -> Mapping[str, Bytes]:
+def interpolate(recipe: Recipe, tensor_parallel: int, how: PassOptions) -> Mapping[str, Bytes]:
     """Return what a pass of any size on any number of shards holds: two of each are traced.
 
     Each phase grows by the same amount with every further sample. Of what FSDP2 holds, a part is of whole units, and the rest
@@ -225,13 +209,13 @@ def of_any_size(recipe: Recipe, tensor_parallel: int, how: How) -> Mapping[str, 
         few, more = (_traced(recipe, tensor_parallel, how._replace(micro_batch=size)) for size in _SIZES)
         return tracing.on_line(few, more, Fraction(how.micro_batch - _SIZES[0], _SIZES[1] - _SIZES[0]))
     ends = _SHARDS[:2] if how.shards < _SHARDS[1] else _SHARDS[1:]
-    low, high = (of_any_size(recipe, tensor_parallel, how._replace(shards=shards)) for shards in ends)
+    low, high = (interpolate(recipe, tensor_parallel, how._replace(shards=shards)) for shards in ends)
     one, other, wanted = (Fraction(1, shards) for shards in (*ends, how.shards))
     return tracing.on_line(low, high, (one - wanted) / (one - other))
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(recipe: Recipe, tensor_parallel: int, how: How) -> Mapping[str, Bytes]:
+def _traced(recipe: Recipe, tensor_parallel: int, how: PassOptions) -> Mapping[str, Bytes]:
     return tracing.peaks(blueprints.of_one_rank(recipe, tensor_parallel), how)
 
 
@@ -241,7 +225,7 @@ def _traced(recipe: Recipe, tensor_parallel: int, how: How) -> Mapping[str, Byte
 
 def bytes_of_states(recipe: OptimRecipe, shapes: Iterable[Shape], *, itemsize: int = 4) -> int:
     """Return the bytes of the optimizer's states for parameters of these shapes, whose numbers have `itemsize` bytes."""
-    dtype, key = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize], _key(recipe)
+    dtype, key = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize], replace(recipe, groups=None)
     return sum(
         math.prod(shape[_PRIMES.index(length)] if length in _PRIMES else length for length in state) * size
         for shape in shapes
@@ -258,11 +242,7 @@ def _bytes_of_step(recipe: OptimRecipe, sizes: list[int], *, on_gpu: bool) -> in
     kind = optimizers.TABLE[recipe.name].torch_name
     if not sizes or kind in ("Adam", "AdamW") or (kind == "SGD" and on_gpu):  # fused kernels, which work in place
         return 0
-    return round(_bytes_in_step(_key(recipe), on_gpu) * (sum(sizes) if on_gpu else max(sizes)))
-
-
-def _key(recipe: OptimRecipe) -> OptimRecipe:
-    return replace(recipe, groups=None)
+    return round(_bytes_in_step(replace(recipe, groups=None), on_gpu) * (sum(sizes) if on_gpu else max(sizes)))
 
 
 @functools.cache
@@ -278,16 +258,17 @@ def _bytes_in_step(recipe: OptimRecipe, together: bool) -> float:
     """Return the bytes that are allocated at most in a step with states, for each byte of the parameters."""
     parameters = [nn.Parameter(torch.ones(64, 64)) for _ in range(4 if together else 1)]
     optimizer = _stepped(recipe, parameters, foreach=together)
-    ledger = Ledger()
-    ledger.ignore(it for of_one in optimizer.state.values() for it in of_one.values() if isinstance(it, torch.Tensor))
-    ledger.ignore([*parameters, *(it.grad for it in parameters if it.grad is not None)])
-    with ledger:
+    allocations = AllocationTracker()
+    allocations.ignore(it for of_one in optimizer.state.values() for it in of_one.values() if isinstance(it, torch.Tensor))
+    allocations.ignore([*parameters, *(it.grad for it in parameters if it.grad is not None)])
+    with allocations:
         optimizer.step()
-    most = max((sum(held) for held in ledger.peaks.values()), default=0)
+    most = max((sum(held) for held in allocations.peaks.values()), default=0)
     return most / sum(parameter.nbytes for parameter in parameters)
 
 
 def _stepped(recipe: OptimRecipe, parameters: list[nn.Parameter], *, foreach: bool | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters after its first step."""
     module = nn.ParameterDict({f"p{number}_weight": parameter for number, parameter in enumerate(parameters)})
     optimizer: Any = parameter_groups.build_optimizer(recipe, module, fused=False if foreach else None)
     for group in optimizer.param_groups:

@@ -1,5 +1,5 @@
-"""Too little memory: a run that can never fit is refused before its model is filled, and one that ends for it says what to
-change."""
+"""Too little memory: a run that can never fit is refused before its model is filled, and one that runs out of it ends with
+what to change."""
 
 from __future__ import annotations
 

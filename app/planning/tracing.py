@@ -32,38 +32,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app import own_layers
 from app.distributed import model_preparation, sample_dropout
 from app.errors import RecipeError
+from app.optim.parameter_groups import local
 from app.planning import blueprint as blueprints
 from app.planning.blueprint import Blueprint
 from app.task import Form
 
 KINDS = ("weights", "gradients", "activations", "loss")
-"""What a pass allocates: gathered weights, gradients, what layers keep and work with, and the same of the last layer."""
+"""Kinds of memory of a pass: gathered weights, gradients, tensors of the layers, and those of the last layer and the loss."""
 Bytes = tuple[int, ...]
 """One number for each of KINDS."""
 LATER = ", of a later pass"
-"""How the names of phases end that belong to a step's second pass."""
+"""Ending of the names of phases that belong to a step's second pass."""
 _DEPTHS, _DEPTHS_SHARDED = (2, 3), (3, 4)
 """Depths that are traced: with a first and a last block, and under FSDP2, which gathers differently at the ends, with a first,
 second, last but one and last block, of which two may be the same."""
 
 
-class How(NamedTuple):
-    """How a pass is computed."""
+class PassOptions(NamedTuple):
+    """Settings of a pass."""
 
     micro_batch: int
     precision: str = "no"
     half_weights: bool = False
-    """Whether the weights themselves are in half precision, as under DeepSpeed."""
+    """True if the weights themselves are in half precision, as under DeepSpeed."""
     recomputes: bool = False
-    """Whether blocks are recomputed in the backward pass."""
+    """True if blocks are recomputed in the backward pass."""
     keeps_gradients: bool = True
-    """Whether passes add up gradients in tensors of their own, and not in a bucket: then a second pass differs."""
+    """True if passes add up gradients in tensors of their own, and not in a bucket: then a second pass differs."""
     shards: int = 0
-    """Ranks that FSDP2 shards the model over; 0: it does not."""
+    """Ranks that FSDP2 shards the model over; 0: none."""
     channels_last: bool = False
 
 
-class Ledger(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of all tensors that are made while it is entered, and keeps the greatest sum of each phase."""
 
     def __init__(self) -> None:
@@ -86,11 +87,11 @@ class Ledger(TorchDispatchMode):
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave out tensors that exist already."""
         for tensor in tensors:
-            self._enter(_local(tensor).untyped_storage(), None)
+            self._enter(local(tensor).untyped_storage(), None)
 
     def assign(self, tensor: Tensor, kind: str) -> None:
         """Count a tensor, new or known, as of this kind."""
-        storage = _local(tensor).untyped_storage()
+        storage = local(tensor).untyped_storage()
         entry = self._entries.get(id(storage))
         if entry is None:
             self._enter(storage, kind)
@@ -99,14 +100,14 @@ class Ledger(TorchDispatchMode):
             self._now[kind] += entry[2]
             entry[1] = kind
 
-    def __enter__(self) -> Ledger:
-        """Count from now on, also what torch resizes behind the operations, as FSDP2 does with gathered weights."""
+    def __enter__(self) -> AllocationTracker:
+        """Start counting, also storages that are resized outside of operations, as FSDP2 does with gathered weights."""
         self._mode, self._resize = active_fake_mode(), torch.UntypedStorage.resize_
-        ledger, resize = self, self._resize
+        tracker, resize = self, self._resize
 
         def resized(storage: Any, size: int) -> Any:
             result = resize(storage, size)
-            ledger._update(storage)
+            tracker._update(storage)
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
@@ -165,11 +166,7 @@ class Ledger(TorchDispatchMode):
                 self.peaks[phase] = tuple(self._now.values())
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def peaks(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
+def peaks(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
     """Return what a pass holds at the worst moment of each phase, by kind, beyond what existed before it.
 
     Raises RecipeError for a loss that looks at numbers.
@@ -190,12 +187,12 @@ def on_line(few: Mapping[str, Bytes], more: Mapping[str, Bytes], along: Fraction
     }
 
 
-def traced(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
-    """Return `peaks` of a model that is traced as it is."""
+def traced(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
+    """Return `peaks` of a model that is traced with all of its blocks."""
     model = copy.deepcopy(blueprint.model)  # before tensors have no data
     dropout = sample_dropout.give_to_samples(model, 0)
     half = blueprints.HALVES.get(how.precision) if how.half_weights else None
-    with group_of(how.shards) if how.shards else nullcontext() as mesh, FakeTensorMode():
+    with fake_group(how.shards) if how.shards else nullcontext() as mesh, FakeTensorMode():
         blueprints.bring_to_cpu(model, dtype=half)
         if how.recomputes:
             model_preparation.compute_blocks_again(model, blueprint.classes)
@@ -205,11 +202,13 @@ def traced(blueprint: Blueprint, how: How) -> dict[str, Bytes]:
             _shard(model, mesh, how.precision, blueprint)
         inputs = half or next(model.parameters()).dtype
         order = torch.channels_last if how.channels_last else torch.contiguous_format
-        return _of_step(blueprint, model, blueprints.batch_of(blueprint, how.micro_batch, Form(inputs, order)), how, dropout)
+        return _trace_step(
+            blueprint, model, blueprints.make_batch(blueprint, how.micro_batch, Form(inputs, order)), how, dropout
+        )
 
 
 @contextmanager
-def group_of(ranks: int) -> Iterator[Any]:
+def fake_group(ranks: int) -> Iterator[Any]:
     """Be rank 0 of a process group whose other ranks do not exist, and whose collectives do nothing; return its mesh.
 
     Raises RuntimeError if this process has joined a group already.
@@ -247,20 +246,27 @@ def _shard(model: nn.Module, mesh: Any, precision: str, blueprint: Blueprint) ->
     fsdp2_prepare_model(accelerator, model)
 
 
-def _of_step(
-    blueprint: Blueprint, model: nn.Module, batch: dict[str, Any], how: How, dropout: sample_dropout.PassDraws
+def _trace_step(
+    blueprint: Blueprint, model: nn.Module, batch: dict[str, Any], how: PassOptions, dropout: sample_dropout.PassDraws
 ) -> dict[str, Bytes]:
     """Trace the first pass of a step, and a second one if it differs."""
-    ledger = Ledger()
-    ledger.ignore([*model.parameters(), *model.buffers()])
+    tracker = AllocationTracker()
+    tracker.ignore([*model.parameters(), *model.buffers()])
+
+    def take_gradient(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.assign(parameter.grad, "gradients")
+        if not how.keeps_gradients:
+            parameter.grad = None
+
     for parameter in model.parameters():
         if parameter.requires_grad and not how.shards:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, ledger, keeps=how.keeps_gradients))
-    watch = _Watch(ledger, blueprint, model)
+            parameter.register_post_accumulate_grad_hook(take_gradient)
+    watch = _Watch(tracker, blueprint, model)
     call = blueprints.called(model, how.precision, by_autocast=not how.half_weights)
-    with ledger:
+    with tracker:
         for tensor in _tensors(batch):
-            ledger.assign(tensor, "activations")
+            tracker.assign(tensor, "activations")
         for end in ("", LATER) if how.keeps_gradients else ("",):
             watch.start_pass(end)
             dropout.begin(batch["samples"])
@@ -275,21 +281,14 @@ def _of_step(
             watch.start_backward()
             loss.backward()
             del loss
-    return ledger.peaks
-
-
-def _arrived(ledger: Ledger, parameter: Tensor, *, keeps: bool) -> None:
-    if parameter.grad is not None:
-        ledger.assign(parameter.grad, "gradients")
-    if not keeps:
-        parameter.grad = None
+    return tracker.peaks
 
 
 class _Watch:
-    """Hooks on a model that give the ledger the phase of the pass."""
+    """Hooks on a model that give the tracker the phase of the pass."""
 
-    def __init__(self, ledger: Ledger, blueprint: Blueprint, model: nn.Module) -> None:
-        self._ledger, self._is_backward, self._end = ledger, False, ""
+    def __init__(self, tracker: AllocationTracker, blueprint: Blueprint, model: nn.Module) -> None:
+        self._tracker, self._is_backward, self._end = tracker, False, ""
         self._sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
         for number, name in enumerate(blueprint.blocks):
             left = len(blueprint.blocks) - 1 - number
@@ -304,7 +303,7 @@ class _Watch:
             head.register_forward_pre_hook(self._enter_head)
 
     def start_pass(self, end: str) -> None:
-        self._is_backward, self._ledger.kind, self._end = False, "activations", end
+        self._is_backward, self._tracker.kind, self._end = False, "activations", end
         self._begin("forward")
 
     def start_backward(self) -> None:
@@ -314,8 +313,8 @@ class _Watch:
     def _begin(self, *phases: str) -> None:
         for parameter in self._sharded:
             if parameter.grad is not None:
-                self._ledger.assign(parameter.grad, "gradients")
-        self._ledger.begin(*(phase + self._end for phase in phases))
+                self._tracker.assign(parameter.grad, "gradients")
+        self._tracker.begin(*(phase + self._end for phase in phases))
 
     def _enter_block(self, phases: list[str], *_: Any) -> None:
         if not self._is_backward:
@@ -329,17 +328,17 @@ class _Watch:
     def _enter_head(self, _: nn.Module, inputs: Any) -> None:
         if not self._is_backward:
             self._begin("forward, head")
-            self._ledger.kind = "loss"
+            self._tracker.kind = "loss"
             _on_gradient(inputs, self._leave_head)
 
     def _leave_head(self, _: Tensor) -> None:
-        self._ledger.kind = "activations"
+        self._tracker.kind = "activations"
         self._begin("backward, after the head")
 
     def _gathered(self, module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
             if not isinstance(parameter, DTensor):
-                self._ledger.assign(parameter, "weights")
+                self._tracker.assign(parameter, "weights")
 
 
 def _on_gradient(tree: Any, call: Callable[[Tensor], None]) -> None:

@@ -13,6 +13,7 @@ from app.environment.launched import Sharding
 from app.planning import blueprint as blueprints
 from app.planning import memory, tracing
 from app.planning.memory import Case, peak
+from app.planning.tracing import LATER, PassOptions
 from app.recipe import recipe_file
 from app.recipe.optimizers import TABLE
 from app.recipe.schema import OptimRecipe
@@ -27,37 +28,35 @@ def deep() -> blueprints.Blueprint:
 
 
 @pytest.mark.parametrize(
-    "how", [tracing.How(3), tracing.How(3, "bf16", recomputes=True), tracing.How(3, keeps_gradients=False, shards=4)]
+    "how", [PassOptions(3), PassOptions(3, "bf16", recomputes=True), PassOptions(3, keeps_gradients=False, shards=4)]
 )
-def test_shallow_models_tell_of_a_deep_one_to_the_byte(deep: blueprints.Blueprint, how: tracing.How) -> None:
+def test_shallow_models_tell_of_a_deep_one_to_the_byte(deep: blueprints.Blueprint, how: PassOptions) -> None:
     whole, extended = tracing.traced(deep, how), tracing.peaks(deep, how)
     assert max(map(sum, extended.values())) == max(map(sum, whole.values()))
 
 
-@pytest.mark.parametrize("how", [tracing.How(6, shards=4), tracing.How(6, "bf16", recomputes=True, shards=32)])
-def test_two_numbers_of_shards_and_two_sizes_tell_of_others(deep: blueprints.Blueprint, how: tracing.How) -> None:
-    whole, line = tracing.traced(deep, how), memory.of_any_size(DEEP, 1, how)
+@pytest.mark.parametrize("how", [PassOptions(6, shards=4), PassOptions(6, "bf16", recomputes=True, shards=32)])
+def test_two_numbers_of_shards_and_two_sizes_tell_of_others(deep: blueprints.Blueprint, how: PassOptions) -> None:
+    whole, line = tracing.traced(deep, how), memory.interpolate(DEEP, 1, how)
     assert max(map(sum, line.values())) == pytest.approx(max(map(sum, whole.values())), rel=0.005)
-    first = [{name: held for name, held in of.items() if not name.endswith(tracing.LATER)} for of in (line, whole)]
+    first = [{name: held for name, held in of.items() if not name.endswith(LATER)} for of in (line, whole)]
     assert max(map(sum, first[0].values())) == pytest.approx(max(map(sum, first[1].values())), rel=0.005)
 
 
 def test_the_peak_is_that_of_torchs_own_tracker(deep: blueprints.Blueprint) -> None:
     """The tools are private parts of torch: this is where a new version of it that changes them is seen."""
     blueprint = deep.cut_to(3)
-    with FakeTensorMode() as mode:
-        with torch._subclasses.fake_tensor.unset_fake_temporarily():
-            model = blueprint.cut_to(3).model
-        assert mode is torch._guards.active_fake_mode()
+    model = blueprint.cut_to(3).model
+    with FakeTensorMode():
         blueprints.bring_to_cpu(model)
-        batch = blueprints.batch_of(blueprint, 2, Form())
+        batch = blueprints.make_batch(blueprint, 2, Form())
         tracker = MemTracker()
         tracker.track_external(model, *(it for it in batch.values() if isinstance(it, torch.Tensor)))
         with tracker:
             blueprint.task.loss(model, batch).mean.backward()
         (theirs,) = (held["Total"] for held in tracker.get_tracker_snapshot("peak").values())
     kept = sum(it.nbytes for it in (*blueprint.model.parameters(), *blueprint.model.buffers()))
-    first = {name: held for name, held in tracing.peaks(blueprint, tracing.How(2)).items() if not name.endswith(tracing.LATER)}
+    first = {name: held for name, held in tracing.peaks(blueprint, PassOptions(2)).items() if not name.endswith(LATER)}
     assert kept + max(map(sum, first.values())) == pytest.approx(theirs, rel=1e-3)
 
 
@@ -92,5 +91,5 @@ def test_what_a_plan_says_of_shardings() -> None:
 
 
 def test_a_plan_is_made_before_this_process_joins_others(deep: blueprints.Blueprint) -> None:
-    with tracing.group_of(2), pytest.raises(RuntimeError, match="has joined them already"):
-        tracing.peaks(deep.cut_to(1), tracing.How(1, shards=2))
+    with tracing.fake_group(2), pytest.raises(RuntimeError, match="has joined them already"):
+        tracing.peaks(deep.cut_to(1), PassOptions(1, shards=2))
