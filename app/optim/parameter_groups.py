@@ -1,6 +1,6 @@
 """The optimizer of a recipe with its parameter groups, and frozen parameters.
 
-Which there are stands in `app/recipe/optimizers.py`.
+`app/recipe/optimizers.py` lists them.
 
 A normalization layer all of whose own parameters are frozen keeps its running statistics too, and normalizes by them while it
 trains, as in an evaluation: otherwise it would go on changing, and by statistics of micro-batches, which depend on how many
@@ -30,13 +30,14 @@ from app.recipe.schema import OptimRecipe
 _FUSED_DEVICES = {"cpu", "cuda"}
 
 
-# Settings of torch's optimizers that say how a step is computed, not what it computes.
+# Settings of torch's optimizers that choose how a step is computed, not what it computes.
 _ONLY_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a step does to each parameter: all of it that the recipe says, and all that torch adds to that by default."""
+    """The settings with which a step updates each parameter: the recipe's, and those that torch adds by default."""
 
     kind: type[torch.optim.Optimizer]
     """The class of torch that steps."""
@@ -45,9 +46,9 @@ class Rule:
     weight_decays: Mapping[str, float]
     """The weight decay of each trainable parameter, by name."""
     lr_factors: Mapping[str, float]
-    """What multiplies its learning rate."""
+    """Factor of the learning rate of each trainable parameter."""
     sizes: Mapping[str, int]
-    """Elements of each of them."""
+    """Number of elements of each trainable parameter."""
 
     @classmethod
     def of(cls, recipe: OptimRecipe, model: nn.Module) -> Rule:
@@ -79,11 +80,11 @@ def _chosen(recipe: OptimRecipe) -> tuple[type[torch.optim.Optimizer], dict[str,
 
 
 def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Group]:
-    """The group of each parameter: the first that matches, or one that changes nothing. Raises RecipeError, as `Rule.of`."""
+    """Return the group of each parameter: the first that matches, or one that changes nothing. Raises RecipeError."""
     rest = Group("*")
     found = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), rest) for name in names}
     for group in groups:
-        if any(of_name is group for of_name in found.values()):
+        if any(chosen is group for chosen in found.values()):
             continue
         matched = [name for name in names if fnmatchcase(name, group.pattern)]
         if matched:
@@ -91,10 +92,7 @@ def _group_of_each(groups: Sequence[Group], names: Sequence[str]) -> dict[str, G
                 f"optim.groups has {group.pattern}, but earlier groups already contain all {len(matched)} "
                 "parameters that it matches. The first match counts: put the narrower pattern first"
             )
-        modules = [name.partition(".")[0] for name in names]
-        near = difflib.get_close_matches(group.pattern.strip("*."), [*names, *modules], n=3, cutoff=0.5)
-        shown = ", ".join(dict.fromkeys(near or [*names[:2], *names[-2:]]))
-        raise RecipeError(f"optim.groups has {group.pattern}, which matches no parameter of the model: it has {shown}, ...")
+        raise RecipeError(f"optim.groups has {group.pattern}, which matches no parameter: {near(group.pattern, names)}")
     return found
 
 
@@ -143,7 +141,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def takes_verdict(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether a step on the device leaves everything as it is where `optimizer.found_inf`, a float32 scalar, is 1."""
+    """Return True if a step on the device changes nothing where `optimizer.found_inf`, a float32 scalar, is 1."""
     is_fused = isinstance(optimizer, torch.optim.SGD) or all(group.get("fused") for group in optimizer.param_groups)
     return is_fused and device.type in _FUSED_DEVICES
 
@@ -177,11 +175,8 @@ def fused_sgd_step(optimizer: Any) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-_MOST_NAMED = 8
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -197,17 +192,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for parameter in matched:
             parameter.requires_grad = False
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        by = (
-            f"train.freeze is {', '.join(patterns)}"
-            if patterns
-            else f"the model, {type(model).__name__}, freezes its own parameters"
-        )
-        raise RecipeError(f"{by}: all {len(parameters)} parameters are frozen, so there is nothing to train")
+        own = f"the model, {type(model).__name__}, freezes its own parameters"
+        cause = f"train.freeze is {', '.join(patterns)}" if patterns else own
+        raise RecipeError(f"{cause}: all {len(parameters)} parameters are frozen, so there is nothing to train")
     set_training(model, mode=model.training)
 
 
 def near(pattern: str, names: Sequence[str]) -> str:
-    """Return what a pattern may have meant that matches none of the names."""
+    """Return, for a pattern that matches none of the names, the nearest pattern that does, and some of the names."""
     layers = (".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1))
     close = difflib.get_close_matches(pattern, [*dict.fromkeys(f"{layer}.*" for layer in layers), *names], n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}? " if close else ""

@@ -1,4 +1,4 @@
-"""How long a run is, and the learning rate of each of its steps: functions of the recipe and the size of the data alone.
+"""Length of a run, and learning rate of each of its steps: functions of the recipe and the size of the data alone.
 
 No scheduler object and no state: step `k` has the same rate on any number of processes and after any resume.
 Standard library only.
@@ -50,7 +50,7 @@ def length_in_steps(train: TrainRecipe, *, dataset_size: int, global_batch_size:
 
 
 def notes_on(optim: OptimRecipe, length: Length) -> list[str]:
-    """Return what a person would want to know of the optimizer and its rates before the run, a sentence each."""
+    """Return notes for the user about the optimizer and its learning rates, a sentence each."""
     notes = optimizers.notes_on(optim)
     if optim.lr == 0:
         notes.append("optim.lr is 0: no step will change a weight")
@@ -85,7 +85,9 @@ def lr_at(step: int, *, optim: OptimRecipe, global_batch_size: int, steps_per_ep
     step `total_steps`, so that no step is spent at 0.
     Epochs are counted from the start of the run, warm-up included, as in Goyal et al. 2017 (arXiv:1706.02677).
     """
-    peak = peak_lr(optim, global_batch_size=global_batch_size)
+    peak = optim.lr
+    if optim.lr_reference_batch is not None:  # proportional to the global batch (Goyal et al. 2017, section 2.1)
+        peak = optim.lr * global_batch_size / optim.lr_reference_batch
     warmup_steps = _warmup_steps(optim, steps_per_epoch=steps_per_epoch)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -97,11 +99,6 @@ def lr_at(step: int, *, optim: OptimRecipe, global_batch_size: int, steps_per_ep
     if optim.schedule == "step":
         return peak * optim.decay_factor ** sum(step >= round(epoch * steps_per_epoch) for epoch in optim.decay_epochs)
     return peak
-
-
-def peak_lr(optim: OptimRecipe, *, global_batch_size: int) -> float:
-    """Return the highest learning rate: proportional to the global batch if the recipe says so (Goyal et al. 2017, 2.1)."""
-    return optim.lr if optim.lr_reference_batch is None else optim.lr * global_batch_size / optim.lr_reference_batch
 
 
 def _warmup_steps(optim: OptimRecipe, *, steps_per_epoch: int) -> int:

@@ -43,6 +43,7 @@ from app.errors import TrainingError
 from app.optim import parameter_groups
 
 _NOTHING = nullcontext()
+_MOST_NAMES = 8
 _LARGE, _ROW = 1 << 16, 1 << 14
 """Elements of a tensor whose norm is taken by rows, and of such a row."""
 
@@ -53,7 +54,7 @@ class Step(NamedTuple):
     grad_norm: torch.Tensor | float
     """Norm of the whole gradient, before clipping; a tensor is a scalar on the device."""
     skipped: torch.Tensor | bool
-    """Whether it was skipped; a tensor is a float32 scalar on the device, 1 or 0, as torch's fused kernels expect it."""
+    """True if it was skipped; a tensor is a float32 scalar on the device, 1 or 0, as torch's fused kernels expect it."""
 
 
 class Steps:
@@ -74,10 +75,10 @@ class Steps:
     ) -> None:
         """`model` and `optimizer` are as `prepare` returned them; `clip_norm` is the largest norm a gradient may have.
 
-        `spikes` tells which norm is a spike; None: none is. `before_backward` is called before each backward pass,
-        `before_first` once before the first step, and `lap` at the end of each phase of a step.
-        `looks` says whether the host waits for the norm of a gradient before its step. None: on a CPU, where that costs less
-        than the fused kernels' reading of a tensor, and wherever they cannot be left the verdict.
+        `spikes` decides which norm is a spike; None: none is. `before_backward` is called before each backward pass,
+        `before_first` once before the first step, and `lap` at the end of each phase of a step. With `looks` the host waits for
+        the norm of a gradient before its step. None: on a CPU, where that costs less than the fused kernels' reading of a
+        tensor, and wherever the kernels cannot decide.
         """
         self._accelerator, self._model, self._clip_norm = accelerator, model, clip_norm
         self.optimizer = optimizer
@@ -85,16 +86,20 @@ class Steps:
         self._before_backward, self._spikes, self._lap = before_backward, spikes or SpikeGuard(None), lap
         self._before_first = before_first
         self._last_norm: torch.Tensor | float = math.nan
-        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)  # there is none but under DeepSpeed
+        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)  # only under DeepSpeed
         self._engine: Any = wrapped and wrapped.engine
         self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._accumulation = accelerator.gradient_accumulation_steps
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         self._by_copies: dict[int, list[torch.nn.Parameter]] = {}
-        """Parameters by the number of ranks that hold the same elements; 1 where each rank has all of the norm itself."""
+        """Parameters by the number of ranks that hold the same elements; 1 where each rank has the whole norm itself."""
         for parameter in self._parameters:
-            copies = _copies(parameter, accelerator.num_processes) if self._is_sharded else 1
+            copies = 1
+            if self._is_sharded:
+                assert isinstance(parameter, DTensor)
+                sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                copies = accelerator.num_processes // math.prod(size for size, how in sizes if not how.is_replicate())
             self._by_copies.setdefault(copies, []).append(parameter)
         self._own: Any = optimizer.optimizer
         """DeepSpeed's optimizer, or torch's."""
@@ -159,7 +164,7 @@ class Steps:
         return f"its gradient norm is {norm:.3g}" + (f", and a spike from {limit:.3g} on" if math.isfinite(limit) else "")
 
     def _is_spike_in_zero(self, zero: Any) -> bool:
-        """Whether DeepSpeed's optimizer `zero` is about to step on a spike.
+        """Return True if DeepSpeed's optimizer `zero` is about to step on a spike.
 
         It has no public way to skip a step. Only here its private attribute is read: each of its steps keeps the norm there
         before it calls torch's (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py), and its engine tells it later.
@@ -170,20 +175,20 @@ class Steps:
         if self._scaler is not None:
             self._scaler.unscale_(self._own)
         norm = self._norm_and_clip()
-        left_out: torch.Tensor | bool
+        skipped: torch.Tensor | bool
         if isinstance(norm, float):
-            left_out = not norm < self._spikes.limit
+            skipped = not norm < self._spikes.limit
         else:
-            left_out = torch.logical_not(norm < self._spikes.limit, out=torch.empty_like(norm, dtype=torch.float32))
-            self._own.found_inf = left_out
-        if left_out is not True:
+            skipped = torch.logical_not(norm < self._spikes.limit, out=torch.empty_like(norm, dtype=torch.float32))
+            self._own.found_inf = skipped
+        if skipped is not True:
             if self._steps_fused_sgd:
                 parameter_groups.fused_sgd_step(self._own)
             else:
                 self._own.step()
         if self._scaler is not None:
             self._scaler.update()
-        return Step(norm, left_out)
+        return Step(norm, skipped)
 
     def _norm_and_clip(self) -> torch.Tensor | float:
         """Return the norm of the gradient before clipping: a float if the host needs it, else a scalar on the device.
@@ -223,13 +228,6 @@ def _row_norms(tensor: torch.Tensor) -> torch.Tensor:
     rest = flat.numel() % _ROW
     norms = torch.linalg.vector_norm(flat[: flat.numel() - rest].view(-1, _ROW), dim=1)
     return torch.cat([norms, flat[-rest:].norm()[None]]) if rest else norms
-
-
-def _copies(parameter: torch.Tensor, ranks: int) -> int:
-    """How many of these ranks hold the same elements of a parameter."""
-    assert isinstance(parameter, DTensor)
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return ranks // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 _WINDOW = 128
@@ -276,7 +274,7 @@ class SpikeGuard:
         return {"norms": norms[~norms.isnan()][-_WINDOW:].tolist(), **finite}
 
     def load(self, state: Mapping[str, Any] | None, *, step: int) -> None:
-        """Take up what `state` returned after so many steps of the run."""
+        """Continue from the `state` after this number of steps of the run."""
         self._steps = step
         if state is not None and self._factor is not None:
             self._kept = torch.tensor(state["norms"], dtype=torch.float32)
@@ -297,7 +295,7 @@ class SpikeGuard:
 
 
 def leave_out(optimizer: torch.optim.Optimizer, is_spike: Callable[[], bool]) -> None:
-    """Have those steps of the optimizer change nothing for which `is_spike` says so: steps that others take.
+    """Have steps of the optimizer that others take change nothing if `is_spike` returns True.
 
     torch's optimizers, and DeepSpeed's for the CPU, pass over a parameter without a gradient, with its state. So the gradients
     are taken away before such a step, and given back after it, since some owners fill the same tensors again.
@@ -320,38 +318,31 @@ def leave_out(optimizer: torch.optim.Optimizer, is_spike: Callable[[], bool]) ->
     optimizer.register_step_post_hook(give_back)
 
 
-_MOST_NAMES = 8
-
-
 class FirstGradients:
-    """Looks at the gradients of this process's first step, in a new run or a resumed one."""
+    """Checks the gradients of this process's first step, in a new run or a resumed one."""
 
     def __init__(self, model: nn.Module, together: Callable[[], AbstractContextManager[None]]) -> None:
-        """`model` is prepared, without what is wrapped around it; `together` agrees on an error with all ranks."""
+        """`model` is prepared, without wrappers; `together` agrees on an error with all ranks."""
         self._together = together
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._seen: set[str] = set()
-        self._hooks = [parameter.register_hook(self._see(name)) for name, parameter in self._parameters.items()]
+        self._arrived: set[str] = set()
+        self._hooks = [parameter.register_hook(self._note(name)) for name, parameter in self._parameters.items()]
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _gradient: self._arrived.add(name)
 
     def check(self) -> None:
         """Raise TrainingError, on all ranks, if a parameter got no gradient. Called once, after the step's backward passes."""
         for hook in self._hooks:
             hook.remove()
-        without = [name for name, one in self._parameters.items() if name not in self._seen and one.grad is None]
+        names = [name for name, one in self._parameters.items() if name not in self._arrived and one.grad is None]
         self._hooks, self._parameters = [], {}
         with self._together():
-            if without:
-                raise TrainingError(_refusal(without))
-
-    def _see(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _gradient: self._seen.add(name)
-
-
-def _refusal(names: list[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
-    has, it = ("has", "it") if len(names) == 1 else ("have", "them")
-    return (
-        f"{len(names)} trainable parameter{'s' if len(names) > 1 else ''} {has} no gradient after the first step's backward "
-        f"passes: {shown}. The loss must depend on every parameter that is trained: use {it} in the model's forward pass, "
-        f"freeze {it} (train.freeze), or take {it} out of the model."
-    )
+            if names:
+                more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+                has, it = ("has", "it") if len(names) == 1 else ("have", "them")
+                raise TrainingError(
+                    f"{len(names)} trainable parameter{'s' * (len(names) > 1)} {has} no gradient after the first step's "
+                    f"backward passes: {', '.join(names[:_MOST_NAMES])}{more}. The loss must depend on every parameter that is "
+                    f"trained: use {it} in the model's forward pass, freeze {it} (train.freeze), or take {it} out of the model."
+                )

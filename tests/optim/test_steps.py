@@ -21,29 +21,23 @@ from app.recipe.schema import OptimRecipe
 BAD_STEP, STEPS = 3, 6  # the first is that of scripts/bad_batch.py
 
 
-SLOW = ("deepspeed_zero1", "deepspeed_zero3_offload", "cpu")
-
-
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    "presets", [("deepspeed_zero2", "deepspeed_zero3", "fsdp2"), pytest.param(SLOW, marks=pytest.mark.slow)]
+    ("kind", "presets"),
+    [
+        ("adamw", ("deepspeed_zero2", "deepspeed_zero3", "fsdp2")),
+        ("sgd", ("deepspeed_zero3", "fsdp2")),
+        pytest.param("adamw", ("deepspeed_zero1", "deepspeed_zero3_offload", "cpu"), marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_one_bad_batch_of_one_rank_is_skipped_by_all_under_every_strategy(
     kind: str, presets: tuple[str, ...], tmp_path: Path
 ) -> None:
     losses = {}
     for preset in ("multi_gpu", *presets):
         folder = tmp_path / preset
-        recipe = (
-            "--recipe",
-            "digits",
-            f"train.steps={STEPS}",
-            f"optim.name={kind}",
-            "train.ema_decay=0.9",
-            "model.activation=gelu",
-            "log.every_steps=1",
-        )
+        recipe = ("--recipe", "digits", f"train.steps={STEPS}", f"optim.name={kind}", "train.ema_decay=0.9",
+                  "model.activation=gelu", "log.every_steps=1")  # fmt: skip
         processes = 1 if preset == "cpu" else 2
         command = (str(SCRIPTS / "bad_batch.py"), "--run-dir", str(folder), "--trackers", "none", *recipe)
         run(preset, processes, *command, env={"BAD_RANK": str(processes - 1)}).check()
@@ -98,13 +92,8 @@ def test_steps_are_torchs_own(kind: str, accumulation: int) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "nesterov", "no momentum"])
 def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
     """As on GPUs, where looking at it would wait for the device: as if the steps left out had never been."""
-    recipe = OptimRecipe(
-        name="adamw" if kind == "adamw" else "sgd",
-        lr=0.1,
-        weight_decay=0.1,
-        momentum=0.0 if kind == "no momentum" else 0.9,
-        nesterov=kind == "nesterov",
-    )
+    name, momentum = "adamw" if kind == "adamw" else "sgd", 0.0 if kind == "no momentum" else 0.9
+    recipe = OptimRecipe(name=name, lr=0.1, weight_decay=0.1, momentum=momentum, nesterov=kind == "nesterov")
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     looking, leaving, spared = ((layer := torch.nn.Linear(4, 3)), copy.deepcopy(layer), copy.deepcopy(layer))
@@ -155,10 +144,8 @@ def test_a_gradient_scaler_skips_what_it_skips_in_plain_torch(kind: str, looks: 
     recipe = OptimRecipe(name=kind, lr=0.01)
     model, optimizer = accelerator.prepare(ours, parameter_groups.build_optimizer(recipe, ours))
     steps = Steps(accelerator, model, optimizer, clip_norm=None, looks=looks)
-    plain, scaler = (
-        parameter_groups.build_optimizer(recipe, theirs, fused=False),
-        torch.amp.GradScaler("cpu", growth_interval=4),
-    )
+    plain = parameter_groups.build_optimizer(recipe, theirs, fused=False)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=4)
     skipped = []
     for step in range(14):
         for inputs in torch.randn(accumulation, 16, 8):
@@ -194,11 +181,6 @@ def test_a_run_in_fp16_knows_of_each_step_that_its_scaler_has_skipped(tmp_path: 
     assert [line["loss"] is None for line in lines] == [True] * early + [False] * (12 - early)
     recorded = [line for line in read_lines(tmp_path / "high" / "ledger.jsonl") if "skipped" in line]
     assert [step for line in recorded for step in line["skipped"]] == list(range(1, early + 1))
-
-    too_many = (*arguments, "train.max_skipped_steps=2")
-    command = (str(SCRIPTS / "half.py"), "--run-dir", str(tmp_path / "ended"), *too_many)
-    ended = run("cpu", 1, *command, env={"SCALE": str(2.0**24)})
-    assert "TrainingError: the last 3 steps up to step 3 were skipped" in ended.output
 
 
 @pytest.mark.multiproc
