@@ -17,11 +17,10 @@ or not at all, the weights last.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +51,23 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_all(argv)
     folder = (step_folders.choose_best if options.best else step_folders.choose)(options.place)
     reader = Reader(folder)
-    key = _chosen(reader, options.weights)
-    out = options.out or _default_out(folder, "-adapter" if options.adapter else "")
-    write = export_adapter if options.adapter else functools.partial(export, part_bytes=int(options.part_gb * 10**9))
+    key = reader.finished_key() if options.weights is None else _KEYS[options.weights]
+    if key not in reader.keys():  # noqa: SIM118 - it is no dict
+        raise CheckpointError(
+            f"{reader.folder} has no average of the weights: its run had no train.ema_decay. Export --weights raw."
+        )
+    out, part_bytes = options.out, int(options.part_gb * 10**9)
+    if out is None:
+        folder = folder.absolute()
+        run = folder.parents[1] if folder.parent.name == step_folders.FOLDER else folder.parent
+        out = run / "exported" / f"{folder.name}{'-adapter' if options.adapter else ''}"
     if options.to is not None:
         _check_program(options, reader, out)
-        write = functools.partial(_with_program, write=write, to=options.to)
-    written = write(reader, out, key=key, force=options.force)
+        written = _export_with_program(reader, out, to=options.to, key=key, force=options.force, part_bytes=part_bytes)
+    elif options.adapter:
+        written = export_adapter(reader, out, key=key, force=options.force)
+    else:
+        written = export(reader, out, key=key, force=options.force, part_bytes=part_bytes)
     size_bytes = sum(path.stat().st_size for path in written)
     where = written[0] if len(written) == 1 else f"{written[-1]} and {len(written) - 1} parts"
     sys.stdout.write(f"{printable(str(where))}: the {_WORDS[key]} after {reader.state['step']} steps, {size_bytes:,} bytes\n")
@@ -70,20 +79,23 @@ def export(
 ) -> list[Path]:
     """Write the tensors `key` and the buffers of a checkpoint and return the paths of the weights, that of an index last.
 
-    They go into the folder `out`, with what rebuilds the model, or alone into the file `out` if it ends in .safetensors.
-    `program` is what the model card tells of a program beside them.
+    They go into the folder `out`, with the files that rebuild the model, or alone into the file `out` if it ends in
+    .safetensors. `program` is the model card's text about a program next to them.
 
-    Raises RunFolderError if something already exists and is not to be replaced, CheckpointError if a disk refuses, DataError
-    if something that belongs beside them is not there any more.
+    Raises RunFolderError if a file already exists and is not to be replaced, CheckpointError if a disk refuses, DataError if a
+    file that belongs next to them no longer exists.
     """
     alone = out.suffix == ".safetensors"
     folder, beside = (out.parent, dict[str, bytes]()) if alone else (out, _beside(reader, program))
-    contents = _plain(reader, key)
+    contents = reader.contents(key)
+    if (adapters := _adapters(reader)) is not None:
+        from app.checkpoints import stored_weights  # adds up with torch, which nothing else here needs
+
+        contents = stored_weights.merged(contents, adapters)
     parts, index = ({out.name: contents}, dict[str, bytes]()) if alone else _parts(contents, part_bytes)
     weights = [folder / name for name in (*parts, *index)]
     older = set[Path]() if alone else set(folder.glob("model*.safetensors*"))
-    there = older | {path for path in (*weights, *(folder / name for name in beside)) if path.exists()}
-    _check_replacing(there, force=force)
+    _check_replacing(older | {path for path in (*weights, *(folder / name for name in beside)) if path.exists()}, force=force)
     with disk_errors(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in (beside | parts | index).items():
@@ -97,30 +109,29 @@ def export(
 def _check_program(options: argparse.Namespace, reader: Reader, out: Path) -> None:
     """Raise RunFolderError if there cannot be a program, or something is there that is not to be replaced."""
     if options.adapter or out.suffix == ".safetensors":
-        with_it = "--adapter" if options.adapter else f"--out {out}"
+        other = "--adapter" if options.adapter else f"--out {out}"
         raise RunFolderError(
-            f"--to {options.to} writes the whole model into a folder, and cannot be combined with {with_it}: "
-            f"leave {with_it} out."
+            f"--to {options.to} writes the whole model into a folder, and cannot be combined with {other}: leave {other} out."
         )
     if reader.state["recipe"].get("task") in tasks.WITH_FOLDERS:
         raise RunFolderError(
             f"--to {options.to} is not for language models: export the folder without it, and convert it with "
             "`optimum-cli export` (pip install optimum), which supports key-value caches."
         )
-    of_before = (out / PROGRAMS[options.to], *out.glob("model*.safetensors*"))  # the program takes longer than this look
-    _check_replacing({path for path in of_before if path.exists()}, force=options.force)
+    earlier = (out / PROGRAMS[options.to], *out.glob("model*.safetensors*"))  # now, because making the program takes longer
+    _check_replacing({path for path in earlier if path.exists()}, force=options.force)
 
 
-def _check_replacing(there: set[Path], *, force: bool) -> None:
-    """Raise RunFolderError if something is there that is not to be replaced."""
-    if there and not force:
-        named = ", ".join(map(str, sorted(there)))
+def _check_replacing(existing: set[Path], *, force: bool) -> None:
+    """Raise RunFolderError if files exist that are not to be replaced."""
+    if existing and not force:
+        named = ", ".join(map(str, sorted(existing)))
         raise RunFolderError(f"{named} exists already: choose another --out, or replace it with --force.")
 
 
-def _with_program(reader: Reader, out: Path, *, write: Callable[..., list[Path]], to: str, key: str, force: bool) -> list[Path]:
-    """Write the weights, and beside them a program that computes what the model does; neither unless it does."""
-    from app.checkpoints import model_file, programs  # with torch, which nothing else here wants
+def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool, part_bytes: int) -> list[Path]:
+    """Write the weights and a program that computes the same as the model; neither if its outputs differ."""
+    from app.checkpoints import model_file, programs  # with torch, which nothing else here needs
 
     with disk_errors(out, "written"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +139,7 @@ def _with_program(reader: Reader, out: Path, *, write: Callable[..., list[Path]]
         made = Path(aside, PROGRAMS[to])
         export(reader, Path(aside, "weights"), key=key)
         done = programs.write(*model_file.load(Path(aside, "weights")), made, to=to)
-        weights = write(reader, out, key=key, force=force, program=done.use)
+        weights = export(reader, out, key=key, force=force, part_bytes=part_bytes, program=done.use)
         with disk_errors(out / made.name, "written"):
             made.replace(out / made.name)
             sync(out)
@@ -155,18 +166,8 @@ def export_adapter(reader: Reader, out: Path, *, key: str, force: bool = False) 
     return [weights]
 
 
-def _plain(reader: Reader, key: str) -> dict[str, Content]:
-    """The weights as a plain model has them."""
-    adapters = _adapters(reader)
-    if adapters is None:
-        return reader.contents(key)
-    from app.checkpoints import stored_weights  # adds up with torch, which nothing else here wants
-
-    return stored_weights.merged(reader.contents(key), adapters)
-
-
 def _adapters(reader: Reader) -> Adapters | None:
-    """How the weights of a checkpoint go into files, if what its run left has not all that it trained."""
+    """Return how the weights of a checkpoint are written into files; None: unchanged, as the exported model has all of them."""
     state = reader.state
     own = recipe_keys.of_task(state["recipe"].get("task", tasks.DEFAULT))
     gone = [f"{name}.{key}" for name, section in own.items() for key in getattr(section, "not_left", ())]
@@ -185,37 +186,36 @@ def _as_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beside(reader: Reader, program: str) -> dict[str, bytes]:
-    """What rebuilds the model, and what the task's library wants, by the names of the files."""
+    """Return the files that rebuild the model, and those that the task's library needs, by name."""
     state = reader.state
-    files_of = {
+    task, facts = state["recipe"].get("task", tasks.DEFAULT), state["model"]["facts"]
+    run = reader.folder.absolute().parents[1]
+    info = {
+        "recipe": state["recipe"],
+        "steps": state["step"],
+        "scores": _scores(run, state["step"]),
+        **({"program": program} if program else {}),
+        "run": run_folder.read_json(run / run_folder.RUN) if (run / run_folder.RUN).exists() else {},
+    }
+    files = {
         run_folder.MODEL_CONFIG: (json.dumps(state["model"], indent=2) + "\n").encode(),
         run_folder.RECIPE: recipe_file.flat_to_yaml(state["recipe"]).encode(),
+        model_card.FILE: model_card.written(tasks.card(task, facts, state["recipe"]), info),
     }
-    run = reader.folder.absolute().parents[1] / run_folder.RUN
-    told: dict[str, Any] = {"recipe": state["recipe"], "steps": state["step"], "scores": _scores(reader)}
-    told |= {"program": program} if program else {}
-    told["run"] = run_folder.read_json(run) if run.exists() else {}
-    task, facts = state["recipe"].get("task", tasks.DEFAULT), state["model"]["facts"]
-    files_of[model_card.FILE] = model_card.written(tasks.card(task, facts, state["recipe"]), told)
-    if task not in tasks.WITH_FOLDERS:
-        return files_of
-    values = _as_recipe(state["model"]["recipe"])
-    return files_of | dict(tasks.of(recipe_keys.build(values)).export_files(facts, told))
+    if task in tasks.WITH_FOLDERS:
+        files |= tasks.of(recipe_keys.build(_as_recipe(state["model"]["recipe"]))).export_files(facts, info)
+    return files
 
 
-def _scores(reader: Reader) -> dict[str, float]:
-    """The scores of the weights of a checkpoint, by name, if its run folder tells them."""
-    path = reader.folder.absolute().parents[1] / run_folder.EVALUATIONS
-    scores: dict[str, float] = {}
-    if path.exists():
-        for _, _, values in Lines(path):
-            if values.get("step") == reader.state["step"]:
-                scores |= {
-                    name: it
-                    for name, it in values.items()
-                    if name.startswith(("validation_", "test_")) and isinstance(it, float)
-                }
-    return scores
+def _scores(run: Path, step: int) -> dict[str, float]:
+    """Return the scores of the weights after a step, by name, if the run folder has them."""
+    path = run / run_folder.EVALUATIONS
+    found: dict[str, float] = {}
+    for _, _, values in Lines(path) if path.exists() else ():
+        if values.get("step") == step:
+            scores = {name: it for name, it in values.items() if name.startswith(("validation_", "test_"))}
+            found |= {name: score for name, score in scores.items() if isinstance(score, float)}
+    return found
 
 
 def _parts(contents: Mapping[str, Content], part_bytes: int) -> tuple[dict[str, dict[str, Content]], dict[str, bytes]]:
@@ -240,27 +240,6 @@ def _put(path: Path, content: bytes | Mapping[str, Content]) -> None:
             temporary.write_bytes(content)
         else:
             tensor_file.write(temporary, content, tensor_file.OF_TORCH, final=path)
-
-
-def _chosen(reader: Reader, wanted: str | None) -> str:
-    """The key of the weights that are exported: what was asked for, or what a finished run leaves."""
-    if wanted is None:
-        return reader.finished_key()
-    if _KEYS[wanted] not in reader.keys():  # noqa: SIM118 - it is no dict
-        raise CheckpointError(
-            f"{reader.folder} has no average of the weights: its run had no train.ema_decay. Export --weights raw."
-        )
-    return _KEYS[wanted]
-
-
-def _default_out(folder: Path, ending: str) -> Path:
-    """Where a checkpoint is exported to if nothing is said: a folder of its own in the run folder."""
-    folder = folder.absolute()
-    return (
-        (folder.parents[1] if folder.parent.name == step_folders.FOLDER else folder.parent)
-        / "exported"
-        / f"{folder.name}{ending}"
-    )
 
 
 def _parser() -> Parser:
