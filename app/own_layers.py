@@ -30,24 +30,6 @@ class _CastInOrder(nn.Conv2d):
         convolved: torch.Tensor = self._conv_forward(input, weight, self.bias)
         return convolved
 
-    @classmethod
-    def of(cls, plain: nn.Conv2d) -> _CastInOrder:
-        """Return one with the parameters of a plain convolution, the same tensors."""
-        own = cls(
-            plain.in_channels,
-            plain.out_channels,
-            plain.kernel_size,  # type: ignore[arg-type]
-            plain.stride,  # type: ignore[arg-type]
-            plain.padding,  # type: ignore[arg-type]
-            plain.dilation,  # type: ignore[arg-type]
-            plain.groups,
-            bias=plain.bias is not None,
-            padding_mode=plain.padding_mode,
-            device="meta",  # draws nothing
-        )
-        own.weight, own.bias = plain.weight, plain.bias
-        return own
-
 
 def take_channels_last(model: nn.Module) -> None:
     """Prepare a model for images in channels_last order.
@@ -55,7 +37,7 @@ def take_channels_last(model: nn.Module) -> None:
     Its kernels stay as they are, since checkpoints and shards are ranges of them, and float32 kernels in that order are slower
     on a CPU. Half-precision ones take a quarter of the time in it (docs/performance.md), and are ordered where they are made.
     """
-    replace(model, lambda layer, _: _CastInOrder.of(layer) if type(layer) is nn.Conv2d else None)
+    replace(model, lambda layer, _: _as(_CastInOrder, layer) if type(layer) is nn.Conv2d else None)
 
 
 def order_small_kernels(model: nn.Module) -> None:
@@ -83,25 +65,23 @@ class _NormInFloat(nn.BatchNorm2d):
         mean, variance = self.running_mean, self.running_var
         return F.batch_norm(input, mean, variance, weight, bias, self.training, momentum or 0.0, self.eps)
 
-    @classmethod
-    def of(cls, plain: nn.BatchNorm2d) -> _NormInFloat:
-        """Return one with the parameters and statistics of a plain batch normalization, the same tensors."""
-        own = cls(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats, device="meta")
-        own.weight, own.bias = plain.weight, plain.bias
-        own.running_mean, own.running_var = plain.running_mean, plain.running_var
-        own.num_batches_tracked = plain.num_batches_tracked
-        return own
-
 
 def normalize_in_float(model: nn.Module) -> None:
     """Prepare a model for weights that are cast to half precision, on a CPU."""
-    replace(model, lambda layer, _: _NormInFloat.of(layer) if type(layer) is nn.BatchNorm2d else None)
+    replace(model, lambda layer, _: _as(_NormInFloat, layer) if type(layer) is nn.BatchNorm2d else None)
+
+
+def _as(kind: type[nn.Module], layer: nn.Module) -> nn.Module:
+    """Return a layer of a subclass with the settings, parameters and buffers of `layer`, the same tensors."""
+    own = kind.__new__(kind)
+    own.__dict__.update(layer.__dict__)
+    return own
 
 
 def replace(model: nn.Module, own: Callable[[nn.Module, str], nn.Module | None]) -> None:
-    """Put what `own` makes of a layer and its name into the layer's place; None: the layer stays.
+    """Replace each layer by the result of `own` for it and its name; None: the layer stays.
 
-    One that stands in several places stays one, and has the first of its names.
+    A layer in several places remains one layer, and has the first of its names.
     """
     made: dict[nn.Module, nn.Module | None] = {}
     for path, layer in list(model.named_modules(remove_duplicate=False)):
