@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,51 +21,71 @@ from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
 from app.distributed import model_preparation, numerics
 from app.distributed.runtime import Runtime
+from app.distributed.sample_dropout import PassDraws
 from app.errors import DataError, PresetError
 from app.evaluation import Evaluation, evaluate, show
 from app.init import filling
 from app.init.units import Units
 from app.optim import parameter_groups, schedule
+from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
 from app.task import Form, Task, overrides
 from app.tasks.own.own_task import OwnTask
 
-Shown = Callable[[], list[tuple[str, str]]]
 _MOST_SHOWN = 4
 """Number of samples whose texts are shown; every evaluation waits for them."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run that all ranks agree on before anything is written: the same model, data and length."""
+
+    runtime: Runtime
+    loaded: LoadedRecipe
+    task: Task
+    data: Splits
+    form: Form
+    """Type and memory format of the model's inputs."""
+    model: torch.nn.Module
+    length: schedule.Length
+    rule: parameter_groups.Rule
+    """The settings with which a step updates each parameter."""
+    dropout: PassDraws
+    """The random numbers of the model's layers."""
+    flops_per_sample: float
+    """FLOPs of a forward and backward pass per sample; counted on the main process, 0 on the others."""
+    notes: list[str]
+    """Notes for the user about the model."""
 
 
 def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tuple[Task, Splits]:
     """Return the task, and its splits opened, on every rank, after one process of each node has prepared them there.
 
-    That one downloads what is missing and allowed, and copies it to the node's disk, if the recipe says so. Training samples
-    are held out for validation if the recipe says that. If nothing is `to_train`, there need not be any where there are others.
+    That process downloads missing data, if allowed, and copies it to the node's disk, if the recipe asks for it. Training
+    samples are held out for validation if the recipe asks for it. Without `to_train`, the training split may be missing if
+    another split exists.
     """
     host, is_first = socket.gethostname(), runtime.launched.local_rank == 0
     task = tasks.of(recipe)
     with runtime.together():
         prepared = task.prepare_data() if is_first else None
-    of_host = {there: found for there, found in runtime.gather((host, prepared)) if found is not None}
-    task = prepared or of_host.get(host) or task
+    by_host = {there: found for there, found in runtime.gather((host, prepared)) if found is not None}
+    task = prepared or by_host.get(host) or task
     with runtime.together():
         if to_train:
             task.check_training()
-        data = _splits(task, to_train=to_train)
+        train, problem = None, None
+        try:
+            train = task.samples("train")
+        except DataError as error:
+            if to_train:
+                raise
+            problem = error
+        validation, test = task.samples("validation"), task.samples("test")
+        if problem and validation is None and test is None:
+            raise problem
+        data = Splits(train, validation, test, task.data_digests())
         return task, held_out.held_out(data, recipe.train.validation_fraction, seed=recipe.seed)
-
-
-def _splits(task: Task, *, to_train: bool) -> Splits:
-    train, why = None, None
-    try:
-        train = task.samples("train")
-    except DataError as error:
-        if to_train:
-            raise
-        why = error
-    validation, test = task.samples("validation"), task.samples("test")
-    if why and validation is None and test is None:
-        raise why
-    return Splits(train, validation, test, task.data_digests())
 
 
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tuple[torch.nn.Module, Units | None]:
@@ -105,36 +126,37 @@ def form_of(runtime: Runtime, recipe: Recipe, task: Task) -> Form:
 
 
 def evaluation_of(
-    runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, samples: Any, *, split: str
+    runtime: Runtime, task: Task, model: torch.nn.Module, samples: Any, *, split: str, form: Form
 ) -> Callable[[], Evaluation]:
     """Return the function that scores `model` on all of `samples`, in micro-batches of the plan's size."""
     batches = EvalBatches(size=len(samples), batch_size=runtime.plan.micro_batch * runtime.plan.data_ranks)
-    fed, form = _fed(runtime, samples, batches, seed=None), form_of(runtime, recipe, task)
+    fed = _fed(runtime, samples, batches, seed=None)
     return functools.partial(evaluate, runtime, task, model, fed, split=split, size=len(samples), form=form)
 
 
-def try_metrics(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, data: Splits) -> None:
+def try_metrics(parts: Parts, model: torch.nn.Module) -> None:
     """Let a user's task score one micro-batch, if a split will be scored. All ranks call it. Raises TrainingError."""
-    if not isinstance(task, OwnTask) or not overrides(task, "metrics") or not data.scored:
-        return
-    samples = scored_samples(recipe, data, next(iter(data.scored)))
-    numbers = np.arange(runtime.plan.micro_batch)
-    batch = _batch_of(runtime, samples, np.where(numbers < len(samples), numbers, -1))
-    task.try_metrics(model, batch, form_of(runtime, recipe, task))
+    task, data = parts.task, parts.data
+    if isinstance(task, OwnTask) and overrides(task, "metrics") and data.scored:
+        samples = scored_samples(parts.loaded.recipe, data, next(iter(data.scored)))
+        numbers = np.arange(parts.runtime.plan.micro_batch)
+        batch = _batch_of(parts.runtime, samples, np.where(numbers < len(samples), numbers, -1))
+        task.try_metrics(model, batch, parts.form)
 
 
-def texts_of(runtime: Runtime, recipe: Recipe, task: Task, model: torch.nn.Module, data: Splits) -> dict[str, Shown]:
-    """Return what makes the texts that the task shows, by the split after whose evaluation: validation, or else test."""
-    if not overrides(task, "generate_samples") or not data.scored or not recipe.log.examples:
+def texts_of(parts: Parts, model: torch.nn.Module) -> dict[str, Callable[[], list[tuple[str, str]]]]:
+    """Return the function that makes the texts that the task shows, by split: validation, or else test."""
+    runtime, recipe, task = parts.runtime, parts.loaded.recipe, parts.task
+    if not overrides(task, "generate_samples") or not parts.data.scored or not recipe.log.examples:
         return {}
-    split = next(iter(data.scored))
-    samples = scored_samples(recipe, data, split)
-    numbers, form = np.arange(min(len(samples), recipe.log.examples, _MOST_SHOWN)), form_of(runtime, recipe, task)
+    split = next(iter(parts.data.scored))
+    samples = scored_samples(recipe, parts.data, split)
+    numbers = np.arange(min(len(samples), recipe.log.examples, _MOST_SHOWN))
 
-    def shown() -> list[tuple[str, str]]:
-        return show(runtime, task, model, _batch_of(runtime, samples, numbers), form=form, seed=recipe.seed)
+    def texts() -> list[tuple[str, str]]:
+        return show(runtime.device, task, model, _batch_of(runtime, samples, numbers), form=parts.form, seed=recipe.seed)
 
-    return {split: shown}
+    return {split: texts}
 
 
 def _batch_of(runtime: Runtime, samples: Any, numbers: np.ndarray) -> Batch:
@@ -147,10 +169,8 @@ def _batch_of(runtime: Runtime, samples: Any, numbers: np.ndarray) -> Batch:
 
 def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:
     """Return the samples of a split to score: for validation at most train.max_validation_samples."""
-    samples = data.scored[split]
-    return (
-        held_out.first_of(samples, recipe.train.max_validation_samples, seed=recipe.seed) if split == "validation" else samples
-    )
+    most = recipe.train.max_validation_samples if split == "validation" else None
+    return held_out.first_of(data.scored[split], most, seed=recipe.seed)
 
 
 def training_batches(
@@ -177,17 +197,5 @@ def _fed(
         own = loader.InProcess(source, batches, seed=seed, data_rank=launched.data_rank, data_ranks=launched.data_ranks)
         return own if device.type == "cpu" else transfer.Ahead(own.unwritten, device)
     workers = loader.workers_of(runtime.workers, local_world_size=launched.local_world_size, device=device)
-    made = loader.build(source, batches, seed=seed, workers=workers)
-    dealt = runtime.deal(made)
+    dealt = runtime.deal(loader.build(source, batches, seed=seed, workers=workers))
     return dealt if device.type == "cpu" else transfer.Ahead(functools.partial(loader.unwritten, dealt), device)
-
-
-def learning_rate_of(recipe: Recipe, length: schedule.Length) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step, from 0."""
-    return functools.partial(
-        schedule.lr_at,
-        optim=recipe.optim,
-        global_batch_size=recipe.train.global_batch_size,
-        steps_per_epoch=length.steps_per_epoch,
-        total_steps=length.total_steps,
-    )

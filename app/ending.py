@@ -1,15 +1,14 @@
-"""The end of a start of a run: writes weights and result, or says how to resume a stopped run."""
+"""The end of an attempt: writes weights and result, or shows how to resume a stopped run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from app import building, tasks
 from app.checkpoints import model_file, step_folders, stored_weights
 from app.checkpoints.shards import unwrapped
 from app.data.samples import Splits
-from app.evaluation import Evaluation
 from app.guard.control import NOTHING
 from app.loop import Finished, Stopped, Training
 from app.opening import Opened
@@ -20,7 +19,7 @@ from app.task import overrides
 
 
 def finish(training: Training, data: Splits, opened: Opened, ended: Finished | Stopped) -> None:
-    """Write the weights and the result, or say how to resume a stopped run; then close the process group."""
+    """Write the weights and the result, or show how to resume a stopped run; then close the process group."""
     claim, run_dir = opened.claim, opened.claim.path
     training.profile.close()
     if isinstance(ended, Stopped):
@@ -46,7 +45,7 @@ def finish(training: Training, data: Splits, opened: Opened, ended: Finished | S
 
 
 def _write_result(training: Training, data: Splits, opened: Opened, ended: Finished) -> str:
-    """Write them, and return the last words of the run."""
+    """Write weights and result, and return the last words of the run."""
     runtime = training.runtime
     training_s = training.metrics.clock.training_s
     with training.checkpoints.finished_weights(ended.step) as weights, runtime.together():
@@ -59,11 +58,14 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
             )
     steps = ended.step - training.first_step  # none where a finished run was taken up again
     samples_per_s = steps * runtime.plan.global_batch_size / training_s if steps else None
+    scored: dict[str, Any] = {}
+    for scores in ended.scores.values():
+        scored |= {**scores.as_metrics(), f"{scores.split}_samples": scores.samples, **scores.as_tables()}
     result = {
         "steps": ended.step,
         **({"stopped_early_at_step": ended.step, "stopped_early_because": ended.why_early} if ended.why_early else {}),
         "samples_seen": ended.step * runtime.plan.global_batch_size,
-        **_named(ended.scores.values()),
+        **scored,
         "samples_per_s": samples_per_s,
         **training.metrics.units.result(training_s, steps=steps),
         "training_s": training_s,
@@ -86,20 +88,12 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
     return f"{words}{'no steps were left' if speed is None else f'{speed:,.0f} {unit}/s'}\nrun folder {opened.claim.path}"
 
 
-def _named(evaluations: Iterable[Evaluation]) -> dict[str, Any]:
-    """Scores, sizes and tables, by the names they have in the result."""
-    named: dict[str, Any] = {}
-    for scores in evaluations:
-        named |= {**scores.as_metrics(), f"{scores.split}_samples": scores.samples, **scores.as_tables()}
-    return named
-
-
 def _beside(training: Training, data: Splits, claim: Claim, ended: Finished) -> Mapping[str, bytes]:
-    """Return what the task's library wants beside the weights."""
+    """Return the files that the task's library needs next to the weights."""
     if not overrides(training.task, "export_files"):
         return {}
     scores = {name: score for found in ended.scores.values() for name, score in found.as_metrics().items()}
-    told: dict[str, Any] = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": scores}
-    told["run"] = run_folder.read_json(claim.path / run_folder.RUN)
-    about = tasks.card(training.recipe.task, data.train.facts, told["recipe"])
-    return {**training.task.export_files(data.train.facts, told), model_card.FILE: model_card.written(about, told)}
+    info: dict[str, Any] = {"recipe": recipe_file.flat(training.recipe), "steps": ended.step, "scores": scores}
+    info["run"] = run_folder.read_json(claim.path / run_folder.RUN)
+    card = tasks.card(training.recipe.task, data.train.facts, info["recipe"])
+    return {**training.task.export_files(data.train.facts, info), model_card.FILE: model_card.written(card, info)}

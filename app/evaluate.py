@@ -31,11 +31,10 @@ from app.runs import run_folder
 if TYPE_CHECKING:
     import torch
 
-    from app.data.samples import Splits
     from app.distributed.runtime import Runtime
     from app.evaluation import Evaluation
 
-_OF_FOLDERS, _RECIPE_OF_FOLDERS = "causal_lm", "lm_tiny"
+_FOLDER_TASK, _FOLDER_RECIPE = "causal_lm", "lm_tiny"
 """The task whose models are folders of another library, and the recipe of its data if none is given."""
 _IGNORED = ("model", "augment", "train", "optim", "log", "checkpoint", "profile")
 _KEYS = (
@@ -115,23 +114,27 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     split = arguments.split or next(reversed(data.scored), "train")
     dtype = runtime.input_dtype(getattr(torch, recipe.train.dtype))
     with runtime.together():
-        samples = _samples(recipe, data, split)
+        known = [*(["train"] if data.train is not None else []), *data.scored]
+        if split not in known:
+            raise DataError(f"the data has no {split} split: give --split {' or '.join(known)}")
+        samples = data.train if split == "train" else building.scored_samples(recipe, data, split)
         if is_ours:
             built = functools.partial(filling.to_read_into, runtime, dtype)
             _, model, facts = model_file.load(place, at, built=built)
             samples = held_out.mapped(samples, lambda opened: task.adapt_samples(opened, facts))
         else:
-            model = _of_folder(runtime, dtype, task, arguments.run, samples.facts)
+            model = _load_folder(runtime, dtype, task, arguments.run, samples.facts)
     model = filling.to_evaluate(runtime, model, dtype)
-    scores = building.evaluation_of(runtime, recipe, task, model, samples, split=split)()
+    form = building.form_of(runtime, recipe, task)
+    scores = building.evaluation_of(runtime, task, model, samples, split=split, form=form)()
     runtime.close()
     return scores
 
 
-def _of_folder(runtime: Runtime, dtype: torch.dtype, task: Any, folder: Path, facts: Mapping[str, Any]) -> torch.nn.Module:
+def _load_folder(runtime: Runtime, dtype: torch.dtype, task: Any, folder: Path, facts: Mapping[str, Any]) -> torch.nn.Module:
     """Return the model of a folder of transformers.
 
-    Where the preset divides it, a rank reads its share, unless the files have other names than the model: transformers alone
+    Where the preset shards it, a rank reads its share, unless the files have other names than the model: only transformers
     knows these.
     """
     from app.checkpoints import stored_weights
@@ -151,22 +154,22 @@ def _of_folder(runtime: Runtime, dtype: torch.dtype, task: Any, folder: Path, fa
 
 
 def _recipe(arguments: argparse.Namespace, *, is_ours: bool) -> Recipe:
-    """Return the recipe that says which data: the run's own, or for a folder of transformers another without its network."""
+    """Return the recipe with the data: the run's own, or for a folder of transformers another one without its network."""
     if is_ours:
         if arguments.recipe is not None:
             raise UsageError(f"--recipe is for a transformers folder: {arguments.run} has its own recipe")
         if not arguments.best:
-            run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # what is no finished run is told as that
-        return _of_its_data(str(arguments.run / run_folder.RECIPE), arguments.overrides)
-    kinds = recipe_keys.kinds(_OF_FOLDERS)
-    said = {key: "null" for key, kind in kinds.items() if key.startswith("model.") and kind.optional}
-    said |= {"task": _OF_FOLDERS, "model.path": str(arguments.run), "model.dropout": "0"}
-    said |= {} if arguments.recipe else {"data.sequence_length": "null"}
-    words = recipe_file.replaced([f"{key}={value}" for key, value in said.items()], arguments.overrides)
-    return recipe_file.load(arguments.recipe or _RECIPE_OF_FOLDERS, words).recipe
+            run_folder.read_json(arguments.run / run_folder.MODEL_CONFIG)  # its error says that the run is not finished
+        return _run_recipe(str(arguments.run / run_folder.RECIPE), arguments.overrides)
+    kinds = recipe_keys.kinds(_FOLDER_TASK)
+    values = {key: "null" for key, kind in kinds.items() if key.startswith("model.") and kind.optional}
+    values |= {"task": _FOLDER_TASK, "model.path": str(arguments.run), "model.dropout": "0"}
+    values |= {} if arguments.recipe else {"data.sequence_length": "null"}
+    words = recipe_file.replaced([f"{key}={value}" for key, value in values.items()], arguments.overrides)
+    return recipe_file.load(arguments.recipe or _FOLDER_RECIPE, words).recipe
 
 
-def _of_its_data(recipe: str, overrides: list[str]) -> Recipe:
+def _run_recipe(recipe: str, overrides: list[str]) -> Recipe:
     """Return a run's recipe with overrides, without `data.leave_out` if they name other data: the list is for the run's own."""
     loaded = recipe_file.load(recipe, overrides).recipe
     given = [word.partition("=")[0] for word in overrides]
@@ -175,18 +178,6 @@ def _of_its_data(recipe: str, overrides: list[str]) -> Recipe:
         return loaded
     sys.stderr.write(f"note: data.leave_out={left_out} belongs to the run's own data, and is ignored here\n")
     return recipe_file.load(recipe, [*overrides, "data.leave_out=null"]).recipe
-
-
-def _samples(recipe: Recipe, data: Splits, split: str) -> Any:
-    """Return those that the run scores of a split. Raises DataError if it has none."""
-    from app import building
-
-    there = [*(["train"] if data.train is not None else []), *data.scored]
-    if split not in there:
-        raise DataError(f"the data has no {split} split: give --split {' or '.join(there)}")
-    if split == "train":
-        return data.train
-    return building.scored_samples(recipe, data, split)
 
 
 def _table(scores: Evaluation) -> str:

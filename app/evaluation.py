@@ -25,18 +25,18 @@ _LONGEST_TEXT = 10_000
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model scores on a split of a data set."""
+    """Scores of a model on a split of a data set."""
 
     split: str
     """Its name, `validation` or `test`, as in `test_accuracy`."""
     samples: int
     """Samples counted."""
     scores: Mapping[str, float]
-    """By name."""
+    """Scores by name."""
     tables: Mapping[str, Table]
     """Scores of several named things each, such as classes."""
     rows: Tensor | None = field(compare=False, repr=False)
-    """What the task keeps of each sample, float64 [samples, R] on the CPU, in the order of the samples."""
+    """The task's values for each sample, float64 [samples, R] on the CPU, in the order of the samples."""
 
     def as_metrics(self) -> dict[str, float]:
         """Return the scores by the names they have in the run folder."""
@@ -88,21 +88,32 @@ def evaluate(  # noqa: PLR0913  (keyword-only after the parts)
         raise DataError(
             f"the evaluation counted {counted} samples of a data set of {size}: the loader lost or repeated samples."
         )
-    gathered = _in_order(runtime, torch.cat(numbers), torch.cat(rows)) if rows else None
-    # One's word for all: ranks decide by scores what they do next.
-    scores, tables = runtime.from_main(task.reduce_metrics(_over_ranks(runtime, totals), gathered))
+    gathered = None
+    if rows:
+        numbered = runtime.gather_rows(torch.cat([torch.cat(numbers)[:, None].double(), torch.cat(rows).double()], dim=1)).cpu()
+        numbered = numbered[numbered[:, 0] >= 0]
+        gathered = numbered[numbered[:, 0].argsort(), 1:]
+    if totals:  # else all is in the rows
+        parts = [part for pair in totals.values() for part in pair]
+        flat = runtime.reduce(torch.cat([part.double().flatten() for part in parts])).cpu()
+        summed = iter(flat.split([part.numel() for part in parts]))
+        totals = {name: (next(summed).view_as(one), next(summed).view_as(other)) for name, (one, other) in totals.items()}
+    # From one rank for all: they decide by scores what they do next.
+    scores, tables = runtime.from_main(task.reduce_metrics(totals, gathered))
     return Evaluation(split, counted, scores, tables, gathered)
 
 
 @torch.no_grad()
-def show(runtime: Runtime, task: Task, model: torch.nn.Module, batch: Batch, *, form: Form, seed: int) -> list[tuple[str, str]]:
+def show(
+    device: torch.device, task: Task, model: torch.nn.Module, batch: Batch, *, form: Form, seed: int
+) -> list[tuple[str, str]]:
     """Return the titles and texts that the task makes with `model` of a batch; all ranks call it, with the same.
 
-    The generators draw the same on every rank and each time, and go on afterwards where they were.
+    The generators draw the same on every rank and each time, and continue afterwards where they were.
     """
     was_training = model.training
     model.eval()
-    with torch.random.fork_rng([runtime.device] if runtime.device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         texts = task.generate_samples(model, task.preprocess(batch, None, form=form))
     parameter_groups.set_training(model, mode=was_training)
@@ -110,25 +121,6 @@ def show(runtime: Runtime, task: Task, model: torch.nn.Module, batch: Batch, *, 
 
 
 def _legible(text: str) -> str:
-    """As much of a text as a person reads, in characters that any file takes."""
+    """Return as much of a text as a person reads, in characters that any file takes."""
     cut = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} ..."
     return cut.encode("utf-8", "replace").decode()
-
-
-def _over_ranks(runtime: Runtime, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the ranks' sums and counts added up, on the CPU, by one reduction."""
-    if not totals:
-        return {}
-    parts = [part for pair in totals.values() for part in pair]
-    if not parts:  # all is in the rows
-        return {}
-    flat = runtime.reduce(torch.cat([part.double().flatten() for part in parts])).cpu()
-    summed = iter(flat.split([part.numel() for part in parts]))
-    return {name: (next(summed).view_as(one), next(summed).view_as(other)) for name, (one, other) in totals.items()}
-
-
-def _in_order(runtime: Runtime, numbers: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows [N, R] of all samples, on the CPU, without padding; `numbers` int64 and `rows` are this rank's."""
-    together = runtime.gather_rows(torch.cat([numbers[:, None].double(), rows.double()], dim=1)).cpu()
-    together = together[together[:, 0] >= 0]
-    return together[together[:, 0].argsort(), 1:]

@@ -41,18 +41,18 @@ class Feed:
     ) -> None:
         """`batches` are this rank's shares of the micro-batches of all steps, on its device, of the training `samples`.
 
-        `dropout` is told the samples of each pass. `see` is shown each batch, with its step and its number in it; `lap` ends a
-        phase of a step, and `say` shows a line.
+        `dropout` gets the samples of each pass, and `see` each batch, with its step and its number in it; `lap` ends a phase of
+        a step, and `say` shows a line.
         """
         self._runtime, self._recipe, self._task, self._samples = runtime, recipe, task, samples
         self.batches = batches
-        """As they were given: what fetches them is released with the model."""
+        """Unchanged: what fetches them is released with the model."""
         self._form, self._dropout, self._see, self._lap, self._say = form, dropout, see, lap, say
         self._draws_by_rank: bool | None = None
-        """Whether passes draw from torch's generators; None: not known yet."""
+        """True if passes draw from torch's generators; None: not known yet."""
         self._fetched = batches_of(batches)
         self.total: float | torch.Tensor = float(runtime.plan.global_batch_size)
-        """What the `Loss.count` of all passes of the last step, on all ranks, is to add up to; a tensor is a scalar."""
+        """Sum of the `Loss.count` of all passes of the last step, on all ranks; a tensor is a scalar."""
 
     def __enter__(self) -> Feed:
         return self
@@ -62,10 +62,10 @@ class Feed:
         with closing(self._fetched):
             self._dropout.end()
 
-    def of_step(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
+    def passes(self, step: int) -> Iterator[tuple[Batch, float | torch.Tensor]]:
         """Return the batches of a step (from 0) with their weights: those of all ranks and passes have the mean 1 / passes."""
-        passes = map(self._next, itertools.repeat(step), range(self._runtime.plan.accumulation))
-        weighed = self._weighed(step, passes)
+        batches = map(self._next, itertools.repeat(step), range(self._runtime.plan.accumulation))
+        weighed = self._weighed(step, batches)
         return weighed if self._draws_by_rank is False and not self._dropout.layers else self._begun(step, weighed)
 
     def samples_of(self, step: int) -> list[int]:
@@ -84,50 +84,47 @@ class Feed:
 
     def _weighed(self, step: int, passes: Iterator[Batch]) -> Iterator[tuple[Batch, float | torch.Tensor]]:
         """Return the passes with count * ranks / total: averaged over ranks, they add up to the mean of the global batch."""
-        ranks = self._runtime.plan.data_ranks
+        runtime = self._runtime
+        ranks = runtime.plan.data_ranks
         if own_part(self._samples, "count") is not None:  # known beforehand, on the host
             size = len(self._samples)
             self.total = float(np.sum(self._samples.count(samples_of(self._recipe, size, step))))
             total = max(self.total, 1.0)
             return ((batch, float(np.sum(self._samples.count(batch["numbers"] % size))) * ranks / total) for batch in passes)
-        if overrides(self._task, "count"):  # known when all batches are there
+        if overrides(self._task, "count"):  # known when all batches are in memory
             batches = list(passes)
-            device = self._runtime.device
-            counts = [torch.as_tensor(self._task.count(batch), dtype=torch.float64, device=device) for batch in batches]
-            in_all = self.total = self._runtime.reduce(torch.stack(counts).sum())
+            counts = [torch.as_tensor(self._task.count(it), dtype=torch.float64, device=runtime.device) for it in batches]
+            self.total = in_all = runtime.reduce(torch.stack(counts).sum())
             return zip(batches, [count * ranks / in_all.clamp(min=1) for count in counts], strict=True)
-        return zip(passes, itertools.repeat(1 / self._runtime.plan.accumulation), strict=False)
+        return zip(passes, itertools.repeat(1 / runtime.plan.accumulation), strict=False)
 
     def _begun(
         self, step: int, passes: Iterator[tuple[Batch, float | torch.Tensor]]
     ) -> Iterator[tuple[Batch, float | torch.Tensor]]:
-        """Tell dropout the samples of each pass.
+        """Give dropout the samples of each pass, and seed torch's generators for all other random numbers.
 
-        What else draws has torch's generators. They are seeded for each pass, so that a resumed run draws what it would have
-        drawn, and for each data-parallel rank, as other samples must not get the same. The first pass shows whether anything
-        does: a draw changes the generator's state.
+        They are seeded for each pass, so that a resumed run draws the same numbers, and for each data-parallel rank, as other
+        samples must not get the same. The first pass shows whether any are drawn: a draw changes the generator's state. Raises
+        TrainingError if they are, and a step is several passes, or several processes'.
         """
+        runtime = self._runtime
         for number, batch_and_weight in enumerate(passes):
             self._dropout.begin(batch_and_weight[0]["samples"])
             if self._draws_by_rank is not False:
-                torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, self._runtime.launched.data_rank))
+                torch.manual_seed(derive_key(self._recipe.seed, "dropout", step, number, runtime.launched.data_rank))
             if self._draws_by_rank is not None:
                 yield batch_and_weight
                 continue
-            state = _state_of_generator(self._runtime.device)
+            state = _state_of_generator(runtime.device)
             yield batch_and_weight
-            self._draws_by_rank = not torch.equal(state, _state_of_generator(self._runtime.device))
-            with self._runtime.together():
-                self._judge_draws()
-
-    def _judge_draws(self) -> None:
-        """Raise TrainingError if a step is several passes, or several processes', and they draw from torch's generators."""
-        if self._draws_by_rank:
-            parts = self._runtime.launched.tensor_parallel
-            said = self._dropout.said_of_others(self._runtime.plan, parts=parts)
-            if self._runtime.plan.passes * parts > 1:
-                raise TrainingError(said)
-            self._say(f"note: {said}")
+            self._draws_by_rank = not torch.equal(state, _state_of_generator(runtime.device))
+            with runtime.together():
+                if self._draws_by_rank:
+                    parts = runtime.launched.tensor_parallel
+                    sentence = self._dropout.said_of_others(runtime.plan, parts=parts)
+                    if runtime.plan.passes * parts > 1:
+                        raise TrainingError(sentence)
+                    self._say(f"note: {sentence}")
 
 
 def _state_of_generator(device: torch.device) -> torch.Tensor:
@@ -137,13 +134,9 @@ def _state_of_generator(device: torch.device) -> torch.Tensor:
 
 def samples_of(recipe: Recipe, size: int, step: int) -> np.ndarray:
     """Return the indices, int64 [global batch], of the samples of a step (from 0), of `size` training samples."""
+    batch, seed = recipe.train.global_batch_size, recipe.seed
     batches = TrainBatches(
-        size=size,
-        seed=recipe.seed,
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batches_per_step=1,
-        first_step=step,
-        last_step=step + 1,
+        size=size, seed=seed, global_batch_size=batch, micro_batches_per_step=1, first_step=step, last_step=step + 1
     )
     indices: np.ndarray = next(iter(batches)) % size
     return indices

@@ -40,9 +40,9 @@ class Training:
     length: Length
     learning_rate_at: Callable[[int], float]
     evaluations: Mapping[str, Callable[[], Evaluation]]
-    """By split: `validation` runs during training, and each of them at the end."""
+    """Evaluations by split: `validation` runs during training, and each of them at the end."""
     texts: Mapping[str, Callable[[], list[tuple[str, str]]]]
-    """By split: what the task shows after its evaluation, as titles and texts."""
+    """Titles and texts that the task shows after an evaluation, by split."""
     patience: Patience
     metrics: Metrics
     profile: Profile
@@ -99,12 +99,17 @@ def train(run: Training) -> Finished | Stopped:
                 run.checkpoints.finish()
                 return Stopped(step, request)
     run.checkpoints.finish()
-    return _finished(run, step, scores)
+    known = {"validation": scores}
+    scores_by_split = {split: known.get(split) or _score(run, split, step) for split in run.evaluations}
+    why_early = run.patience.why if step < run.length.total_steps else ""
+    if why_early:
+        run.display.say(f"ends after step {step} of {run.length.total_steps}: {why_early}")
+    return Finished(step, why_early, {split: found for split, found in scores_by_split.items() if found})
 
 
 def _take_step(run: Training, step: int) -> Step:
     """Take an optimizer step on the mean loss of its global batch. Batch and loss are freed when this returns."""
-    for batch, weight in run.feed.of_step(step):
+    for batch, weight in run.feed.passes(step):
         with run.steps.micro_batch():
             loss = run.task.loss(run.model, batch)
             if step == 0:
@@ -159,18 +164,8 @@ def _log(run: Training, step: int, *, is_last: bool) -> None:
     )
 
 
-def _finished(run: Training, step: int, validation: Evaluation | None) -> Finished:
-    """Return the end of the run, with each split scored once; `validation` is its score, if there is one already."""
-    known = {"validation": validation}
-    scores = {split: known.get(split) or _score(run, split, step) for split in run.evaluations}
-    why_early = run.patience.why if step < run.length.total_steps else ""
-    if why_early:
-        run.display.say(f"ends after step {step} of {run.length.total_steps}: {why_early}")
-    return Finished(step, why_early, {split: found for split, found in scores.items() if found})
-
-
 def _is_evaluated(run: Training, step: int) -> bool:
-    """Whether the recipe asks for an evaluation after this step."""
+    """Return True if the recipe asks for an evaluation after this step."""
     train = run.recipe.train
     epochs = 1 if train.evaluate_every_epochs is None else train.evaluate_every_epochs
     every = train.evaluate_every_steps or epochs * run.length.steps_per_epoch

@@ -5,14 +5,15 @@ Every step that can fail on one rank alone is agreed upon by all of them (`Runti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from app import building, console, own_layers, tasks
+from app import building, own_layers, tasks
+from app.building import Parts
 from app.checkpoints import checkpoint, model_file
 from app.checkpoints.shards import NoAverage, Shards, WeightAverage, check_optimizer
 from app.checks import arithmetic
@@ -40,32 +41,17 @@ from app.planning import out_of_memory
 from app.recipe import recipe_file, task_file
 from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import Recipe
-from app.runs.claim import Claim
 from app.task import Form, Loss, NeedsData, Task, overrides
 from app.tasks.own import rules
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What all ranks agree on before anything is written: the same model, data and length."""
-
-    model: torch.nn.Module
-    length: schedule.Length
-    rule: parameter_groups.Rule
-    """What a step does to each parameter."""
-    dropout: sample_dropout.PassDraws
-    """The random numbers of the model's layers."""
-    flops_per_sample: float
-    """FLOPs of a forward and backward pass per sample; counted on the main process, 0 on the others."""
-    notes: list[str]
-    """Notes for the user about the model."""
-
-
-def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> Parts:
-    """Build the model on every rank, and check that recipe, data, weights and versions are the same on all."""
+def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
+    """Open the data and build the model on every rank, and check that recipe, data, weights and versions are the same."""
     recipe = loaded.recipe
+    task, data = building.open_data(runtime, recipe)
+    form = building.form_of(runtime, recipe, task)
     with runtime.together():
-        _check_looked_at(recipe, data)
+        _check_validation(recipe, data)
         length = schedule.length_in_steps(
             recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
         )
@@ -79,7 +65,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
         is_own, divides = recipe.task not in tasks.SHIPPED, units is not None and filling.divides(runtime)
         is_checked = is_own and rules.has_room(runtime, model, divided=divides)
         # What is checked with samples needs no look without them.
-        narrow, counted = _without_data(runtime, task, model, data.train.facts, None if is_checked else dropout)
+        narrow, counted = _without_data(task, model, data.train.facts, None if is_checked else dropout, count=runtime.is_main)
         dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
         if recipe.train.checkpoint_activations == "blocks":  # after FLOPs are counted, which must not include recomputation
             model_preparation.compute_blocks_again(model, block_classes(task, model))
@@ -87,28 +73,36 @@ def agree(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits) -> P
     if narrow and (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16"):
         arithmetic.check(runtime, narrow)
     weights = held.digest(model, runtime.gather)
-    handshake.check_agreement(runtime.gather, runtime.device, _facts(loaded, data, drawn or weights))
+    facts = {
+        "recipe": recipe_file.digest_of_all(loaded.recipe),
+        "task file": tasks.digest(recipe.task),
+        **data.facts,
+        "initial weights": drawn or weights,
+        **{f"version of {package}": number for package, number in handshake.versions().items()},
+    }
+    handshake.check_agreement(runtime.gather, runtime.device, facts)
     assert drawn in (None, weights), f"drawn were {drawn}, but the ranks together hold {weights}"
+    parts = Parts(runtime, loaded, task, data, form, model, length, rule, dropout, counted, notes)
     if is_own:
         with runtime.together():
             rules.check_kept(recipe, task, model)
             if is_checked:
-                _check_rules(runtime, recipe, task, data, model, dropout)
+                _check_rules(parts)
                 dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
             else:
                 notes.append(
                     f"whether {task_file.name_of(recipe.task)} keeps the rules of the same run is not checked, because the "
                     "whole model is too large for a process: `samerun parity --quick` checks it with a smaller one"
                 )
-    return Parts(model, length, rule, dropout, counted, notes)
+    return parts
 
 
 def _without_data(
-    runtime: Runtime, task: Task, model: torch.nn.Module, facts: Mapping[str, Any], dropout: sample_dropout.PassDraws | None
+    task: Task, model: torch.nn.Module, facts: Mapping[str, Any], dropout: sample_dropout.PassDraws | None, *, count: bool
 ) -> tuple[list[arithmetic.Operation], float]:
-    """Return what a pass shows without data: narrow convolutions, and on the main process FLOPs per sample; 0: not known.
+    """Return what a pass without data shows: narrow convolutions, and FLOPs per sample if these are to be counted, else 0.
 
-    It also shows `dropout`, if given, where its inputs have the samples.
+    It also shows `dropout`, if given, which dimension of its inputs has the samples.
     """
     try:
         example = task.example(facts, Form(next(model.parameters()).dtype))
@@ -121,42 +115,56 @@ def _without_data(
             dropout.look(lambda times: task.loss(own_layers.without_data(model), sample_dropout.repeated(example, times)))
         narrow = arithmetic.narrow_convolutions(model, forward)
         # Now, because later the model is sharded over the ranks.
-        return narrow, flops.of_training(model, forward) / size if runtime.is_main else 0.0
+        return narrow, flops.of_training(model, forward) / size if count else 0.0
     except NeedsData:
         if dropout:
             dropout.leave_all("the task's loss needs data, so it is not known which dimension of its input has the samples")
         return [], 0.0
 
 
-def _check_rules(
-    runtime: Runtime, recipe: Recipe, task: Task, data: Splits, model: torch.nn.Module, dropout: sample_dropout.PassDraws
-) -> None:
-    """Raise TrainingError for a rule that the user's task breaks, and see where dropout's inputs have the samples."""
-    whole, draws = model, dropout
-    if held.is_divided(model):
-        whole = filling.whole_model(task, data.train.facts, seed=recipe.seed).to(getattr(torch, recipe.train.dtype))
+def _check_rules(parts: Parts) -> None:
+    """Raise TrainingError for a rule that the user's task breaks, and find the dimension of dropout's inputs with samples."""
+    recipe, train, whole, draws = parts.loaded.recipe, parts.data.train, parts.model, parts.dropout
+    if held.is_divided(whole):
+        whole = filling.whole_model(parts.task, train.facts, seed=recipe.seed).to(getattr(torch, recipe.train.dtype))
         draws = sample_dropout.give_to_samples(whole, recipe.seed)
-    form = building.form_of(runtime, recipe, task)
-    rules.check(runtime, recipe, task, data.train, whole, dropout=draws, form=form)
-    dropout.growing, dropout.left = draws.growing, draws.left
+    rules.check(parts.runtime, recipe, parts.task, train, whole, dropout=draws, form=parts.form)
+    parts.dropout.growing, parts.dropout.left = draws.growing, draws.left
 
 
-def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, opened: Opened) -> Training:
+def prepare(parts: Parts, opened: Opened) -> Training:
     """Distribute the model as the preset says, load a checkpoint, and return everything that the loop uses."""
-    recipe, length = loaded.recipe, parts.length
-    resumed, claim = opened.resumed, opened.claim
+    runtime, recipe, task, data, length = parts.runtime, parts.loaded.recipe, parts.task, parts.data, parts.length
+    launched, resumed, claim = runtime.launched, opened.resumed, opened.claim
     first_step = resumed.step if resumed else 0
-    display = _display(runtime, loaded, task, data, parts, claim.path)
-    control = _control(runtime, recipe, parts, claim)
-
+    display = _display(parts, claim.path)
+    minutes = recipe.checkpoint.every_minutes
+    control = Control(
+        runtime,
+        claim,
+        total_steps=length.total_steps,
+        # Weights, two moments and an average, in float32: enough to guess how long the first save takes.
+        state_bytes=16 * sum(parts.rule.sizes.values()),
+        save_every_s=None if minutes is None else 60 * minutes,
+    )
     frozen_file = checkpoint.settle_frozen(runtime, claim, parts.model, resumed.folder if resumed else None)
     model, optimizer = filling.prepare(
         runtime, task, parts.model, parameter_groups.build_optimizer(recipe.optim, parts.model, parts.rule)
     )
-    handshake.check_prepared(runtime.accelerator, runtime.launched, model, recipe.optim.clip_norm)
+    handshake.check_prepared(runtime.accelerator, launched, model, recipe.optim.clip_norm)
     decay = recipe.train.ema_decay
     average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
-    metrics = _metrics(runtime, recipe, parts, model, opened, unit=task.count_unit)
+    peak_flops_per_s = flops.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision)
+    metrics = Metrics(
+        runtime,
+        claim,
+        Gauges(runtime, model, flops_per_sample=parts.flops_per_sample, peak_flops_per_s=peak_flops_per_s),
+        opened.trackers,
+        global_batch_size=runtime.plan.global_batch_size,
+        log=recipe.log,
+        unit=task.count_unit,
+        first_step=first_step,
+    )
     shards = Shards(runtime.accelerator, model, optimizer, None if isinstance(average, NoAverage) else average)
     check_optimizer(runtime, parts.rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
@@ -208,21 +216,27 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
             task,
             data.train,
             building.training_batches(runtime, recipe, data.train, length, first_step),
-            form=building.form_of(runtime, recipe, task),
+            form=parts.form,
             dropout=parts.dropout,
             see=examples.see,
             lap=profile.lap,
             say=display.say,
         ),
         length=length,
-        learning_rate_at=building.learning_rate_of(recipe, length),
+        learning_rate_at=functools.partial(
+            schedule.lr_at,
+            optim=recipe.optim,
+            global_batch_size=recipe.train.global_batch_size,
+            steps_per_epoch=length.steps_per_epoch,
+            total_steps=length.total_steps,
+        ),
         evaluations={
             split: building.evaluation_of(
-                runtime, recipe, task, model, building.scored_samples(recipe, data, split), split=split
+                runtime, task, model, building.scored_samples(recipe, data, split), split=split, form=parts.form
             )
             for split in data.scored
         },
-        texts=building.texts_of(runtime, recipe, task, model, data),
+        texts=building.texts_of(parts, model),
         patience=patience,
         metrics=metrics,
         profile=profile,
@@ -232,19 +246,31 @@ def prepare(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, pa
         first_step=first_step,
     )
     if not resumed:  # after Steps has its parameters, because FSDP2 leaves unsharded ones in the model called last
-        building.try_metrics(runtime, recipe, task, model, data)
+        building.try_metrics(parts, model)
     return training
 
 
-def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, parts: Parts, run_dir: Path) -> Display:
-    launched, unit = runtime.launched, task.count_unit
-    remedy = loader.remedy(data.train, asked=runtime.workers, local_world_size=launched.local_world_size, device=runtime.device)
-    display = console.display(total_steps=parts.length.total_steps, is_main=runtime.is_main, remedy=remedy, unit=unit)
-    display.say(_banner(runtime, loaded, data, parts.length, run_dir))
+def _display(parts: Parts, run_dir: Path) -> Display:
+    """Return the display, which shows what is trained, where, and the notes for the user."""
+    runtime, data, length = parts.runtime, parts.data, parts.length
+    launched, device = runtime.launched, runtime.device
+    remedy = loader.remedy(data.train, asked=runtime.workers, local_world_size=launched.local_world_size, device=device)
+    display = Display(total_steps=length.total_steps, is_main=runtime.is_main, remedy=remedy, unit=parts.task.count_unit)
+    by_itself = device.type == "cpu" and not launched.use_cpu
+    kind = f"cpu: torch {torch.__version__} finds no GPU" if by_itself else device.type
+    count = launched.world_size
+    scored = ", ".join(f"{len(samples):,} {split}" for split, samples in data.scored.items())
+    display.say(
+        f"recipe {parts.loaded.name} on {count} process{'es' if count > 1 else ''} ({launched.strategy}, {kind}), "
+        f"run folder {run_dir}\n"
+        f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
+        f"{length.total_steps} steps; {f'{scored} samples' if scored else 'nothing to score the weights on'}\n"
+        f"mixed_precision {launched.mixed_precision}, {runtime.numerics}"
+    )
     notes = [
         *runtime.notes,
-        *task.notes(held_out.as_opened(data)),
-        *schedule.notes_on(loaded.recipe.optim, parts.length),
+        *parts.task.notes(held_out.as_opened(data)),
+        *schedule.notes_on(parts.loaded.recipe.optim, length),
         *model_preparation.topology_dependence(parts.model),
         *parts.notes,
     ]
@@ -253,88 +279,23 @@ def _display(runtime: Runtime, loaded: LoadedRecipe, task: Task, data: Splits, p
             "there is no validation split to evaluate during training: train.validation_fraction=0.1 holds "
             "out a tenth of the training samples for it"
         )
-    if (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
+    if (device.type, launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
         notes.append("this processor has no bf16 instructions: a step can take ten times as long as with mixed_precision 'no'")
     for note in notes:
         display.say(f"note: {note}")
     return display
 
 
-def _control(runtime: Runtime, recipe: Recipe, parts: Parts, claim: Claim) -> Control:
-    minutes = recipe.checkpoint.every_minutes
-    return Control(
-        runtime,
-        claim,
-        total_steps=parts.length.total_steps,
-        # Weights, two moments and an average, in float32: enough to guess how long the first save takes.
-        state_bytes=16 * sum(parts.rule.sizes.values()),
-        save_every_s=None if minutes is None else 60 * minutes,
-    )
-
-
-def _metrics(runtime: Runtime, recipe: Recipe, parts: Parts, model: torch.nn.Module, opened: Opened, *, unit: str) -> Metrics:
-    gauges = Gauges(
-        runtime,
-        model,
-        flops_per_sample=parts.flops_per_sample,
-        peak_flops_per_s=flops.peak_per_s(runtime.device, mixed_precision=runtime.launched.mixed_precision),
-    )
-    return Metrics(
-        runtime,
-        opened.claim,
-        gauges,
-        opened.trackers,
-        global_batch_size=runtime.plan.global_batch_size,
-        log=recipe.log,
-        unit=unit,
-        first_step=opened.resumed.step if opened.resumed else 0,
-    )
-
-
-def _check_looked_at(recipe: Recipe, data: Splits) -> None:
+def _check_validation(recipe: Recipe, data: Splits) -> None:
     """Raise RecipeError for settings that need validation scores if there are none."""
-    wanted = {
-        "checkpoint.keep_best=true": recipe.checkpoint.keep_best,
-        f"train.stop_after_evaluations_without_gain={recipe.train.stop_after_evaluations_without_gain}": (
-            recipe.train.stop_after_evaluations_without_gain is not None
-        ),
-    }
-    problems = [
-        (
-            f"{key} needs validation scores, and the data has no validation split: give it one, or set "
-            "train.validation_fraction, for example to 0.1, which holds out training samples"
+    evaluations = recipe.train.stop_after_evaluations_without_gain
+    keys = ["checkpoint.keep_best=true"] if recipe.checkpoint.keep_best else []
+    keys += [] if evaluations is None else [f"train.stop_after_evaluations_without_gain={evaluations}"]
+    if keys and data.validation is None:
+        raise RecipeError(
+            *(
+                f"{key} needs validation scores, and the data has no validation split: give it one, or set "
+                "train.validation_fraction, for example to 0.1, which holds out training samples"
+                for key in keys
+            )
         )
-        for key, is_wanted in wanted.items()
-        if is_wanted and data.validation is None
-    ]
-    if problems:
-        raise RecipeError(*problems)
-
-
-def _facts(loaded: LoadedRecipe, data: Splits, weights: str) -> dict[str, str]:
-    """What must be the same on all ranks; `weights` is the digest of the initial weights."""
-    return {
-        "recipe": recipe_file.digest_of_all(loaded.recipe),
-        "task file": tasks.digest(loaded.recipe.task),
-        **data.facts,
-        "initial weights": weights,
-        **{f"version of {package}": number for package, number in handshake.versions().items()},
-    }
-
-
-def _banner(runtime: Runtime, loaded: LoadedRecipe, data: Splits, length: schedule.Length, run_dir: Path) -> str:
-    count = runtime.launched.world_size
-    where = f"{count} process{'es' if count > 1 else ''} ({runtime.launched.strategy}, {_device(runtime)})"
-    scored = ", ".join(f"{len(samples):,} {split}" for split, samples in data.scored.items())
-    return (
-        f"recipe {loaded.name} on {where}, run folder {run_dir}\n"
-        f"{runtime.plan}; {len(data.train):,} training samples, {length.steps_per_epoch} steps an epoch, "
-        f"{length.total_steps} steps; {f'{scored} samples' if scored else 'nothing to score the weights on'}\n"
-        f"mixed_precision {runtime.launched.mixed_precision}, {runtime.numerics}"
-    )
-
-
-def _device(runtime: Runtime) -> str:
-    """The kind of device, and why it is the CPU if the preset did not ask for it."""
-    kind: str = runtime.device.type
-    return kind if kind != "cpu" or runtime.launched.use_cpu else f"cpu: torch {torch.__version__} finds no GPU"

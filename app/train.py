@@ -80,7 +80,7 @@ def _train(
     if refusal := optimizers.refusal(recipe.optim.name, launched.strategy):
         raise PresetError(refusal)
     trackers = train_options.trackers(arguments.trackers)
-    # Only now the slow imports: what was wrong so far has been said.
+    # Slow imports come after all checks that do not need them.
     from app.distributed.runtime import Runtime
     from app.planning.out_of_memory import out_of_memory_explained
 
@@ -106,50 +106,33 @@ def _run(
     recorder: Recorder,
 ) -> bool:
     """Train with these processes; returns as `_train`."""
-    from app import building, ending, opening, session
+    from app import ending, opening, session
     from app.checkpoints import initial_weights
     from app.distributed import handshake, numerics
     from app.guard.watchdog import Watchdog
     from app.init import held
     from app.loop import Stopped, train
 
-    recipe, launched = loaded.recipe, runtime.launched
-    handshake.check_group(runtime.accelerator, launched, runtime.plan)
-    task, data = building.open_data(runtime, recipe)
-    parts = session.agree(runtime, loaded, task, data)
+    handshake.check_group(runtime.accelerator, runtime.launched, runtime.plan)
+    parts = session.agree(runtime, loaded)
     find = functools.partial(
-        opening.find_checkpoint,
-        runtime,
-        loaded,
-        data,
-        parts.length,
-        arguments.run_dir,
-        arguments.resume,
-        changed_task=arguments.changed_task,
+        opening.find_checkpoint, parts, arguments.run_dir, arguments.resume, changed_task=arguments.changed_task
     )
-    resumed = find()
-    initial = initial_weights.take_up(runtime, task, parts.model, recipe.train, resumed=resumed.folder if resumed else None)
+    recipe, resumed = loaded.recipe, find()
+    folder = resumed.folder if resumed else None
+    initial = initial_weights.take_up(runtime, parts.task, parts.model, recipe.train, resumed=folder)
     if resumed is None:
         held.check_finite(runtime, parts.model, initial.place if initial else f"the task {recipe.task}")
     opened = opening.open_run_folder(
-        runtime,
-        loaded,
-        task,
-        data,
+        parts,
         arguments.run_dir,
         trackers=trackers,
+        job=read_job(os.environ),
         origin=resumed or initial,
         look_again=find if arguments.resume == "auto" else None,
     )
     recorder.folder = recorder.folder or opened.claim.path / failure.FOLDER / opened.claim.place.name
-    opening.record_start(
-        runtime,
-        opened,
-        total_steps=parts.length.total_steps,
-        training_samples=len(data.train),
-        job=read_job(os.environ),
-    )
-    training = session.prepare(runtime, loaded, task, data, parts, opened)
+    training = session.prepare(parts, opened)
     # The lifeline lives as long as the process. With the whole training it would keep the loaders, whose workers, which hear no
     # signal, Python would then wait for at its end.
     with training.control as control:
@@ -157,7 +140,7 @@ def _run(
         watchdog = Watchdog(runtime, opened.claim, recorder, timeout_s=arguments.hang_timeout)
         with training.metrics.timed(), watchdog, numerics.refusals_named():
             ended = train(training)
-        ending.finish(training, data, opened, ended)
+        ending.finish(training, parts.data, opened, ended)
     return isinstance(ended, Stopped)
 
 

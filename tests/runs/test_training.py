@@ -49,6 +49,7 @@ def test_the_run_folder_holds_all_that_is_promised(run: Path) -> None:
     assert (facts["world_size"], facts["micro_batch"], facts["accumulation"]) == (2, 32, 1)
     assert len(facts["ranks"]) == 2
     assert facts["versions"]["torch"] == torch.__version__
+    assert (facts["commit"] is not None) == (REPOSITORY / ".git").exists()
     assert any(run.rglob("events.out.tfevents.*")), "TensorBoard is on by default"
 
 

@@ -104,7 +104,7 @@ feed = Feed(
 norms, totals, means = [], [], []
 with feed:
     for step in range(STEPS):
-        for batch, weight in feed.of_step(step):
+        for batch, weight in feed.passes(step):
             with steps.micro_batch():
                 loss = task.loss(model, batch)
                 steps.backward(loss.mean, weight)
