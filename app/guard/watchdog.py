@@ -26,16 +26,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import psutil
 
-from app.distributed.runtime import Runtime
 from app.environment.processes import kill_all_with
 from app.environment.variables import LAUNCHER
 from app.errors import HangError, RunFolderError, leave_with
 from app.runs import run_folder
 from app.runs.claim import Claim
 from app.runs.failure import Recorder
+
+if TYPE_CHECKING:  # a process watches before it imports torch
+    from app.distributed.runtime import Runtime
 
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 5.0
