@@ -173,19 +173,18 @@ def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:
     return held_out.first_of(data.scored[split], most, seed=recipe.seed)
 
 
-def training_batches(
-    runtime: Runtime, recipe: Recipe, source: Samples, length: schedule.Length, first_step: int
-) -> Iterable[Batch | Failure]:
+def training_batches(parts: Parts, first_step: int) -> Iterable[Batch | Failure]:
     """Return this rank's shares of the micro-batches of all steps from `first_step` on, on its device."""
+    recipe, samples = parts.loaded.recipe, parts.data.train
     batches = TrainBatches(
-        size=len(source),
+        size=len(samples),
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
-        micro_batches_per_step=runtime.plan.accumulation,
+        micro_batches_per_step=parts.runtime.plan.accumulation,
         first_step=first_step,
-        last_step=length.total_steps,
+        last_step=parts.length.total_steps,
     )
-    return _fed(runtime, source, batches, seed=recipe.seed)
+    return _fed(parts.runtime, samples, batches, seed=recipe.seed)
 
 
 def _fed(

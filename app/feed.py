@@ -3,55 +3,46 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 import torch
 
+from app import building
+from app.building import Parts
 from app.data.draws import Draws
-from app.data.loader import Failure, batches_of
+from app.data.loader import batches_of
 from app.data.order import TrainBatches, derive_key
 from app.data.samples import Batch
-from app.distributed.runtime import Runtime
-from app.distributed.sample_dropout import PassDraws
 from app.errors import TrainingError
 from app.metrics.clock import Phase
 from app.recipe.schema import Recipe
-from app.task import Form, Task, overrides, own_part
+from app.task import overrides, own_part
 
 
 class Feed:
     """Feeds this rank with its passes over a run's global batches, from one step on."""
 
-    def __init__(  # noqa: PLR0913  (keyword-only after the parts)
+    def __init__(
         self,
-        runtime: Runtime,
-        recipe: Recipe,
-        task: Task,
-        samples: Any,
-        batches: Iterable[Batch | Failure],
+        parts: Parts,
+        first_step: int,
         *,
-        form: Form,
-        dropout: PassDraws,
         see: Callable[[int, int, Batch], None],
         lap: Callable[[Phase], None],
         say: Callable[[str], None],
     ) -> None:
-        """`batches` are this rank's shares of the micro-batches of all steps, on its device, of the training `samples`.
-
-        `dropout` gets the samples of each pass, and `see` each batch, with its step and its number in it; `lap` ends a phase of
-        a step, and `say` shows a line.
-        """
-        self._runtime, self._recipe, self._task, self._samples = runtime, recipe, task, samples
-        self.batches = batches
-        """Unchanged: what fetches them is released with the model."""
-        self._form, self._dropout, self._see, self._lap, self._say = form, dropout, see, lap, say
+        """`see` gets each batch, with its step and its number in it; `lap` ends a phase of a step, and `say` shows a line."""
+        self._runtime, self._recipe, self._task, self._form = parts.runtime, parts.loaded.recipe, parts.task, parts.form
+        self._samples, self._dropout = parts.data.train, parts.dropout
+        self.batches = building.training_batches(parts, first_step)
+        """This rank's shares of the micro-batches; what fetches them is released with the model."""
+        self._see, self._lap, self._say = see, lap, say
         self._draws_by_rank: bool | None = None
         """True if passes draw from torch's generators; None: not known yet."""
-        self._fetched = batches_of(batches)
-        self.total: float | torch.Tensor = float(runtime.plan.global_batch_size)
+        self._fetched = batches_of(self.batches)
+        self.total: float | torch.Tensor = float(parts.runtime.plan.global_batch_size)
         """Sum of the `Loss.count` of all passes of the last step, on all ranks; a tensor is a scalar."""
 
     def __enter__(self) -> Feed:

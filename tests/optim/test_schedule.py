@@ -15,16 +15,8 @@ from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
 
 
 def rates(optim: OptimRecipe, *, total_steps: int, steps_per_epoch: int = 10, global_batch_size: int = 64) -> list[float]:
-    return [
-        lr_at(
-            step,
-            optim=optim,
-            global_batch_size=global_batch_size,
-            steps_per_epoch=steps_per_epoch,
-            total_steps=total_steps,
-        )
-        for step in range(total_steps)
-    ]
+    sizes = {"global_batch_size": global_batch_size, "steps_per_epoch": steps_per_epoch, "total_steps": total_steps}
+    return [lr_at(step, optim=optim, **sizes) for step in range(total_steps)]
 
 
 def torch_rates(make, *, peak: float, total_steps: int) -> list[float]:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from processes import SCRIPTS, read_lines, run, train
 
 from app.checkpoints.shards import WeightAverage
+from app.errors import TrainingError
 from app.optim import parameter_groups
 from app.optim.steps import Step, Steps
 from app.recipe.schema import OptimRecipe
@@ -192,3 +193,20 @@ def test_dropout_of_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path)
     train("cpu", rest, *arguments, "--resume", str(whole / "checkpoints" / "step-00000002")).check()
     losses = [[line["loss"] for line in read_lines(folder / "metrics.jsonl")] for folder in (whole, rest)]
     assert losses[1] == losses[0][2:]
+
+
+# Parameters without a gradient -----------------------------------------------------------------------------------------------
+
+
+CASES = [("cpu", 1), ("multi_gpu", 2), ("deepspeed_zero1", 2), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2), ("fsdp2", 2)]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("preset", "processes"), CASES)
+def test_a_parameter_that_is_not_used_is_named_and_a_frozen_one_is_not(preset: str, processes: int) -> None:
+    """In steps of 2 or 4 passes. That all others are left alone is shown by every run of the other tests."""
+    finished = run(preset, processes, str(SCRIPTS / "unused.py"))
+    assert finished.returncode == TrainingError.exit_code, finished.output
+    said = "2 trainable parameters have no gradient after the first step's backward passes: unused.weight, unused.bias. "
+    assert f"TrainingError: {said}" in finished.output
+    assert "frozen" not in finished.output

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from app import building
+from app.building import Parts
+from app.data.samples import Splits
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
 from app.environment.launched import read
@@ -27,6 +28,7 @@ from app.optim import parameter_groups
 from app.optim.schedule import Length
 from app.optim.steps import Steps
 from app.recipe.batching import BatchPlan
+from app.recipe.recipe_file import LoadedRecipe
 from app.recipe.schema import OptimRecipe, Recipe, TrainRecipe
 from app.task import Form, Loss, Task
 
@@ -84,23 +86,15 @@ launched = read(os.environ)
 runtime = Runtime(launched, BatchPlan.of(recipe, launched.world_size))
 torch.manual_seed(0)
 module = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+rule = parameter_groups.Rule.of(recipe.optim, module)
 model, optimizer = runtime.prepare(module, parameter_groups.build_optimizer(recipe.optim, module))
 steps = Steps(runtime.accelerator, model, optimizer, clip_norm=None)
 samples = (KnownSequences if mode == "known" else Sequences)(counts_of(recipe))
 task: Any = CountingRegression() if mode == "counted" else Regression()
 losses, clock = Losses(runtime.device), Clock(runtime.device)
-feed = Feed(
-    runtime,
-    recipe,
-    task,
-    samples,
-    building.training_batches(runtime, recipe, samples, Length(SIZE // BATCH, STEPS), 0),
-    form=Form(),
-    dropout=PassDraws(0),
-    see=lambda *_: None,
-    lap=clock.lap,
-    say=print,
-)
+length, data, loaded = Length(SIZE // BATCH, STEPS), Splits(samples, None, None), LoadedRecipe(recipe, "ragged", {})
+parts = Parts(runtime, loaded, task, data, Form(), module, length, rule, PassDraws(0), 0.0, [])
+feed = Feed(parts, 0, see=lambda *_: None, lap=clock.lap, say=print)
 norms, totals, means = [], [], []
 with feed:
     for step in range(STEPS):
