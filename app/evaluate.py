@@ -37,16 +37,10 @@ if TYPE_CHECKING:
 _FOLDER_TASK, _FOLDER_RECIPE = "causal_lm", "lm_tiny"
 """The task whose models are folders of another library, and the recipe of its data if none is given."""
 _IGNORED = ("model", "augment", "train", "optim", "log", "checkpoint", "profile")
-_KEYS = (
-    "dtype",
-    "tf32",
-    "deterministic",
-    "max_micro_batch",
-    "global_batch_size",
-    "validation_fraction",
-    "max_validation_samples",
-)
-_USED = tuple(f"train.{key}" for key in _KEYS)
+_USED = (
+    "train.dtype", "train.tf32", "train.deterministic", "train.max_micro_batch", "train.global_batch_size",
+    "train.validation_fraction", "train.max_validation_samples",
+)  # fmt: skip
 """Sections that have no effect here, and their keys that have one."""
 
 

@@ -58,8 +58,7 @@ def out_of_memory_explained(runtime: Runtime, recipe: Recipe) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        is_it = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _TEXTS)
-        if not is_it:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(text in str(error) for text in _TEXTS):
             raise
         change = _sharding(runtime).what_to_change(
             runtime.launched.world_size,
