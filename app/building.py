@@ -161,9 +161,7 @@ def texts_of(parts: Parts, model: torch.nn.Module) -> dict[str, Callable[[], lis
 
 def _batch_of(runtime: Runtime, samples: Any, numbers: np.ndarray) -> Batch:
     """Return these samples, without anything random, on the device of this rank; -1 is padding."""
-    batch = loader.Fetching(samples, seed=None).__getitems__(numbers)
-    if isinstance(batch, Failure):
-        raise DataError(batch.text)
+    (batch,) = loader.batches_of([loader.Fetching(samples, seed=None).__getitems__(numbers)])
     return {name: field.to(runtime.device) if isinstance(field, torch.Tensor) else field for name, field in batch.items()}
 
 

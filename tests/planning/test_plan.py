@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -70,12 +68,9 @@ def test_a_plan_without_data_has_the_vocabulary_of_the_recipe(
     assert all(row["fits"] for row in found["devices"][0]["rows"])
 
 
-def test_a_real_plan_names_the_cheapest_and_hsdp_on_one_node_is_fsdp2() -> None:
-    words = ["--recipe", "digits", "--devices", "2", "--device", "24GiB", "--presets", "hsdp,fsdp2,multi_gpu,tensor_parallel"]
-    command = [sys.executable, "-m", "launch.cli", "plan", *words, "--json"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    (of_two,) = json.loads(finished.stdout)["devices"]
+def test_a_plan_names_the_cheapest_and_hsdp_on_one_node_is_fsdp2(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(planned(capsys, "--devices", "2", "--presets", "hsdp,fsdp2,multi_gpu,tensor_parallel", "--json"))
+    (of_two,) = found["devices"]
     assert of_two["cheapest"]["command"].startswith("samerun launch --processes 2 --preset multi_gpu --recipe digits")
     rows = {row["preset"]: row for row in of_two["rows"]}
     assert next(iter(rows)) == "multi_gpu"
