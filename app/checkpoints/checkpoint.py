@@ -1,20 +1,20 @@
 """Saves and resumes a run: all ranks together write the tensors of `Shards` into the files of `step_folders`.
 
-A checkpoint belongs to the run: any preset on any number of processes takes it up at the next unseen sample. What may have
-changed since it was written stands in `resumable`.
+A checkpoint belongs to the run: any preset on any number of processes resumes it at the next unseen sample. `resumable` has
+the settings that can change in between.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from threading import Thread
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -27,33 +27,33 @@ from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
 from app.distributed.agreement import Ranks
 from app.distributed.runtime import Runtime
+from app.environment.topology import listed
 from app.errors import CheckpointError, SamerunError, printable
 from app.evaluation import Evaluation
 from app.files.atomic_files import check_stamp
 from app.guard.early_stopping import Patience, is_better
 from app.init import held
-from app.init.region import AVERAGE, WEIGHT, Piece, Region
+from app.init.region import AVERAGE, WEIGHT, Piece
 from app.metrics.metrics import Metrics
 from app.optim.steps import SpikeGuard
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.runs.claim import Claim
 
-RESUMED: Mapping[str, type | tuple[type, ...]] = {
+RESUMED: files.StateTypes = {
     "step": int,
     **dict.fromkeys(("recipe", "data", "optimizer"), dict),
     **dict.fromkeys(("best", "gradient_scaler"), (dict, type(None))),
 }
-"""What a resumed attempt needs of state.json, with its types."""
+"""Keys of state.json that a resumed attempt needs, with their types."""
 NEVER, AUTO = "never", "auto"
 """Words of --resume; anything else is the path of a run folder or of one of its checkpoints."""
-_MOST_NAMED = 8
 
 
 class Checkpoints:
     """The checkpoints of one run, written into its run folder and read from there or from another run's.
 
-    The training is held while a save copies what this rank owns to memory of the CPU; files are written beside it.
+    Training pauses while a save copies this rank's pieces to memory of the CPU; a thread then writes the files.
     """
 
     def __init__(  # noqa: PLR0913  (keyword-only after the parts)
@@ -71,14 +71,14 @@ class Checkpoints:
         patience: Patience,
         on_disk: Callable[[float], None],
     ) -> None:
-        """`shards` are the tensors of the prepared model and optimizer; `facts` is what else state.json says of the run:
+        """`shards` are the tensors of the prepared model and optimizer; `facts` are further entries of state.json:
 
-        `data`, the fingerprints of the data sets, for `resumable`, and `model`, what rebuilds it, for `samerun export`.
-        `frozen` is, on the main process, what `settle_frozen` returned.
+        `data`, the fingerprints of the data sets, for `resumable`, and `model`, which rebuilds it, for `samerun export`.
+        `frozen` is, on the main process, the result of `settle_frozen`.
 
-        `monitor` is the score by which the best checkpoint is chosen, and which end of it is best. `metrics` is told how long
-        the training was held and how long the writing took. What it, `spikes` and `patience` know is saved too. `on_disk` is
-        called on every rank, in another thread, with the seconds from a step to its checkpoint on the disk.
+        `monitor` is the score that decides which checkpoint is best, and whether max or min is best. `metrics` records the
+        seconds of the pause and of the writing. The state of it, `spikes` and `patience` is saved too. `on_disk` is called on
+        every rank, in another thread, with the seconds from a step to its checkpoint on the disk.
         """
         self._runtime, self._claim, self._recipe = runtime, claim, recipe
         self._shards, self._facts, self._frozen, self._metrics = shards, dict(facts), frozen, metrics
@@ -92,7 +92,7 @@ class Checkpoints:
         """The last checkpoint of this start that is on disk; the same on every rank."""
 
     def is_due(self, step: int, *, is_last: bool, scores: Evaluation | None) -> bool:
-        """Whether the recipe asks for a checkpoint after this step; `scores` are those of its evaluation, if any."""
+        """Return whether the recipe asks for a checkpoint after this step; `scores` are from its evaluation, if any."""
         wanted = self._recipe.checkpoint
         if wanted.every_steps is not None and step % wanted.every_steps == 0:
             return True
@@ -109,7 +109,7 @@ class Checkpoints:
             if scores is not None and self._is_best(scores):
                 self._best = {"step": step, self._monitored: scores.scores[self._monitored]}
             self._runtime.average_buffers(self._shards.model)
-            pieces = self._copies.of(self._shards.owned_pieces())
+            pieces = self._copies.copy(self._shards.owned_pieces())
             buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._shards.buffers().items()}
             state = self._state(step)
         self._writing = _in_background(self._write, state, pieces, buffers, self._metrics.clock.pause_s)
@@ -137,18 +137,23 @@ class Checkpoints:
             self._writing.result()
             self._writing = None
 
+    def _write_pieces(self, ranks: Ranks | Runtime, step: int, pieces: Sequence[Piece]) -> list[FileEntry]:
+        """Write the pieces of all ranks into the temporary folder of a step, and return their files."""
+        runtime = self._runtime
+        with ranks.together():
+            if runtime.is_main:
+                files.begin(self._claim, step)
+        with ranks.together():
+            folder = files.temporary_of(self._claim, step)
+            entry = files.write_pieces(folder, runtime.launched.rank, pieces, on_chunk=runtime.alive)
+        return ranks.gather(entry)
+
     def _write(self, state: dict[str, Any], pieces: list[Piece], buffers: dict[str, torch.Tensor], held_s: float) -> None:
-        """Write a checkpoint and remove those that are too old; if a rank could not, the older ones are as they were."""
+        """Write a checkpoint and remove those that are too old; if a rank cannot write, the older ones are unchanged."""
         start_s, step = time.perf_counter(), state["step"]
         runtime, ranks, claim, is_main = self._runtime, self._ranks, self._claim, self._runtime.is_main
-        folder = files.temporary_of(claim, step)
         try:
-            with ranks.together():
-                if is_main:
-                    files.begin(claim, step)
-            with ranks.together():
-                entry = files.write_pieces(folder, runtime.launched.rank, pieces, on_chunk=runtime.alive)
-            entries = ranks.gather(entry)
+            entries = self._write_pieces(ranks, step, pieces)
             runtime.alive()
             with ranks.together():
                 if is_main:
@@ -157,11 +162,11 @@ class Checkpoints:
                     best = state["best"]["step"] if state["best"] else None
                     files.prune(claim, saved, keep_last=self._recipe.checkpoint.keep_last, keep_step=best)
         except Exception as error:
-            # All ranks have a SamerunError; of another, which is a fault of the program, the others may not know.
+            # All ranks have a SamerunError; any other error is a fault of the program, perhaps of this rank alone.
             with ranks.together() if isinstance(error, SamerunError) else suppress(SamerunError):
                 if is_main:
                     claim.check()  # a start that took the folder over has removed these files
-                    files.discard(claim, folder)  # a half-written checkpoint must not fill the disk
+                    files.discard(claim, files.temporary_of(claim, step))  # a partial checkpoint must not fill the disk
             raise
         self.written = files.path_of(claim.path, step)
         runtime.alive()
@@ -171,10 +176,10 @@ class Checkpoints:
 
     @contextmanager
     def finished_weights(self, step: int) -> Iterator[dict[str, Content]]:
-        """Yield on the main process the weights that a run leaves after its last step, the average if there is one, by name.
+        """Yield on the main process the run's weights after its last step, the average if there is one, by name.
 
-        They are read from the checkpoint of that step, or else from a folder to which all ranks write their shares of them and
-        which is removed afterwards: no process has them whole. Called by all ranks. Raises CheckpointError, on all of them.
+        They are read from the checkpoint of that step, or else from a temporary folder to which all ranks write their shares:
+        no process has them whole. Called by all ranks. Raises CheckpointError, on all of them.
         """
         claim, is_main, final = self._claim, self._runtime.is_main, files.path_of(self._claim.path, step)
         is_saved = self.written == final
@@ -185,29 +190,22 @@ class Checkpoints:
             yield reader.contents(reader.finished_key()) if reader else {}
         finally:
             if is_main and not is_saved:
-                with suppress(SamerunError):  # the next start removes the rest
+                with suppress(SamerunError):  # the next start removes the folder
                     files.discard(claim, files.temporary_of(claim, step))
 
     def _write_weights(self, step: int) -> Path:
-        runtime, claim, folder = self._runtime, self._claim, files.temporary_of(self._claim, step)
-        runtime.average_buffers(self._shards.model)
-        with runtime.together():
-            if runtime.is_main:
-                files.begin(claim, step)
-        with runtime.together():
-            pieces = self._shards.owned_pieces()
-            kept = AVERAGE if self._shards.has_average else WEIGHT
-            wanted = [piece for piece in pieces if piece.key == kept]
-            entry = files.write_pieces(folder, runtime.launched.rank, wanted, on_chunk=runtime.alive)
-        entries = runtime.gather(entry)
-        with runtime.together():
-            if runtime.is_main:
-                files.complete(claim, step, entries, state={}, buffers=self._shards.buffers(), frozen=self._frozen)
-        return folder
+        self._runtime.average_buffers(self._shards.model)
+        key = AVERAGE if self._shards.average else WEIGHT
+        entries = self._write_pieces(self._runtime, step, [it for it in self._shards.owned_pieces() if it.key == key])
+        with self._runtime.together():
+            if self._runtime.is_main:
+                buffers = self._shards.buffers()
+                files.commit(self._claim, step, entries, state={}, buffers=buffers, frozen=self._frozen, rename=False)
+        return files.temporary_of(self._claim, step)
 
     def restore(self, folder: Path) -> None:
         """Load the state of a checkpoint that `find` returned. Called by all ranks, on a freshly prepared model."""
-        # A later start may have taken the folder over, and removed this checkpoint: then that is the reason.
+        # If a later start has taken the folder over and removed this checkpoint, the error names that as the reason.
         with self._runtime.together(), self._claim.errors(folder, "read"):
             reader = Reader(folder)
             self._shards.allocate_state(reader.keys(), reader.state["optimizer"])
@@ -245,13 +243,13 @@ class Checkpoints:
 
 
 class _Copies:
-    """Memory of the CPU that pieces are copied to, kept from save to save: making it takes longer than filling it."""
+    """Memory of the CPU for copies of pieces, reused by each save: allocating it takes longer than filling it."""
 
     def __init__(self) -> None:
         self._memory: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def of(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with their values copied."""
         kinds = [(piece.values.shape, piece.values.dtype) for piece in pieces]
         if kinds != [(memory.shape, memory.dtype) for memory in self._memory]:  # SGD has no momentum before its first step
@@ -260,12 +258,12 @@ class _Copies:
         for memory, piece in zip(self._memory, pieces, strict=True):
             memory.copy_(piece.values, non_blocking=True)
         for device in {piece.values.device for piece in pieces if piece.values.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)  # nothing has waited for these copies yet
+            torch.accelerator.synchronize(device)  # the copies above are asynchronous
         return [replace(piece, values=memory) for memory, piece in zip(self._memory, pieces, strict=True)]
 
 
 def _in_background(work: Callable[..., None], *arguments: Any) -> Future[None]:
-    """Call `work` in a thread that does not keep a failing process alive; the future has its end."""
+    """Call `work` in a thread that does not keep a failing process alive, and return the future of its result."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -279,110 +277,93 @@ def _in_background(work: Callable[..., None], *arguments: Any) -> Future[None]:
     return future
 
 
-def find(runtime: Runtime, place: Path, *, state: Mapping[str, type | tuple[type, ...]] = MappingProxyType({})) -> Path | None:
-    """Return the newest checkpoint of a run folder that is whole, or `place` itself if it is a checkpoint; None: has none.
+def find(runtime: Runtime, place: Path, *, state: files.StateTypes | None = None) -> Path | None:
+    """Return the newest whole checkpoint of a run folder, if any, or `place` itself if it is a checkpoint.
 
-    All ranks check the files together; `state` as in `step_folders.verify`. Newer ones that are damaged are said. Raises
+    All ranks check the files together; `state` as in `step_folders.verify`. Prints newer checkpoints that are damaged. Raises
     CheckpointError, on all ranks, if every checkpoint there is damaged, or `place` is.
     """
+
+    def check(folder: Path) -> None:
+        with runtime.together():
+            files.verify(folder, part=(runtime.launched.rank, runtime.launched.world_size), state=state)
+
     candidates = runtime.from_main([place] if files.is_checkpoint(place) else files.committed(place))
-    damaged = []
-    for folder in candidates:
-        try:
-            with runtime.together():
-                files.verify(folder, part=(runtime.launched.rank, runtime.launched.world_size), state=state)
-        except CheckpointError as error:
-            damaged.append(str(error))
-        else:
-            for sentence in damaged if runtime.is_main else []:
-                print(f"passed over: {printable(sentence)}", flush=True)  # noqa: T201 - the user must know
-            return Path(folder)
-    if damaged:
+    found, damaged = files.first_whole(candidates, check)
+    if damaged and found is None:
         raise CheckpointError(
             "\n".join(damaged) + "\nThere is no other checkpoint. The run does not start from zero unless you ask for it."
         )
-    return None
+    for sentence in damaged if runtime.is_main else []:
+        print(f"passed over: {printable(sentence)}", flush=True)  # noqa: T201 - the user must know
+    return found
 
 
 # ---- Frozen parameters -------------------------------------------------------------------------------------------------------
 
 
 def settle_frozen(runtime: Runtime, claim: Claim, model: torch.nn.Module, resumed: Path | None) -> FileEntry | None:
-    """Give the model, not prepared yet, the frozen parameters of the checkpoint `resumed`, and keep them.
+    """Give the model, not prepared yet, the frozen parameters of the checkpoint `resumed`, and write them to the run folder.
 
-    They are written once into the run folder, and each checkpoint names that file by its digest. So a checkpoint is as large
-    as what is trained, and a run goes on with the frozen weights that it had: the file that it began with may be gone.
+    They are written once, and each checkpoint names the file by its digest. So a checkpoint has only the trained parameters,
+    and a resumed run has the same frozen weights even if the file of its initial weights is gone.
 
-    Returns, on the main process, the file in the run folder that checkpoints are to name; None: all parameters are trained.
-    Raises CheckpointError, on all ranks, if the checkpoint's run has frozen others, or they cannot be read or written.
+    Returns, on the main process, the file for checkpoints to name; None: all parameters are trained.
+    Raises CheckpointError, on all ranks, if the checkpoint's run froze others, or they cannot be read or written.
     """
     every = held.held(model)
     frozen = {name: every[name] for name, parameter in model.named_parameters() if not parameter.requires_grad}
     frozen = dict(sorted(frozen.items(), key=lambda named: -named[1].values.dtype.itemsize))  # the order of a file
     with runtime.together():
         reader = Reader(resumed) if resumed else None
+        entry = reader.frozen if reader else None
         if reader:
-            _take_up(reader, frozen)
+            _check_same_frozen(reader.folder, entry, frozen)
+            for it in frozen.values():
+                reader.read_into(it)
     if not frozen:
         return None
     with runtime.together():
-        there = _there(claim, reader) if runtime.is_main and reader else None
-    if runtime.from_main(there is not None):
-        return there
+        exists = runtime.is_main and entry is not None and (claim.path / entry.file).exists()
+        if exists and reader and entry:
+            final = claim.path / entry.file
+            if not final.samefile(files.place_of(reader.folder, entry.file)):  # `find` has checked that one
+                check_stamp(final, entry.stamp)
+    if runtime.from_main(exists):
+        return entry
     with runtime.together():
-        whole = _whole(runtime, model, frozen.values())
+        is_sharded = held.is_divided(model)
+        tensors = (_gathered(runtime, it) if is_sharded else it.values for it in frozen.values())
         try:
-            contents = {  # which must be taken in this order
-                name: Content(tensor_file.dtype_of(name, it.values), it.shape, _next(whole)) for name, it in frozen.items()
+            contents = {  # each takes the next tensor when it is written, in this order
+                name: Content(
+                    tensor_file.dtype_of(name, it.values),
+                    it.shape,
+                    chain.from_iterable(map(tensor_file.chunks, islice(tensors, 1))),
+                )
+                for name, it in frozen.items()
             }
             return files.write_frozen(claim, contents) if runtime.is_main else None
         finally:
-            for _ in whole:  # what the disk has refused: the other ranks wait with their shares of it
+            for _ in tensors:  # on the other ranks, and after an error of the disk: each tensor is a collective
                 pass
 
 
-def _take_up(reader: Reader, frozen: Mapping[str, Piece]) -> None:
-    entry = reader.frozen
+def _check_same_frozen(folder: Path, entry: FileEntry | None, frozen: Mapping[str, Piece]) -> None:
     before = {name: it.shape for name, it in entry.tensors[FROZEN].items()} if entry else {}
     now = {name: it.shape for name, it in frozen.items()}
     differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if differing:
-        shown = ", ".join(differing[:_MOST_NAMED]) + (", ..." if len(differing) > _MOST_NAMED else "")
         raise CheckpointError(
-            f"{reader.folder} belongs to a run that froze {len(before)} parameters, and this run freezes "
-            f"{len(now)}; only one of them freezes {shown}. Freeze the same parameters (train.freeze, or the "
-            "task's model), or start a new run in another --run-dir."
+            f"{folder} belongs to a run that froze {len(before)} parameters, and this run freezes {len(now)}; only one of them "
+            f"freezes {listed(differing)}. Freeze the same parameters (train.freeze, or the task's model), or start a new run "
+            "in another --run-dir."
         )
-    for it in frozen.values():
-        reader.read_into(it)
 
 
-def _there(claim: Claim, reader: Reader) -> FileEntry | None:
-    """Return the file of the checkpoint's frozen parameters if the claimed run folder has it."""
-    entry = reader.frozen
-    if entry is None or not (there := claim.path / entry.file).exists():
-        return None
-    if not there.samefile(files.place_of(reader.folder, entry.file)):  # which was checked when the checkpoint was found
-        check_stamp(there, entry.stamp)
-    return entry
-
-
-def _whole(runtime: Runtime, model: torch.nn.Module, frozen: Iterable[Piece]) -> Iterator[torch.Tensor]:
-    """Yield the parameters, 1-D, one after the other, on all ranks: each has the whole of one at a time."""
-    is_divided = held.is_divided(model)
-    for it in frozen:
-        if is_divided:
-            yield _joined(it, runtime.gather((it.region, it.values.cpu()) if it.copies[1] == 0 else None))
-        else:
-            yield it.values
-
-
-def _joined(it: Piece, parts: Iterable[tuple[Region, torch.Tensor] | None]) -> torch.Tensor:
+def _gathered(runtime: Runtime, it: Piece) -> torch.Tensor:
+    """Return the whole of a parameter, 1-D, on all ranks."""
     whole = torch.empty(prod(it.shape), dtype=it.values.dtype)
-    for region, values in filter(None, parts):
+    for region, values in filter(None, runtime.gather((it.region, it.values.cpu()) if it.copies[1] == 0 else None)):
         region.rows(whole).copy_(values.view(region.runs, region.run))
     return whole
-
-
-def _next(whole: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-    yield from tensor_file.chunks(next(whole))

@@ -1,8 +1,8 @@
 """Starts a run from given weights (`train.init_from`), for fine-tuning: loads weights and buffers only.
 
-Every tensor of the model must be there in its shape, and no other: a network that is half another's trains without a
-word. Only the last layer, the head, which says how many classes there are for instance, may be missing or of another shape, and
-what `train.init_allow` names; that stays new. What was taken, what is new and what was left out is said.
+The file must have every tensor of the model in its shape, and no others: a model with half of its weights would train without
+an error. Only the last layer, the head, whose shape can depend on the number of classes, and the names in `train.init_allow`
+can be missing or of another shape; they stay new. The run prints which tensors were taken, are new or were left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -23,24 +23,25 @@ from app.checkpoints import checkpoint, stored_weights
 from app.checkpoints.stored_weights import IN_FOLDERS, Stored
 from app.distributed import handshake
 from app.distributed.runtime import Runtime
+from app.environment.topology import listed
 from app.errors import CheckpointError, RecipeError
 from app.files import paths
 from app.init import accounting, held
-from app.init.region import Piece, Region
+from app.init.region import Region
 from app.optim import parameter_groups
 from app.recipe.schema import PUBLISHED, TrainRecipe
 from app.task import Adapters, Task
 
 _DENSENET = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.(?:weight|bias|running_mean|running_var))")
 _ELEMENTS = 1 << 20
-"""Read at a time where nothing is kept."""
+"""Elements that are read at a time, to be hashed."""
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-"""Prefixes that DistributedDataParallel, torch.compile and Lightning add to every name, one after the other in any order."""
+"""Prefixes that DistributedDataParallel, torch.compile and Lightning add to every name, in any order."""
 
 
 @dataclass(frozen=True)
 class Initial:
-    """What a run begins with instead of the weights of its seed."""
+    """Weights with which a run begins instead of those of its seed."""
 
     place: str
     """A file or a checkpoint, or the name of published weights."""
@@ -49,56 +50,53 @@ class Initial:
 def take_up(
     runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainRecipe, *, resumed: Path | None
 ) -> Initial | None:
-    """Load the weights that `init_from` names into the model, before it is prepared. None: it names none.
+    """Load the weights of `init_from`, if there is one, into the model before it is prepared.
 
-    It is a file, a checkpoint or a run folder: then the weights that the run left, or those of its newest checkpoint, which
-    are the averaged ones if it has them. The task's `head` may be another one. A run that goes on from a checkpoint, `resumed`,
-    does not read them. Raises, on all ranks, CheckpointError if they cannot be read or do not fit, RecipeError for a pattern
-    of `init_allow` that matches nothing, and TopologyError if ranks read different ones.
+    It is a file, a checkpoint or a run folder: then the weights that the run wrote, or those of its newest checkpoint, which
+    are the averaged ones if it has them. A run that resumes from a checkpoint, `resumed`, does not read them. Raises, on all
+    ranks, CheckpointError if they cannot be read or do not fit, RecipeError for a pattern of `init_allow` that matches nothing,
+    and TopologyError if ranks read different weights.
     """
     if recipe.init_from is None:
         return None
     if resumed is not None:
-        _say(runtime, f"train.init_from is ignored, because the run resumes from {resumed}")
+        _print(runtime, f"train.init_from is ignored, because the run resumes from {resumed}")
         return None
-    if recipe.init_from.startswith(PUBLISHED):
-        name, place = recipe.init_from, _published(runtime, recipe.init_from.removeprefix(PUBLISHED), download=recipe.download)
+    is_published = recipe.init_from.startswith(PUBLISHED)
+    if is_published:
+        name = recipe.init_from
+        with runtime.together():
+            if runtime.launched.local_rank == 0:  # one process of each node downloads
+                published(name.removeprefix(PUBLISHED), download=recipe.download)
+        with runtime.together():
+            place = published(name.removeprefix(PUBLISHED), download=False)
     else:
         with runtime.together():
-            asked = Path(paths.filled_in("train.init_from", recipe.init_from))
-        place = _find(runtime, asked)
+            source = Path(paths.filled_in("train.init_from", recipe.init_from))
+        place = _find(runtime, source)
         name = str(place)
     with runtime.together():
         stored = stored_weights.open_stored(place)
-        if recipe.init_from.startswith(PUBLISHED):
+        if is_published:
             stored = stored.renamed({name_here(there): there for there in stored.shapes})
         adapters = task.adapters(model)
         allow = (*(recipe.init_allow or ()), *(adapters.alone if adapters else ()))
-        said, read = _load(model, stored, adapters, name, task.head(model), allow)
+        summary, read = _load(model, stored, adapters, name, task.head(model), allow)
     weights = {"initial weights": held.digest(model, runtime.gather)}
     if held.is_divided(model):
-        weights[f"{name}, as read on this node"] = _digest_of_node(runtime, read)
+        weights[f"{name}, as read on this node"] = _node_digest(runtime, read)
     handshake.check_agreement(runtime.gather, runtime.device, weights)
-    _say(runtime, said)
+    _print(runtime, summary)
     return Initial(name)
 
 
-def _say(runtime: Runtime, sentence: str) -> None:
+def _print(runtime: Runtime, sentence: str) -> None:
     if runtime.is_main:
         print(sentence, flush=True)  # noqa: T201 - the user must know
 
 
-def _published(runtime: Runtime, name: str, *, download: bool) -> Path:
-    """Return the file on every rank, after one process of each node has downloaded it there, if it may."""
-    with runtime.together():
-        if runtime.launched.local_rank == 0:
-            file_of(name, download=download)
-    with runtime.together():
-        return file_of(name, download=False)
-
-
 def _find(runtime: Runtime, place: Path) -> Path:
-    """Return the file, or the checkpoint, which all ranks have found whole, that is meant."""
+    """Return the file of weights of `place`, or its checkpoint, which all ranks have checked."""
     inside = (place / file for file in IN_FOLDERS)
     file = runtime.from_main(place if place.is_file() else next((path for path in inside if path.exists()), None))
     found: Path | None = file or checkpoint.find(runtime, place)
@@ -114,22 +112,27 @@ def _find(runtime: Runtime, place: Path) -> Path:
 def _load(
     model: torch.nn.Module, stored: Stored, adapters: Adapters | None, place: str, head: str, allow: Sequence[str]
 ) -> tuple[str, Stored]:
-    """Fill the model and return the sentence that says with what, and what was read, by the model's names.
+    """Fill the model and return a summary, and the tensors that were read, by the model's names.
 
-    Raises CheckpointError, naming all that does not fit.
+    Raises CheckpointError with all names that do not fit.
     """
-    known = {*model.state_dict(keep_vars=True), *(adapters.names.values() if adapters else ())}
-    given = stored.shapes
-    stored = stored_weights.as_here(_by_names_of(model, known, stored), adapters)
+    stored_names = stored.shapes
+    stored = _by_model_names(model, {*model.state_dict(keep_vars=True), *(adapters.names.values() if adapters else ())}, stored)
+    if adapters:
+        here = {there: name for name, there in adapters.names.items()}
+        stored = stored.renamed({here.get(name, name): name for name in stored.shapes})
     tensors = stored_weights.named(model, stored.shapes)
     names = [*tensors, *stored.shapes]
-    _check_patterns(allow, [*names, *given])
+    for pattern in allow:
+        if not any(fnmatchcase(name, pattern) for name in (*names, *stored_names)):
+            near = parameter_groups.near(pattern, list(dict.fromkeys((*names, *stored_names))))
+            raise RecipeError(f"train.init_allow has {pattern!r}, which matches no weight in the model or the file: {near}")
     free = {name for name in names if _layer(name) == head or any(fnmatchcase(name, pattern) for pattern in allow)}
     differing = stored_weights.differences(tensors, stored)
     wrong = stored_weights.contradictions(tensors, stored) or {it: text for it, text in differing.items() if it not in free}
     if wrong:
         raise CheckpointError(
-            f"the weights of {place} belong to another model: {accounting.listed(wrong.values())}. Only "
+            f"the weights of {place} belong to another model: {accounting.joined(wrong.values())}. Only "
             f"the last layer, {head}, and the names in train.init_allow may differ: describe that model in "
             "the recipe (model.*, data.*), or choose other weights."
         )
@@ -138,19 +141,22 @@ def _load(
     for name, tensor in taken.items():
         stored.read_into(name, tensor.values, tensor.region)
     how = f" ({', '.join(stored.remarks)})" if stored.remarks else ""
-    parts = [f"{len(taken)} tensors taken", *_conversions(taken, stored)]
-    # A layer that is not there as it must be stays new as a whole.
+    parts = [f"{len(taken)} tensors taken"]
+    for (there, kind), count in Counter((stored.dtypes[name], it.values.dtype) for name, it in taken.items()).items():
+        if there != kind:
+            parts.append(f"{count} of them converted from {stored_weights.word(there)} to {stored_weights.word(kind)}")
+    # A layer with a tensor that does not fit stays new as a whole.
     if new := [differing.get(name, name) for name in tensors if name not in taken]:
-        parts.append(f"{len(new)} initialized from the seed: {accounting.listed(new, ', ')}")
-    if left := [name for name in stored.shapes if name not in tensors]:
-        parts.append(f"{len(left)} left out: {accounting.listed(left, ', ')}")
+        parts.append(f"{len(new)} initialized from the seed: {listed(new)}")
+    if left_out := [name for name in stored.shapes if name not in tensors]:
+        parts.append(f"{len(left_out)} left out: {listed(left_out)}")
     read = stored.renamed({name: name for name in taken})
     return f"initial weights from {place}{how}: {'; '.join(parts)}", read
 
 
 @torch.no_grad()
-def _digest_of_node(runtime: Runtime, read: Stored) -> str:
-    """Return a digest of all that was read, as this node's ranks read it together: none of them keeps all of it."""
+def _node_digest(runtime: Runtime, read: Stored) -> str:
+    """Return a digest of all read tensors, which this node's ranks read again in shares: no rank keeps all of them."""
     launched, total = runtime.launched, 0
     ranks = launched.local_world_size
     for name, shape in read.shapes.items() if ranks < launched.world_size else ():
@@ -164,46 +170,29 @@ def _digest_of_node(runtime: Runtime, read: Stored) -> str:
     return held.as_text(sum(value for its, value in runtime.gather((node, total)) if its == node))
 
 
-def _by_names_of(model: torch.nn.Module, known: Set[str], stored: Stored) -> Stored:
+def _by_model_names(model: torch.nn.Module, known: Set[str], stored: Stored) -> Stored:
     """Return stored tensors by the `known` names of the model, without buffers that it does not need.
 
-    Prefixes that programs add to every name are removed, and that of a base model is added, which transformers leaves out of a
-    file with a base model alone: as many as make the most names known.
+    Removes prefixes that programs add to every name, and adds that of a base model, which transformers leaves out of a file
+    with a base model alone: as many as make the most names known.
     """
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    names, said = {name: name for name in stored.shapes}, list[str]()
+    names, removed = {name: name for name in stored.shapes}, list[str]()
     ways: list[tuple[dict[str, str], list[str]]] = []
     while True:
         whole = {name: f"{base}{name}" for name in names.keys() - known if f"{base}{name}" in known - names.keys()}
         added = [f"with {base!r} before {len(whole)} names"] if whole else []
-        ways.append(({whole.get(name, name): there for name, there in names.items()}, [*said, *added]))
+        ways.append(({whole.get(name, name): there for name, there in names.items()}, [*removed, *added]))
         prefix = next((it for it in _PREFIXES if names and all(name.startswith(it) for name in names)), None)
         if prefix is None:
             break
         names = {name.removeprefix(prefix): there for name, there in names.items()}
-        said.append(f"without {prefix!r} before each name")
+        removed.append(f"without {prefix!r} before each name")
     found, remarks = max(ways, key=lambda way: len(known & way[0].keys()))
     unneeded = accounting.unneeded(model, found.keys() - known)
     if unneeded:
         remarks.append(f"without {len(unneeded)} buffers that the model does not need")
     return stored.renamed({name: there for name, there in found.items() if name not in unneeded}, *remarks)
-
-
-def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = parameter_groups.near(pattern, list(dict.fromkeys(names)))
-            raise RecipeError(f"train.init_allow has {pattern!r}, which matches no weight in the model or the file: {near}")
-
-
-def _conversions(taken: Mapping[str, Piece], stored: Stored) -> list[str]:
-    """Say from which types to which others how many tensors were converted."""
-    counts = Counter((stored.dtypes[name], tensor.values.dtype) for name, tensor in taken.items())
-    return [
-        f"{count} of them converted from {stored_weights.word(there)} to {stored_weights.word(here)}"
-        for (there, here), count in counts.items()
-        if there != here
-    ]
 
 
 def _layer(name: str) -> str:
@@ -213,10 +202,10 @@ def _layer(name: str) -> str:
 # ---- Weights that torchvision publishes, by the names of its enums: from torch.hub's cache, or downloaded into it ---------
 
 
-def file_of(name: str, *, download: bool) -> Path:
+def published(name: str, *, download: bool) -> Path:
     """Return the file of the weights `name`, such as ResNet50_Weights.IMAGENET1K_V2.
 
-    Raises CheckpointError if torchvision has none of that name, and as `cached`.
+    Raises CheckpointError if torchvision has no such weights, and as `cached`.
     """
     from torchvision import models  # takes seconds
 
@@ -233,10 +222,10 @@ def file_of(name: str, *, download: bool) -> Path:
 
 
 def cached(url: str, *, download: bool) -> Path:
-    """Return where torch.hub keeps the file of a URL (TORCH_HOME), after it is downloaded if it is not there and may be.
+    """Return torch.hub's file of a URL (TORCH_HOME), and download it first if it does not exist and `download` is set.
 
-    What is downloaded has the SHA-256 that its name begins. What already exists is trusted, as torch.hub does.
-    Raises CheckpointError if it is not there and may not be downloaded, or cannot be.
+    A download must have the SHA-256 that its name contains. An existing file is trusted, as by torch.hub.
+    Raises CheckpointError if the file does not exist, and is not or cannot be downloaded.
     """
     path = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
     if path.exists():
@@ -250,11 +239,11 @@ def cached(url: str, *, download: bool) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), digest[1] if digest else None, progress=False)
-    except (OSError, RuntimeError) as error:  # a RuntimeError is of the digest
+    except (OSError, RuntimeError) as error:  # RuntimeError: another digest
         raise CheckpointError(f"{url} cannot be downloaded to {path}: {error}. Try again, or save the file there") from error
     return path
 
 
 def name_here(name: str) -> str:
-    """Return what torchvision calls a tensor of a published file today: those of densenets are older."""
+    """Return the present name of a tensor in a published file: the names of densenets are older."""
     return "".join(found.groups()) if (found := _DENSENET.fullmatch(name)) else name

@@ -34,17 +34,17 @@ FROZEN = "frozen"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor is."""
+    """The location of a tensor."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dtype: str
-    """Type as safetensors names it."""
+    """Safetensors' name of the dtype."""
     ranges: list[tuple[Region, str]]
-    """Elements and file, sorted by the first of them; in a manifest they cover each element once."""
+    """Elements and file, sorted by the first element; in a manifest they cover each element once."""
 
     def problem(self) -> str | None:
-        """Say what is wrong with the ranges, if anything is."""
+        """Return the first problem of the ranges, if any."""
         size, reach, count = prod(self.shape), 0, 0
         open_yet: list[Region] = []
         for region, file in self.ranges:
@@ -63,7 +63,7 @@ class TensorEntry:
         return f"{size - count} of its {size} elements are missing from all files" if count < size else None
 
     def near(self, wanted: Region) -> Iterator[tuple[Region, str]]:
-        """Yield the ranges that may have some of the wanted elements."""
+        """Yield the ranges that can have some of the wanted elements."""
         first = bisect_right(self.ranges, wanted.start - self._longest, key=lambda part: part[0].start)
         for index in range(first, len(self.ranges)):
             region, file = self.ranges[index]
@@ -77,17 +77,17 @@ class TensorEntry:
 
 
 Tensors = dict[str, dict[str, TensorEntry]]
-"""Where each tensor is, by key and by parameter name."""
+"""The location of each tensor, by key and parameter name."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file that a rank wrote: small, to be gathered from all ranks for `commit`."""
+    """A file that a rank wrote; small, to be gathered from all ranks for `commit`."""
 
     file: str
     stamp: Stamp
     tensors: Tensors
-    """What the file holds of each tensor."""
+    """The ranges of each tensor in the file."""
 
 
 def tensor_name(key: str, name: str, start: int) -> str:
@@ -96,9 +96,9 @@ def tensor_name(key: str, name: str, start: int) -> str:
 
 
 def put_together(final: Path, entries: Sequence[FileEntry]) -> Tensors:
-    """Return where each tensor of the checkpoint `final` is, of what all ranks wrote.
+    """Return the location of each tensor of the checkpoint `final`, from the files of all ranks.
 
-    Sorts, and then compares neighbours: n log n in the number of ranges. Raises CheckpointError if the ranges do not cover
+    Sorts, and then compares neighbors: n log n in the number of ranges. Raises CheckpointError if the ranges do not cover
     each tensor exactly once, or if ranks differ in a shape or dtype.
     """
     tensors: Tensors = {}
@@ -156,7 +156,7 @@ def _from_json(start: int, stop: int, file: str, run: int = 0, stride: int = 0) 
 
 
 def _sealed(content: bytes) -> bytes:
-    """Append the SHA-256 of a JSON object to it as its last entry, so that a change of any byte shows."""
+    """Append the SHA-256 of a JSON object to it as its last entry, so that a change of any byte is found."""
     return content[:-1] + b', "sha256": "' + hashlib.sha256(content).hexdigest().encode() + b'"}\n'
 
 
@@ -164,9 +164,9 @@ _SEAL_BYTES = len(_sealed(b"{}")) - 1
 
 
 def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
-    """Return the files of a checkpoint and where each tensor is in them.
+    """Return the files of a checkpoint and the location of each tensor.
 
-    Raises CheckpointError if the manifest is missing, not the one that was written, or of another version.
+    Raises CheckpointError if the manifest is missing, has changed, or is of another version.
     """
     path = folder / MANIFEST
     with disk_errors(path, "read"):
@@ -177,13 +177,13 @@ def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
     if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):
         raise CheckpointError(f"{path} is truncated or has changed since it was written, so its checkpoint cannot be used.")
     try:
-        return _understood(path, parsed(raw))
+        return _checked(path, parsed(raw))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{path} is not a manifest that a run wrote: {why}. Its checkpoint cannot be used.") from error
 
 
-def _understood(path: Path, content: Any) -> tuple[dict[str, Stamp], Tensors]:
+def _checked(path: Path, content: Any) -> tuple[dict[str, Stamp], Tensors]:
     if content["format"] not in (FORMAT, WITH_COLUMNS):
         raise CheckpointError(
             f"{path} has format {content['format']}, and this version reads formats {FORMAT} and "

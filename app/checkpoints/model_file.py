@@ -1,7 +1,6 @@
-"""A trained model on disk: `model.safetensors` with plain parameter names, and `model.json`, which says what it is.
+"""A trained model on disk: `model.safetensors` with plain parameter names, and `model.json`, which describes the model.
 
-The weights load into the plain model that the task builds, torchvision's of that name for instance; nothing of this package is
-needed for that.
+The weights load into the plain model that the task builds, for example torchvision's, without this package.
 """
 
 from __future__ import annotations
@@ -27,26 +26,22 @@ from app.task import Task
 
 
 def described(recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what rebuilds the model that a run of a recipe leaves, for samples with these facts, as JSON holds it."""
-    own, gone = recipe_keys.of_task(recipe.task), _not_left(recipe)
+    """Return the JSON values that rebuild the model of a finished run, for samples with these facts."""
+    own, names = recipe_keys.of_task(recipe.task), [it.name for it in fields(recipe.sections)]
+    # What is trained, and not in the file of weights, such as adapters, which are added to the weights.
+    gone = {f"{name}.{key}" for name in names for key in getattr(getattr(recipe.sections, name), "not_left", ())}
     values = {key: value for key, value in recipe_keys.flat(recipe).items() if key.partition(".")[0] in own and key not in gone}
     about = {"recipe": {"task": recipe.task, **values}, "facts": dict(facts)}
     return about if recipe.task in tasks.SHIPPED else {**about, "task_digest": tasks.digest(recipe.task)}
 
 
-def _not_left(recipe: Recipe) -> set[str]:
-    """Keys of what a run trains and a file of weights has not, such as adapters, which are added to the weights."""
-    sections = {it.name: getattr(recipe.sections, it.name) for it in fields(recipe.sections)}
-    return {f"{name}.{key}" for name, section in sections.items() for key in getattr(section, "not_left", ())}
-
-
 def save(
     claim: Claim, description: Mapping[str, Any], weights: Mapping[str, Content], beside: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write the weights (by name) and what `described` returned into the run folder, each whole or not at all.
+    """Write the weights (by name) and the result of `described` into the run folder, each whole or not at all.
 
-    `beside` are files by their names, with which the run folder is one that the task's library loads too: it has
-    the weights once. Raises CheckpointError or RunFolderError if the disk refuses.
+    `beside` are further files by their names, with which the task's library can load the run folder too.
+    Raises CheckpointError or RunFolderError if the disk refuses.
     """
     with claim.staged(run_folder.MODEL) as path:
         tensor_file.write(path, weights, tensor_file.OF_TORCH)
@@ -60,11 +55,11 @@ def load(
 ) -> tuple[Task, torch.nn.Module, Mapping[str, Any]]:
     """Return a finished run's task, its trained model, in evaluation mode, and the facts of its samples.
 
-    `run_dir` may be a checkpoint: the model is then that of its moment, with what was trained beside frozen weights.
-    `task_at` is where the user's task file lies now; None: where it lay. Says on stderr if it was changed since. `built` makes
-    the task's model for these facts, to read into; what it holds of it is read, by default all, on the CPU.
+    `run_dir` can be a checkpoint, with adapters apart from frozen weights. `task_at` is the present path of the user's task
+    file, if it has moved. Prints a note on stderr if the file has changed. `built` builds the task's model for these facts, by
+    default whole and on the CPU; the tensors that it has are read.
 
-    Raises RunFolderError if the run is not finished or a file of it is broken.
+    Raises RunFolderError if the run is not finished or one of its files is broken.
     """
     about, path = run_dir / run_folder.MODEL_CONFIG, stored_weights.in_folder(run_dir)
     if step_folders.is_checkpoint(run_dir):

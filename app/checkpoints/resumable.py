@@ -1,7 +1,6 @@
-"""Whether a run may resume from a checkpoint: everything that affects training is unchanged, and steps are left.
+"""Checks that a run can resume from a checkpoint: everything that affects training is unchanged, and steps are left.
 
-The rest, such as the number of epochs or the logging, may change. Where a longer or shorter run has other learning rates, that
-is said.
+The rest, such as the number of epochs or the logging, can change. A note reports if another length changes learning rates.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from app.checkpoints import step_folders
+from app.environment.topology import listed
 from app.errors import CheckpointError
 from app.optim import schedule
 from app.optim.schedule import Length
@@ -21,12 +20,12 @@ from app.recipe import recipe_file, recipe_keys, task_file
 from app.recipe.schema import Recipe, TrainRecipe
 
 _LENGTH = frozenset({"train.epochs", "train.steps", "train.stop_after_evaluations_without_gain"})
-_LOOKED_AT = frozenset({"train.evaluate_every_epochs", "train.evaluate_every_steps", "train.max_validation_samples"})
-"""They decide when a run ends that stops early, and nothing else of what is learnt."""
+_STOPPING = frozenset({"train.evaluate_every_epochs", "train.evaluate_every_steps", "train.max_validation_samples"})
+"""Keys that affect training only through early stopping."""
 _MOST_KEYS = 5
-"""That a refusal names."""
+"""Keys in an error."""
 _MOST_LINES = 40
-"""Of a difference that it shows."""
+"""Lines of a difference in an error."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,9 @@ class Resumed:
 
     folder: Path
     step: int
-    """Steps that were taken before it."""
+    """Steps before it."""
     note: str | None
-    """What another length of the run does to the learning rates that are left, if anything."""
+    """The effect of another length of the run on the remaining learning rates, if any."""
 
 
 def check_same_run(
@@ -49,15 +48,35 @@ def check_same_run(
     sources: Mapping[str, str],
     may_differ: bool = False,
 ) -> Resumed:
-    """Check that a run of this recipe and length, over data with these facts, may resume from the checkpoint in `folder`.
+    """Check that a run of this recipe and length, over data with these facts, can resume from the checkpoint in `folder`.
 
-    `sources` are the texts of the user's task file and of what belongs to it, which may differ only if
-    that is said. Raises CheckpointError, naming all that differs, if the checkpoint is of another run or another version of
-    this program, and if it is past the end of this run.
+    `sources` are the texts of the user's task file and of the files it imports, which can differ only if `may_differ` is set.
+    Raises CheckpointError with all differences if the checkpoint is of another run or of another version of Samerun, and if it
+    is past the end of this run.
     """
     state = step_folders.Reader(folder).state
-    _check_version(folder, state["recipe"], recipe)
-    differing = [*_differing_keys(state["recipe"], recipe), *_differing_data(state["data"], data)]
+    before, now = dict(state["recipe"]), dict(recipe_file.flat(recipe))
+    for values in (before, now):  # the path of a task file can change; `sources` has its text
+        if "task" in values:
+            values["task"] = task_file.name_of(values["task"])
+    unshared = sorted((before.keys() ^ now.keys()) - recipe_keys.not_learnt(recipe.task))
+    if unshared and before.get("task", now["task"]) == now["task"]:  # another task has other keys anyway
+        raise CheckpointError(
+            f"{folder} was written by another version of Samerun: only one of the two has the recipe keys "
+            f"{listed(unshared, _MOST_KEYS)}. Finish the run with that version, or start a new run in another --run-dir."
+        )
+    may_change = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task) | _LENGTH
+    if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
+        may_change -= _STOPPING
+    differing = [
+        f"{key} was {then.get(key)!r} and is {present.get(key)!r}"
+        for then, present, keys in (
+            (before, now, [key for key in now if key in before and key not in may_change]),
+            (state["data"], data, [*dict.fromkeys([*state["data"], *data])]),
+        )
+        for key in keys
+        if json.dumps(then.get(key)) != json.dumps(present.get(key))  # in which the order of parameter groups counts
+    ]
     if differing:
         raise CheckpointError(
             f"{folder} belongs to another run: {'; '.join(differing)}. Undo these changes, or start a new run "
@@ -72,74 +91,30 @@ def check_same_run(
             f"({_length_key(recipe.train)}): no step is left. Give train.steps={step} or more, or --resume from an "
             "earlier checkpoint with another --run-dir."
         )
-    before = replace(recipe.train, epochs=state["recipe"]["train.epochs"], steps=state["recipe"]["train.steps"])
-    return Resumed(folder, step, _other_rates(recipe, before, length, step))
-
-
-def _check_version(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise CheckpointError if the program that wrote the checkpoint had other keys for what decides what is learnt."""
-    now = recipe_file.flat(recipe)
-    if task_file.name_of(before.get("task", recipe.task)) != task_file.name_of(recipe.task):
-        return  # which has other keys anyway
-    unshared = sorted((before.keys() ^ now.keys()) - recipe_keys.not_learnt(recipe.task))
-    if unshared:
-        names = ", ".join(unshared[:_MOST_KEYS]) + (", ..." if len(unshared) > _MOST_KEYS else "")
-        raise CheckpointError(
-            f"{folder} was written by another version of Samerun: only one of the two has the recipe keys {names}. Finish the "
-            "run with that version, or start a new run in another --run-dir."
-        )
+    train = replace(recipe.train, epochs=before["train.epochs"], steps=before["train.steps"])
+    return Resumed(folder, step, _other_rates(recipe, train, length, step))
 
 
 def _check_sources(folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise CheckpointError with the difference if the task's files are not what they were."""
+    """Raise CheckpointError with the difference if the task's files have changed."""
     changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     if not changed:
         return
-    lines = [
-        line
-        for name in changed
-        for line in difflib.unified_diff(
-            before.get(name, "").splitlines(),
-            now.get(name, "").splitlines(),
-            f"{name} (then)",
-            f"{name} (now)",
-            lineterm="",
-            n=1,
-        )
-    ]
-    more = [f"... and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
+    lines: list[str] = []
+    for name in changed:
+        texts = (before.get(name, "").splitlines(), now.get(name, "").splitlines())
+        lines += difflib.unified_diff(*texts, f"{name} (then)", f"{name} (now)", lineterm="", n=1)
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more lines"]
     raise CheckpointError(
-        (
-            f"{folder} belongs to a run with another version of the task: {', '.join(changed)} changed since. "
-            "Undo the change, start a new run in another --run-dir, or give --changed-task if the change does "
-            "not affect training.\n"
-        )
-        + "\n".join([*lines[:_MOST_LINES], *more])
+        f"{folder} belongs to a run with another version of the task: {', '.join(changed)} changed since. "
+        "Undo the change, start a new run in another --run-dir, or give --changed-task if the change does "
+        "not affect training.\n" + "\n".join(lines)
     )
 
 
-def _differing_keys(before: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """Say of each key that decides what is learnt how it differs from a checkpoint's. How long, and where, may change."""
-    now = recipe_file.flat(recipe)
-    may_change = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task) | _LENGTH
-    if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
-        may_change -= _LOOKED_AT
-    shared = [key for key in now if key in before and key not in may_change]
-    # Where a task's file lies may change; what it says is compared elsewhere.
-    then = {**before, "task": task_file.name_of(before.get("task", ""))}
-    at_present = {**now, "task": task_file.name_of(recipe.task)}
-    # As JSON, in which the order of parameter groups counts.
-    differing = [key for key in shared if json.dumps(then[key]) != json.dumps(at_present[key])]
-    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in differing]
-
-
-def _differing_data(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    different = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
-    return [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in different]
-
-
 def _other_rates(recipe: Recipe, before: TrainRecipe, length: Length, step: int) -> str | None:
-    """Say what the length of the run, where it was that of `before`, does to the learning rates after so many steps."""
+    """Return a note if the length of the run, which was that of `before`, changes the learning rates after this step."""
     steps_before = schedule.total_steps(before, steps_per_epoch=length.steps_per_epoch)
     first = schedule.first_step_by_length(recipe.optim, steps_per_epoch=length.steps_per_epoch)
     if steps_before == length.total_steps or first is None or max(step, first) >= length.total_steps:

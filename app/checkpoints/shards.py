@@ -1,13 +1,13 @@
-"""Where each strategy keeps the run's tensors: which elements of which parameter, and of what belongs to it, this rank holds.
+"""The tensors of a run under each strategy: the elements of each parameter, of its optimizer state and average on this rank.
 
-Under one process and DDP a rank holds whole parameters; under ZeRO-1/2/3 flat ranges of them, with what pads a partition
-left out; under FSDP2 rows, which are flat ranges too; under tensor parallelism rows or columns, or rows of those. `Shards`
-gives all of them as `Piece`s: the full-precision weights, every state tensor of the optimizer, and the moving average of the
-weights. State tensors have the parameter's shape, but for those of optimizers that step on whole parameters only
-(`app/recipe/optimizers.py`). `check_optimizer` compares what steps with the recipe.
+Under one process and DDP a rank holds whole parameters; under ZeRO-1/2/3 flat ranges of them, without the padding of
+partitions; under FSDP2 rows, which are flat ranges too; under tensor parallelism rows or columns, or rows of those. `Shards`
+returns all of them as `Piece`s: the full-precision weights, every state tensor of the optimizer, and the moving average of
+the weights. State tensors have the parameter's shape, except with optimizers that step on whole parameters only
+(`app/recipe/optimizers.py`). `check_optimizer` compares the prepared optimizer with the recipe.
 
-DeepSpeed has no public way to these tensors. The attributes of its optimizers and parameters that this takes are used here
-and nowhere else; they were read in deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py and stage3.py, utils/tensor_fragment.py).
+DeepSpeed has no public access to these tensors. Its private attributes are used here and nowhere else; they were read in
+deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py and stage3.py, utils/tensor_fragment.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.distributed import model_preparation
 from app.distributed.runtime import Runtime
+from app.environment.topology import listed
 from app.errors import CheckpointError, PresetError
-from app.init import fsdp2
 from app.init.region import AVERAGE, WEIGHT, Piece, Region, copies
 from app.optim.parameter_groups import Rule
 
 _SCALARS = ("step", "mu_product")
-"""What torch's and DeepSpeed's optimizers keep beside tensors; for a scalar parameter it has its shape."""
+"""State of torch's and DeepSpeed's optimizers that is not per element; a scalar parameter's has the same shape."""
 _SHOWN = 3
 """Differences that a message names."""
 _REMEDY = "Try an unchanged preset of accelerate_configs/."
@@ -45,14 +45,14 @@ class Fragment:
     shape: tuple[int, ...]
     region: Region
     stepped: torch.Tensor
-    """What the optimizer steps on: the parameter itself, or a flat partition that holds elements of many."""
+    """The tensor in the optimizer: the parameter itself, or a flat partition with elements of many."""
     offset: int = 0
     """Index of the first element in this rank's `stepped`."""
     copies: tuple[int, int] = (1, 0)
-    """How many ranks hold the same elements, and which of them this one is."""
+    """Number of ranks that hold the same elements, and this rank's index among them."""
 
     def piece(self, key: str, tensor: torch.Tensor) -> Piece:
-        """Return the live view of these elements in a tensor laid out as `stepped` is."""
+        """Return the live view of these elements in a tensor with the layout of `stepped`."""
         local = tensor.detach()
         if isinstance(local, DTensor):
             local = local.to_local()
@@ -61,10 +61,10 @@ class Fragment:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside what compiling and `prepare` have put around it.
+    """Return the module inside the wrappers of compiling and `prepare`.
 
-    Accelerate's `unwrap_model` imports DeepSpeed whatever the strategy is. That takes a second, and has torch ask for GPUs in a
-    way that costs 0.2-0.5 ms in every optimizer step where there is none (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.15).
+    Accelerate's `unwrap_model` imports DeepSpeed under every strategy. That takes a second, and makes torch look for GPUs in a
+    way that costs 0.2-0.5 ms in every optimizer step without a GPU (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.15).
     """
     inner: Any = model_preparation.uncompiled(model)
     if isinstance(inner, DistributedDataParallel) or type(inner).__module__.startswith("deepspeed."):
@@ -78,43 +78,41 @@ class Shards:
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, average: WeightAverage | None = None
     ) -> None:
-        """Find the tensors. `model` and `optimizer` are as `prepare` returned them, `average` that of the same two.
+        """Find the tensors of a prepared `model` and `optimizer`, and of their `average`.
 
-        Raises PresetError if the optimizer keeps them where they cannot be found.
+        Raises PresetError if they are not accessible in the optimizer.
         """
         self.model = unwrapped(model)
-        self._holder, self._average = optimizer.optimizer, average
+        self._holder, self.average = optimizer.optimizer, average
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.stepper: torch.optim.Optimizer = getattr(self._holder, "optimizer", self._holder)
-        """What steps in the end, inside all that `prepare` has put around it."""
-        if isinstance(self._holder, torch.optim.Optimizer):
+        """The optimizer that steps, inside the wrappers of `prepare`."""
+        if isinstance(self._holder, torch.optim.Optimizer):  # one process, DDP and FSDP2: it steps on the parameters themselves
             self._zero_flats = None
             divided = any(isinstance(parameter, DTensor) for parameter in parameters.values())
-            # A whole one among others that are divided is no copy: nothing adds up its gradients.
+            # A whole parameter among sharded ones is not a copy: nothing adds up its gradients.
             alike = (1, 0) if divided else (accelerator.num_processes, accelerator.process_index)
-            fragments = [_of_parameter(name, parameter, alike) for name, parameter in parameters.items()]
+            fragments = []
+            for name, parameter in parameters.items():
+                number = copies(parameter, name) if isinstance(parameter, DTensor) else alike
+                fragments.append(Fragment(name, tuple(parameter.shape), Region.of(parameter, name), parameter, copies=number))
         else:
             self._zero_flats = _partitions(self._holder)
-            find = _of_stage_3 if _is_stage_3(self._holder) else _of_stages_1_and_2
+            find = _stage_3_fragments if _is_stage_3(self._holder) else _stage_1_and_2_fragments
             fragments = list(find(self._holder, parameters, accelerator.process_index))
         self.fragments = [fragment for fragment in fragments if fragment.region.count > 0]
-        """What this rank steps on of each parameter that it has elements of."""
-        # Every rank counts steps of all of them, also of those that it has no elements of.
+        """This rank's elements of each parameter of which it has any."""
+        # Every rank counts the steps of all parameters, also of those of which it has no elements.
         self._stepped = [fragment.stepped for fragment in fragments] if self._zero_flats is None else self._zero_flats
 
     @property
-    def has_average(self) -> bool:
-        """Whether the moving average of the weights is kept."""
-        return self._average is not None
-
-    @property
     def weights(self) -> list[torch.Tensor]:
-        """The live full-precision weights that this rank steps on, each 1-D, in the order that `average` keeps too."""
+        """The live full-precision weights that this rank steps on, each 1-D; the average has the same order."""
         return [fragment.piece(WEIGHT, fragment.stepped).values for fragment in self.fragments]
 
     def pieces(self) -> list[Piece]:
-        """Return all that this rank holds of the run's tensors, as live views: what is read into after `allocate_state`."""
-        averages = self._average.tensors if self._average else [None] * len(self.fragments)
+        """Return this rank's share of all tensors of the run, as live views: a checkpoint is read into them."""
+        averages = self.average.tensors if self.average else [None] * len(self.fragments)
         found = []
         for fragment, average in zip(self.fragments, averages, strict=True):
             weight = fragment.piece(WEIGHT, fragment.stepped)
@@ -122,7 +120,7 @@ class Shards:
             for key, state in self.states(fragment.stepped):
                 if state.shape == fragment.stepped.shape:
                     found.append(fragment.piece(key, state))
-                else:  # of a whole parameter, or the optimizer would have been refused
+                else:  # of a whole parameter, because other optimizers were refused
                     whole = Region.flat(0, state.numel())
                     found.append(Piece(key, weight.name, tuple(state.shape), whole, state.view(-1), weight.copies))
             if average is not None:
@@ -130,14 +128,14 @@ class Shards:
         return found
 
     def owned_pieces(self) -> list[Piece]:
-        """Return what this rank writes: all ranks' together are every element of every tensor exactly once.
+        """Return the pieces that this rank writes: those of all ranks have every element of every tensor exactly once.
 
         Where several ranks hold the same elements, each writes an even share of every tensor.
         """
         return [share for piece in self.pieces() if (share := piece.share()).region.count > 0]
 
     def scalars(self) -> dict[str, float]:
-        """Return what the optimizer keeps beside tensors: a count of steps, and what follows from it; alike for all weights."""
+        """Return the optimizer's scalars: the number of steps, and values derived from it; the same for all weights."""
         counts = [
             {key: float(value) for key, value in state.items() if key in _SCALARS}
             for state in (self.stepper.state.get(tensor) for tensor in self._stepped)
@@ -147,16 +145,15 @@ class Shards:
         return counts[0] if counts else {}
 
     def allocate_state(self, keys: Collection[str], scalars: Mapping[str, float]) -> None:
-        """Give a fresh optimizer the state it would have after some steps: zeros to read into, and the counts of steps.
+        """Give a fresh optimizer state to read into: zeros, and the checkpoint's `scalars`.
 
-        `keys` are those of the checkpoint's pieces (weights and average are passed over), `scalars` what `scalars` returned.
-        The optimizer makes its state itself, by a step with a learning rate and gradients of zero; so does torch
-        (torch.distributed.checkpoint.state_dict), since only the optimizer knows which types and devices it wants.
-        Raises CheckpointError if its state is not the checkpoint's.
+        `keys` are the keys of the checkpoint's pieces; weights and average are skipped. The optimizer creates its state itself,
+        in a step with a learning rate and gradients of zero, as in torch.distributed.checkpoint.state_dict: only it knows the
+        types and devices. Raises CheckpointError if its state has other keys than the checkpoint's.
         """
         expected = set(keys) - {WEIGHT, AVERAGE}
         if not expected and not scalars:
-            return  # of an optimizer without state, or from before the first step
+            return  # an optimizer without state, or a checkpoint from before the first step
         self._step_on_zeros()
         found = {key for tensor in self._stepped for key, _ in self.states(tensor)}
         counted = {key for tensor in self._stepped for key in self.stepper.state[tensor] if key in _SCALARS}
@@ -169,7 +166,7 @@ class Shards:
         for tensor in self._stepped:
             state = self.stepper.state[tensor]
             for _, values in self.states(tensor):
-                values.zero_()  # SGD has put the decay of the weights into its momentum
+                values.zero_()  # SGD's momentum has the decay of the weights
             for key, value in scalars.items():
                 state[key] = state[key].fill_(value) if torch.is_tensor(state[key]) else type(state[key])(value)
 
@@ -178,7 +175,7 @@ class Shards:
         """Make the forward pass use the full-precision weights as they are now. Called by all ranks together."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation may have left gathered weights behind, which training would use once more
+                module.reshard()  # weights gathered for an evaluation would be used again
         if self._zero_flats is not None:
             if _is_stage_3(self._holder):
                 _publish_stage_3(self._holder)
@@ -188,14 +185,14 @@ class Shards:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's buffers by their plain names, as in model.safetensors: live, and whole on every rank.
 
-        Each rank's running statistics are of its own samples. `Runtime.average_buffers` makes them alike, and training on
-        from their mean gives the same mean later, since they are linear in what they have seen: average, then write rank 0's.
+        Each rank's running statistics are of its own samples. Call `Runtime.average_buffers` first and write those of rank 0:
+        running statistics are linear in the samples, so training from their mean gives the same mean later.
         """
-        kept = self.model.state_dict(keep_vars=True).keys()  # leaves out those that are not persistent
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+        persistent = self.model.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
 
     def groups(self) -> dict[int, Mapping[str, Any]]:
-        """Return the optimizer's groups by the `id` of what is stepped on; ZeRO-3 takes tensors out of them between steps."""
+        """Return the optimizer's groups by the `id` of each tensor in them; ZeRO-3 removes the tensors between steps."""
         groups = self.stepper.param_groups
         if self._zero_flats is None:
             return {id(tensor): group for group in groups for tensor in group["params"]}
@@ -203,7 +200,7 @@ class Shards:
         return {id(flat): groups[group_of[index]] for index, flat in enumerate(self._zero_flats)}
 
     def states(self, stepped: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Return the optimizer's tensors for what it steps on, without its scalars."""
+        """Return the optimizer's state tensors for one of its tensors, without scalars."""
         state = self.stepper.state.get(stepped, {})
         return [(key, value) for key, value in state.items() if key not in _SCALARS and torch.is_tensor(value)]
 
@@ -227,13 +224,13 @@ class Shards:
 
 
 class NoAverage:
-    """What a run has without an average."""
+    """Stands for the average in a run without one."""
 
     def update(self, skipped: torch.Tensor | bool = False) -> None:
         """Do nothing."""
 
     def applied(self) -> AbstractContextManager[None]:
-        """Leave the model its own weights."""
+        """Do nothing: the model has its own weights in the block."""
         return nullcontext()
 
 
@@ -244,19 +241,19 @@ class WeightAverage:
         self._shards, self._decay = Shards(accelerator, model, optimizer), decay
         self._live = self._shards.weights
         self.tensors = [weights.clone() for weights in self._live]
-        """The average, tensor by tensor as `Shards.weights`."""
+        """The average, in the order of `Shards.weights`."""
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor | bool = False) -> None:
-        """Take the weights after an optimizer step into the average, unless the step was `skipped` (as `Step.skipped`)."""
-        if not self.tensors or skipped is True:  # a rank may hold padding alone
+        """Add the weights after an optimizer step to the average, unless the step was `skipped` (as `Step.skipped`)."""
+        if not self.tensors or skipped is True:  # a rank can have only padding
             return
         rate = 1.0 - self._decay
         if skipped is False:
             torch._foreach_lerp_(self.tensors, self._live, rate)
             return
-        # Of torch's kernels for many tensors those of optimizers take a verdict of the device, and SGD's can average: with the
-        # weights as gradients, which decay by -1 of the average, it adds `rate` of the difference to the average.
+        # Only torch's fused optimizer kernels take a flag on the device, and SGD's can average: with the weights as gradients
+        # and a weight decay of -1 on the average, it adds `rate` times the difference to the average.
         torch._fused_sgd_(
             self.tensors, self._live, [], lr=-rate, weight_decay=-1.0, momentum=0.0, dampening=0.0, nesterov=False,
             maximize=False, is_first_step=False, found_inf=skipped,
@@ -264,7 +261,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averaged weights inside the block and its own again after it."""
+        """Give the model the averaged weights inside the block, and its own after it."""
         self._exchange()
         try:
             yield
@@ -281,20 +278,18 @@ class WeightAverage:
 
 
 def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards, *, dtype: torch.dtype) -> None:
-    """Check that the optimizer that steps is that of `rule`, with weights and states of `dtype`, and updates each weight once.
+    """Check that the optimizer is that of `rule`, with weights and states of `dtype`, and updates each weight once.
 
-    `prepare` may have replaced it: Accelerate exchanges optimizers for DeepSpeed's under some configs, and DeepSpeed regroups
-    and flattens what it gets. So what steps in the end is examined, inside all that is around it.
+    `prepare` can replace it: Accelerate exchanges optimizers for DeepSpeed's under some configs, and DeepSpeed regroups and
+    flattens parameters. So the innermost optimizer is examined.
 
-    `optimizer` is as `prepare` returned it, before its first step, `shards` are of the same. Called by all ranks together.
-    Raises PresetError on all of them, which says what differs.
+    `optimizer` is as `prepare` returned it, before its first step; `shards` are of the same. Called by all ranks together.
+    Raises PresetError, on all of them, with the differences.
     """
     with runtime.together():
         stepper, groups = shards.stepper, shards.groups()
         if type(stepper) is not rule.kind:
-            modes = [f"{it} {getattr(stepper, it)}" for it in ("adam_w_mode", "fp32_optimizer_states") if hasattr(stepper, it)]
-            found = f"{_class_of(type(stepper))} ({', '.join(modes)})" if modes else _class_of(type(stepper))
-            asked = _class_of(rule.kind)
+            asked, found = (f"{it.__module__.split('.')[0]}'s {it.__name__}" for it in (rule.kind, type(stepper)))
             raise PresetError(f"the recipe's optimizer is {asked} (optim.name), but {found} would be used. {_REMEDY}")
         given, used = optimizer.param_groups, stepper.param_groups
         differences = []
@@ -305,25 +300,23 @@ def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards
         for it in shards.fragments:
             differences += _differences(it, groups.get(id(it.stepped), {}), shards.states(it.stepped), rule, dtype)
         if differences:
-            shown = "; ".join(differences[:_SHOWN])
             more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-            raise PresetError(f"the prepared optimizer differs from the recipe's: {shown}{more}. {_REMEDY}")
-    places = {name: place for place, name in enumerate(rule.sizes)}
-    counts = torch.zeros(len(places), dtype=torch.int64)
+            shown = "; ".join(differences[:_SHOWN]) + more
+            raise PresetError(f"the prepared optimizer differs from the recipe's: {shown}. {_REMEDY}")
+    counts = dict.fromkeys(rule.sizes, 0)
     for it in shards.fragments:
         first, stop = it.region.share(*it.copies)
-        counts[places[it.name]] += stop - first
-    updated = runtime.accelerator.reduce(counts.to(runtime.device), "sum").tolist()
+        counts[it.name] += stop - first
+    updated = runtime.accelerator.reduce(torch.tensor([*counts.values()], device=runtime.device), "sum").tolist()
     wrong = [
         f"{count} elements of {name} instead of {size}"
         for (name, size), count in zip(rule.sizes.items(), updated, strict=True)
         if count != size
     ]
     if wrong:
-        more = f" and {len(wrong) - _SHOWN} more parameters" if len(wrong) > _SHOWN else ""
         raise PresetError(
             f"the {runtime.launched.world_size} processes would not update each parameter once: together they "
-            f"update {', '.join(wrong[:_SHOWN])}{more}. {_REMEDY}"
+            f"update {listed(wrong, _SHOWN)}. {_REMEDY}"
         )
 
 
@@ -349,20 +342,6 @@ def _differences(
             yield f"{what} of {name} are {tensor.dtype}, not {dtype}"
 
 
-def _class_of(kind: type) -> str:
-    return f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
-
-
-# ---- One process, DDP and FSDP2: the optimizer is torch's and steps on the parameters themselves -------------------------
-
-
-def _of_parameter(name: str, parameter: torch.Tensor, alike: tuple[int, int]) -> Fragment:
-    if not isinstance(parameter, DTensor):
-        return Fragment(name, tuple(parameter.shape), Region.flat(0, parameter.numel()), parameter, copies=alike)
-    region, _ = fsdp2.rows(name, parameter)
-    return Fragment(name, tuple(parameter.shape), region, parameter, copies=copies(parameter, name))
-
-
 # ---- ZeRO: DeepSpeed's optimizer holds flat partitions in full precision, on which torch's or its own optimizer steps -----
 
 
@@ -371,7 +350,7 @@ def _is_stage_3(zero: Any) -> bool:
 
 
 def _partitions(zero: Any) -> list[torch.Tensor]:
-    """The flat tensors that the optimizer steps on, one for each of its (sub-)groups."""
+    """Return the flat tensors that the optimizer steps on, one for each of its (sub-)groups."""
     on_nvme = _is_stage_3(zero) and (zero.swap_optimizer or zero.params_in_nvme_and_cpu)
     name = "fp32_partitioned_groups_flat" if _is_stage_3(zero) else "single_partition_of_fp32_groups"
     flats: list[torch.Tensor] | None = None if on_nvme else getattr(zero, name, None)
@@ -383,19 +362,19 @@ def _partitions(zero: Any) -> list[torch.Tensor]:
     return flats
 
 
-def _of_stages_1_and_2(zero: Any, parameters: Mapping[str, Any], _rank: int) -> Iterator[Fragment]:
+def _stage_1_and_2_fragments(zero: Any, parameters: Mapping[str, Any], _rank: int) -> Iterator[Fragment]:
     for name, parameter in parameters.items():
         mapping = parameter._hp_mapping
         if mapping is not None:  # other ranks hold all of it
             flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
-            whole, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-            yield Fragment(name, tuple(parameter.shape), Region.flat(whole.start, held.numel), flat, held.start)
+            whole, own = mapping.lp_fragment_address, mapping.hp_fragment_address
+            yield Fragment(name, tuple(parameter.shape), Region.flat(whole.start, own.numel), flat, own.start)
 
 
-def _of_stage_3(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
+def _stage_3_fragments(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
     for name, parameter in parameters.items():
         group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
-        # Every rank has `length` elements, of which those past the parameter's end are padding.
+        # Every rank has `length` elements; those past the parameter's end are padding.
         start = min(length * rank, parameter.ds_numel)
         count = min(length, parameter.ds_numel - start)
         flat = zero.fp32_partitioned_groups_flat[group]
@@ -403,7 +382,7 @@ def _of_stage_3(zero: Any, parameters: Mapping[str, Any], rank: int) -> Iterator
 
 
 def _publish_stage_3(zero: Any) -> None:
-    # What its steps do, in the same order. Between steps it may keep gathered weights for their next use.
+    # As its steps do, in the same order. Between steps it can keep gathered weights for their next use.
     zero.empty_partition_cache()
     for group, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if flat.numel():
@@ -411,6 +390,6 @@ def _publish_stage_3(zero: Any) -> None:
         parts = zero.unflatten(zero.fp16_partitioned_groups_flat[group], zero.fp16_partitioned_groups[group])
         for part, values in zip(zero.fp16_partitioned_groups[group], parts, strict=True):
             part.data = values.data
-    # Parameters that are kept whole on every rank, below the persistence threshold, must be gathered anew.
+    # Parameters below the persistence threshold, which every rank keeps whole, must be gathered again.
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)

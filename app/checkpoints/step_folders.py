@@ -6,16 +6,16 @@
     manifest.json               size and SHA-256 of each file, and of each tensor its shape, dtype and which ranges are where
     RUN/frozen/SHA256.safetensors   the parameters that are not trained: one file for all checkpoints, which name it
 
-Nothing in them depends on how many ranks wrote them or how tensors were cut: whatever is asked for is put together from the
-ranges that hold it. The steps of a save, of which a kill at any moment leaves the older checkpoints as they are:
+Nothing in them depends on how many ranks wrote them or how tensors were sharded: a range is read from the ranges that
+contain it. The steps of a save; a kill at any moment leaves the older checkpoints unchanged:
 
-    begin          one process; an empty folder in the place of the start (app/runs/claim.py), with which it goes after a kill
+    begin          one process; an empty folder in the place of the start (app/runs/claim.py), removed with it after a kill
     write_pieces   every rank, once begin has returned
     commit         one process, once all ranks have written; checks the whole, renames the folder to its name
-    prune          one process; removes old ones
+    prune          one process; removes old checkpoints
     discard        one process, instead of commit, if a rank could not write
 
-Whatever a disk does on the way is a CheckpointError.
+Any error of the disk is a CheckpointError.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from app.checkpoints import manifest, tensor_file
 from app.checkpoints.manifest import FROZEN, FileEntry, TensorEntry, tensor_name
-from app.checkpoints.tensor_file import Content, TensorFile, dtype_of, write_tensors
+from app.checkpoints.tensor_file import Content, TensorFile, contents, dtype_of
 from app.errors import CheckpointError, printable
 from app.files import paths
 from app.files.atomic_files import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     import torch
 
 FOLDER, STATE, BUFFERS = "checkpoints", "state.json", "buffers.safetensors"
+StateTypes = Mapping[str, type | tuple[type, ...]]
+"""Keys of state.json, with their types."""
 
 
 # Writing ---------------------------------------------------------------------------------------------------------------------
@@ -73,25 +74,27 @@ def begin(claim: Claim, step: int) -> Path:
 def write_pieces(
     folder: Path, rank: int, pieces: Sequence[Piece], *, on_chunk: Callable[[], object] = lambda: None
 ) -> FileEntry:
-    """Write what this rank owns, which may be nothing, into the temporary folder. Raises CheckpointError.
+    """Write the pieces that this rank owns, possibly none, into the temporary folder. Raises CheckpointError.
 
-    Needs no memory of the size of the pieces: they are copied to the CPU and written in chunks of CHUNK_BYTES, for
-    each of which `on_chunk` is called.
+    They are copied to the CPU and written in chunks of CHUNK_BYTES, before each of which `on_chunk` is called.
     """
     file = f"rank-{rank:05d}.safetensors"
-    assert all("/" not in piece.key and piece.values.shape == (piece.region.count,) for piece in pieces)
-    tensors, written = manifest.Tensors(), []
+    tensors: manifest.Tensors = {}
+    written: dict[str, torch.Tensor] = {}
     for piece in pieces:
         inside = tensor_name(piece.key, piece.name, piece.region.start)
+        assert "/" not in piece.key, inside
+        assert piece.values.shape == (piece.region.count,), inside
+        assert inside not in written, inside
         entry = TensorEntry(tuple(piece.shape), dtype_of(inside, piece.values), [])
         tensors.setdefault(piece.key, {}).setdefault(piece.name, entry).ranges.append((piece.region, file))
         if piece.region.count:
-            written.append((inside, piece.values))
-    return FileEntry(file, write_tensors(folder / file, written, on_chunk=on_chunk), tensors)
+            written[inside] = piece.values
+    return FileEntry(file, tensor_file.write(folder / file, contents(written, on_chunk=on_chunk)), tensors)
 
 
 def write_frozen(claim: Claim, contents: Mapping[str, Content]) -> FileEntry:
-    """Write the parameters that are not trained, whole, beside the checkpoints, under the name of their digest.
+    """Write the parameters that are not trained, whole, next to the checkpoints, under the name of their digest.
 
     Raises CheckpointError. The same tensors in the same order give the same file.
     """
@@ -109,14 +112,14 @@ def write_frozen(claim: Claim, contents: Mapping[str, Content]) -> FileEntry:
 
 
 def place_of(folder: Path, file: str, run_dir: Path | None = None) -> Path:
-    """Return where a file is that the manifest of a checkpoint names: in its folder or, for all checkpoints, in the run's.
+    """Return the path of a file that a checkpoint's manifest names: in its folder or, for all checkpoints, in the run folder.
 
-    `run_dir` is that; None: the checkpoint lies where it belongs.
+    `run_dir` is the run folder; None: the checkpoint is in it.
     """
     return (run_dir or folder.resolve().parents[1]) / file if file.startswith(f"{FROZEN}/") else folder / file
 
 
-def commit(
+def commit(  # noqa: PLR0913  (keyword-only after the parts)
     claim: Claim,
     step: int,
     entries: Sequence[FileEntry],
@@ -124,33 +127,13 @@ def commit(
     state: Mapping[str, Any],
     buffers: Mapping[str, torch.Tensor],
     frozen: FileEntry | None = None,
+    rename: bool = True,
 ) -> Path:
-    """Make a checkpoint of what all ranks wrote and return its folder. `state` is what JSON can hold.
+    """Make a checkpoint of the files of all ranks and return its folder, which keeps its temporary name if `rename` is False.
 
-    `frozen` is what `write_frozen` returned, if some parameters are not trained.
-
-    Raises CheckpointError as `complete` does. A checkpoint of the same step, from before a resume, is replaced; a kill in the
-    instant between the two renames leaves neither under its name.
-    """
-    folder, final = complete(claim, step, entries, state=state, buffers=buffers, frozen=frozen), path_of(claim.path, step)
-    with disk_errors(final, "written"):
-        claim.put(folder, final)
-    return final
-
-
-def complete(
-    claim: Claim,
-    step: int,
-    entries: Sequence[FileEntry],
-    *,
-    state: Mapping[str, Any],
-    buffers: Mapping[str, torch.Tensor],
-    frozen: FileEntry | None = None,
-) -> Path:
-    """Make the temporary folder one that can be read, of what all ranks wrote, and return it.
-
-    Raises CheckpointError if the ranks' ranges do not cover every tensor exactly once, if a rank's file is not where this
-    process looks, or if the disk refuses.
+    `state` is JSON; `frozen` is the result of `write_frozen`, if some parameters are not trained. A checkpoint of the same
+    step, from before a resume, is replaced; a kill between the two renames leaves neither. Raises CheckpointError if the ranges
+    of the ranks do not cover every tensor exactly once, if a rank's file is not in the folder, or if the disk refuses.
     """
     folder, final = temporary_of(claim, step), path_of(claim.path, step)
     shared = [frozen] if frozen else []
@@ -164,12 +147,15 @@ def complete(
                 "system that all nodes share."
             ) from error
     stamps = {entry.file: entry.stamp for entry in (*entries, *shared)}
-    stamps[BUFFERS] = write_tensors(folder / BUFFERS, list(buffers.items()))
+    stamps[BUFFERS] = tensor_file.write(folder / BUFFERS, contents(buffers))
     stamps[STATE] = write_chunks(folder / STATE, [json.dumps(state, indent=2).encode() + b"\n"])
     write_chunks(folder / manifest.MANIFEST, [manifest.to_bytes(stamps, tensors)])
     with disk_errors(final, "written"):
         sync(folder)
-    return folder
+        if not rename:
+            return folder
+        claim.put(folder, final)
+    return final
 
 
 def discard(claim: Claim, folder: Path) -> None:
@@ -180,10 +166,10 @@ def discard(claim: Claim, folder: Path) -> None:
 
 
 def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None = None) -> None:
-    """Keep the checkpoint just committed and the keep_last - 1 before it, and that of `keep_step`; remove the other older ones.
+    """Keep the checkpoint `latest`, the keep_last - 1 before it, and that of `keep_step`; remove the other older ones.
 
-    One of a later step, left from before a resume further back, neither counts nor goes: it may be damaged, and counting it
-    would remove the good ones. The run replaces it when it gets there. Raises CheckpointError.
+    Checkpoints of later steps, from before a resume further back, neither count nor are removed: they may be damaged, and
+    counting them would remove good ones. The run replaces them when it reaches their steps. Raises CheckpointError.
     """
     assert keep_last >= 1
     older = [path for path in committed(latest.parent.parent) if _step(path) < _step(latest)]
@@ -196,7 +182,7 @@ def prune(claim: Claim, latest: Path, *, keep_last: int, keep_step: int | None =
 
 
 def is_checkpoint(place: Path) -> bool:
-    """Whether a path is that of a checkpoint, damaged or not, and not that of a run folder."""
+    """Return whether a path is that of a checkpoint, damaged or not, and not that of a run folder."""
     return place.parent.name == FOLDER or (place / manifest.MANIFEST).exists()
 
 
@@ -211,26 +197,29 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint that verifies, or None, and for each newer one a sentence that says why it does not."""
+def first_whole(folders: Iterable[Path], check: Callable[[Path], None]) -> tuple[Path | None, list[str]]:
+    """Return the first folder for which `check` raises no CheckpointError, if any, and the errors of those before it."""
     problems: list[str] = []
-    for path in committed(run_dir):
+    for folder in folders:
         try:
-            verify(path)
+            check(folder)
         except CheckpointError as error:
             problems.append(str(error))
         else:
-            return path, problems
+            return folder, problems
     return None, problems
 
 
-def verify(
-    folder: Path, *, part: tuple[int, int] = (0, 1), state: Mapping[str, type | tuple[type, ...]] = MappingProxyType({})
-) -> None:
-    """Check that a checkpoint is what was written; raises CheckpointError, naming the file and what is wrong with it.
+def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint that is whole, if any, and a sentence for each newer one that is damaged."""
+    return first_whole(committed(run_dir), verify)
 
-    With `part` (i, n) the manifest and every n-th file from the i-th: n ranks with i = 0 .. n-1 check the whole together.
-    `state` are the keys that its state.json must have, with their types.
+
+def verify(folder: Path, *, part: tuple[int, int] = (0, 1), state: StateTypes | None = None) -> None:
+    """Check that a checkpoint is as it was written. Raises CheckpointError with the file and the problem.
+
+    With `part` (i, n) check the manifest and every n-th file from the i-th: n ranks with i = 0 .. n-1 check the whole.
+    `state` are the keys that its state.json must have.
     """
     stamps, tensors = _manifest(folder)
     index, count = part
@@ -240,7 +229,7 @@ def verify(
         for region, file in stored.ranges:
             if file in named:
                 named[file].append((tensor_name(key, name, region.start), stored.dtype, region.count))
-    for file in mine:  # one open file at a time: a run of many ranks has more than a process may open
+    for file in mine:  # one open file at a time: a run of many ranks has more files than a process can open
         check_stamp(place_of(folder, file), stamps[file])
         if named[file] or file == BUFFERS:
             opened = TensorFile(place_of(folder, file))
@@ -250,7 +239,7 @@ def verify(
         found = _state(folder, stamps)
         if re.fullmatch(r"step-\d{8,}", folder.name) and found.get("step", _step(folder)) != _step(folder):
             raise CheckpointError(f"{folder} contains step {found['step']}: give the folder its name again.")
-        if wrong := [key for key, kind in state.items() if not isinstance(found.get(key, ...), kind)]:
+        if wrong := [key for key, kind in (state or {}).items() if not isinstance(found.get(key, ...), kind)]:
             raise CheckpointError(f"{folder / STATE} has no usable {', '.join(wrong)}: its checkpoint cannot be used.")
 
 
@@ -276,13 +265,13 @@ def _state(folder: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
 
 
 class Reader:
-    """One checkpoint, from which ranges of tensors are read as they are asked for; files are opened when first needed.
+    """A checkpoint from which ranges of tensors are read; files are opened when first needed.
 
-    It trusts the contents of the tensor files: `verify` is the check. Raises CheckpointError wherever it cannot read.
+    The contents of the tensor files are checked by `verify`, not here. Raises CheckpointError if it cannot read.
     """
 
     def __init__(self, folder: Path, *, run_dir: Path | None = None) -> None:
-        """`run_dir` is that of a checkpoint which does not lie where it belongs."""
+        """`run_dir` is the run folder of a checkpoint that is not in it, as in `place_of`."""
         self.folder, self._run_dir = folder, run_dir
         self._stamps, self._tensors = _manifest(folder)
         self._frozen = self._tensors.pop(FROZEN, {})
@@ -290,12 +279,12 @@ class Reader:
         self.state = _state(folder, self._stamps)
 
     def keys(self) -> list[str]:
-        """Return which tensors there are of trained parameters: "weight", "exp_avg", ..."""
+        """Return the keys of the tensors of trained parameters: "weight", "exp_avg", ..."""
         return sorted(self._tensors)
 
     @property
     def frozen(self) -> FileEntry | None:
-        """The file of the parameters that are not trained, which may be of another start's run folder; None: all are."""
+        """The file of the parameters that are not trained, perhaps in another run folder; None: all are trained."""
         found = {file for stored in self._frozen.values() for *_, file in stored.ranges}
         if not found:
             return None
@@ -303,18 +292,11 @@ class Reader:
         return FileEntry(file, self._stamps[file], {FROZEN: self._frozen})
 
     def finished_key(self) -> str:
-        """Return the key of the weights that a finished run would leave: the averaged ones if there are such."""
+        """Return the key of the weights that a finished run writes: the average if there is one."""
         return AVERAGE if AVERAGE in self._tensors else WEIGHT
 
-    def shapes(self, key: str = WEIGHT) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the tensor `key` of each parameter that has one; frozen ones have weights, which are averages."""
-        return {name: stored.shape for name, stored in self._of(key).items()}
-
-    def dtypes(self, key: str = WEIGHT) -> dict[str, str]:
-        """Return the types of the same, as safetensors names them."""
-        return {name: stored.dtype for name, stored in self._of(key).items()}
-
-    def _of(self, key: str) -> dict[str, TensorEntry]:
+    def tensors(self, key: str) -> dict[str, TensorEntry]:
+        """Return the tensors `key` by the names of their parameters; weights and averages include the frozen parameters."""
         return {**self._tensors.get(key, {}), **(self._frozen if key in (WEIGHT, AVERAGE) else {})}
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -323,38 +305,33 @@ class Reader:
         return {name: file.tensor(name) for name in file.shapes}
 
     def contents(self, key: str) -> dict[str, Content]:
-        """Return the tensors `key` of all parameters, whole, and the buffers: what `tensor_file.write` makes one file of."""
+        """Return the tensors `key` of all parameters, whole, and the buffers, for `tensor_file.write`."""
         buffers = self._file(BUFFERS)
-        return {
-            name: Content(stored.dtype, stored.shape, self._chunks(key, name, stored)) for name, stored in self._of(key).items()
-        } | {
-            name: Content(buffers.dtypes[name], shape, buffers.chunks(name, 0, prod(shape)))
-            for name, shape in buffers.shapes.items()
-        }
+        found = {name: Content(it.dtype, it.shape, self._chunks(key, name, it)) for name, it in self.tensors(key).items()}
+        for name, shape in buffers.shapes.items():
+            found[name] = Content(buffers.dtypes[name], shape, buffers.chunks(name, 0, prod(shape)))
+        return found
 
-    def _chunks(self, key: str, name: str, stored: TensorEntry) -> Iterator[bytearray]:
+    def _chunks(self, key: str, name: str, stored: TensorEntry) -> Iterator[bytearray | memoryview]:
         if all(region.runs == 1 for region, _ in stored.ranges):
             for region, file in stored.ranges:
                 yield from self._file(file).chunks(self._name(key, name, region.start), 0, region.count)
             return
-        size = tensor_file.item_bytes(stored.dtype)
-        for wanted in Region.flat(0, prod(stored.shape)).pieces(CHUNK_BYTES // size):
-            chunk = bytearray(wanted.count * size)
-            for region, file in stored.near(wanted):
-                self._file(file).bytes_into(self._name(key, name, region.start), chunk, wanted, region)
-            yield chunk
+        import torch  # only for the columns of tensor parallelism
+
+        dtype = tensor_file.dtype_in_torch(stored.dtype)
+        assert isinstance(dtype, torch.dtype)
+        for wanted in Region.flat(0, prod(stored.shape)).pieces(CHUNK_BYTES // dtype.itemsize):
+            values = torch.empty(wanted.count, dtype=dtype)
+            self.read_into(Piece(key, name, stored.shape, wanted, values))
+            yield from tensor_file.chunks(values)
 
     def _name(self, key: str, name: str, start: int) -> str:
         return tensor_name(FROZEN if name in self._frozen else key, name, start)
 
     def read_into(self, piece: Piece) -> None:
         """Fill `piece.values` with its elements, converted to their dtype and device."""
-        stored = self._find(piece)
-        for region, file in stored.near(piece.region):
-            self._file(file).read_into(self._name(piece.key, piece.name, region.start), piece.values, piece.region, region)
-
-    def _find(self, piece: Piece) -> TensorEntry:
-        names = self._of(piece.key)
+        names = self.tensors(piece.key)
         if not names:
             raise CheckpointError(f"{self.folder} has no {piece.key!r} for any parameter; it has {', '.join(self._tensors)}.")
         stored = names.get(piece.name)
@@ -369,7 +346,8 @@ class Reader:
             )
         assert piece.values.shape == (piece.region.count,), piece.name
         assert 0 <= piece.region.start <= piece.region.end <= prod(stored.shape), piece.name
-        return stored
+        for region, file in stored.near(piece.region):
+            self._file(file).read_into(self._name(piece.key, piece.name, region.start), piece.values, piece.region, region)
 
     def _file(self, file: str) -> TensorFile:
         if file not in self._files:
@@ -377,13 +355,13 @@ class Reader:
         return self._files[file]
 
 
-# Which checkpoint a command means by a path ----------------------------------------------------------------------------------
+# The checkpoint that a command is given by a path -----------------------------------------------------------------------------
 
 
 def choose(place: Path) -> Path:
-    """Return the checkpoint that a path names: itself, or of a run folder the newest that is whole. Raises CheckpointError.
+    """Return the path itself if it is a checkpoint, or the newest whole one of a run folder. Raises CheckpointError.
 
-    Says on stderr which are passed over, and why.
+    Prints on stderr which damaged ones are skipped, and why.
     """
     if is_checkpoint(place):
         verify(place)
@@ -399,9 +377,9 @@ def choose(place: Path) -> Path:
 
 
 def choose_best(place: Path) -> Path:
-    """Return the checkpoint of a run that had the best validation score, as its newest whole one knows.
+    """Return the checkpoint of a run with the best validation score, as its newest whole one records.
 
-    Raises CheckpointError if there is none, or it is damaged.
+    Raises CheckpointError if the run has none, or it is damaged.
     """
     latest = choose(place)
     found = Reader(latest).state["best"]

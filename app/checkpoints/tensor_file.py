@@ -1,11 +1,11 @@
 """Tensors in safetensors files (https://huggingface.co/docs/safetensors, "Format"), a chunk at a time in both directions.
 
-The files are what any safetensors reads and writes; this does it by itself for the sake of memory. `save_file` wants all
-tensors on the CPU at once and the file read again for its hash: here a tensor of any size and device passes through memory
-once, in chunks of whole.CHUNK_BYTES. And `safe_open` maps the whole file, privately and writable (0.8.0), which counts as
-the process's own memory where that is limited, and which Linux refuses for a file larger than the machine's memory.
+Any safetensors library reads and writes these files; this module saves memory. `save_file` needs all tensors on the CPU
+together and the file read again for its hash: here a tensor of any size and device passes through memory once, in chunks of
+CHUNK_BYTES. And `safe_open` maps the whole file, privately and writable (0.8.0), which counts as the process's own memory
+under a limit, and which Linux refuses for a file larger than the machine's memory.
 
-Needs no torch, until tensors are given or asked for.
+Only functions that take or return tensors import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -29,33 +29,29 @@ from app.init.region import Region
 if TYPE_CHECKING:
     import torch
 
-_TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
+_DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
 }
-"""The dtypes that can be read: safetensors' name and torch's."""
-_NAMES = {name: ours for ours, name in _TORCH_NAMES.items() if not ours.startswith("F8")}
-"""Those that can be saved."""
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1} | {
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-}
+"""The dtypes that can be read: safetensors' name, torch's name and the bytes of an element."""
+_SAVED = {theirs: ours for ours, (theirs, _) in _DTYPES.items() if not ours.startswith("F8")}
+"""The dtypes that can be saved: torch's name and safetensors'."""
 
 OF_TORCH = {"format": "pt"}
 """Metadata by which libraries recognise a file as torch's."""
 
 _READ_OVER_BYTES = 2**16
-"""Gaps up to this size are read along: a second read would cost more."""
+"""Gaps up to this size are read too: a second read would cost more."""
 _MOST_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself."""
 
@@ -65,54 +61,62 @@ class Content:
     """A tensor to be written, as its bytes."""
 
     dtype: str
-    """As safetensors names it."""
+    """Safetensors' name."""
     shape: tuple[int, ...]
     chunks: Iterable[bytes | bytearray | memoryview]
-    """Its elements in order; taken when it is their turn."""
+    """Its elements in order, read when they are written."""
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> str:
-    """Return the dtype of a tensor as safetensors names it. Raises CheckpointError for one that cannot be saved."""
-    dtype = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    """Return safetensors' name of a tensor's dtype. Raises CheckpointError for one that cannot be saved."""
+    dtype = _SAVED.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise CheckpointError(f"{name} is {tensor.dtype}, which cannot be saved; supported: {', '.join(_NAMES)}.")
+        raise CheckpointError(f"{name} is {tensor.dtype}, which cannot be saved; supported: {', '.join(_SAVED)}.")
     return dtype
 
 
 def dtype_in_torch(dtype: str) -> torch.dtype | str:
-    """Return torch's type of a name of safetensors; the name itself of one that cannot be read."""
+    """Return torch's dtype for a name of safetensors, or the name itself if it cannot be read."""
     import torch
 
-    found: torch.dtype | str = getattr(torch, _TORCH_NAMES[dtype]) if dtype in _TORCH_NAMES else dtype
+    found: torch.dtype | str = getattr(torch, _DTYPES[dtype][0]) if dtype in _DTYPES else dtype
     return found
 
 
-def write_tensors(
-    path: Path,
-    tensors: Sequence[tuple[str, torch.Tensor]],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    on_chunk: Callable[[], object] = lambda: None,
-) -> Stamp:
-    """Write tensors of any shape and device, and wait until the disk has them. Raises CheckpointError.
+def is_known(dtype: Any) -> bool:
+    """Return whether this is the name of a dtype that can be read."""
+    return isinstance(dtype, str) and dtype in _DTYPES
 
-    `on_chunk` is called for each piece of CHUNK_BYTES: a sign that the writing gets on.
-    """
-    assert len({name for name, _ in tensors}) == len(tensors), f"a tensor is given twice for {path}"
-    return write(path, contents(dict(tensors), on_chunk=on_chunk), metadata)
+
+def size_bytes(content: Content) -> int:
+    """Return the size of a tensor in a file."""
+    return prod(content.shape) * _DTYPES[content.dtype][1]
 
 
 def contents(tensors: Mapping[str, torch.Tensor], *, on_chunk: Callable[[], object] = lambda: None) -> dict[str, Content]:
-    """Return tensors of any shape and device as `write` takes them. Raises CheckpointError for one that cannot be saved."""
+    """Return tensors of any shape and device as `write` takes them; `on_chunk` as in `chunks`.
+
+    Raises CheckpointError for a dtype that cannot be saved.
+    """
     return {name: Content(dtype_of(name, it), tuple(it.shape), chunks(it, on_chunk)) for name, it in tensors.items()}
+
+
+def chunks(tensor: torch.Tensor, on_chunk: Callable[[], object] = lambda: None) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor of any shape and device in pieces of CHUNK_BYTES, and call `on_chunk` before each."""
+    import torch
+
+    flat = tensor.detach().reshape(-1)
+    for part in flat.split(atomic_files.CHUNK_BYTES // flat.element_size()):
+        on_chunk()
+        yield memoryview(part.cpu().contiguous().view(torch.uint8).numpy())
 
 
 def write(
     path: Path, contents: Mapping[str, Content], metadata: Mapping[str, str] | None = None, *, final: Path | None = None
 ) -> Stamp:
-    """Write tensors that are given as their bytes, and wait until the disk has them. Raises CheckpointError."""
-    # Wide elements first, as safetensors itself does it: then each tensor's data is aligned to its element.
-    ordered = sorted(contents.items(), key=lambda named: -_ITEM_BYTES[named[1].dtype])
+    """Write tensors, and wait until they are on the disk. Raises CheckpointError, which names `final` if it is given."""
+    # Wide elements first, as in safetensors itself: then each tensor's data is aligned to its element.
+    ordered = sorted(contents.items(), key=lambda named: -_DTYPES[named[1].dtype][1])
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, content in ordered:
@@ -124,33 +128,8 @@ def write(
     return atomic_files.write_chunks(path, chain([head], *(content.chunks for _, content in ordered)), final=final)
 
 
-def is_known(dtype: Any) -> bool:
-    """Return whether a name is that of a type that can be read."""
-    return isinstance(dtype, str) and dtype in _ITEM_BYTES
-
-
-def item_bytes(dtype: str) -> int:
-    """Return how many bytes an element has."""
-    return _ITEM_BYTES[dtype]
-
-
-def size_bytes(content: Content) -> int:
-    """Return how many bytes a tensor has in a file."""
-    return prod(content.shape) * _ITEM_BYTES[content.dtype]
-
-
-def chunks(tensor: torch.Tensor, on_chunk: Callable[[], object] = lambda: None) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor of any shape and device, in pieces of CHUNK_BYTES, for each of which `on_chunk` is called."""
-    import torch
-
-    flat = tensor.detach().reshape(-1)
-    for part in flat.split(atomic_files.CHUNK_BYTES // flat.element_size()):
-        on_chunk()
-        yield memoryview(part.cpu().contiguous().view(torch.uint8).numpy())
-
-
 class TensorFile:
-    """A safetensors file that is read. Raises CheckpointError wherever it cannot be."""
+    """A safetensors file to read. Its methods raise CheckpointError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -169,19 +148,16 @@ class TensorFile:
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(it["shape"]) for name, it in header.items()}
             self._offsets: dict[str, tuple[int, int]] = {name: tuple(it["data_offsets"]) for name, it in header.items()}
             for name, (first, end) in self._offsets.items():
-                if (
-                    not all(map(is_count, (first, end, *self.shapes[name])))
-                    or first > end
-                    or not isinstance(self.dtypes[name], str)
-                ):
+                counts = all(map(is_count, (first, end, *self.shapes[name])))
+                if not counts or first > end or not isinstance(self.dtypes[name], str):
                     raise ValueError(f"{name} has the shape {self.shapes[name]} and the offsets {[first, end]}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._broken("its header is invalid") from error
         if max((end for _, end in self._offsets.values()), default=0) != size_bytes - self._data_start:
-            raise self._broken(f"it has {size_bytes} bytes, and its header says another size")
+            raise self._broken(f"it has {size_bytes} bytes, which is not the size in its header")
 
     def check(self, name: str, dtype: str, count: int) -> None:
-        """Raise CheckpointError if the file has no tensor of a name with this type and so many elements."""
+        """Raise CheckpointError if the file has no tensor with this name, dtype and number of elements."""
         if self.dtypes.get(name) != dtype or prod(self.shapes[name]) != count:
             raise self._broken(f"it has no {name} of {count} elements of {dtype}")
         next(self.chunks(name, 0, 0), None)
@@ -197,58 +173,42 @@ class TensorFile:
         for position in range(start, stop, step):
             yield self._read(offset + position * item_bytes, min(step, stop - position) * item_bytes)
 
-    def read_into(self, name: str, values: torch.Tensor, wanted: Region | None = None, there: Region | None = None) -> None:
-        """Fill what is there of the `wanted` elements of a tensor in `values`, 1-D, in their dtype and on their device.
+    def read_into(self, name: str, values: torch.Tensor, wanted: Region | None = None, stored: Region | None = None) -> None:
+        """Fill `values`, 1-D, which are the elements `wanted` of a tensor, as far as they are stored under this name.
 
-        The tensor `name` has the elements `there` of it, one after the other; all, and in `values` too, if nothing is said.
+        The file has the elements `stored` of the tensor. By default both are all of it. Elements are converted to the dtype
+        and device of `values`.
         """
         import torch
 
-        self._item_bytes(name)
-        target, dtype = values.detach(), getattr(torch, _TORCH_NAMES[self.dtypes[name]])
-        assert target.is_contiguous(), name
-        there = there or Region.flat(0, prod(self.shapes[name]))
-        wanted = wanted or there
-        for part, chunk in self._parts(name, wanted, there):
-            elements = torch.frombuffer(chunk, dtype=dtype)
-            shape, gap = (part.runs, part.run), there.distance(part)
-            into = target.as_strided(shape, (wanted.distance(part), 1), target.storage_offset() + wanted.inside(part).start)
-            into.copy_(elements.as_strided(shape, (gap, 1)))
-
-    def bytes_into(self, name: str, target: bytearray, wanted: Region, there: Region) -> None:
-        """Do so with the bytes of the elements."""
-        size = self._item_bytes(name)
-        for part, chunk in self._parts(name, wanted, there):
-            begin, between, gap = wanted.inside(part).start * size, wanted.distance(part) * size, there.distance(part) * size
-            for number in range(part.runs):
-                at, of = begin + number * between, number * gap
-                target[at : at + part.run * size] = memoryview(chunk)[of : of + part.run * size]
-
-    def _parts(self, name: str, wanted: Region, there: Region) -> Iterator[tuple[Region, bytearray]]:
-        """Yield what is there and wanted, with the bytes from the first to the last of it, few of which are others."""
-        size = self._item_bytes(name)
+        size, dtype = self._item_bytes(name), dtype_in_torch(self.dtypes[name])
+        assert values.is_contiguous(), name
+        assert isinstance(dtype, torch.dtype)
+        target = values.detach()
+        stored = stored or Region.flat(0, prod(self.shapes[name]))
+        wanted = wanted or stored
         most = atomic_files.CHUNK_BYTES // size
-        for both in there.overlaps(wanted):
-            apart = there.distance(both) - both.run > _READ_OVER_BYTES // size
-            for part in both.pieces(both.run if apart and both.run <= most else most):
-                place = there.inside(part)
-                yield part, next(self.chunks(name, place.start, place.end))
+        for both in stored.overlaps(wanted):
+            is_sparse = stored.distance(both) - both.run > _READ_OVER_BYTES // size
+            for part in both.pieces(both.run if is_sparse and both.run <= most else most):
+                place, shape = stored.inside(part), (part.runs, part.run)
+                elements = torch.frombuffer(next(self.chunks(name, place.start, place.end)), dtype=dtype)
+                into = target.as_strided(shape, (wanted.distance(part), 1), target.storage_offset() + wanted.inside(part).start)
+                into.copy_(elements.as_strided(shape, (stored.distance(part), 1)))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, on the CPU."""
         import torch
 
         self._item_bytes(name)
-        tensor = torch.empty(self.shapes[name], dtype=getattr(torch, _TORCH_NAMES[self.dtypes[name]]))
+        tensor = torch.empty(self.shapes[name], dtype=getattr(torch, _DTYPES[self.dtypes[name]][0]))
         self.read_into(name, tensor.view(-1))
         return tensor
 
     def _item_bytes(self, name: str) -> int:
-        if (dtype := self.dtypes[name]) not in _ITEM_BYTES:
-            raise CheckpointError(
-                f"{name} in {self.path} is {dtype}, which cannot be read; supported: {', '.join(_ITEM_BYTES)}."
-            )
-        return _ITEM_BYTES[dtype]
+        if (dtype := self.dtypes[name]) not in _DTYPES:
+            raise CheckpointError(f"{name} in {self.path} is {dtype}, which cannot be read; supported: {', '.join(_DTYPES)}.")
+        return _DTYPES[dtype][1]
 
     def _read(self, offset: int, count: int) -> bytearray:
         buffer = bytearray(count)

@@ -1,6 +1,6 @@
-"""What is wrong with weights that enter a model: names that are missing, left over, of another shape or contradictory.
+"""Differences between stored weights and a model: names that are missing, left over, of another shape or contradictory.
 
-`train.init_from`, `samerun evaluate`, `generate` and `predict` all say it with these words, whoever has compared the names.
+One wording for `train.init_from`, `samerun evaluate`, `generate` and `predict`, whichever library has compared the names.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 _MOST_NAMED = 8
 _OLD_BUFFERS = ("attn.masked_bias", "attention.masked_bias")
-"""How constants end that older versions of transformers stored, and that no network has any more."""
+"""Endings of constants that older versions of transformers stored, and that no network has any more."""
 
 
 def differences(
     missing: Iterable[str], left_over: Iterable[str], shapes: Iterable[tuple[str, Any, Any]] = (), ties: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Return a phrase for each name that cannot be taken; those of the file and those of the model by turns.
+    """Return a phrase for each name that does not fit; names of the model and names of the file alternate.
 
-    `shapes` has names with their shape in the file and in the model, `ties` names of tied tensors whose values are another's.
+    `shapes` has names with their shape in the file and in the model, `ties` names of tied tensors with different values.
     """
     ours = {name: f"{name} is not in the file" for name in missing}
     ours |= {name: f"{name} is {tuple(there)} in the file and {tuple(here)} in the model" for name, there, here in shapes}
@@ -31,31 +31,28 @@ def differences(
 
 
 def unneeded(model: Any, left_over: Iterable[str]) -> set[str]:
-    """Return the names, among those that a model has not, of buffers that it computes itself, or that no network has now."""
-    kept = model.state_dict(keep_vars=True)
-    computed = {_end(name) for name, _ in model.named_buffers(remove_duplicate=False) if name not in kept}
-    # The patterns are transformers' own, which from_pretrained goes by.
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ends = {*computed, *_OLD_BUFFERS}
-    return {name for name in left_over if _end(name) in ends or any(re.search(pattern, name) for pattern in patterns)}
+    """Return the names, of those that the model does not have, of buffers that it computes itself or that no network uses."""
+
+    def end(name: str) -> str:  # the same buffer was in each layer once, and is in the model now
+        return ".".join(name.split(".")[-2:])
+
+    saved = model.state_dict(keep_vars=True)
+    ends = {*_OLD_BUFFERS, *(end(name) for name, _ in model.named_buffers(remove_duplicate=False) if name not in saved)}
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # transformers' own, for from_pretrained
+    return {name for name in left_over if end(name) in ends or any(re.search(pattern, name) for pattern in patterns)}
 
 
-def _end(name: str) -> str:
-    """The last two parts: the same buffer once was in each layer, and now is in the model."""
-    return ".".join(name.split(".")[-2:])
-
-
-def of_transformers(model: Any, told: Mapping[str, Any]) -> dict[str, str]:
-    """Return them for a model that transformers has loaded, from what it has told (`output_loading_info`)."""
-    # Where a file has both of two tied tensors, with different values, transformers has separated them (from 5.0 on).
+def loading_differences(model: Any, info: Mapping[str, Any]) -> dict[str, str]:
+    """Return the differences of a model that transformers has loaded, from its `output_loading_info`."""
+    # If a file has both of two tied tensors, with different values, transformers separates them (from 5.0 on).
     has_ties = hasattr(model, "get_expanded_tied_weights_keys")
     ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys if has_ties else ()
-    missing, left_over, shapes = (told[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    missing, left_over, shapes = (info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     return differences(sorted(missing), sorted({*left_over} - unneeded(model, left_over)), sorted(shapes), sorted(ties))
 
 
-def listed(phrases: Iterable[str], between: str = "; ") -> str:
-    """Return the first phrases, and how many more there are."""
-    every = list(phrases)
-    more = f"{between.replace(',', '')}and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
-    return between.join(every[:_MOST_NAMED]) + more
+def joined(phrases: Iterable[str]) -> str:
+    """Return the first phrases, and the number of the others."""
+    first = list(phrases)
+    more = f"; and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
+    return "; ".join(first[:_MOST_NAMED]) + more

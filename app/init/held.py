@@ -1,7 +1,7 @@
-"""What a rank holds of a model before it is prepared: the whole model, or a region of each parameter and all buffers.
+"""The tensors of a model before it is prepared, on this rank: the whole model, or a region of each parameter and all buffers.
 
-Under FSDP2 and ZeRO-3 a model that is filled unit by unit is divided from the beginning. Whoever reads weights into it, or
-looks at them, does it by these regions.
+Under FSDP2 and ZeRO-3 a model that is filled unit by unit is sharded from the beginning. Weights are read into it, checked and
+hashed by these regions.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 from app.data import order
 from app.distributed.runtime import Runtime
 from app.errors import TrainingError
-from app.init import fsdp2, zero3
+from app.init import zero3
 from app.init.region import BUFFER, WEIGHT, Piece, Region, copies
 
 _CHUNK = 1 << 16
-"""Elements that are hashed at a time: what fits the processor's caches."""
+"""Elements that are hashed at a time, which fit the processor's caches."""
 
 
 def held(model: nn.Module) -> dict[str, Piece]:
-    """Return what this rank has of each parameter and buffer, by all of its names; what is tied is one `Piece`."""
+    """Return this rank's share of each parameter and buffer, by all of its names; a tied tensor is one `Piece`."""
     found: dict[int, Piece] = {}
     divided = is_divided(model)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -35,12 +35,12 @@ def held(model: nn.Module) -> dict[str, Piece]:
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Whether each rank holds a part of the parameters."""
+    """Return whether each rank holds a part of the parameters."""
     return any(isinstance(parameter, DTensor) or zero3.is_divided(parameter) for parameter in model.parameters())
 
 
 def check_finite(runtime: Runtime, model: nn.Module, source: str) -> None:
-    """Raise TrainingError, on all ranks, for a weight from `source` that is not finite. A mask in a buffer may be infinite."""
+    """Raise TrainingError, on all ranks, for a weight from `source` that is not finite; a mask in a buffer can be infinite."""
     with runtime.together():
         for it in held(model).values():
             if not it.values.dtype.is_floating_point or not it.values.numel():
@@ -55,7 +55,7 @@ def check_finite(runtime: Runtime, model: nn.Module, source: str) -> None:
 
 
 def digest(model: nn.Module, gather: Callable[[Any], list[Any]]) -> str:
-    """Return a hash of the model's parameters and buffers, of 16 hexadecimal digits: the same one however it is divided.
+    """Return a hash of the model's parameters and buffers, of 16 hexadecimal digits, which does not depend on the sharding.
 
     Called by all ranks together; `gather` returns every rank's value.
     """
@@ -67,15 +67,15 @@ def digest(model: nn.Module, gather: Callable[[Any], list[Any]]) -> str:
 
 
 def digest_of(name: str, values: Tensor, region: Region | None = None) -> int:
-    """Return a number for the elements `region` of a tensor, or all; those of its regions add up to that of the whole."""
+    """Return a number for the elements `region` of a tensor, or all; the numbers of its regions add up to its own."""
     key = order.derive_key(0, name, str(values.dtype))
     flat, total = values.detach().reshape(-1), 0
-    place = region or Region.flat(0, flat.numel())
+    region = region or Region.flat(0, flat.numel())
     for at in range(0, flat.numel(), _CHUNK):
         part = flat[at : at + _CHUNK].cpu().contiguous()
         bits = part.view(torch.uint8).numpy().reshape(part.numel(), -1)
         numbers = bits.view(f"u{bits.shape[1]}").astype(np.uint64).reshape(-1)
-        places = _places(place, at, at + part.numel())
+        places = _places(region, at, at + part.numel())
         places *= np.uint64(order.GOLDEN64)
         places ^= np.uint64(key)
         numbers *= np.uint64(order.MIX_FIRST)
@@ -85,7 +85,7 @@ def digest_of(name: str, values: Tensor, region: Region | None = None) -> int:
 
 
 def _places(region: Region, first: int, stop: int) -> np.ndarray:
-    """The indices of some of a region's elements in the flattened tensor."""
+    """Return the indices of a region's elements first .. stop - 1 in the flattened tensor."""
     if region.runs <= 1:
         return np.arange(region.start + first, region.start + stop, dtype=np.uint64)
     lines, within = np.divmod(np.arange(first, stop, dtype=np.uint64), np.uint64(region.run))
@@ -107,6 +107,5 @@ def _held(name: str, tensor: Tensor, *, divided: bool) -> Piece:
         count = max(0, min(values.numel(), prod(shape) - start))
         return Piece(key, name, shape, Region.flat(start, count), values[:count])
     number = copies(tensor, name) if divided and key == WEIGHT else (1, 0)
-    if isinstance(tensor, DTensor):
-        return Piece(key, name, tuple(tensor.shape), *fsdp2.rows(name, tensor), number)
-    return Piece(key, name, tuple(tensor.shape), Region.flat(0, tensor.numel()), tensor.detach().view(-1), number)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return Piece(key, name, tuple(tensor.shape), Region.of(tensor, name), local.detach().view(-1), number)

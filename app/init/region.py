@@ -1,7 +1,7 @@
-"""Which elements of a tensor a rank has: one index range of the flattened tensor, or columns (many ranges of one length).
+"""The elements of a tensor that a rank has: one index range of the flattened tensor, or columns (many ranges of one length).
 
-A rank of a group that divides columns, as tensor parallelism does, has some elements of every row. Torch is needed only
-where tensors are given.
+A rank of a group that shards columns, as tensor parallelism does, has some elements of every row. Only functions that take
+tensors import torch.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class Region:
 
     @classmethod
     def made(cls, start: int, count: int, run: int, stride: int) -> Region:
-        """Return the region; where the runs make one, or there is one, as `flat` says it."""
+        """Return the region, flat if its runs are adjacent or only one."""
         return cls.flat(start, count) if run in (stride, count) else cls(start, count, run, stride)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, name: str = "a parameter") -> Region:
-        """Return the elements of `tensor` that this process has: all of a plain tensor, and its part of a DTensor.
+        """Return the elements of `tensor` that this process has: all of a plain tensor, or its part of a DTensor.
 
-        Raises PresetError, which says `name`, if they are no region.
+        Raises PresetError, with `name`, if they are not a region.
         """
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
             return cls.flat(0, tensor.numel())
         mesh, placements = tensor.device_mesh, tensor.placements
-        found = _of_placements(tuple(tensor.shape), tuple(mesh.shape), mesh.get_coordinate() or (), placements)
+        found = placed(tuple(tensor.shape), tuple(mesh.shape), mesh.get_coordinate() or (), placements)
         if found is None or found.count != tensor.to_local().numel():
             raise PresetError(
                 f"{name}, {tuple(tensor.shape)}, is divided as {placements} over {mesh}: a process holds "
@@ -71,7 +71,7 @@ class Region:
 
     @property
     def runs(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return self.count // self.run if self.count else 0
 
     def rows(self, whole: torch.Tensor) -> torch.Tensor:
@@ -81,18 +81,18 @@ class Region:
         return flat.as_strided((self.runs, self.run), (self.stride, 1), flat.storage_offset() + self.start)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a contiguous tensor, of any shape, 1-D in order; a view of it where it is one run."""
+        """Return the elements of a contiguous tensor, of any shape, 1-D in order; a view of it if they are one run."""
         return self.rows(whole).reshape(-1).contiguous()  # single elements of rows are a view otherwise
 
     def part(self, first: int, stop: int) -> Region:
-        """Return the elements from the `first` one of this region to that before its `stop`-th; of many runs, whole ones."""
+        """Return the elements first .. stop - 1 of this region; of many runs, only whole ones."""
         if self.runs <= 1:
             return Region.flat(self.start + first, stop - first)
         assert first % self.run == stop % self.run == 0, (self, first, stop)
         return Region.made(self.start + first // self.run * self.stride, stop - first, self.run, self.stride)
 
     def share(self, count: int, index: int) -> tuple[int, int]:
-        """Return the first and the stop, as `part` takes them, of one of `count` shares that are as even as can be."""
+        """Return `first` and `stop` for `part` of one of `count` shares that are as even as possible."""
         unit, units = (self.run, self.runs) if self.runs > 1 else (1, self.count)
         return units * index // count * unit, units * (index + 1) // count * unit
 
@@ -101,7 +101,7 @@ class Region:
         if self.start >= other.end or other.start >= self.end:
             return
         few, many = sorted((self, other), key=lambda it: it.runs)
-        if few.runs > 1 and (both := _of_same_rows(few, many)) is not None:
+        if few.runs > 1 and (both := _common_columns(few, many)) is not None:
             yield from [both] if both.count else []
             return
         for number in range(few.runs):
@@ -109,7 +109,7 @@ class Region:
             yield from _within(start, start + few.run, many)
 
     def inside(self, part: Region) -> Region:
-        """Return the place of a part of this region, one that `overlaps` gave, among its elements one after the other."""
+        """Return the position of a part of this region, as `overlaps` yields it, among its elements in order."""
         if self.runs <= 1:
             return Region(part.start - self.start, part.count, part.run, part.stride)
         number, first = divmod(part.start - self.start, self.stride)
@@ -117,12 +117,12 @@ class Region:
         return Region.made(number * self.run + first, part.count, part.run, stride)
 
     def distance(self, part: Region) -> int:
-        """Return how far apart the runs of such a part begin, among the elements of this region one after the other."""
+        """Return the distance between the starts of such a part's runs, among the elements of this region in order."""
         place = self.inside(part)
         return place.stride if place.runs > 1 else part.run
 
     def pieces(self, most: int) -> Iterator[Region]:
-        """Yield the region in parts with at most so many elements from the first to the last: runs, or parts of long ones."""
+        """Yield the region in parts that span at most `most` elements: runs, or parts of long runs."""
         if self.run > most:
             for begin in range(self.start, self.end, self.stride):
                 yield from (Region.flat(at, min(most, begin + self.run - at)) for at in range(begin, begin + self.run, most))
@@ -155,8 +155,8 @@ class Piece:
         return replace(self, region=self.region.part(first, stop), values=self.values[first:stop], copies=(1, 0))
 
 
-def _of_same_rows(one: Region, other: Region) -> Region | None:
-    """The common elements of two regions of columns of the same matrix; None: they are not both."""
+def _common_columns(one: Region, other: Region) -> Region | None:
+    """Return the common elements of two regions of columns of the same matrix, or None if one of them is something else."""
     width, left, right = one.stride, one.start % one.stride, other.start % one.stride
     if other.stride != width or left + one.run > width or right + other.run > width:
         return None
@@ -168,7 +168,7 @@ def _of_same_rows(one: Region, other: Region) -> Region | None:
 
 
 def _within(start: int, stop: int, runs: Region) -> Iterator[Region]:
-    """Yield what a region has of the elements start .. stop - 1."""
+    """Yield the elements start .. stop - 1 that a region has."""
     number = max(0, (start - runs.start) // runs.stride)
     begin = runs.start + number * runs.stride
     if begin < start:  # in this run, or behind it
@@ -183,13 +183,13 @@ def _within(start: int, stop: int, runs: Region) -> Iterator[Region]:
         yield Region.flat(begin, min(stop - begin, runs.run))
 
 
-# ---- DTensors: which elements placements over a mesh leave to a process --------------------------------------------------
+# ---- DTensors: the elements of each process for placements over a mesh ---------------------------------------------------
 
 
 def copies(tensor: torch.Tensor, name: str = "a parameter") -> tuple[int, int]:
-    """Return how many processes have the same elements of `tensor` as this one, and which of them this one is.
+    """Return the number of processes that have the same elements of `tensor` as this one, and this one's index among them.
 
-    Every process has a plain tensor whole. Raises PresetError, which says `name`, if they cannot be counted.
+    Every process has a plain tensor whole. Raises PresetError, with `name`, if they cannot be counted.
     """
     from torch import distributed
     from torch.distributed.tensor import DTensor
@@ -198,69 +198,67 @@ def copies(tensor: torch.Tensor, name: str = "a parameter") -> tuple[int, int]:
     if not isinstance(tensor, DTensor):
         return ranks, rank
     mesh = tensor.device_mesh
-    all_of_it: Any = mesh._get_root_mesh()  # torch 2.15 has no public name for the mesh that others are parts of
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    dividing = {key for key, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
+    root: Any = mesh._get_root_mesh()  # torch 2.15 has no public name for the mesh that others are parts of
+    names, root_names = (it.mesh_dim_names or tuple(map(str, range(it.ndim))) for it in (mesh, root))
+    sharded = {key for key, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
     number, index, parts = 1, 0, 1
-    everywhere = all_of_it.mesh_dim_names or tuple(map(str, range(all_of_it.ndim)))
-    for key, size, at in zip(everywhere, all_of_it.shape, all_of_it.get_coordinate(), strict=True):
-        if key in dividing:
+    for key, size, at in zip(root_names, root.shape, root.get_coordinate(), strict=True):
+        if key in sharded:
             parts *= size
         else:
             number, index = number * size, index * size + at
-    if number * parts != ranks or not dividing <= set(everywhere):
+    if number * parts != ranks or not sharded <= set(root_names):
         raise PresetError(
-            f"{name} is divided as {tensor.placements} over {mesh}, a part of {all_of_it}, of {ranks} "
+            f"{name} is divided as {tensor.placements} over {mesh}, a part of {root}, of {ranks} "
             "processes: it cannot be determined which processes hold the same elements. Use an unchanged "
             "preset of accelerate_configs/."
         )
     return number, index
 
 
-def _of_placements(
+def placed(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> Region | None:
-    """What the process at `coordinate` of a mesh of this shape has; None: no region."""
+    """Return the elements of the process at `coordinate` of a mesh of this shape, or None if they are not a region."""
     if len(coordinate) != len(mesh) or any(placement.is_partial() for placement in placements):
         return None
     found, size = Region.flat(0, 1), 1
     for dim, length in reversed(list(enumerate(shape))):
-        order = _order(
-            [at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim], mesh, placements
-        )
+        axes = [at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
+        order = _order(axes, mesh, placements)
         if order is None:
             return None
         first, count = 0, length
         for at in order:
-            share = -(-count // mesh[at])  # as torch.chunk deals them out
+            share = -(-count // mesh[at])  # as torch.chunk splits
             before = min(coordinate[at] * share, count)
             first, count = first + before, min(share, count - before)
         if count == 0:
             return Region.flat(0, 0)
-        of_lines = _of_lines(found, size, first, count)
-        if of_lines is None:
+        lines = _repeated(found, size, first, count)
+        if lines is None:
             return None
-        found, size = of_lines, size * length
+        found, size = lines, size * length
     return found
 
 
-def _order(dividing: list[int], mesh: tuple[int, ...], placements: Sequence[Any]) -> list[int] | None:
-    """In which order dimensions of the mesh have divided one of the tensor, each what those before it have left.
+def _order(axes: list[int], mesh: tuple[int, ...], placements: Sequence[Any]) -> list[int] | None:
+    """Return the order in which axes of the mesh have split a dimension of a tensor, each the parts of the one before.
 
-    FSDP2 divides last what tensor parallelism has divided, stands first in the mesh, and says so by a strided shard, whose
-    split factor is the number of parts that there were (torch 2.15, _fsdp_param.py). None: another one, of every n-th part.
+    FSDP2 splits the parts of tensor parallelism, is the first axis of the mesh, and marks that by a strided shard, whose
+    split factor is the number of parts before (torch 2.15, _fsdp_param.py). None: a strided shard with another meaning.
     """
-    if not dividing:
+    if not axes:
         return []
-    first, later = dividing[0], _order(dividing[1:], mesh, placements)
+    first, later = axes[0], _order(axes[1:], mesh, placements)
     factor = getattr(placements[first], "split_factor", 1)
     if later is None or factor not in (1, prod(mesh[at] for at in later)):
         return None
     return [first, *later] if factor == 1 else [*later, first]
 
 
-def _of_lines(inner: Region, size: int, first: int, count: int) -> Region | None:
-    """The elements of `inner`, of `size`, in each of `count` neighbouring lines of so many elements."""
+def _repeated(inner: Region, size: int, first: int, count: int) -> Region | None:
+    """Return the elements of `inner` in each of `count` neighboring lines of `size` elements, or None if not a region."""
     start = first * size + inner.start
     if inner.count == size or inner.runs == 1:
         return Region.made(start, count * inner.count, count * size if inner.count == size else inner.run, size)

@@ -1,10 +1,10 @@
 """Tensor parallelism: the processes of a group split each large matrix, by the model's own plan.
 
-The plan is that of transformers (`tp_plan`, by names of modules), and so are the layers' forward passes (transformers 5.23,
-distributed/tensor_parallel.py). A model of one's own may have one in the same words. What the plan does not name, as embeddings
-and norms, every process of a group holds whole, and computes alike. FSDP2 then divides what a process has by rows.
+Plan (`tp_plan`, by names of modules) and forward passes of the layers are those of transformers (5.23,
+distributed/tensor_parallel.py); a user's model can have a plan in the same form. Modules that it does not name, such as
+embeddings and norms, are whole and alike on every process of a group. FSDP2 then shards each process's part by rows.
 
-A module with a true `divides_itself` gets its parameters divided, and computes with its part by itself.
+A module with a true `divides_itself` has its parameters split, and computes with its part itself.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ DIVIDED = {
     "rowwise_rep": _COLUMNS,
     "rowwise_split_input": _COLUMNS,
 }
-"""The dimension of a weight [outputs, inputs] that a rule of a plan divides."""
+"""The dimension of a weight [outputs, inputs] that a rule of a plan splits."""
 _SUMMED = "replicated_with_grad_allreduce"
-"""The rule of what is whole, and whose gradient is the sum of the processes'."""
+"""Rule for whole parameters whose gradient is the sum over the processes."""
 _WHOLE_AGAIN = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
-"""Rules of layers whose input and output are whole: such a layer may as well be whole itself."""
+"""Rules of layers with whole inputs and outputs: such a layer can stay whole itself."""
 _MOST_NAMED = 3
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def check(model: nn.Module, parts: int) -> None:
-    """Raise PresetError if a model on torch's meta device cannot be split into so many parts."""
+    """Raise PresetError if a model on torch's meta device cannot be split into this number of parts."""
     asked, kind = f"tensor parallelism of {parts} processes", type(model).__name__
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise PresetError(f"{asked} needs a task that draws weights part by part: add `init_module` to it, or use fsdp2.yaml")
@@ -53,10 +53,12 @@ def check(model: nn.Module, parts: int) -> None:
         )
     if unknown := {rule for rule in plan.values() if rule not in DIVIDED and rule != _SUMMED}:
         raise PresetError(f"{asked} does not support {', '.join(sorted(unknown))} in the plan of {kind}: use fsdp2.yaml")
-    rules = rules_of(model, parts)
-    for name, rule in rules.items():
+    sizes = {what: size for what in _HEADS if (size := getattr(getattr(model, "config", None), what, None))}
+    for name, rule in rules_of(model, parts).items():
         _check_layer(model, name, rule, asked)
-    sizes = _sizes(model, rules)
+        if rule in DIVIDED and rule not in _WHOLE_AGAIN:  # once for each kind of layer
+            weight: Any = model.get_submodule(name).weight
+            sizes[f"{'inputs' if DIVIDED[rule] else 'outputs'} of {name.rpartition('.')[2]}"] = weight.shape[DIVIDED[rule]]
     if wrong := [f"{what} {size}" for what, size in sizes.items() if size % parts]:
         common = math.gcd(*sizes.values())
         possible = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
@@ -73,8 +75,7 @@ def _check_layer(model: nn.Module, name: str, rule: str, asked: str) -> None:
             f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: a "
             "divided layer must be a plain torch layer, without LoRA adapters. Use fsdp2.yaml"
         )
-    beside = dict(model.get_submodule(holder).named_children())
-    drops = [key for key, layer in beside.items() if sample_dropout.rate(layer) > 0]
+    drops = [key for key, layer in model.get_submodule(holder).named_children() if sample_dropout.rate(layer) > 0]
     if drops and rule in DIVIDED and rule not in _WHOLE_AGAIN:
         raise PresetError(
             f"{asked} cannot use dropout in {holder}.{drops[0]}, because like {name} it may see only a part "
@@ -83,7 +84,7 @@ def _check_layer(model: nn.Module, name: str, rule: str, asked: str) -> None:
 
 
 def divide(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide a model among the processes of a mesh of one dimension, by its plan. `check` has passed."""
+    """Split a model, which has passed `check`, over the processes of a mesh of one dimension, by its plan."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     divided: dict[int, Any] = {}
@@ -97,15 +98,15 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
             if id(whole) not in divided:
                 style.shard_param(module, key, mesh)
                 divided[id(whole)] = module._parameters[key]
-            module._parameters[key] = divided[id(whole)]  # what is tied stays one
+            module._parameters[key] = divided[id(whole)]  # tied parameters stay one
         if not getattr(module, "divides_itself", False):
             style.install_forward(module, mesh)
 
 
 def rules_of(model: nn.Module, parts: int) -> dict[str, str]:
-    """The rule of each module that has one.
+    """Return the rule of each module that has one.
 
-    Layers that take and return what is whole stay whole if their weights cannot be divided evenly, or are also another layer's
+    Layers with whole inputs and outputs stay whole if their weights cannot be split evenly, or are tied to another layer's
     that has no such rule.
     """
     plan: Mapping[str, str] = model.tp_plan  # type: ignore[assignment]
@@ -127,36 +128,24 @@ def rules_of(model: nn.Module, parts: int) -> dict[str, str]:
     }
 
 
-def _sizes(model: Any, rules: Mapping[str, str]) -> dict[str, int]:
-    """What must be divided evenly: attention heads, and the divided dimensions of weights, once for each kind of layer."""
-    config = getattr(model, "config", None)
-    found = {what: size for what in _HEADS if (size := getattr(config, what, None))}
-    for name, rule in rules.items():
-        if rule in DIVIDED and rule not in _WHOLE_AGAIN:
-            what = "inputs" if DIVIDED[rule] else "outputs"
-            weight: Any = model.get_submodule(name).weight
-            found[f"{what} of {name.rpartition('.')[2]}"] = weight.shape[DIVIDED[rule]]
-    return found
-
-
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Have the gradients of a module's parameters, which each process has of its part of the heads, added up.
+    """Have the gradients of a module's parameters, which each process computes for its own heads, summed over the processes.
 
-    transformers adds up what a parameter has after a pass, and so in a step of several passes what was added up before.
+    transformers sums a parameter's gradient after each pass, and so sums it repeatedly in a step of several passes.
     """
     forward = module.forward
-    known: dict[str, Tensor] = {}
+    hooked: dict[str, Tensor] = {}
 
     def total(gradient: Tensor) -> Tensor:
         summed: Tensor = DTensor.from_local(gradient, mesh, [Partial()], run_check=False).full_tensor()
         return summed
 
-    def forward_watched(*args: Any, **named: Any) -> Any:
+    def hooking_forward(*args: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
-            for key, parameter in module._parameters.items():  # FSDP2's gathered ones, in the place of its shards
-                if parameter is not None and parameter.requires_grad and known.get(key) is not parameter:
+            for key, parameter in module._parameters.items():  # under FSDP2 the gathered ones, which replace its shards
+                if parameter is not None and parameter.requires_grad and hooked.get(key) is not parameter:
                     parameter.register_hook(total)
-                    known[key] = parameter
+                    hooked[key] = parameter
         return forward(*args, **named)
 
-    module.forward = forward_watched
+    module.forward = hooking_forward

@@ -90,7 +90,7 @@ def test_columns_have_columns_in_common(rows: int, width: int, data: st.DataObje
 def test_digests_of_regions_add_up(shape: tuple[int, ...], data: st.DataObject) -> None:
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     dim, parts = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
-    held = [region._of_placements(shape, (parts,), (at,), (Shard(dim),)) for at in range(parts)]
+    held = [region.placed(shape, (parts,), (at,), (Shard(dim),)) for at in range(parts)]
     assert all(held)
     assert sum(digest_of("w", it.take(whole), it) for it in held if it) & (2**64 - 1) == digest_of("w", whole)
 

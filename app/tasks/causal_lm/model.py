@@ -70,9 +70,9 @@ def read_folder(folder: Path, kind: Any, config: Any = None) -> nn.Module:
     except Exception as error:  # whatever a library that reads files may raise
         why = str(error).strip().partition("\n")[0]
         raise RunFolderError(f"transformers cannot load the model of {folder}: {why}") from error
-    if wrong := accounting.of_transformers(model, told):
+    if wrong := accounting.loading_differences(model, told):
         raise RunFolderError(
-            f"the weights of {folder} belong to another model than its config.json: {accounting.listed(wrong.values())}. "
+            f"the weights of {folder} belong to another model than its config.json: {accounting.joined(wrong.values())}. "
             "Save the whole model there again, or correct config.json"
         )
     return model
