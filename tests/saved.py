@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.checkpoints.step_folders import (
-    begin,
-    commit,
-    write_pieces,
-)
+from app.checkpoints.step_folders import begin, commit, write_pieces
 from app.errors import CheckpointError
 from app.init.region import Piece, Region
 from app.runs.claim import claim
+
+BUFFERS = {"norm.mean": torch.tensor([0.5, 1.5]), "norm.count": torch.tensor(7)}
 
 
 def random_bits(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -38,8 +36,7 @@ def save(run_dir: Path, step: int, *ranks: list[Piece], state: dict[str, Any] | 
     ours = claim(run_dir)
     folder = begin(ours, step)
     entries = [write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
-    buffers = {"norm.mean": torch.tensor([0.5, 1.5]), "norm.count": torch.tensor(7)}
-    return commit(ours, step, entries, state={"step": step} if state is None else state, buffers=buffers)
+    return commit(ours, step, entries, state={"step": step} if state is None else state, buffers=BUFFERS)
 
 
 def save_small(run_dir: Path, step: int) -> Path:

@@ -8,11 +8,13 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from processes import REPOSITORY, clean_environment, train
 from safetensors.torch import load_file
+from saved import BUFFERS, save
 
 from app import export
 from app.checkpoints import step_folders as files
@@ -25,20 +27,14 @@ from app.runs.claim import claim
 
 MIB = 2**20
 MODEL = {"recipe": {"task": "image_classification"}, "facts": {"classes": ["no", "yes"], "channels": 1, "image_size": [8, 8]}}
-BUFFERS = {"norm.mean": torch.tensor([0.5, 1.5]), "norm.count": torch.tensor(7)}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
 
 
-def save(run_dir: Path, step: int, *ranks: list[Piece]) -> Path:
-    run_dir.mkdir(exist_ok=True)
-    ours = claim(run_dir)
-    folder = files.begin(ours, step)
-    entries = [files.write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
-    state = {"step": step, "recipe": recipe_file.flat(Recipe(seed=step)), "model": MODEL, "best": None}
-    return files.commit(ours, step, entries, state=state, buffers=BUFFERS)
+def state_of(step: int) -> dict[str, Any]:
+    return {"step": step, "recipe": recipe_file.flat(Recipe(seed=step)), "model": MODEL, "best": None}
 
 
 def save_small(run_dir: Path, step: int, *, averaged: bool = True) -> dict[str, dict[str, torch.Tensor]]:
@@ -53,7 +49,7 @@ def save_small(run_dir: Path, step: int, *, averaged: bool = True) -> dict[str, 
             flat = tensor.reshape(-1)
             ranks[1].append(Piece(key, name, tuple(tensor.shape), Region.flat(0, len(flat[:3])), flat[:3]))
             ranks[0].append(Piece(key, name, tuple(tensor.shape), Region.flat(3, len(flat[3:])), flat[3:]))
-    save(run_dir, step, *ranks)
+    save(run_dir, step, *ranks, state=state_of(step))
     return tensors
 
 
@@ -178,7 +174,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
         [piece(name=name, region=Region.flat(start, len(values)), values=values) for name in "ab"]
         for start, values in halves.items()
     ]
-    return save(run_dir, 1, *ranks), weight.view(32, MIB)
+    return save(run_dir, 1, *ranks, state=state_of(1)), weight.view(32, MIB)
 
 
 def test_a_model_larger_than_the_memory_is_exported(large: tuple[Path, torch.Tensor], tmp_path: Path) -> None:

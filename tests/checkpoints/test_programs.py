@@ -19,7 +19,7 @@ from torch import nn
 from app import export
 from app.checkpoints import model_file, programs
 from app.errors import RunFolderError
-from app.task import Loss
+from app.task import Loss, Samples
 
 SHORT = ("train.steps=3", "checkpoint.every_steps=3")
 
@@ -101,75 +101,30 @@ def test_a_users_task_is_exported_by_its_example_or_its_data(tmp_path: Path, cap
     assert executed(text.replace("THIS_FOLDER", str(out)), 0)["facts"] == model_file.load(out)[2]
 
 
-PACKED = """
-import torch
-from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
-from app.task import Loss, Samples
-
-
-class Packed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.out = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
-
-    def forward(self, rows, lengths):
-        _, last = self.gru(pack_padded_sequence(rows, lengths.cpu(), batch_first=True, enforce_sorted=False))
-        return self.out(last[0]).squeeze(1)
-
-
 class Masked(nn.Module):
-    def __init__(self):
+    """Takes rows of several lengths."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(3, 1)
 
-    def forward(self, rows, lengths):
+    def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_exporting() and lengths.min() < 1:
             raise ValueError("a row of length 0")
         counts = torch.arange(5) < lengths[:, None]
         return self.out((rows * counts[..., None]).sum(1) / lengths[:, None]).squeeze(1)
 
 
-class Task:
-    network = NETWORK
-
-    def samples(self, split):
-        generator = torch.Generator().manual_seed(len(split))
-        rows = torch.randn(64, 5, 3, generator=generator)
-        lengths = 1 + torch.arange(64) % 5
-        return Samples.of({"rows": rows, "lengths": lengths, "y": rows.sum((1, 2))})
-
-    def model(self, metadata):
-        return self.network()
-
-    def loss(self, model, batch):
-        return Loss((model(batch["rows"], batch["lengths"]) - batch["y"]).square().mean(), len(batch["y"]))
-
-
-task = Task
-"""
-
-
-@pytest.mark.multiproc
-@pytest.mark.usefixtures("own_imports")
-@pytest.mark.parametrize("network", ["Masked", "Packed"])
-def test_a_task_whose_samples_cannot_be_zeros_is_exported_by_its_own(
-    tmp_path: Path, network: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Lengths of packed sequences, for instance; torch cannot export packing itself, which is said in a sentence."""
-    file, run_dir, out = tmp_path / "lengths.py", tmp_path / "run", tmp_path / "out"
-    file.write_text(PACKED.replace("NETWORK", network))
-    recipe = tmp_path / "lengths.yaml"
-    recipe.write_text("task: lengths.py\ntrain: {global_batch_size: 16}\noptim: {name: sgd, lr: 0.1}\n")
-    train("cpu", run_dir, "--recipe", str(recipe), *SHORT, processes=1).check()
-    command = [str(run_dir), "--out", str(out), "--to", "torch"]
-    if network == "Packed":
-        with pytest.raises(RunFolderError, match=r"^the model cannot be exported to torch: \w+: "):
-            export.main(command)
-        assert not out.exists()
-        return
-    assert export.main(command) == 0
-    assert "its inputs are rows, lengths." in capsys.readouterr().out
+def test_a_model_that_refuses_zeros_is_exported_with_training_samples(tmp_path: Path) -> None:
+    fields = {"rows": torch.randn(4, 5, 3), "lengths": 1 + torch.arange(4)}
+    task = SimpleNamespace(
+        example=lambda facts, form: {name: field[:2].to("meta") for name, field in fields.items()},
+        samples=lambda split: Samples.of(fields),
+        preprocess=lambda batch, rng, form: batch,
+        loss=lambda called, batch: Loss(called(batch["rows"], batch["lengths"]).sum(), 2),
+    )
+    written = programs.write(task, Masked().eval(), {}, tmp_path / "model.pt2", to="torch")  # type: ignore[arg-type]
+    assert written.inputs == ("rows", "lengths")
 
 
 class Branches(nn.Module):

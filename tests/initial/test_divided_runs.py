@@ -111,6 +111,22 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+def peaks_of_evaluation(
+    wide: Path, folder: Path, out: Path, preset: str, processes: int, *words: str, env: dict[str, str] | None = None
+) -> list[float]:
+    """Evaluate `folder`, check the scores, and return the peak of each process in MiB."""
+    out.mkdir()
+    evaluate = (str(SCRIPTS / "evaluated_peak.py"), str(out), str(folder), "--json", *words)
+    output = run(preset, processes, *evaluate, env=env).check().output
+    (scores,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert scores["samples"] == 6
+    assert scores["loss"] == pytest.approx(read(wide / "result.json")["validation_loss"], rel=1e-6)
+    peaks = [json.loads(file.read_text()) for file in out.glob("*.json")]
+    print(f"MiB of each process: {peaks}")
+    assert len(peaks) == processes
+    return peaks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "processes", "sizes"),
@@ -126,16 +142,9 @@ def test_an_evaluation_reads_into_each_process_its_share(
 ) -> None:
     """The scores of one process; under FSDP2 with half of 256 MiB, and units of 17 that are gathered.
 
-    Of ZeRO-3 DeepSpeed keeps up to 1e9 gathered elements from the second pass on, by its defaults.
+    DeepSpeed's ZeRO-3 keeps up to 1e9 gathered elements from the second pass on, by its defaults.
     """
-    evaluate = (str(SCRIPTS / "evaluated_peak.py"), str(tmp_path), str(wide), "--json")
-    output = run(preset, processes, *evaluate, env=sizes).check().output
-    (scores,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert scores["samples"] == 6
-    assert scores["loss"] == pytest.approx(read(wide / "result.json")["validation_loss"], rel=1e-6)
-    peaks = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
-    print(f"MiB of each process: {peaks}")
-    assert len(peaks) == processes
+    peaks = peaks_of_evaluation(wide, wide, tmp_path / "peaks", preset, processes, env=sizes)
     assert preset != "fsdp2" or max(peaks) < 200
 
 
@@ -146,11 +155,10 @@ def test_an_evaluation_of_a_folder_of_transformers_reads_into_each_process_its_s
 ) -> None:
     """Of 256 MiB. A whole model would stay in the file, which transformers maps, or be copied.
 
-    Names that only transformers can put right, such as those without a prefix, are left to it: then each reads the whole.
+    Older names, such as names without a prefix, are left to transformers: then each process reads the whole.
     """
-    folder, peaks = tmp_path / "folder", tmp_path / "peaks"
-    for made in (folder, peaks):
-        made.mkdir()
+    folder = tmp_path / "folder"
+    folder.mkdir()
     shutil.copy(wide / "config.json", folder)
     weights = load_file(wide / "model.safetensors")
     if names == "older":
@@ -158,11 +166,5 @@ def test_an_evaluation_of_a_folder_of_transformers_reads_into_each_process_its_s
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     data = (f"data.path={wide.parent}", "data.sequence_length=16")
     rows = ("train.global_batch_size=4", "train.max_validation_samples=6")
-    evaluate = (str(SCRIPTS / "evaluated_peak.py"), str(peaks), str(folder), "--json")
-    output = run("fsdp2", 2, *evaluate, *data, *rows).check().output
-    (scores,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert scores["samples"] == 6
-    assert scores["loss"] == pytest.approx(read(wide / "result.json")["validation_loss"], rel=1e-6)
-    peaks_mib = [json.loads(file.read_text()) for file in peaks.glob("*.json")]
-    print(f"MiB of each process: {peaks_mib}")
-    assert names == "older" or all(128 < peak < 200 for peak in peaks_mib)
+    peaks = peaks_of_evaluation(wide, folder, tmp_path / "peaks", "fsdp2", 2, *data, *rows)
+    assert names == "older" or all(128 < peak < 200 for peak in peaks)
