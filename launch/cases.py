@@ -36,7 +36,7 @@ class RunCase:
 
 
 def problems(case: RunCase, environment: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with a case before it runs, and whether it was finished with another recipe."""
+    """Return what is wrong with a case before it runs, for example that it was finished with another recipe."""
     try:
         resolved = launch.checked(case.argv, environment)
         if resolved.is_task:

@@ -1,4 +1,4 @@
-"""`samerun COMMAND ...`: the one command. Each subcommand is imported only when it is called, so `--help` is at once.
+"""`samerun COMMAND ...`: the one command. Each subcommand is imported only when it is called, so `--help` is fast.
 
 A mistake of the user ends the program with one sentence on stderr and the exit code of its error (`app/errors.py`).
 """
@@ -31,8 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             close = difflib.get_close_matches(arguments[0], _COMMANDS, n=2)
             meant = f"did you mean {' or '.join(close)}? " if close else ""
             raise UsageError(f"{arguments[0]}: unknown command; {meant}`samerun --help` lists the commands")
+        module, function, _ = _COMMANDS[arguments[0]]
         with exits_refused():
-            return _run(arguments[0], arguments[1:])
+            command: Callable[..., int | None] = getattr(importlib.import_module(module), function)
+            if arguments[0] in _START_PROCESSES:
+                return command(arguments[1:], own_environment(), say=_say) or 0
+            return command(arguments[1:]) or 0
     except SamerunError as error:
         _say(f"{type(error).__name__}: {error}")
         if arguments[:1] == ["launch"]:  # of a node
@@ -45,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-# Of each: its module, its function there, and what it is for.
+# Module, function and description of each command.
 _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "start": {
         "new": ("launch.new", "new", "create a project folder: your own task, its recipe, a job script and a test"),
@@ -90,14 +94,6 @@ _START_PROCESSES = ("launch", "sweep", "submit", "doctor", "parity", "scale")
 """Commands that take the environment and a function to print messages with."""
 
 
-def _run(command: str, arguments: list[str]) -> int:
-    module, function, _ = _COMMANDS[command]
-    main_of: Callable[..., int | None] = getattr(importlib.import_module(module), function)
-    if command in _START_PROCESSES:
-        return main_of(arguments, own_environment(), say=_say) or 0
-    return main_of(arguments) or 0
-
-
 def _parser() -> Parser:
     commands = "\n".join(
         f"{title}:\n" + "\n".join(f"  {name:8}  {text}" for name, (*_, text) in group.items()) + "\n"
@@ -115,7 +111,7 @@ def _parser() -> Parser:
 
 
 class _Version(argparse.Action):
-    """Looks for the version only when it is asked for."""
+    """Finds the version only when it is printed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Print it and end the program."""
@@ -126,7 +122,7 @@ class _Version(argparse.Action):
 
 
 def _say(text: str) -> None:
-    """Speak on stderr: stdout is for what was asked for."""
+    """Print a message on stderr: stdout is for results."""
     sys.stderr.write(f"samerun: {printable(text)}\n")
     sys.stderr.flush()
 

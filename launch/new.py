@@ -9,19 +9,25 @@ from app.errors import UsageError
 from app.options.command_line import Parser
 
 _TEMPLATE = Path(__file__).parent / "template"
-_ENDING = ".template"
-"""The files are not Samerun's code: nothing that looks for that shall find them."""
+_SUFFIX = ".template"
+"""Suffix that keeps tools for Samerun's own code away from these files."""
 
 
 def new(argv: list[str]) -> int:
     """Write the folder. Raises UsageError if there is something in it, or it cannot be written."""
-    folder = Path(_parser().parse_all(argv).folder)
+    parser = Parser(
+        prog="samerun new",
+        description="Create a project folder: task.py (your own network on your own data), recipe.yaml, a job script, a test "
+        "and a README. It runs as it is.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="folder to create; it must be new or empty")
+    folder = Path(parser.parse_all(argv).folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"{folder} exists and is not an empty folder: choose another name")
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(_TEMPLATE.glob(f"*{_ENDING}")):
-            (folder / file.name.removesuffix(_ENDING)).write_text(file.read_text())
+        for file in sorted(_TEMPLATE.glob(f"*{_SUFFIX}")):
+            (folder / file.name.removesuffix(_SUFFIX)).write_text(file.read_text())
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from None
     sys.stdout.write(
@@ -30,13 +36,3 @@ def new(argv: list[str]) -> int:
         "    samerun launch --recipe recipe.yaml\n"
     )
     return 0
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="samerun new",
-        description="Create a project folder: task.py (your own network on your own data), recipe.yaml, a job script, a test "
-        "and a README. It runs as it is.",
-    )
-    parser.add_argument("folder", metavar="DIR", help="folder to create; it must be new or empty")
-    return parser

@@ -28,25 +28,21 @@ def script(argv: list[str]) -> int:
     return _show(argv, "script", _HERE, "*.sh", "*.pbs")
 
 
-def _show(argv: list[str], what: str, folder: Path, *patterns: str) -> int:
-    command = f"samerun {what}" if what == "script" else f"samerun {what}s"
-    parser = Parser(prog=command, description=f"List the shipped {what}s, or print one.")
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"the {what} to print, for example to copy and change it")
+def _show(argv: list[str], kind: str, folder: Path, *patterns: str) -> int:
+    command = f"samerun {kind}" if kind == "script" else f"samerun {kind}s"
+    parser = Parser(prog=command, description=f"List the shipped {kind}s, or print one.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"the {kind} to print, for example to copy and change it")
     name = parser.parse_all(argv).name
-    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    names = [path.name if what == "script" else path.stem for path in files]
+    paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    files = {path.name if kind == "script" else path.stem: path for path in paths}
     if name is None:
-        width = max(map(len, names))
-        lines = [f"{one:{width}}  {_first_line(path)}" for one, path in zip(names, files, strict=True)]
-        sys.stdout.write("\n".join(lines) + "\n")
+        width = max(map(len, files))
+        for shown, path in files.items():
+            description = next(line for line in path.read_text().splitlines() if not line.startswith("#!")).lstrip("# ")
+            sys.stdout.write(f"{shown:{width}}  {description}\n")
         return 0
-    found = next((path for one, path in zip(names, files, strict=True) if name in (one, path.name)), None)
+    found = next((path for shown, path in files.items() if name in (shown, path.name)), None)
     if found is None:
-        raise UsageError(f"unknown {what} {name!r}: `{command}` lists all")
+        raise UsageError(f"unknown {kind} {name!r}: `{command}` lists all")
     sys.stdout.write(found.read_text())
     return 0
-
-
-def _first_line(path: Path) -> str:
-    """The first line of the comment at the top of a file."""
-    return next(line for line in path.read_text().splitlines() if not line.startswith("#!")).lstrip("# ")

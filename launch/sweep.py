@@ -1,7 +1,7 @@
 """`samerun sweep optim.lr=1e-3,3e-3 seed=1,2 ...`: every combination of a few recipe values, one run after the other.
 
-A key with several values is swept, in the words of `samerun submit --array`; everything else is said to each run, which is an
-ordinary `samerun launch` with a run folder of its own. The same command again goes on: runs that are finished are left alone.
+A key with several values is swept, as in `samerun submit --array`; everything else is given to each run, which is an ordinary
+`samerun launch` with a run folder of its own. The same command again resumes the sweep: it skips runs that are finished.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from app.errors import SubmitError, UsageError
@@ -20,71 +20,55 @@ from launch.run_module import program
 from launch.start import launch
 from launch.submit import array
 
-_NOTHING_SWEPT = "no key has several values: give one, such as optim.lr=1e-3,3e-3; for a single run use `samerun launch`"
-
 
 def sweep(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun sweep` with these arguments and return its exit code: that of the first run that failed, if one did.
 
     Raises SamerunError with everything that is wrong, before the first run.
     """
-    folder, runs, is_dry = _read(argv, environment)
-    if is_dry:
-        sys.stdout.writelines(f"{shlex.join(['samerun', 'launch', *run.argv])}\n" for run in runs)
-        return 0
-    say(f"{len(runs)} runs, one after the other, in {folder}")
-    stopped, failed = cases.run(runs, environment, say=say, command=["samerun", "sweep", *argv])
-    if stopped is not None:
-        return stopped
-    _show(folder, [str(run.run_dir) for run in runs if run.run_dir.exists()])
-    return next(iter(failed.values()), 0)
-
-
-def _show(folder: Path, run_dirs: Sequence[str]) -> None:
-    """Print the table of the runs, and the names of the files with their curves."""
-    samerun = program("launch.cli")
-    for command in (["runs", *run_dirs], ["curves", "--out", str(folder), *run_dirs]):
-        subprocess.run([*samerun, *command], check=False)  # which says itself what is wrong
-
-
-def _read(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Path, list[RunCase], bool]:
-    """The folder of the runs, the runs, checked, and whether they are only to be shown."""
     parser = _parser()
     options, words = parser.parse_known_args(argv)
     parser.refuse_empty(options)
     launching, _, training = launch.read(words)
     swept = [word for word in training.overrides if array.has_several(word)]
     if not swept:
-        raise UsageError(_NOTHING_SWEPT)
+        raise UsageError(
+            "no key has several values: give one, such as optim.lr=1e-3,3e-3; for a single run use `samerun launch`"
+        )
     if launching.explain:
         raise UsageError("--explain is for one run: `samerun sweep --dry-run` prints the command of each")
-    said = [word for word in words if word not in swept]
-    fixed = [word for word in training.overrides if word not in swept]
     try:
-        combinations = array.parse(";".join(swept), fixed=fixed, said_by="the sweep")
+        fixed = [word for word in training.overrides if word not in swept]
+        combinations = array.parse(";".join(swept), fixed=fixed, source="the sweep")
     except SubmitError as error:
         raise UsageError(str(error)) from error
     folder = Path(options.run_dir or Path("runs", f"{Path(launching.recipe or 'digits').stem}-sweep"))
+    common = [word for word in words if word not in swept]
     runs = [
-        RunCase(" ".join(it.overrides), path := folder / it.name, ["--run-dir", str(path), *said, *it.overrides])
+        RunCase(" ".join(it.overrides), path := folder / it.name, ["--run-dir", str(path), *common, *it.overrides])
         for it in combinations
     ]
-    _check(runs, environment)
-    return folder, runs, options.dry_run
-
-
-def _check(runs: Sequence[RunCase], environment: Mapping[str, str]) -> None:
-    """Raise UsageError with all that is wrong with the runs, each problem once."""
-    found: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = {}
     for run in runs:
         for problem in cases.problems(run, environment):
-            found.setdefault(problem, []).append(run.name)
-    if found:
+            problems.setdefault(problem, []).append(run.name)
+    if problems:
         raise UsageError(
             "\n".join(
-                problem if len(which) == len(runs) else f"{problem} ({'; '.join(which)})" for problem, which in found.items()
+                problem if len(names) == len(runs) else f"{problem} ({'; '.join(names)})" for problem, names in problems.items()
             )
         )
+    if options.dry_run:
+        sys.stdout.writelines(f"{shlex.join(['samerun', 'launch', *run.argv])}\n" for run in runs)
+        return 0
+    say(f"{len(runs)} runs, one after the other, in {folder}")
+    stopped, failed = cases.run(runs, environment, say=say, command=["samerun", "sweep", *argv])
+    if stopped is not None:
+        return stopped
+    run_dirs = [str(run.run_dir) for run in runs if run.run_dir.exists()]
+    for command in (["runs", *run_dirs], ["curves", "--out", str(folder), *run_dirs]):
+        subprocess.run([*program("launch.cli"), *command], check=False)  # it reports its own errors
+    return next(iter(failed.values()), 0)
 
 
 def _parser() -> Parser:

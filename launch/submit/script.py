@@ -1,4 +1,4 @@
-"""The script of a job: plain directives for the scheduler, then one command, whose words are quoted here, once.
+"""The script of a job: plain directives for the scheduler, then one command, quoted for the shell.
 
 The script decides nothing: what differs between nodes or tasks, the command reads from its environment itself. It holds no
 value of the environment that it was made in, so no token and no password. Pure; standard library only.
@@ -27,12 +27,13 @@ _REPLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job to be written down; its texts have been checked, so none has a line break or a space but `command`."""
+    """A job for which a script is written. Its texts have been checked: only `command` may have spaces or line breaks."""
 
+    scheduler: Scheduler
     name: str
     nodes: int
     gpus_per_node: str | None
-    """How many, or for Slurm of which kind as well, `a100:4`. None: the job asks for no GPU."""
+    """A number, for Slurm also with a type, `a100:4`. None: the job asks for no GPU."""
     cpus_per_node: int | None
     """None: whole nodes under Slurm, what the site gives by default under PBS."""
     time: str
@@ -45,27 +46,27 @@ class JobRequest:
     tasks: Sequence[str] = ()
     """Name of each task of an array, in the order of the indices. Empty: no array."""
     options: Sequence[str] = ()
-    """More options of the scheduler, each as it would stand in a script. One replaces the request for the same thing."""
+    """More options of the scheduler, as in a script. Each replaces the request for the same thing."""
     folder: str
     """Where the command runs."""
     command: Sequence[str]
 
 
-def render(job: JobRequest, scheduler: Scheduler) -> str:
+def render(job: JobRequest) -> str:
     """Return the text of the script."""
-    prefix = "#SBATCH" if scheduler == "slurm" else "#PBS"
-    requests = list(_slurm(job) if scheduler == "slurm" else _pbs(job))
+    is_slurm = job.scheduler == "slurm"
+    prefix = "#SBATCH" if is_slurm else "#PBS"
     given = {_REPLACES.get(key(option), key(option)) for option in job.options}
     lines = [
         "#!/bin/sh",
-        f"# Written by `samerun submit` for {SUBMITTERS[scheduler][0]}.",
-        *(f"{prefix} {request}" for request in requests if key(request) not in given),
+        f"# Written by `samerun submit` for {SUBMITTERS[job.scheduler][0]}.",
+        *(f"{prefix} {request}" for request in (_slurm(job) if is_slurm else _pbs(job)) if key(request) not in given),
         *(f"{prefix} {option}" for option in job.options),
         *(["# The tasks of the array, by their run folders:"] if job.tasks else []),
         *(f"#   {task}" for task in job.tasks),
         f"cd {shlex.quote(job.folder)} || exit",
         # A job of PBS has the PATH of a login shell; pbs_tmrsh, which reaches the other nodes, is in PBS's own folder.
-        *(["PATH=$PBS_O_PATH:$PATH:/opt/pbs/bin"] if scheduler == "pbs" else []),
+        *(["PATH=$PBS_O_PATH:$PATH:/opt/pbs/bin"] if not is_slurm else []),
         f"exec {shlex.join(job.command)}",
     ]
     return "".join(f"{line}\n" for line in lines)
@@ -96,7 +97,7 @@ def _slurm(job: JobRequest) -> Iterator[str]:
         yield f"--array=0-{len(job.tasks) - 1}"
     yield f"--output={job.log.format(index='%a')}"
     yield "--requeue"  # after a lost node; at the end of its time the run does it itself
-    yield "--open-mode=append"  # a requeued job goes on in its log instead of beginning it anew
+    yield "--open-mode=append"  # a requeued job continues its log instead of replacing it
 
 
 def _pbs(job: JobRequest) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """`samerun submit`: check a job as far as possible without torch, write its script, and submit it to Slurm or PBS.
 
-What would fail after hours in the queue fails here, all at once: recipe and preset, every combination of a sweep, the batch
-on as many processes as the job will have, paths, and the form of the options. The script is kept in runs/submitted/, and its
-log lands beside it.
+What would fail after hours in the queue is reported here, all together: recipe and preset, every combination of a sweep, the
+batch on the processes of the job, paths, and the form of the options. The script is kept in runs/submitted/, next to its log.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from app.environment.slurm_variables import for_a_new_job
@@ -31,40 +29,38 @@ _RUNS = Path("runs")
 _SCRIPTS = _RUNS / "submitted"
 _OF_LAUNCH = ("recipe", "preset", "run_dir", "processes_per_node", "num_processes", "max_requeues", "max_restarts",
               "tensor_parallel", "replicas")  # fmt: skip
-"""What the script says to `samerun launch`, in its words."""
+"""Options of `samerun launch` that the script gives itself."""
 _SCHEDULERS = {"slurm": "Slurm", "pbs": "PBS"}
 
 
 def submit(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
     """Run `samerun submit` with these arguments. Prints the job's id, or with --dry-run its script. Raises SamerunError."""
-    if argv[:1] == ["--task-of"]:
-        return _run_task(argv[1:], environment, say=say)
-    options, plan = _read(argv, environment, say)
+    if argv[:1] == ["--task-of"]:  # in a task of an array
+        sweep, run_dir, *launch_argv = argv[1:]
+        index, combination = array.chosen(sweep, environment)
+        say(f"task {index} of the array: {' '.join(combination.overrides)}")
+        launch_argv = ["--run-dir", str(Path(run_dir) / combination.folder), *launch_argv, *combination.overrides]
+        return launch.launch(launch_argv, environment, say=say)
+    ours, passed_on = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options = _parser().parse_all(ours, also=launch.options())
+    _divide_total(options)
+    job, file = _check(options, passed_on, environment, say)
     if options.dry_run:
-        sys.stdout.write(script.render(plan.job, plan.scheduler))
+        sys.stdout.write(script.render(job))
         return 0
-    plan.script.parent.mkdir(parents=True, exist_ok=True)
-    plan.script.write_text(script.render(plan.job, plan.scheduler))
-    command = [*SUBMITTERS[plan.scheduler], str(plan.script)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(script.render(job))
+    command = [*SUBMITTERS[job.scheduler], str(file)]
     finished = subprocess.run(command, env=for_a_new_job(environment), capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise SubmitError(
             f"`{shlex.join(command)}` ended with exit code {finished.returncode} and submitted no job: "
-            f"{finished.stderr.strip() or 'no reason given'}. The script is kept: {plan.script}"
+            f"{finished.stderr.strip() or 'no reason given'}. The script is kept: {file}"
         )
-    job_id = finished.stdout.strip().partition(";")[0]  # of several clusters, sbatch names the one as well
-    say(f"{_SCHEDULERS[plan.scheduler]} job {job_id}, submitted by {plan.script}")
+    job_id = finished.stdout.strip().partition(";")[0]  # with several clusters, sbatch names the cluster as well
+    say(f"{_SCHEDULERS[job.scheduler]} job {job_id}, submitted by {file}")
     sys.stdout.write(f"{job_id}\n")
     return 0
-
-
-def _read(argv: list[str], environment: Mapping[str, str], say: Callable[[str], None]) -> tuple[argparse.Namespace, _Plan]:
-    ours, passed_on = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = _parser().parse_all(ours, also=launch.options())
-    _divide_total(options)
-    plan = _check(options, passed_on, environment)
-    _introduce(plan, say)
-    return options, plan
 
 
 def _divide_total(options: argparse.Namespace) -> None:
@@ -83,90 +79,82 @@ def _divide_total(options: argparse.Namespace) -> None:
     options.processes_per_node = None if options.gpus_per_node else str(each)
 
 
-def _introduce(plan: _Plan, say: Callable[[str], None]) -> None:
-    for batch in plan.batches:
-        say(batch)
-    for index, folder in enumerate(plan.run_folders):
-        task = f"task {index}, {' '.join(plan.combinations[index].overrides)}: " if plan.combinations else ""
-        say(f"{task}run folder {folder}, log {plan.job.log.format(index=index)}")
+def _processes_per_node(options: argparse.Namespace) -> str:
+    return str(options.processes_per_node or sum(checks.gpus_by_type(options.gpus_per_node or "1").values()))
 
 
-def _run_task(argv: Sequence[str], environment: Mapping[str, str], *, say: Callable[[str], None]) -> int:
-    """In a task of an array: become `samerun launch` with the combination of the task, in a run folder of its own."""
-    text, runs, *launch_argv = argv
-    index, combination = array.chosen(text, environment)
-    say(f"task {index} of the array: {' '.join(combination.overrides)}")
-    run_dir = str(Path(runs) / combination.folder)
-    return launch.launch(["--run-dir", run_dir, *launch_argv, *combination.overrides], environment, say=say)
+def _check(
+    options: argparse.Namespace, passed_on: Sequence[str], environment: Mapping[str, str], say: Callable[[str], None]
+) -> tuple[JobRequest, Path]:
+    """Return the job and the path of its script, and report what it will run.
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """A job that has been checked."""
-
-    job: JobRequest
-    scheduler: Scheduler
-    script: Path
-    batches: list[str]
-    """How the global batch is divided, once for each different way in a sweep."""
-    combinations: list[Combination]
-    run_folders: list[Path]
-
-
-def _check(options: argparse.Namespace, passed_on: Sequence[str], environment: Mapping[str, str]) -> _Plan:
-    """Raises SubmitError with everything that is wrong, one problem a line."""
-    scheduler = checks.choose_scheduler(options, environment)
+    Raises SubmitError with everything that is wrong, one problem a line.
+    """
+    available = checks.on_path(environment)
+    scheduler: Scheduler = options.scheduler or (available[0] if available else "slurm")
     problems = [*checks.form_problems(options), *checks.scheduler_problems(options, scheduler, environment)]
-    combinations = _sweep(options, problems)
+    combinations: Sequence[Combination] = ()
+    try:
+        combinations = array.parse(options.array, fixed=options.overrides) if options.array is not None else ()
+    except SubmitError as error:
+        problems += str(error).splitlines()
     overrides = [*options.overrides, *_check_passed_on(passed_on, problems)]
     topology = _topology(options)
-    problems += checks.preset_problems(options, topology)
-    degrees = checks.degrees(options, topology)
-    batches, found = checks.divide(options, overrides, topology=topology, degrees=degrees, combinations=combinations)
-    name = options.job_name or _job_name(options.recipe)
+    strategy, degrees = checks.sharding(options, topology, problems)
+    batches, found = checks.divide(options, overrides, combinations, topology=topology, strategy=strategy, degrees=degrees)
+    name = options.job_name or re.sub(r"[^A-Za-z0-9._+-]+", "_", Path(options.recipe).stem).lstrip("._+-") or "samerun"
     stem = _unused(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(options.run_dir or _RUNS / stem)
     run_folders = [run_dir / combination.folder for combination in combinations] or [run_dir]
     problems += [*found, *checks.folder_problems([_SCRIPTS, *run_folders])]
     if problems:
         raise SubmitError("\n".join(problems))
-    return _Plan(
-        job=_job(options, scheduler, name=name, stem=stem, command=_command(options, passed_on, run_dir)),
+
+    # The run gets its number of processes, as this number was checked.
+    words = ["--processes-per-node", _processes_per_node(options), "--recipe", options.recipe]
+    for option in ("preset", "tensor_parallel", "replicas", "max_requeues", "max_restarts"):
+        value = getattr(options, option)
+        words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
+    starts = ["submit", "--task-of", options.array] if options.array else ["launch", "--run-dir"]
+    job = JobRequest(
         scheduler=scheduler,
-        script=_SCRIPTS / f"{stem}.sh",
-        batches=batches,
-        combinations=combinations,
-        run_folders=run_folders,
+        name=name,
+        nodes=int(options.nodes),
+        gpus_per_node=options.gpus_per_node,
+        cpus_per_node=int(options.cpus_per_node) if options.cpus_per_node else None,
+        time=options.time,
+        account=options.account,
+        partition=options.partition,
+        log=str(_SCRIPTS / (f"{stem}-{{index}}.out" if combinations else f"{stem}.out")),
+        tasks=[combination.folder for combination in combinations],
+        options=options.sbatch_option if scheduler == "slurm" else options.qsub_option,
+        folder=str(Path.cwd()),
+        command=[*program("launch.cli"), *starts, str(run_dir), *words, *passed_on, *options.overrides],
     )
+    for batch in batches:
+        say(batch)
+    for index, folder in enumerate(run_folders):
+        task = f"task {index}, {' '.join(combinations[index].overrides)}: " if combinations else ""
+        say(f"{task}run folder {folder}, log {job.log.format(index=index)}")
+    return job, _SCRIPTS / f"{stem}.sh"
 
 
 def _check_passed_on(passed_on: Sequence[str], problems: list[str]) -> list[str]:
-    """Return the recipe values among the words after `--`; what the launch would refuse of the rest is added to `problems`."""
+    """Return the recipe values among the words after `--`; what the launch would refuse in the rest is added to `problems`."""
     try:
         launching, _, training = launch.read(passed_on)
     except UsageError as error:
         problems.append(str(error))
         return []
-    unsaid = vars(launch.read([])[0])
-    ours = [name for name in _OF_LAUNCH if vars(launching)[name] != unsaid[name]]
+    defaults = vars(launch.read([])[0])
+    ours = [name for name in _OF_LAUNCH if vars(launching)[name] != defaults[name]]
     problems += [f"--{name.replace('_', '-')} is given after --: give it before --, where it is checked" for name in ours]
     problems += map(str, run_checks.problems(training, run_dir=None, resume=launching.resume))
     return list(training.overrides)
 
 
-def _sweep(options: argparse.Namespace, problems: list[str]) -> list[Combination]:
-    """The combinations of --array; what is wrong with them is added to `problems`."""
-    if options.array is None:
-        return []
-    try:
-        return array.parse(options.array, fixed=options.overrides)
-    except SubmitError as error:
-        problems += str(error).splitlines()
-        return []
-
-
 def _topology(options: argparse.Namespace) -> Topology | None:
-    """The job as it will be, but for where its processes meet, which is not known yet; None if its size cannot be read."""
+    """Return the processes of the job, with a placeholder for the rendezvous; None if their number cannot be read."""
     processes_per_node = _processes_per_node(options)
     if not checks.is_count(options.nodes) or not checks.is_count(processes_per_node):
         return None
@@ -178,44 +166,6 @@ def _topology(options: argparse.Namespace) -> Topology | None:
         port=1,
         origins={"num_nodes": "--nodes", "processes_per_node": by},
     )
-
-
-def _processes_per_node(options: argparse.Namespace) -> str:
-    return str(options.processes_per_node or sum(checks.gpus_by_type(options.gpus_per_node or "1").values()))
-
-
-def _job_name(recipe: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+-]+", "_", Path(recipe).stem).lstrip("._+-") or "samerun"
-
-
-def _job(options: argparse.Namespace, scheduler: Scheduler, *, name: str, stem: str, command: Sequence[str]) -> JobRequest:
-    tasks = [combination.folder for combination in array.parse(options.array)] if options.array else []
-    return JobRequest(
-        name=name,
-        nodes=int(options.nodes),
-        gpus_per_node=options.gpus_per_node,
-        cpus_per_node=int(options.cpus_per_node) if options.cpus_per_node else None,
-        time=options.time,
-        account=options.account,
-        partition=options.partition,
-        log=str(_SCRIPTS / (f"{stem}-{{index}}.out" if tasks else f"{stem}.out")),
-        tasks=tasks,
-        options=options.sbatch_option if scheduler == "slurm" else options.qsub_option,
-        folder=str(Path.cwd()),
-        command=command,
-    )
-
-
-def _command(options: argparse.Namespace, passed_on: Sequence[str], run_dir: Path) -> list[str]:
-    """The one command of the script. The run is told its number of processes, as that is what was checked."""
-    words = ["--processes-per-node", _processes_per_node(options), "--recipe", options.recipe]
-    for name in ("preset", "tensor_parallel", "replicas", "max_requeues", "max_restarts"):
-        value = getattr(options, name)
-        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
-    samerun = program("launch.cli")
-    if options.array:
-        return [*samerun, "submit", "--task-of", options.array, str(run_dir), *words, *passed_on, *options.overrides]
-    return [*samerun, "launch", "--run-dir", str(run_dir), *words, *passed_on, *options.overrides]
 
 
 def _unused(stem: str) -> str:
