@@ -9,11 +9,10 @@ left to it. Facts: accelerate 1.15, `commands/launch.py` (`_validate_launch_comm
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from app.environment.topology import Topology
 from app.environment.variables import PRESET_FILE
-from launch.preset import Preset, says_nothing
+from launch.preset import Preset, compiler, says_nothing
 from launch.run_module import program
 
 _UNDERSTOOD = {
@@ -28,8 +27,8 @@ _NO_COMPILER = {
     "use_dynamic": "False",
     "use_regional_compilation": "False",
 }
-_BESIDE_IT = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
-"""Where MPI tells how many processes share this node."""
+_LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+"""MPI's variables for the number of processes on this node."""
 # What torchrun gives the process of a group of one, which keeps the group's store itself, at any port: nobody looks for it.
 _GROUP_OF_ONE = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
@@ -52,65 +51,52 @@ def argv(
 
     `environment` is what the process inherits.
     """
-    told = variables(topology, preset, environment, mixed_precision=mixed_precision)
-    if told is None:
+    found = variables(topology, preset, environment, mixed_precision=mixed_precision)
+    if found is None:
         return None
-    told[PRESET_FILE] = str(preset.path)
-    return ["env", *(f"{name}={value}" for name, value in told.items()), *program(module), *app_args]
+    found[PRESET_FILE] = str(preset.path)
+    return ["env", *(f"{name}={value}" for name, value in found.items()), *program(module), *app_args]
 
 
 def variables(
     topology: Topology, preset: Preset, environment: Mapping[str, str], *, mixed_precision: str | None = None
 ) -> dict[str, str] | None:
     """Return what `accelerate launch` would set for the one process, or None where that is not known."""
-    told = {"ACCELERATE_MIXED_PRECISION": mixed_precision or preset.mixed_precision}
-    threads = str(topology.threads_per_process) if topology.threads_per_process else environment.get("OMP_NUM_THREADS")
-    compiling = _compiling(preset.settings)
     # Accelerate's other keys, and those that a user's file may have and that change nothing.
     asked = {key: value for key, value in preset.settings.items() if (key, value) != ("debug", False)}
     foreign = [key for key, value in asked.items() if key not in _UNDERSTOOD and not says_nothing(key, value)]
-    if topology.world_size != 1 or foreign or compiling is None or preset.variables:
+    compiling = _NO_COMPILER | {key: str(value) for key, value in compiler(preset.settings).items()}
+    compiling["backend"] = compiling["backend"].upper()
+    is_known = compiling.keys() == _NO_COMPILER.keys() and compiling["backend"] in _COMPILERS
+    threads = _threads(topology.threads_per_process, environment, use_cpu=preset.use_cpu)
+    if topology.world_size != 1 or foreign or not is_known or preset.variables or threads is None:
         return None
-    count = _threads(threads, environment, use_cpu=preset.use_cpu)
-    if count is None:
-        return None
-    told |= {**compiling, "OMP_NUM_THREADS": str(count)}
+    found = {"ACCELERATE_MIXED_PRECISION": mixed_precision or preset.mixed_precision, "OMP_NUM_THREADS": str(threads)}
+    found |= {f"ACCELERATE_DYNAMO_{name.upper()}": value for name, value in compiling.items()}
     if preset.distributed_type == "MULTI_GPU":
         own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
-        return None if topology.hosts else told | _GROUP_OF_ONE | own  # torchrun begins each line with the rank and its host
-    # Left over by others: `app/environment/launched.py` then asks the launcher's command line for how many it was asked.
+        return None if topology.hosts else found | _GROUP_OF_ONE | own  # torchrun begins each line with the rank and its host
+    # With these two left over, `app/environment/launched.py` reads the number of processes from the launcher's command line.
     if preset.distributed_type != "NO" or {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     spinning = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"} if preset.use_cpu else {}
-    return told | {"ACCELERATE_USE_CPU": str(preset.use_cpu)} | spinning
+    return found | {"ACCELERATE_USE_CPU": str(preset.use_cpu)} | spinning
 
 
-def _compiling(settings: Mapping[str, Any]) -> dict[str, str] | None:
-    """How to compile, where that is known."""
-    section = settings.get("dynamo_config") or {}
-    if "dynamo_backend" in settings:  # Accelerate then looks at nothing else
-        section = {"backend": settings["dynamo_backend"]}
-    if not isinstance(section, dict):
-        return None
-    asked = {key.removeprefix("dynamo_"): str(value) for key, value in section.items()}
-    asked = {**_NO_COMPILER, **asked, "backend": asked.get("backend", "NO").upper()}
-    if asked.keys() != _NO_COMPILER.keys() or asked["backend"] not in _COMPILERS:
-        return None
-    return {f"ACCELERATE_DYNAMO_{name.upper()}": value for name, value in asked.items()}
-
-
-def _threads(given: str | None, environment: Mapping[str, str], *, use_cpu: bool) -> int | None:
-    """The CPU threads of the process: as given, else 1, and on the CPU all cores divided by MPI's processes."""
-    if given is not None:
-        return int(given) if given.isdecimal() and int(given) else None
+def _threads(given: int | None, environment: Mapping[str, str], *, use_cpu: bool) -> int | None:
+    """Return the CPU threads of the process: as given, else 1, and on the CPU all cores divided by MPI's processes."""
+    if given:
+        return given
+    if (text := environment.get("OMP_NUM_THREADS")) is not None:
+        return int(text) if text.isdecimal() and int(text) else None
     if not use_cpu:
         return 1
-    beside = next((environment[name] for name in _BESIDE_IT if name in environment), "1")
-    if not beside.isdecimal() or not int(beside):
+    local_size = next((environment[name] for name in _LOCAL_SIZE if name in environment), "1")
+    if not local_size.isdecimal() or not int(local_size):
         return None
     try:
         import psutil  # not at the top: a login node may not have it
     except ImportError:
         return None
     cores = psutil.cpu_count(logical=False)
-    return max(1, cores // int(beside)) if cores else None
+    return max(1, cores // int(local_size)) if cores else None

@@ -16,13 +16,13 @@ from app.errors import PresetError
 
 SECTION = "parallelism_config"
 OPTIONS = {"dp_replicate_size": "--replicas", "tp_size": "--tensor-parallel"}
-"""Ours, by the size that they set."""
+"""Our option for each size."""
 PRESETS = {"dp_replicate_size": "hsdp", "tp_size": "tensor_parallel"}
-"""The one shipped that has the size."""
+"""The shipped preset that has each size."""
 _SIZES = (*OPTIONS, "dp_shard_size")
 _OF_UNSUPPORTED = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
                    "sp_attn_implementation")  # fmt: skip
-"""Options that are refused, with a remedy; `accelerate config` writes them anyway."""
+"""Settings of what is not supported. `accelerate config` writes them anyway."""
 
 
 def problems(section: Any, kind: Any) -> Iterator[str]:
@@ -30,40 +30,31 @@ def problems(section: Any, kind: Any) -> Iterator[str]:
     if section is not None and not isinstance(section, dict):
         yield f"{SECTION} is {section!r}: it must hold `key: value` lines"
     for key, value in section.items() if isinstance(section, dict) else ():
-        yield from _key_problems(key, value)
-    sizes = sizes_of(section)
-    if kind != "FSDP" and any(size != 1 for size in sizes.values()):
+        name = key.removeprefix(KEY)
+        if name in _OF_UNSUPPORTED and name != key:
+            continue
+        if name in UNSUPPORTED:
+            if value != 1:
+                yield f"{key} is {value!r}: {UNSUPPORTED[name]}; remove it"
+        elif name not in _SIZES:
+            yield f"{key}: unknown key of a preset; known are {', '.join(KEY + size for size in _SIZES)}"
+        elif name == key:
+            yield f"{key} is {value!r}: Accelerate ignores it without its prefix; write {KEY}{key}: {value}"
+        elif type(value) is not int or (value < 1 and value != DERIVED):
+            yield f"{key} is {value!r}: it must be a whole number, at least 1, or -1, which derives it from the topology"
+    if kind != "FSDP" and any(size != 1 for size in sizes_of(section).values()):
         yield (
             f"{SECTION}: distributed_type is {kind}, and these sizes need FSDP; remove the section, or change distributed_type"
         )
-    if all(sizes.get(name, 1) != 1 for name in OPTIONS):
-        told = " and ".join(f"{KEY}{name} is {sizes[name]}" for name in OPTIONS)
-        yield f"{told}: replicas cannot be combined with tensor parallelism; remove one of them"
-
-
-def _key_problems(key: str, value: Any) -> Iterator[str]:
-    name = key.removeprefix(KEY)
-    if name in _OF_UNSUPPORTED and name != key:
-        return
-    if name in UNSUPPORTED:
-        if value != 1:
-            yield f"{key} is {value!r}: {UNSUPPORTED[name]}; remove it"
-    elif name not in _SIZES:
-        yield f"{key}: unknown key of a preset; known are {', '.join(KEY + size for size in _SIZES)}"
-    elif name == key:
-        yield f"{key} is {value!r}: Accelerate ignores it without its prefix; write {KEY}{key}: {value}"
-    elif type(value) is not int or (value < 1 and value != DERIVED):
-        yield f"{key} is {value!r}: it must be a whole number, at least 1, or -1, which derives it from the topology"
 
 
 def sizes_of(section: Any) -> dict[str, int]:
     """Return the sizes that a section sets, by their names without the prefix."""
-    found = section if isinstance(section, dict) else {}
-    return {name: found[KEY + name] for name in _SIZES if KEY + name in found}
+    return {name: section[KEY + name] for name in _SIZES if isinstance(section, dict) and KEY + name in section}
 
 
 def preset_for(asked: Mapping[str, int]) -> str | None:
-    """Return the shipped preset that has the sizes asked for on the command line; None: nothing is asked."""
+    """Return the shipped preset that has the sizes of the command line; None: it has none."""
     return next((PRESETS[name] for name in asked), None)
 
 
@@ -74,9 +65,9 @@ def asked_by(options: Any) -> dict[str, int]:
 
 
 def of_launch(preset: str, sizes: Mapping[str, int], topology: Topology, asked: Mapping[str, int]) -> Degrees:
-    """Return by how much a preset with these sizes divides a model, where the command line has `asked` for others.
+    """Return the degrees of a preset with these sizes, of which the command line replaces those in `asked`.
 
-    Raises PresetError for a size that the preset has not, and TopologyError for one that does not divide the processes.
+    Raises PresetError for a size that the preset does not have, and TopologyError for one that does not divide the processes.
     """
     for name, size in asked.items():
         if name not in sizes:
@@ -85,7 +76,7 @@ def of_launch(preset: str, sizes: Mapping[str, int], topology: Topology, asked: 
                 f"ignore it: use preset {PRESETS[name]}"
             )
     found = {**sizes, **asked}
-    if not found:  # asked for each of thousands of nodes
+    if not found:  # called for each of thousands of nodes
         return Degrees()
     return degrees.derived(
         replicas=found.get("dp_replicate_size", 1),
@@ -100,8 +91,3 @@ def of_launch(preset: str, sizes: Mapping[str, int], topology: Topology, asked: 
 def data_ranks(preset: str, sizes: Mapping[str, int], topology: Topology) -> int:
     """Return how many ranks divide the global batch under a preset, as it is. Raises TopologyError."""
     return topology.world_size // of_launch(preset, sizes, topology, {}).tensor_parallel
-
-
-def argv(asked: Mapping[str, int]) -> list[str]:
-    """Return what `accelerate launch` is told of the sizes that the command line asks for."""
-    return [word for name, size in asked.items() for word in (f"--{KEY}{name}", str(size))]

@@ -1,9 +1,9 @@
-"""Presets: Accelerate's own files that say how processes cooperate, found by name or path, read and checked.
+"""Presets: Accelerate's own files that define how processes cooperate, found by name or path, read and checked.
 
 A preset knows nothing of machines: numbers of processes, addresses and ports come from the command line. It shares no key
-with a recipe. `accelerate launch` accepts a good deal more and then ignores it, or starts something else than it seems to
-say; what would go wrong without a word is refused here, before anything is started. Facts: accelerate 1.15,
-`commands/launch.py` (`_validate_launch_command`) and `utils/launch.py`.
+with a recipe. `accelerate launch` accepts much more and then ignores it, or starts something else; what would go wrong silently
+is refused here, before anything is started. Facts: accelerate 1.15, `commands/launch.py` (`_validate_launch_command`) and
+`utils/launch.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import yaml
 from app.environment import deepspeed_file
 from app.environment.degrees import Degrees
 from app.environment.launched import NO_FP16_ON_CPU, PRECISIONS, Sharding, Strategy
+from app.environment.topology import Topology
 from app.errors import PresetError
 from app.files import yaml_text
 from launch import parallelism
 
 SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
 
-# What people call what a preset of another name does.
+# Common names for presets that have another name here.
 _OTHER_NAMES = {
     "ddp": "multi_gpu", "distributed": "multi_gpu", "gpu": "single_gpu", "cuda": "single_gpu", "ddp_multi_node": "multi_node",
     "zero1": "deepspeed_zero1", "zero2": "deepspeed_zero2", "zero3": "deepspeed_zero3", "zero": "deepspeed_zero2",
@@ -85,7 +86,7 @@ _REFUSED = {
     ),
 }
 
-# The values of those that say nothing, as `accelerate config` writes them into every file.
+# Values of these keys that change nothing, as `accelerate config` writes them into every file.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "machine_rank": (0,), "gpu_ids": ("all",), "rdzv_backend": ("static",), "same_network": (True, False),
     "enable_cpu_affinity": (False,), "downcast_bf16": (False, "no"), "gradient_accumulation_steps": (1, "auto"),
@@ -95,7 +96,6 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 # Accelerate refuses these, in a traceback, in a preset with a config file of DeepSpeed's.
 _OF_THE_FILE = ("zero_stage", "zero3_save_16bit_model", *(f"offload_{what}" for what in
                 ("optimizer_device", "param_device", "optimizer_nvme_path", "param_nvme_path")))  # fmt: skip
-_COUNTS = ("num_processes", "num_machines")
 _OFFLOAD = ("none", "cpu")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3), "offload_optimizer_device": _OFFLOAD, "offload_param_device": _OFFLOAD
@@ -115,21 +115,19 @@ class Preset:
     mixed_precision: str = "no"
     """The precision of the forward and backward pass, unless the command line says another."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What of it `accelerate launch` drops, as the environment variables that it would be."""
+    """Environment variables for settings of the file that `accelerate launch` drops."""
     use_cpu: bool = False
     """Whether it asks for the CPU, also where there is a GPU."""
     num_processes: int | None = None
-    """Processes of all nodes, where the file says how many: a launch of another number is refused."""
+    """Processes of all nodes, if the file has a number: a launch of another number is refused."""
     num_machines: int | None = None
     """Nodes, likewise."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """What its `parallelism_config` sets, by the names without their prefix; -1 is derived from the topology."""
+    """Sizes of its `parallelism_config`, by the names without their prefix; -1 is derived from the topology."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """All that the file says."""
+    """The whole file."""
     deepspeed: Mapping[str, Any] | None = None
-    """What the config file of DeepSpeed's says that it names, if it names one."""
-    for_one_node: str = ""
-    """Why it cannot be used on several nodes; empty: it can."""
+    """DeepSpeed's own config file, if the preset names one."""
 
     @property
     def strategy(self) -> Strategy:
@@ -138,11 +136,11 @@ class Preset:
 
     def sharding(self, degrees: Degrees) -> Sharding:
         """Return how the processes shard a model, in a launch with these degrees."""
-        section, zero = self.settings.get("deepspeed_config") or {}, (self.deepspeed or {}).get("zero_optimization", {})
+        section, zero = _section(self.settings, "deepspeed_config"), (self.deepspeed or {}).get("zero_optimization", {})
         kinds = ("offload_param", "offload_optimizer")
         places = [(zero.get(kind) or {}).get("device") if self.deepspeed else section.get(f"{kind}_device") for kind in kinds]
         is_offloaded = any(place not in (None, "none") for place in places)
-        is_offloaded |= (self.settings.get("fsdp_config") or {}).get("fsdp_offload_params") is True
+        is_offloaded |= _section(self.settings, "fsdp_config").get("fsdp_offload_params") is True
         stage = zero["stage"] if self.deepspeed else section.get("zero_stage", 2) if self.strategy == "deepspeed" else 0
         return Sharding(self.strategy, stage, is_offloaded, degrees.replicas, degrees.tensor_parallel)
 
@@ -153,7 +151,7 @@ class Preset:
 
 
 def names() -> list[str]:
-    """Names of the presets that come with the package, sorted."""
+    """Return the names of the presets that come with the package, sorted."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
@@ -164,51 +162,60 @@ def load(name_or_path: str) -> Preset:
     problems += [f"preset {path}: {problem}" for problem in _problems(settings)]
     if problems:
         raise PresetError("\n".join(problems))
+    compiling = compiler(settings) if settings["distributed_type"] == "DEEPSPEED" else {}
+    file = _section(settings, "deepspeed_config").get(deepspeed_file.KEY)
     return Preset(
         name=path.stem,
         path=path.absolute(),
         distributed_type=settings["distributed_type"],
         mixed_precision=settings.get("mixed_precision") or "no",
-        variables=_dropped(settings),
+        # Accelerate (1.15, `prepare_deepspeed_cmd_env`) hands on how to compile under every type but this.
+        variables={
+            f"ACCELERATE_DYNAMO_{key.upper()}": str(value) for key, value in compiling.items() if compiling.get("backend")
+        },
         use_cpu=settings.get("use_cpu") is True,
         num_processes=settings.get("num_processes"),
         num_machines=settings.get("num_machines"),
         sizes=parallelism.sizes_of(settings.get(parallelism.SECTION)),
         settings=settings,
-        deepspeed=None if (file := _deepspeed_file(settings)) is None else deepspeed_file.read(file),
-        for_one_node=_for_one_node(settings),
+        deepspeed=None if file is None else deepspeed_file.read(file),
     )
 
 
-def contradiction(preset: Preset, *, num_nodes: int, processes_per_node: int, precision: str) -> str | None:
-    """Return what the file says otherwise than the launch does, or None."""
+def contradiction(preset: Preset, topology: Topology, precision: str) -> str | None:
+    """Return what in the file contradicts the launch, or None."""
+    section = _section(preset.settings, "deepspeed_config")
     if preset.deepspeed and (problem := deepspeed_file.precision_problem(preset.deepspeed, precision)):
-        return f"{_deepspeed_file(preset.settings)}: {problem}"
-    world_size = num_nodes * processes_per_node
-    if preset.num_machines not in (None, num_nodes):
-        return f"num_machines is {preset.num_machines}, and this launch has {num_nodes} nodes: remove it from the file"
-    if preset.num_processes not in (None, world_size):
-        return f"num_processes is {preset.num_processes}, and this launch has {world_size} processes: remove it from the file"
-    return preset.for_one_node if num_nodes > 1 and preset.for_one_node else None
+        return f"{section[deepspeed_file.KEY]}: {problem}"
+    if preset.num_machines not in (None, topology.num_nodes):
+        return f"num_machines is {preset.num_machines}, and this launch has {topology.num_nodes} nodes: remove it from the file"
+    if preset.num_processes not in (None, topology.world_size):
+        return (
+            f"num_processes is {preset.num_processes}, and this launch has {topology.world_size} processes: "
+            "remove it from the file"
+        )
+    launcher = section.get("deepspeed_multinode_launcher", "missing, which means pdsh")
+    if preset.strategy == "deepspeed" and topology.num_nodes > 1 and launcher != "standard":
+        return (
+            f"deepspeed_multinode_launcher is {launcher}: it must be standard, because the command runs on every "
+            "machine; the others log in from one machine to the rest"
+        )
+    return None
 
 
-def _dropped(settings: Mapping[str, Any]) -> dict[str, str]:
-    """How to compile, which Accelerate hands on under every type but DEEPSPEED (1.15, `prepare_deepspeed_cmd_env`)."""
-    section = settings.get("dynamo_config")
-    own = section if isinstance(section, dict) else {}
-    compiling = {"backend": settings.get("dynamo_backend"), **{key.removeprefix("dynamo_"): own[key] for key in own}}
-    if settings["distributed_type"] != "DEEPSPEED" or not compiling["backend"]:
-        return {}
-    return {f"ACCELERATE_DYNAMO_{key.upper()}": str(value) for key, value in compiling.items()}
+def compiler(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a preset compiles, by the names without their prefix. With `dynamo_backend` Accelerate reads nothing else."""
+    if "dynamo_backend" in settings:
+        return {"backend": settings["dynamo_backend"]}
+    return {key.removeprefix("dynamo_"): value for key, value in _section(settings, "dynamo_config").items()}
 
 
-def _deepspeed_file(settings: Mapping[str, Any]) -> str | None:
-    section = settings.get("deepspeed_config") or {}
-    return section.get(deepspeed_file.KEY)
+def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return settings.get(name) or {}
 
 
 def _find(name_or_path: str) -> Path:
-    """The file of a shipped name or of a path; a shipped name goes before a file of that name."""
+    """Return the file of a shipped name or of a path; a shipped name goes before a file of that name."""
     path = Path(name_or_path)
     if name_or_path in names():
         return SHIPPED / f"{name_or_path}.yaml"
@@ -223,7 +230,7 @@ def _find(name_or_path: str) -> Path:
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """The settings of a file, and what is wrong with their places in it."""
+    """Return the settings of a file, and which keys are repeated."""
     text, root = yaml_text.compose(path, name=f"preset {path}", error=PresetError)
     try:
         settings = yaml.safe_load(text)
@@ -238,18 +245,6 @@ def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     return settings, twice
 
 
-def _for_one_node(settings: Mapping[str, Any]) -> str:
-    section = settings.get("deepspeed_config")
-    own = section if isinstance(section, dict) else {}
-    if settings["distributed_type"] != "DEEPSPEED" or own.get("deepspeed_multinode_launcher") == "standard":
-        return ""
-    launcher = own.get("deepspeed_multinode_launcher", "missing, which means pdsh")
-    return (
-        f"deepspeed_multinode_launcher is {launcher}: it must be standard, because the command runs on every "
-        "machine; the others log in from one machine to the rest"
-    )
-
-
 def says_nothing(key: str, value: Any) -> bool:
     """Return whether a key that is not for presets has a value that changes nothing."""
     if key not in _REFUSED:
@@ -258,7 +253,7 @@ def says_nothing(key: str, value: Any) -> bool:
 
 
 def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Everything that is wrong, in the order of the file but for the types that decide the rest."""
+    """Yield everything that is wrong, in the order of the file but for the types that decide the rest."""
     kind = settings.get("distributed_type")
     yield from _type_problems(kind)
     yield from _precision_problems(settings.get("mixed_precision"), on_cpu=settings.get("use_cpu") is True)
@@ -266,22 +261,23 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
         yield from _key_problems(key, value, _KEYS)
         if key in _SECTION_KEYS and kind in _TYPES and key != _SECTION_OF.get(kind):
             yield f"{key}: distributed_type is {kind}, so Accelerate would ignore it; remove it, or change distributed_type"
-        elif key in _SECTION_KEYS and not isinstance(value, dict):
+        elif not isinstance(value, dict) and (key in _SECTION_KEYS or (key == "dynamo_config" and value)):
             yield f"{key} is {value!r}: it must hold `key: value` lines"
     yield from parallelism.problems(settings.get(parallelism.SECTION), kind)
     if kind == "NO" and settings.get("num_processes", 1) != 1:
         yield f"num_processes is {settings['num_processes']}: distributed_type NO starts 1 process; use MULTI_GPU for more"
-    for name in _COUNTS:
-        if name in settings and (type(settings[name]) is not int or settings[name] < 1):
-            yield f"{name} is {settings[name]!r}: it must be a whole number, at least 1; {_MACHINE.format(f'--{name}')}"
+    for key in ("num_processes", "num_machines"):
+        if key in settings and (type(settings[key]) is not int or settings[key] < 1):
+            yield f"{key} is {settings[key]!r}: it must be a whole number, at least 1; {_MACHINE.format(f'--{key}')}"
     if kind != "NO" and settings.get("use_cpu"):
         yield f"use_cpu is true: accelerate launch ignores it with distributed_type {kind}; remove it"
     if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         yield f"compute_environment is {settings['compute_environment']!r}: it must be LOCAL_MACHINE, also on a cluster"
-    section = _SECTION_OF.get(kind) if isinstance(kind, str) else None
-    if section and isinstance(settings.get(section, {}), dict):
-        yield from _section_problems(section, settings.get(section, {}))
-        yield from _file_problems(settings, settings.get(section, {}))
+    name = _SECTION_OF.get(str(kind), "")
+    section = settings.get(name, {})
+    if name and isinstance(section, dict):
+        yield from _section_problems(name, section)
+        yield from _file_problems(settings, section)
 
 
 def _type_problems(kind: Any) -> Iterator[str]:
@@ -315,16 +311,16 @@ def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]
         yield f"{key}: unknown key of a preset; {_suggest(key, sorted(known))}"
 
 
-def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str]:
+def _section_problems(name: str, section: Mapping[str, Any]) -> Iterator[str]:
     for key, values in _VALUES.items():
-        if settings.get(key) not in (None, *values):
-            yield f"{key} is {settings[key]!r}: it must be one of {', '.join(map(str, values))}"
-    version = settings.get("fsdp_version", settings.get("version", 1))
-    if section == "fsdp_config" and str(version) != "2":
+        if section.get(key) not in (None, *values):
+            yield f"{key} is {section[key]!r}: it must be one of {', '.join(map(str, values))}"
+    version = section.get("fsdp_version", section.get("version", 1))
+    if name == "fsdp_config" and str(version) != "2":
         yield f"fsdp_version is {version}: it must be 2; version 1 is not supported"
-        return  # most of its keys are of that program
+        return  # most of its keys belong to that version
     wrap, layer = (
-        settings.get(f"fsdp_{key}", settings.get(key)) for key in ("auto_wrap_policy", "transformer_layer_cls_to_wrap")
+        section.get(f"fsdp_{key}", section.get(key)) for key in ("auto_wrap_policy", "transformer_layer_cls_to_wrap")
     )
     if wrap == "TRANSFORMER_BASED_WRAP" and not layer:
         yield (
@@ -332,14 +328,14 @@ def _section_problems(section: str, settings: Mapping[str, Any]) -> Iterator[str
             "empty: Accelerate would find no layer to shard; set it, or use SIZE_BASED_WRAP with "
             "fsdp_min_num_params, as fsdp2.yaml does"
         )
-    for key, value in settings.items():
+    for key, value in section.items():
         # Accelerate takes fsdp's keys with their prefix and without.
-        full = f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp_") else key
-        yield from _key_problems(full, value, _SECTION_KEYS[section])
+        full = f"fsdp_{key}" if name == "fsdp_config" and not key.startswith("fsdp_") else key
+        yield from _key_problems(full, value, _SECTION_KEYS[name])
 
 
 def _file_problems(settings: Mapping[str, Any], section: Mapping[str, Any]) -> Iterator[str]:
-    """What cannot stand beside a config file of DeepSpeed's."""
+    """Yield what cannot be combined with a config file of DeepSpeed's own."""
     file = section.get(deepspeed_file.KEY)
     if file is None:
         return
@@ -349,8 +345,8 @@ def _file_problems(settings: Mapping[str, Any], section: Mapping[str, Any]) -> I
         if key in section:
             yield f"{key} is {section[key]!r}: it belongs in {file}, under zero_optimization: remove it here"
     if "mixed_precision" in settings:
-        said = settings["mixed_precision"]
-        yield f"mixed_precision is {said!r}: remove it beside {deepspeed_file.KEY}, and give --mixed-precision"
+        value = settings["mixed_precision"]
+        yield f"mixed_precision is {value!r}: remove it beside {deepspeed_file.KEY}, and give --mixed-precision"
 
 
 def _suggest(word: str, known: Collection[str]) -> str:

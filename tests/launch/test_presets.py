@@ -255,10 +255,6 @@ REFUSED = {
     "contexts": (f"{FSDP2}{{parallelism_config_cp_size: 2}}", ["cp_size is 2", "context parallelism is not supported"]),
     "sequences": (f"{FSDP2}{{sp_size: 2}}", ["sp_size is 2", "sequence parallelism is not supported"]),
     "pipelines": (f"{FSDP2}{{parallelism_config_pp_size: 2}}", ["pp_size is 2", "pipelines are not supported"]),
-    "copies of parts": (
-        f"{FSDP2}{{parallelism_config_tp_size: 2, parallelism_config_dp_replicate_size: -1}}",
-        ["dp_replicate_size is -1 and parallelism_config_tp_size is 2", "remove one"],
-    ),
     "sizes with DDP": (
         "distributed_type: MULTI_GPU\nparallelism_config: {parallelism_config_tp_size: 2}",
         ["distributed_type is MULTI_GPU", "FSDP"],
@@ -268,6 +264,7 @@ REFUSED = {
         "deepspeed_config: {deepspeed_multinode_launcher: standard}",
         ["distributed_type is DEEPSPEED", "FSDP"],
     ),
+    "no compiler": ("distributed_type: MULTI_GPU\ndynamo_config: inductor", ["dynamo_config is 'inductor'", "key: value"]),
     "no sizes": (f"{FSDP2}2", ["parallelism_config is 2", "key: value"]),
     "not YAML": ("distributed_type: [", ["not YAML"]),
     "no mapping": ("MULTI_GPU", ["key: value"]),
