@@ -1,7 +1,7 @@
-"""A job that is a list of hosts: its `Topology`, whoever gives the list (PBS, or the user by a variable).
+"""A job that is a list of hosts: its `Topology`, for a list from PBS or from the user's variable.
 
-`launch/start/spread.py` starts a command on each host of such a list and tells it by the variables below which one it is,
-because a host that PBS starts something on is told little of the job, and a plain host nothing.
+`launch/start/spread.py` starts a command on each host of such a list and identifies the host by the variables below, because
+PBS gives a remote host little information about the job, and a plain host has none.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ NODE_RANK = "SAMERUN_NODE_RANK"
 PORT = "SAMERUN_PORT"
 """Variable: TCP port on the head where the processes meet."""
 THREADS = "SAMERUN_THREADS"
-"""Variable: CPU threads of each process; not set: what the host's own environment says."""
+"""Variable: CPU threads of each process; not set: as in the host's own environment."""
 STARTER = "SAMERUN_STARTER"
-"""Variable: what reaches the hosts, a key of STARTERS, where it is not what the batch system brings."""
+"""Variable: how the hosts are reached, a key of STARTERS; not set: by the batch system's own command."""
 
 STARTERS: Mapping[str, tuple[str, ...]] = {
     "pbs_tmrsh": ("pbs_tmrsh", "{host}"),
     "mpiexec": ("mpiexec", "-n", "1", "--hosts", "{host}"),
     "ssh": ("ssh", "-o", "BatchMode=yes", "{host}"),
 }
-"""How to run a command on a host: what to put before it. `mpiexec` is that of Cray PALS, MPICH and Intel MPI. PBS's pbsdsh is
-not one of them: it ends with exit code 0 whatever happened. pbs_tmrsh ends with the command's."""
+"""Words that, put before a command, run it on a host. `mpiexec` is Cray PALS's, MPICH's and Intel MPI's. pbsdsh is missing
+because it always ends with exit code 0; pbs_tmrsh ends with the command's."""
 WITH_INPUT = frozenset({"ssh"})
-"""Those whose input reaches the host. That of pbs_tmrsh is empty there, and mpiexec's is its maker's choice."""
+"""Starters whose input reaches the host. With pbs_tmrsh it is empty there; with mpiexec it depends on the implementation."""
 
 
 def find(
     environment: Mapping[str, str], *, processes_per_node: int | None = None, nodes: int | None = None
 ) -> Allocation | None:
-    """Return the hosts that SAMERUN_HOSTS names, seen from the one with SAMERUN_NODE_RANK, or None where it is not set.
+    """Return the hosts of SAMERUN_HOSTS, seen from the one with SAMERUN_NODE_RANK, or None if it is not set.
 
-    Raises TopologyError for a list that cannot be.
+    Raises TopologyError for a list that cannot be used.
     """
     if HOSTS not in environment:
         return None
@@ -67,7 +67,7 @@ def find(
 
 
 def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *, starter: str) -> Allocation:
-    """Return `job` with what starts a command on all its hosts: nothing where this process was started so."""
+    """Return `job` with the command that starts another on all its hosts; a process started so gets none."""
     if job.num_nodes == 1:
         return Allocation(scheduler=scheduler, topology=job)
     job = replace(job, head_address=with_suffix(job.head_address, environment))
@@ -76,11 +76,10 @@ def allocation(environment: Mapping[str, str], scheduler: str, job: Topology, *,
     starter = environment.get(STARTER, starter)
     if starter not in STARTERS:
         raise TopologyError(f"{STARTER} is {starter!r}: it must be one of {', '.join(STARTERS)}")
-    told: dict[str, str | int] = {HOSTS: ",".join(job.hosts), PORT: job.port}
+    start = [*program("launch.start.spread"), starter, f"{HOSTS}={','.join(job.hosts)}", f"{PORT}={job.port}"]
     if job.threads_per_process is not None:
-        told[THREADS] = job.threads_per_process
-    start = (*program("launch.start.spread"), starter, *(f"{name}={value}" for name, value in told.items()))
-    return Allocation(scheduler=scheduler, topology=job, start=start, start_origin="this host is one of several")
+        start.append(f"{THREADS}={job.threads_per_process}")
+    return Allocation(scheduler=scheduler, topology=job, start=tuple(start), start_origin="this host is one of several")
 
 
 def with_threads(job: Topology, threads: int, origin: str) -> Topology:
@@ -98,23 +97,22 @@ def topology(
 ) -> Topology:
     """Return the topology of the hosts of `slots`, in their order, as seen from the first.
 
-    `slots` holds the processes that the batch system counts on each host; `accelerators` those known of some or all of them,
-    by any name, with where they were read, as has `port`. The processes on each are the number `asked` for; else one per
-    slot, but no more than accelerators, and one per accelerator where there is a single slot (the default, so nobody said
-    it). Raises TopologyError where the hosts are not alike, with the numbers that can be asked for.
+    `slots` holds the processes that the batch system counts on each host; `accelerators` the known counts of some or all of
+    them, by any name. `accelerators` and `port` come with their origin. The processes on each host are the number `asked` for;
+    else one per slot, but no more than accelerators, and one per accelerator where there is a single slot, which is the
+    default. Raises TopologyError where the hosts are not alike, with the numbers that can be asked for.
     """
     devices, devices_origin = accelerators
+    usable = _even(devices, devices_origin) if asked is None and any(devices.values()) else 0
     if asked is not None:
         per_node, origin = asked, "--processes-per-node"
+    elif usable and (max(slots.values()) == 1 or min(slots.values()) >= usable):
+        per_node, origin = usable, devices_origin
     else:
-        usable = _even(devices, devices_origin) if any(devices.values()) else 0
-        if usable and (max(slots.values()) == 1 or min(slots.values()) >= usable):
-            per_node, origin = usable, devices_origin
-        else:
-            per_node, origin = _even(slots, slots_origin), slots_origin
+        per_node, origin = _even(slots, slots_origin), slots_origin
     hosts = tuple(slots)
     origins = {"num_nodes": slots_origin, "hosts": slots_origin, "processes_per_node": origin}
-    if len(hosts) == 1:  # meets at any free port of its own
+    if len(hosts) == 1:  # the rendezvous is at any free port of its own
         return Topology(processes_per_node=per_node, hosts=hosts, origins=origins)
     return Topology(
         num_nodes=len(hosts),
@@ -127,12 +125,12 @@ def topology(
 
 
 def _even(counts: Mapping[str, int], origin: str) -> int:
-    """The one number that all hosts have."""
-    if len(set(counts.values())) == 1:
-        return next(iter(counts.values()))
+    """Return the number that all hosts have."""
     alike: dict[int, list[str]] = defaultdict(list)
     for host, count in counts.items():
         alike[count].append(host)
+    if len(alike) == 1:
+        return next(iter(alike))
     seen = "; ".join(f"{count} on {listed(hosts, 3)}" for count, hosts in sorted(alike.items()))
     least = max(min(counts.values()), 1)
     choices = "--processes-per-node 1" if least == 1 else f"--processes-per-node 1 to {least}"

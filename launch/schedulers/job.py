@@ -1,10 +1,7 @@
-"""The scheduler's job of a run and what it gave: hosts, when its time ends, and how it is requeued.
+"""The scheduler's job of a run: its hosts, when its time ends, and how it is requeued.
 
-`slurm_job.py` and `pbs_job.py` each turn an environment (a mapping) into a `Job`; `detect.py` asks them in
-turn. Standard library only.
-
-`slurm.py`, `pbs.py` and `hosts.py` each turn an environment (a mapping) into an `Allocation`, or None where
-they see nothing of theirs; `detect.py` asks them in turn. Standard library only.
+`slurm.py` and `pbs.py` turn an environment (a mapping) into a `Job`; they and `hosts.py` turn it into an `Allocation`, or None
+if their variables are not set. `detect.py` calls them in turn. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from app.environment.topology import Topology
 from app.environment.variables import END_TIME, START_TIME, SUBMIT_TIME, number
 
 ATTEMPT = "SAMERUN_ATTEMPT"
-"""Variable: to which start of a run a process belongs, different for every start."""
+"""Variable: the start of a run that a process belongs to, different for every start."""
 
 
 class NotDoneError(Exception):
@@ -27,34 +24,34 @@ class NotDoneError(Exception):
 
 def ask(command: Sequence[str], **variables: str) -> str:
     """Run a scheduler's program, with these variables added, and return what it prints. Raises NotDoneError if it fails."""
-    told = [f"{name}={value}" for name, value in variables.items()]
+    argv = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
     try:
-        return subprocess.run(["env", *told, *command], capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise NotDoneError(f"`{shlex.join(command)}` fails: {said}") from error
+        answer = (getattr(error, "stderr", None) or str(error)).strip()
+        raise NotDoneError(f"`{shlex.join(command)}` fails: {answer}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Moments of a job in Unix seconds; None where they are not known, or there is none."""
+    """Moments of a job in Unix seconds; None: unknown, or no such moment."""
 
     submitted_s: float | None = None
     started_s: float | None = None
     ends_s: float | None = None
     origin: str
-    """Where they stand, or why nobody knows them."""
+    """Where they were read, or why they are unknown."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Times:
-        """Return what the variables say."""
+        """Return the times in Samerun's own variables."""
         submitted_s, started_s, ends_s = (
             number(environment, name) if name in environment else None for name in (SUBMIT_TIME, START_TIME, END_TIME)
         )
         return cls(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin=END_TIME)
 
     def told(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment with what the ranks are to know, instead of what another job may have left there."""
+        """Return the environment for the ranks, with these times in place of those that another job may have set."""
         moments = {SUBMIT_TIME: self.submitted_s, START_TIME: self.started_s, END_TIME: self.ends_s}
         known = {name: f"{moment:.0f}" for name, moment in moments.items() if moment is not None}
         return {name: value for name, value in environment.items() if name not in moments} | known
@@ -62,11 +59,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Requeued:
-    """That a job will be run again."""
+    """A job that will be run again."""
 
     sentence: str
     exit_code: int = 0
-    """With which this one has to end."""
+    """Exit code for the present job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +73,12 @@ class Job:
     name: str
     """For the run folder, `22` or of an array `14_3`: the same whenever the job is run again."""
     times: Callable[[], Times]
-    """Asks for the moments, the scheduler if need be: a program is started."""
+    """Finds the times; it may start a program of the scheduler."""
     requeues: int = 0
-    """How often the job was in the queue again."""
+    """How often the job was requeued."""
     requeue: Callable[[Collection[int]], Requeued] | None = None
-    """Has the job run again; is told which signals this process got. Raises NotDoneError. None where this process is not what
-    the scheduler would run again: in a shell of salloc, a task of srun."""
+    """Requeues the job, given the signals that this process received. Raises NotDoneError. None: the scheduler would not run
+    this process again, as in a shell of salloc or a task of srun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +86,13 @@ class Allocation:
     """The nodes of one run in a scheduler's allocation."""
 
     scheduler: str
-    """What it is part of, for messages: `Slurm job 22`."""
+    """Its name in messages: `Slurm job 22`."""
     topology: Topology
     """As seen from this node if this process is the one task of its node, else from node 0. `hosts` are always known."""
     start: tuple[str, ...] = ()
-    """Command that starts another command once on every node, to be put before it. Empty if that has been done: this process
-    is the task of its node. A task finds its own node rank, but not always what the whole allocation looks like, so it is
-    told the number of processes (--processes-per-node)."""
+    """Words that, put before a command, start it once on every node. Empty in the task of a node, which was started so. A task
+    finds its own node rank, but not always the shape of the allocation: --processes-per-node gives it the processes."""
     start_origin: str = ""
-    """Why it must be started so: `the batch script runs on the first node only`."""
+    """Reason for `start`: `the batch script runs on the first node only`."""
     is_task: bool = False
-    """Whether this process is the one task of its node, so that what started it sees to the rest of the run."""
+    """Whether this process is the one task of its node; the process that started it restarts and requeues the run."""

@@ -2,15 +2,15 @@
 
 The environment is a mapping passed in, files are read and jobs described through functions passed in. Facts: OpenPBS 23.06.
 
-- $PBS_NODEFILE has a line per MPI process (`mpiprocs`, 1 by default), grouped by host. No variable tells the number of hosts,
-  processes or GPUs; `qstat -f` does. It is not set in tasks that pbs_tmrsh or pbsdsh start on the first host, so the batch
-  script finds out and tells the hosts.
+- $PBS_NODEFILE has a line per MPI process (`mpiprocs`, 1 by default), grouped by host. No variable holds the number of hosts,
+  processes or GPUs; `qstat -f` reports it. It is not set in tasks that pbs_tmrsh or pbsdsh start on the first host, so the
+  batch script reads it and passes it to the hosts.
 - A remote task has a minimal PATH, the home folder and nothing that the batch script exported.
-- Two chunks may land on one host unless the job says `place=scatter`.
+- Two chunks may be placed on one host unless the job has `place=scatter`.
 
-A plain user's job cannot be requeued (qrerun is for operators), so it submits another like itself: `qstat -f` knows its script
-and what it asked for, on qsub's command line or in the script. The successor has another id, so it is told the first one's,
-after which the run folder is named.
+A plain user's job cannot be requeued (qrerun is for operators), so it submits another like itself: `qstat -f` reports its
+script and its requests, on qsub's command line or in the script. The successor has another id, so it gets the first one's,
+which is in the name of the run folder.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ def find(
     """Return the job that `environment` belongs to, seen from its batch script on the first host, or None outside of PBS jobs.
 
     Processes on a host are `processes_per_node` where given; else as many as GPUs; else the lines of $PBS_NODEFILE. GPUs are
-    those visible here and, where no variable says which of the node's are the job's, no more than `describe_job` tells (by
-    default `qstat -f -F json`, where there is one). What `launch/start/spread.py` started on a host is not looked at here: it
-    has been told (`hosts.find`). Raises TopologyError.
+    the visible ones and, if no variable names those of the job, no more than `describe_job` reports (by default `qstat -f -F
+    json`, where there is one). A process that `launch/start/spread.py` started is left to `hosts.find`. Raises TopologyError.
     """
-    if "PBS_JOBID" not in environment or hosts.NODE_RANK in environment:
+    if "PBS_JOBID" not in environment or NODE_RANK in environment:
         return None
     job_id = environment["PBS_JOBID"]
     if environment.get("PBS_TASKNUM", "1") != "1":
@@ -79,7 +78,7 @@ def find(
 def _gpus_by_host(
     environment: Mapping[str, str], asked: int | None, describe_job: Callable[[str], str | None], device_folder: Path
 ) -> tuple[Mapping[str, int], str]:
-    """GPUs known of some or all hosts, and where that was read. The server is asked only where the answer matters."""
+    """Return the known GPUs of some or all hosts, and their origin. The server is asked only where the answer matters."""
     here, origin = count_accelerators(environment, device_folder=device_folder)
     if here and asked is None and "CUDA_VISIBLE_DEVICES" not in environment:
         text = describe_job(environment["PBS_JOBID"])
@@ -98,7 +97,7 @@ def qstat(job_id: str) -> str | None:
 
 
 def count_hosts(environment: Mapping[str, str], *, read: Callable[[str], str]) -> dict[str, int]:
-    """Return the lines of $PBS_NODEFILE for each host, in the order of the hosts. Raises TopologyError where it has none."""
+    """Return the number of lines in $PBS_NODEFILE for each host, in their order. Raises TopologyError if there is no line."""
     job = f"PBS_JOBID is {environment.get('PBS_JOBID')}"
     path = environment.get("PBS_NODEFILE")
     if path is None:
@@ -130,7 +129,7 @@ def port(job_id: str) -> int:
 
 
 def _threads(environment: Mapping[str, str], processes_per_node: int) -> tuple[int | None, str]:
-    """CPU threads of each process. PBS sets NCPUS and OMP_NUM_THREADS to the CPUs of a chunk, whatever its processes."""
+    """Return the CPU threads of each process. PBS sets NCPUS and OMP_NUM_THREADS to the CPUs of a chunk, for any processes."""
     threads, cpus = environment.get("OMP_NUM_THREADS"), environment.get("NCPUS")
     if threads is not None and threads != cpus:
         return number(environment, "OMP_NUM_THREADS"), f"OMP_NUM_THREADS={threads}"
@@ -139,9 +138,9 @@ def _threads(environment: Mapping[str, str], processes_per_node: int) -> tuple[i
     return None, ""
 
 
-def attributes_of(text: str, *, job_id: str) -> dict[str, Any]:
-    """Return all that `text`, the output of `qstat -f -F json`, says of a job. Raises ValueError, KeyError or TypeError."""
-    # strict=False: a line break in a variable of the job arrives as it is.
+def _attributes(text: str, job_id: str) -> dict[str, Any]:
+    """Return the attributes of a job in the output of `qstat -f -F json`. Raises ValueError, KeyError or TypeError."""
+    # strict=False: a line break in a variable of the job arrives unescaped.
     attributes: dict[str, Any] = json.loads(text, strict=False)["Jobs"][job_id]
     return attributes
 
@@ -149,55 +148,44 @@ def attributes_of(text: str, *, job_id: str) -> dict[str, Any]:
 def parse_job(text: str, *, job_id: str) -> tuple[Times, dict[str, int]]:
     """Return a job's times, and the GPUs (`ngpus`) on each of its nodes, from `text`, the output of `qstat -f -F json`.
 
-    There is no end before the job runs or where it has no limit, and no GPUs before it runs. PBS tells the time of its
-    server, which is taken to be in this host's zone. Raises TopologyError where the text says nothing of the job.
+    There is no end before the job runs or where it has no limit, and no GPUs before it runs. PBS reports the time of its
+    server, which is assumed to be in this host's zone. Raises TopologyError where the text does not describe the job.
     """
     try:
-        attributes = attributes_of(text, job_id=job_id)
-        walltime_s = _seconds(attributes.get("Resource_List", {}).get("walltime"))
-        submitted_s, started_s = (_moment(attributes.get(name)) for name in ("ctime", "stime"))
-        ends_s = None if started_s is None or walltime_s is None else started_s + walltime_s
-        times = Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="stime, walltime of qstat -f")
-        return times, _gpus(attributes.get("exec_vnode", ""))
+        attributes = _attributes(text, job_id)
+        submitted_s, started_s = (
+            datetime.strptime(attributes[name], "%a %b %d %H:%M:%S %Y").timestamp() if attributes.get(name) else None
+            for name in ("ctime", "stime")
+        )
+        walltime = attributes.get("Resource_List", {}).get("walltime")
+        ends_s = None if started_s is None or walltime is None else started_s + _seconds(str(walltime))
+        gpus: dict[str, int] = {}
+        # `(node1:ncpus=2:ngpus=2)+(node2[0]:ncpus=2:ngpus=1+node2[1]:ngpus=1)`: brackets number a node's parts.
+        for name, resources in re.findall(r"([^()+:]+)([^()+]*)", attributes.get("exec_vnode", "")):
+            node = name.partition("[")[0]
+            gpus[node] = gpus.get(node, 0) + sum(map(int, re.findall(r":ngpus=(\d+)", resources)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TopologyError(
             f"`qstat -f -F json {job_id}` did not describe the job ({error!r}): {text[:200]!r}. Run it inside "
             "the job or as its owner, while the job exists"
         ) from error
+    return Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="stime, walltime of qstat -f"), gpus
 
 
-def _moment(text: str | None) -> float | None:
-    return datetime.strptime(text, "%a %b %d %H:%M:%S %Y").timestamp() if text else None
-
-
-def _seconds(walltime: Any) -> int | None:
-    """`01:30:00`, `30:00` or seconds, as a number of seconds."""
-    if walltime is None:
-        return None
+def _seconds(walltime: str) -> int:
+    """Return the seconds of a time such as `01:30:00`, `30:00` or `5400`."""
     seconds = 0
-    for part in str(walltime).split(":"):
+    for part in walltime.split(":"):
         seconds = seconds * 60 + int(part)
     return seconds
 
 
-def _gpus(exec_vnode: str) -> dict[str, int]:
-    """GPUs by node of `(node1:ncpus=2:ngpus=2)+(node2[0]:ncpus=2:ngpus=1+node2[1]:ngpus=1)`: brackets number a node's parts."""
-    counts: dict[str, int] = {}
-    for part in re.split(r"[()+]+", exec_vnode):
-        if part:
-            node, *resources = part.split(":")
-            gpus = sum(int(value) for name, _, value in (each.partition("=") for each in resources) if name == "ngpus")
-            node = node.partition("[")[0]
-            counts[node] = counts.get(node, 0) + gpus
-    return counts
-
-
 FIRST_JOB = "SAMERUN_FIRST_JOB"
-"""Variable: number of the job whose run this job goes on with."""
+"""Variable: number of the job that started the run which this job continues."""
 REQUEUES = "SAMERUN_REQUEUES"
-"""Variable: how many jobs went on with that run so far, this one included."""
+"""Variable: number of jobs that have continued the run, this one included."""
 
-# What every login shell has: with `qsub -V` they are in the list of a job's variables, and a new job gets its own.
+# Variables of every login shell: `qsub -V` puts them into the list of a job's variables, and a new job gets its own.
 _OF_A_LOGIN = {"HOME", "LANG", "LOGNAME", "MAIL", "OLDPWD", "PATH", "PWD", "SHELL", "SHLVL", "TERM", "TZ", "USER", "_"}
 # PBS adds these to a job that asked for chunks (select=...), and refuses them together.
 _OF_CHUNKS = {"mem", "mpiprocs", "ncpus", "ngpus", "nodect", "nodes", "ompthreads", "vmem"}
@@ -211,7 +199,7 @@ def find_job(
 ) -> Job | None:
     """Return the PBS job that `environment` is part of, or None outside PBS.
 
-    `describe_job` asks for `qstat -f -F json`, `qsub` submits as `ask` does, and returns the new id.
+    `describe_job` returns the output of `qstat -f -F json`; `qsub` submits, as `ask` does, and returns the new id.
     """
     if "PBS_JOBID" not in environment:
         return None
@@ -245,15 +233,15 @@ def _resubmit(
     ends_s = _times(job_id, describe_job).ends_s
     if signal.SIGTERM in signals and (ends_s is None or time.time() < ends_s):
         raise NotDoneError(f"PBS was ending job {job_id}, for example after qdel")
-    if "[" in job_id:  # PBS_ARRAY_INDEX tells less: a job that `qsub -V` submits in an array inherits it
+    if "[" in job_id:  # PBS_ARRAY_INDEX is less certain: a job that `qsub -V` submits in an array inherits it
         raise NotDoneError(f"job {job_id} is an array job, and PBS cannot resubmit one of its tasks")
+    requeues = number(environment, REQUEUES) + 1
     try:
-        attributes = attributes_of(describe_job(job_id) or "", job_id=job_id)
-        command = successor(attributes, submitted_in=environment["PBS_O_WORKDIR"], requeues=number(environment, REQUEUES) + 1)
+        attributes = _attributes(describe_job(job_id) or "", job_id)
+        command = successor(attributes, submitted_in=environment["PBS_O_WORKDIR"], requeues=requeues)
     except (ValueError, KeyError, TypeError) as error:
         raise NotDoneError(f"`qstat -f -F json {job_id}` does not describe the job ({error!r})") from error
-    variables = {REQUEUES: str(number(environment, REQUEUES) + 1)}
-    variables[FIRST_JOB] = environment.get(FIRST_JOB, job_id.partition(".")[0])
+    variables = {REQUEUES: str(requeues), FIRST_JOB: environment.get(FIRST_JOB, job_id.partition(".")[0])}
     return Requeued(f"PBS job {qsub(command, **variables).strip()} continues it")
 
 
@@ -261,8 +249,8 @@ def successor(attributes: Mapping[str, Any], *, submitted_in: str, requeues: int
     """Return the qsub that submits a job like the one with these attributes, given by `qstat -f -F json`.
 
     `submitted_in` is the folder where qsub was called. A log with a name of its own gets another, with the number `requeues`,
-    or it would be replaced. Variables are named only, their values come from qsub's environment: a command line can be
-    read by everybody, and PBS takes commas in it apart. Raises NotDoneError for a job without a script's file.
+    or it would be replaced. Variables are only named, their values come from qsub's environment: every user can read a
+    command line, and PBS splits it at commas. Raises NotDoneError for a job without a script's file.
     """
     script = Path(submitted_in, attributes["Submit_arguments"].split()[-1])
     if not script.is_file():

@@ -42,19 +42,38 @@ def find(
 ) -> Allocation | None:
     """Return the allocation that `environment` is part of, or None outside Slurm.
 
-    `processes_per_node` is --processes-per-node, `nodes` is --nodes. The rest is found where it is not given: this machine's
-    name, whether there is an srun here, and what describes a job (`scontrol show job`, asked only in the shell of salloc,
-    where no variable tells the GPUs of a node). Raises TopologyError where the variables are left over from a job or copied,
-    the GPUs of the nodes differ, or this is one of several tasks of its node.
+    `processes_per_node` is --processes-per-node, `nodes` is --nodes. Defaults are found here: this machine's name, whether
+    there is an srun, and the description of a job (`scontrol show job`, only in the shell of salloc, where no variable holds
+    the GPUs of a node). Raises TopologyError if the variables are left over from a job or copied, the GPUs of the nodes differ,
+    or this is one of several tasks of its node.
     """
     if JOB.job_id not in environment:
         return None
     slurm = Slurm.of(environment)
     has_srun = shutil.which("srun") is not None if has_srun is None else has_srun
-    _refuse_what_cannot_be(slurm, hostname or socket.gethostname(), has_srun)
-    num_nodes = slurm.number(slurm.names.num_nodes)
+    _check(slurm, hostname or socket.gethostname(), has_srun)
+    num_nodes, hosts = slurm.number(slurm.names.num_nodes), slurm.hosts()
     gpus = _gpus_per_node(slurm, num_nodes, processes_per_node, describe_job or _describe)
-    topology = _topology(slurm, num_nodes, _processes(slurm, processes_per_node, *gpus)).on_first(nodes)
+    processes = _processes(slurm, processes_per_node, *gpus)
+    head, head_origin = with_suffix(hosts[0], environment), f"first of {slurm.said(slurm.names.hosts)}"
+    found: dict[str, tuple[Any, str]] = {
+        "num_nodes": (num_nodes, slurm.said(slurm.names.num_nodes)),
+        "processes_per_node": processes,
+        "node_rank": (slurm.number(JOB.node_rank), slurm.said(JOB.node_rank)) if slurm.in_task else (0, "the first node"),
+        "head_address": (head, head_origin if head == hosts[0] else f"{head_origin}, {slurm.said(HOST_SUFFIX)}"),
+        "port": _port(slurm) if num_nodes > 1 else (0, "one node: any that is free"),
+        "hosts": (hosts, slurm.said(slurm.names.hosts)),
+        "threads_per_process": _threads(slurm, processes[0]),
+    }
+    values = {name: value for name, (value, _) in found.items()}
+    topology = Topology(**values, origins={name: origin for name, (_, origin) in found.items()}).on_first(nodes)
+    node = environment.get(JOB.node)
+    if slurm.in_task and node in hosts and (node == hosts[0]) != (topology.node_rank == 0):
+        raise TopologyError(
+            f"{slurm.said(JOB.node_rank, JOB.node)}, but {slurm.said(slurm.names.hosts)}: node 0 is not the "
+            "first of the list, but the others would look for it there. Do not use --distribution=arbitrary "
+            "and SLURM_HOSTFILE"
+        )
     start, start_origin = (
         ((), "") if slurm.in_task else _srun(slurm, topology.num_nodes, min(gpus[0], topology.processes_per_node))
     )
@@ -67,24 +86,7 @@ def find(
     )
 
 
-def _topology(slurm: Slurm, num_nodes: int, processes: tuple[int, str]) -> Topology:
-    hosts = slurm.hosts()
-    node_rank = (slurm.number(JOB.node_rank), slurm.said(JOB.node_rank)) if slurm.in_task else (0, "the first node")
-    _refuse_other_order(slurm, hosts, node_rank[0])
-    found: dict[str, tuple[Any, str]] = {
-        "num_nodes": (num_nodes, slurm.said(slurm.names.num_nodes)),
-        "processes_per_node": processes,
-        "node_rank": node_rank,
-        "head_address": _head(slurm, hosts),
-        "port": _port(slurm) if num_nodes > 1 else (0, "one node: any that is free"),
-        "hosts": (hosts, slurm.said(slurm.names.hosts)),
-        "threads_per_process": _threads(slurm, processes[0]),
-    }
-    values = {name: value for name, (value, _) in found.items()}
-    return Topology(**values, origins={name: origin for name, (_, origin) in found.items()})
-
-
-def _refuse_what_cannot_be(slurm: Slurm, hostname: str, has_srun: bool) -> None:
+def _check(slurm: Slurm, hostname: str, has_srun: bool) -> None:
     environment = slurm.environment
     job = slurm.said(JOB.job_id)
     node = environment.get(JOB.node, "")
@@ -106,18 +108,8 @@ def _refuse_what_cannot_be(slurm: Slurm, hostname: str, has_srun: bool) -> None:
         )
 
 
-def _refuse_other_order(slurm: Slurm, hosts: tuple[str, ...], node_rank: int) -> None:
-    node = slurm.environment.get(JOB.node)
-    if slurm.in_task and node in hosts and (node == hosts[0]) != (node_rank == 0):
-        raise TopologyError(
-            f"{slurm.said(JOB.node_rank, JOB.node)}, but {slurm.said(slurm.names.hosts)}: node 0 is not the "
-            "first of the list, but the others would look for it there. Do not use --distribution=arbitrary "
-            "and SLURM_HOSTFILE"
-        )
-
-
 def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, describe_job: Callable[[int], str]) -> tuple[int, str]:
-    """Return the GPUs of each node, 0 for none, and where that stands. With `asked`, nodes need not have the same number."""
+    """Return the GPUs of each node, or 0, and their origin. With `asked`, nodes need not have the same number."""
     environment = slurm.environment
     if slurm.in_task and "CUDA_VISIBLE_DEVICES" in environment:
         gpus, origin = count_accelerators(environment)
@@ -143,7 +135,10 @@ def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, describe_job
 
 
 def _gpus_in_description(text: str, num_nodes: int, asked: int | None) -> tuple[int, str]:
-    """GPUs of each node from `scontrol show --details job`, in lines such as `Nodes=node1 ... GRES=gpu:a100:4(IDX:0-3)`."""
+    """Return the GPUs of each node and their origin: `scontrol show --details job`.
+
+    Its lines are such as `Nodes=node1 ... GRES=gpu:a100:4(IDX:0-3)`.
+    """
     lines = re.findall(r"^\s*Nodes=\S+ .*\bGRES=(.*)$", text, flags=re.MULTILINE)
     counts = {sum(int(number) for number in re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", line)) for line in lines} or {0}
     if len(counts) > 1 and asked is None:
@@ -153,7 +148,7 @@ def _gpus_in_description(text: str, num_nodes: int, asked: int | None) -> tuple[
 
 
 def _refuse_uneven(origin: str, num_nodes: int, *, even: int, least: int) -> NoReturn:
-    """`even` GPUs a node may be asked for instead; every node is known to have `least`."""
+    """Raise TopologyError; `even` GPUs per node can be requested instead, and every node has at least `least`."""
     upto = "1" if least <= 1 else f"1 to {least}"
     raise TopologyError(
         f"the {num_nodes} nodes have different numbers of GPUs ({origin}), but Accelerate starts the same "
@@ -178,7 +173,7 @@ def _processes(slurm: Slurm, asked: int | None, gpus: int, gpus_origin: str) -> 
 
 
 def _threads(slurm: Slurm, processes: int) -> tuple[int | None, str]:
-    """CPU threads of each process: its share of the CPUs of the node that has least, so that it is the same on every node."""
+    """Return the CPU threads of each process, the same on every node: its share of the CPUs of the smallest node."""
     if "OMP_NUM_THREADS" in slurm.environment:
         return None, slurm.said("OMP_NUM_THREADS")
     cpus, origin = _cpus_per_node(slurm)
@@ -192,25 +187,18 @@ def _cpus_per_node(slurm: Slurm) -> tuple[int, str]:
     return slurm.number(JOB.cpus_per_task) * slurm.least(tasks), slurm.said(JOB.cpus_per_task, tasks)
 
 
-def _head(slurm: Slurm, hosts: tuple[str, ...]) -> tuple[str, str]:
-    if not hosts:
-        return "", "no list of nodes"
-    head, origin = with_suffix(hosts[0], slurm.environment), f"first of {slurm.said(slurm.names.hosts)}"
-    return head, origin if head == hosts[0] else f"{origin}, {slurm.said(HOST_SUFFIX)}"
-
-
 def _port(slurm: Slurm) -> tuple[int, str]:
-    """A port that every task works out alike: of its own for each job, as jobs share nodes, and for each step of a job."""
+    """Return a port that every task computes alike, different for each job, as jobs share nodes, and for each step."""
     step = slurm.number(JOB.step_id) if slurm.in_task else 0
     port = port_of_job(slurm.number(JOB.job_id), step, apart=7919)  # far from those of the next jobs
     return port, slurm.said(JOB.job_id, JOB.step_id) if slurm.in_task else f"{slurm.said(JOB.job_id)}, its first step"
 
 
 def _srun(slurm: Slurm, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str]:
-    """The srun that starts one task on every node with all that the job has there, whatever tasks the job was divided into.
+    """Return the srun that starts one task on every node with all resources of the job there, whatever its tasks.
 
-    What the job's own options would hand on to srun by environment variables is said anew: fewer CPUs or GPUs, other numbers
-    of tasks, or an empty environment.
+    It overrides the job's own options that reach srun by environment variables: fewer CPUs or GPUs, other numbers of tasks, or
+    an empty environment.
     """
     environment = slurm.environment
     options = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label"]
@@ -250,88 +238,78 @@ def _scontrol(arguments: Sequence[str]) -> str:
 def find_job(environment: Mapping[str, str], *, scontrol: Scontrol = _scontrol) -> Job | None:
     """Return the Slurm job that `environment` is part of, or None outside Slurm.
 
-    `scontrol` runs the program of that name. It is asked for nothing before it is needed: at once only in an array and in a
-    job that was requeued, as a job that is submitted there inherits the variables that say so.
+    `scontrol` runs the program of that name. It is called here only in an array and in a requeued job, as a job that is
+    submitted there inherits their variables; otherwise when the times are needed.
     """
     if JOB.job_id not in environment:
         return None
     in_shell = is_shell(environment)
     in_step = is_in_step(environment) and not in_shell
     in_script = not in_step and not in_shell and JOB.node in environment  # the shell of salloc is on no node
-    # Each task would ask; what started them has asked, or they do without.
-    described = _Description(environment[JOB.job_id], None if in_step else scontrol)
-    job_id, requeues = _job_id(environment, described), _requeues(environment, described)
+    # The tasks do not all ask: what started them has asked.
+    description = _Description(environment[JOB.job_id], None if in_step else scontrol)
+    job_id, requeues = _job_id(environment, description), _requeues(environment, description)
     return Job(
-        # Steps of one job, side by side, are runs of their own.
+        # Steps of one job that run at the same time are different runs.
         name=f"{job_id}.{environment[JOB.step_id]}" if in_step else job_id,
-        times=functools.partial(_times, environment, described),
+        times=functools.partial(_times, environment, description),
         requeues=requeues,
-        requeue=functools.partial(_requeue, described, job_id, requeues, scontrol) if in_script else None,
+        requeue=functools.partial(_requeue, description, job_id, requeues, scontrol) if in_script else None,
     )
 
 
 class _Description:
-    """What Slurm says of a job, by the job's own number: an array's tasks share the array's."""
+    """Fields of a job that `scontrol show job` prints, times in Unix seconds."""
 
     def __init__(self, number: str, scontrol: Scontrol | None) -> None:
         self._number, self._scontrol = number, scontrol
-        self._known: dict[str, str] | NotDoneError | None = None
 
-    def now(self) -> dict[str, str]:
-        """Ask for the fields, times in Unix seconds; of those with the same name the first. Raises NotDoneError."""
+    def read(self) -> dict[str, str]:
+        """Return the present fields; of those with the same name the first. Raises NotDoneError."""
         if self._scontrol is None:
             raise NotDoneError("a task does not ask")
         text = self._scontrol(["--oneliner", "show", "job", self._number])
-        # The number of an array, which is that of its last task too, stands for all its tasks: a line for each.
+        # The number of an array, which is also its last task's, stands for all its tasks: a line for each. A task is found by
+        # its own number.
         jobs = [dict(reversed(re.findall(r"(\w+)=(\S+)", line))) for line in text.splitlines()]
-        for facts in jobs:
-            if facts.get("JobId") == self._number:
-                return facts
+        for fields in jobs:
+            if fields.get("JobId") == self._number:
+                return fields
         raise NotDoneError(f"`scontrol show job {self._number}` does not show it")
 
-    def at_start(self) -> dict[str, str]:
-        """The same, asked once. Raises NotDoneError."""
-        if self._known is None:
-            try:
-                self._known = self.now()
-            except NotDoneError as error:
-                self._known = error
-        if isinstance(self._known, NotDoneError):
-            raise self._known
-        return self._known
+    @functools.cached_property
+    def at_start(self) -> tuple[dict[str, str], str]:
+        """The fields, read once, or none and the reason."""
+        try:
+            return self.read(), ""
+        except NotDoneError as error:
+            return {}, str(error)
 
 
-def _job_id(environment: Mapping[str, str], described: _Description) -> str:
+def _job_id(environment: Mapping[str, str], description: _Description) -> str:
     if JOB.array_job_id not in environment:
         return environment[JOB.job_id]
-    array, task = environment[JOB.array_job_id], environment[JOB.array_task_id]
-    try:
-        facts = described.at_start()
-    except NotDoneError:
-        return f"{array}_{task}"
-    # A task of another array has submitted this job, if it is not one itself.
-    return f"{facts['ArrayJobId']}_{facts['ArrayTaskId']}" if "ArrayJobId" in facts else environment[JOB.job_id]
+    fields, _ = description.at_start
+    if not fields:
+        return f"{environment[JOB.array_job_id]}_{environment[JOB.array_task_id]}"
+    # Without them, a task of another array submitted this job, which inherited the variables.
+    return f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if "ArrayJobId" in fields else environment[JOB.job_id]
 
 
-def _requeues(environment: Mapping[str, str], described: _Description) -> int:
+def _requeues(environment: Mapping[str, str], description: _Description) -> int:
     if JOB.restarts not in environment:
         return 0
-    try:
-        return int(described.at_start()["Restarts"])
-    except (NotDoneError, KeyError):
-        return number(environment, JOB.restarts)
+    restarts = description.at_start[0].get("Restarts")
+    return number(environment, JOB.restarts) if restarts is None else int(restarts)
 
 
-def _times(environment: Mapping[str, str], described: _Description) -> Times:
-    try:
-        facts = described.at_start()
-    except NotDoneError as error:
-        why_not = f"; {error}"
-    else:
-        submitted_s, started_s, ends_s = (_moment(facts.get(f"{name}Time", "")) for name in ("Submit", "Start", "End"))
+def _times(environment: Mapping[str, str], description: _Description) -> Times:
+    fields, why_not = description.at_start
+    if fields:
+        submitted_s, started_s, ends_s = (_moment(fields.get(f"{name}Time", "")) for name in ("Submit", "Start", "End"))
         return Times(submitted_s=submitted_s, started_s=started_s, ends_s=ends_s, origin="scontrol show job")
     start, end = (environment.get(name, "") for name in (JOB.started, JOB.ends))
-    origin = f"{JOB.ends}={end}" if end else f"{JOB.ends} is not set{why_not}"
+    origin = f"{JOB.ends}={end}" if end else f"{JOB.ends} is not set; {why_not}"
     return Times(started_s=_moment(start), ends_s=_moment(end), origin=origin)
 
 
@@ -339,13 +317,13 @@ def _moment(text: str) -> float | None:
     return float(text) if text.isdecimal() else None  # `Unknown`, or nothing
 
 
-def _requeue(described: _Description, job_id: str, requeues: int, scontrol: Scontrol, _signals: Collection[int]) -> Requeued:
+def _requeue(description: _Description, job_id: str, requeues: int, scontrol: Scontrol, _signals: Collection[int]) -> Requeued:
     """Put the job back into the queue, unless that has been done, or it was cancelled."""
-    facts = described.now()
+    fields = description.read()
     again = f"Slurm requeues job {job_id}"
-    if int(facts.get("Restarts", "0")) > requeues:
+    if int(fields.get("Restarts", "0")) > requeues:
         again = f"job {job_id} has already been requeued by Slurm"
-    elif facts.get("JobState") == "RUNNING" or _is_at_its_limit(facts):
+    elif fields.get("JobState") == "RUNNING" or _is_at_its_limit(fields):
         scontrol(["requeue", job_id])
     else:
         raise NotDoneError(f"Slurm was ending job {job_id}, for example after scancel")
@@ -356,10 +334,10 @@ def _requeue(described: _Description, job_id: str, requeues: int, scontrol: Scon
     return Requeued(again)
 
 
-def _is_at_its_limit(facts: Mapping[str, str]) -> bool:
-    """Whether Slurm ends the job for its time limit: EndTime is then the moment when it began to."""
-    limit = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", facts.get("TimeLimit", ""))
-    started_s, ended_s = _moment(facts.get("StartTime", "")), _moment(facts.get("EndTime", ""))
+def _is_at_its_limit(fields: Mapping[str, str]) -> bool:
+    """Return whether Slurm ends the job for its time limit: EndTime is then the moment when it began to."""
+    limit = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", fields.get("TimeLimit", ""))
+    started_s, ended_s = _moment(fields.get("StartTime", "")), _moment(fields.get("EndTime", ""))
     if limit is None or started_s is None or ended_s is None:
         return False
     days, hours, minutes, seconds = (int(part or 0) for part in limit.groups())
