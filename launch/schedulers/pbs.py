@@ -158,7 +158,8 @@ def parse_job(text: str, *, job_id: str) -> tuple[Times, dict[str, int]]:
             for name in ("ctime", "stime")
         )
         walltime = attributes.get("Resource_List", {}).get("walltime")
-        ends_s = None if started_s is None or walltime is None else started_s + _seconds(str(walltime))
+        limit_s = None if walltime is None else _seconds(str(walltime))
+        ends_s = None if started_s is None or limit_s is None else started_s + limit_s
         gpus: dict[str, int] = {}
         # `(node1:ncpus=2:ngpus=2)+(node2[0]:ncpus=2:ngpus=1+node2[1]:ngpus=1)`: brackets number a node's parts.
         for name, resources in re.findall(r"([^()+:]+)([^()+]*)", attributes.get("exec_vnode", "")):

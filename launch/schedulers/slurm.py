@@ -30,6 +30,18 @@ from app.errors import TopologyError
 from launch.schedulers.job import Allocation, Job, NotDoneError, Requeued, Times, ask
 from launch.schedulers.local import count_accelerators
 
+_HOLD_S = 15
+"""Seconds in the queue before the next start: time enough for the job's last processes and its epilog. If they take
+longer, Slurm holds the job for its 120 s."""
+
+Scontrol = Callable[[Sequence[str]], str]
+"""Runs scontrol with these arguments and returns what it prints. Raises NotDoneError with its error output if it fails."""
+
+
+def run_scontrol(arguments: Sequence[str]) -> str:
+    """Run scontrol, which then prints times in Unix seconds."""
+    return ask(["scontrol", *arguments], SLURM_TIME_FORMAT="%s")
+
 
 def find(
     environment: Mapping[str, str],
@@ -38,14 +50,14 @@ def find(
     nodes: int | None = None,
     hostname: str | None = None,
     has_srun: bool | None = None,
-    describe_job: Callable[[int], str] | None = None,
+    scontrol: Scontrol = run_scontrol,
 ) -> Allocation | None:
     """Return the allocation that `environment` is part of, or None outside Slurm.
 
-    `processes_per_node` is --processes-per-node, `nodes` is --nodes. Defaults are found here: this machine's name, whether
-    there is an srun, and the description of a job (`scontrol show job`, only in the shell of salloc, where no variable holds
-    the GPUs of a node). Raises TopologyError if the variables are left over from a job or copied, the GPUs of the nodes differ,
-    or this is one of several tasks of its node.
+    `processes_per_node` is --processes-per-node, `nodes` is --nodes. Defaults are found here: this machine's name and whether
+    there is an srun. `scontrol` is called only in the shell of salloc, where no variable holds the GPUs of a node. Raises
+    TopologyError if the variables are left over from a job or copied, the GPUs of the nodes differ, or this is one of several
+    tasks of its node.
     """
     if JOB.job_id not in environment:
         return None
@@ -53,7 +65,7 @@ def find(
     has_srun = shutil.which("srun") is not None if has_srun is None else has_srun
     _check(slurm, hostname or socket.gethostname(), has_srun)
     num_nodes, hosts = slurm.number(slurm.names.num_nodes), slurm.hosts()
-    gpus = _gpus_per_node(slurm, num_nodes, processes_per_node, describe_job or _describe)
+    gpus = _gpus_per_node(slurm, num_nodes, processes_per_node, scontrol)
     processes = _processes(slurm, processes_per_node, *gpus)
     head, head_origin = with_suffix(hosts[0], environment), f"first of {slurm.said(slurm.names.hosts)}"
     found: dict[str, tuple[Any, str]] = {
@@ -108,7 +120,7 @@ def _check(slurm: Slurm, hostname: str, has_srun: bool) -> None:
         )
 
 
-def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, describe_job: Callable[[int], str]) -> tuple[int, str]:
+def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, scontrol: Scontrol) -> tuple[int, str]:
     """Return the GPUs of each node, or 0, and their origin. With `asked`, nodes need not have the same number."""
     environment = slurm.environment
     if slurm.in_task and "CUDA_VISIBLE_DEVICES" in environment:
@@ -124,7 +136,7 @@ def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, describe_job
             _refuse_uneven(origin, num_nodes, even=least, least=least)
         return least, origin
     elif slurm.in_salloc:
-        return _gpus_in_description(describe_job(slurm.number(JOB.job_id)), num_nodes, asked)
+        return _gpus_in_description(slurm.number(JOB.job_id), num_nodes, asked, scontrol)
     else:
         return 0, "no GPU in the allocation"
     total = slurm.gpus(JOB.gpus) if JOB.gpus in environment else gpus * num_nodes
@@ -134,11 +146,15 @@ def _gpus_per_node(slurm: Slurm, num_nodes: int, asked: int | None, describe_job
     return gpus, origin
 
 
-def _gpus_in_description(text: str, num_nodes: int, asked: int | None) -> tuple[int, str]:
+def _gpus_in_description(job_id: int, num_nodes: int, asked: int | None, scontrol: Scontrol) -> tuple[int, str]:
     """Return the GPUs of each node and their origin: `scontrol show --details job`.
 
     Its lines are such as `Nodes=node1 ... GRES=gpu:a100:4(IDX:0-3)`.
     """
+    try:
+        text = scontrol(["show", "--details", "job", str(job_id)])
+    except NotDoneError as error:
+        raise TopologyError(f"{JOB.job_id} is {job_id}, but {error}. If the job is over, leave its shell. {UNSET}") from error
     lines = re.findall(r"^\s*Nodes=\S+ .*\bGRES=(.*)$", text, flags=re.MULTILINE)
     counts = {sum(int(number) for number in re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", line)) for line in lines} or {0}
     if len(counts) > 1 and asked is None:
@@ -216,26 +232,7 @@ def _srun(slurm: Slurm, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str
     return ("srun", *options), where
 
 
-def _describe(job_id: int) -> str:
-    try:
-        return ask(["scontrol", "show", "--details", "job", str(job_id)])
-    except NotDoneError as error:
-        raise TopologyError(f"{JOB.job_id} is {job_id}, but {error}. If the job is over, leave its shell. {UNSET}") from error
-
-
-_HOLD_S = 15
-"""Seconds in the queue before the next start: time enough for the job's last processes and its epilog. If they take
-longer, Slurm holds the job for its 120 s."""
-
-Scontrol = Callable[[Sequence[str]], str]
-"""Runs scontrol with these arguments and returns what it prints. Raises NotDoneError with what it says if it fails."""
-
-
-def _scontrol(arguments: Sequence[str]) -> str:
-    return ask(["scontrol", *arguments], SLURM_TIME_FORMAT="%s")
-
-
-def find_job(environment: Mapping[str, str], *, scontrol: Scontrol = _scontrol) -> Job | None:
+def find_job(environment: Mapping[str, str], *, scontrol: Scontrol = run_scontrol) -> Job | None:
     """Return the Slurm job that `environment` is part of, or None outside Slurm.
 
     `scontrol` runs the program of that name. It is called here only in an array and in a requeued job, as a job that is

@@ -7,7 +7,7 @@ value of the environment that it was made in, so no token and no password. Pure;
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,40 +78,38 @@ def key(option: str) -> str:
     return " ".join(words[:2]) if words[:1] == ["-l"] else words[0] if words else ""
 
 
-def _slurm(job: JobRequest) -> Iterator[str]:
-    yield f"--job-name={job.name}"
-    yield f"--nodes={job.nodes}"
-    yield "--ntasks-per-node=1"
-    yield "--exclusive"
-    yield "--mem=0"
-    if job.gpus_per_node:
-        yield f"--gpus-per-node={job.gpus_per_node}"
-    if job.cpus_per_node:
-        yield f"--cpus-per-task={job.cpus_per_node}"
-    yield f"--time={job.time}"
-    if job.account:
-        yield f"--account={job.account}"
-    if job.partition:
-        yield f"--partition={job.partition}"
-    if job.tasks:
-        yield f"--array=0-{len(job.tasks) - 1}"
-    yield f"--output={job.log.format(index='%a')}"
-    yield "--requeue"  # after a lost node; at the end of its time the run does it itself
-    yield "--open-mode=append"  # a requeued job continues its log instead of replacing it
+def _slurm(job: JobRequest) -> list[str]:
+    requests = {
+        "--job-name": job.name,
+        "--nodes": job.nodes,
+        "--ntasks-per-node": 1,
+        "--exclusive": "",
+        "--mem": "0",
+        "--gpus-per-node": job.gpus_per_node,
+        "--cpus-per-task": job.cpus_per_node,
+        "--time": job.time,
+        "--account": job.account,
+        "--partition": job.partition,
+        "--array": f"0-{len(job.tasks) - 1}" if job.tasks else None,
+        "--output": job.log.format(index="%a"),
+        "--requeue": "",  # after a lost node; at the end of its time the run does it itself
+        "--open-mode": "append",  # a requeued job continues its log instead of replacing it
+    }
+    return [f"{option}={value}" if value else option for option, value in requests.items() if value is not None]
 
 
-def _pbs(job: JobRequest) -> Iterator[str]:
-    yield f"-N {job.name}"
+def _pbs(job: JobRequest) -> list[str]:
     cpus = f":ncpus={job.cpus_per_node}" if job.cpus_per_node else ""
     gpus = f":ngpus={job.gpus_per_node}" if job.gpus_per_node else ""
-    yield f"-l select={job.nodes}{cpus}{gpus}"
-    yield "-l place=scatter:excl"  # else two chunks may land on one node
-    yield f"-l walltime={job.time}"
-    if job.account:
-        yield f"-A {job.account}"
-    if job.partition:
-        yield f"-q {job.partition}"
-    if job.tasks:
-        yield f"-J 0-{len(job.tasks) - 1}"
-    yield "-j oe"
-    yield f"-o {job.log.format(index='^array_index^')}"
+    requests = {
+        "-N ": job.name,
+        "-l select=": f"{job.nodes}{cpus}{gpus}",
+        "-l place=": "scatter:excl",  # else two chunks may be placed on one node
+        "-l walltime=": job.time,
+        "-A ": job.account,
+        "-q ": job.partition,
+        "-J ": f"0-{len(job.tasks) - 1}" if job.tasks else None,
+        "-j ": "oe",
+        "-o ": job.log.format(index="^array_index^"),
+    }
+    return [f"{option}{value}" for option, value in requests.items() if value is not None]

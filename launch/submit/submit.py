@@ -7,6 +7,7 @@ batch on the processes of the job, paths, and the form of the options. The scrip
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 import subprocess
@@ -103,7 +104,9 @@ def _check(
     strategy, degrees = checks.sharding(options, topology, problems)
     batches, found = checks.divide(options, overrides, combinations, topology=topology, strategy=strategy, degrees=degrees)
     name = options.job_name or re.sub(r"[^A-Za-z0-9._+-]+", "_", Path(options.recipe).stem).lstrip("._+-") or "samerun"
-    stem = _unused(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    started = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stems = itertools.chain([started], (f"{started}-{number}" for number in itertools.count(2)))
+    stem = next(stem for stem in stems if not (_SCRIPTS / f"{stem}.sh").exists())
     run_dir = Path(options.run_dir or _RUNS / stem)
     run_folders = [run_dir / combination.folder for combination in combinations] or [run_dir]
     problems += [*found, *checks.folder_problems([_SCRIPTS, *run_folders])]
@@ -166,14 +169,6 @@ def _topology(options: argparse.Namespace) -> Topology | None:
         port=1,
         origins={"num_nodes": "--nodes", "processes_per_node": by},
     )
-
-
-def _unused(stem: str) -> str:
-    number, candidate = 1, stem
-    while (_SCRIPTS / f"{candidate}.sh").exists():
-        number += 1
-        candidate = f"{stem}-{number}"
-    return candidate
 
 
 def _parser() -> Parser:

@@ -101,21 +101,20 @@ def test_the_default_file_is_used_as_it_is(precision: str, tmp_path: Path) -> No
     assert dry_run(str(tmp_path / "default_config.yaml")) == 0
 
 
+TWO_NODES = Topology(num_nodes=2, processes_per_node=2, head_address="a", port=29500)
+
+
 @pytest.mark.parametrize(
-    ("name", "topology", "sentence"),
+    ("topology", "sentence"),
     [
-        ("multi_gpu", Topology(processes_per_node=2), "num_processes is 4, and this launch has 2 processes: remove it"),
-        (
-            "multi_gpu",
-            Topology(num_nodes=2, processes_per_node=2, head_address="a", port=29500),
-            "num_machines is 1, and this launch has 2",
-        ),
+        (Topology(processes_per_node=2), "num_processes is 4, and this launch has 2 processes: remove it"),
+        (TWO_NODES, "num_machines is 1, and this launch has 2"),
     ],
 )
 def test_another_number_than_that_of_the_launch_is_refused(
-    name: str, topology: Topology, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    topology: Topology, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = answered(tmp_path / f"{name}.yaml", ANSWERS[name], monkeypatch)
+    path = answered(tmp_path / "multi_gpu.yaml", ANSWERS["multi_gpu"], monkeypatch)
     with pytest.raises(PresetError, match=sentence):
         accelerate_argv(topology, preset.load(path), [])
 
@@ -125,4 +124,4 @@ def test_a_deepspeed_file_for_one_node_is_refused_on_two(tmp_path: Path) -> None
     loaded = preset.load(str(tmp_path / "zero.yaml"))
     assert accelerate_argv(Topology(), loaded, [])
     with pytest.raises(PresetError, match="deepspeed_multinode_launcher is missing, which means pdsh: it must be standard"):
-        accelerate_argv(Topology(num_nodes=2, head_address="a", port=29500), loaded, [])
+        accelerate_argv(TWO_NODES, loaded, [])

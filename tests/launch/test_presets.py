@@ -111,11 +111,6 @@ def test_the_command_line_changes_the_precision(name):
     assert accelerates_environment(name, mixed_precision="bf16")[1]["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
-def test_fp16_on_the_command_line_is_refused_where_the_preset_asks_for_the_cpu():
-    with pytest.raises(PresetError, match=r"--mixed-precision is fp16, and preset cpu asks for the CPU: .* use no, or bf16"):
-        accelerate_argv(Topology(), preset.load("cpu"), [], mixed_precision="fp16")
-
-
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "DEEPSPEED", "FSDP"])
 @pytest.mark.parametrize(
     "text", ["dynamo_config:\n  {prefix}backend: inductor\n  {prefix}mode: default\n", "dynamo_backend: inductor\n", ""]
@@ -187,19 +182,14 @@ def test_fsdp2_does_not_cut_attention_where_it_breaks(name):
         model = torchvision.models.get_model(name)
     attention = [part for part in model.modules() if type(part).__name__ in ATTENTION]
     # Swin V2's small network for relative positions is called as a module, so it may be a unit.
-    projections = [
-        part for block in attention for name, part in block.named_modules() if _is_linear(part) and "cpb" not in name
-    ]
+    named = [each for block in attention for each in block.named_modules() if "cpb" not in each[0]]
+    projections = [weights(part) for _, part in named if isinstance(part, torch.nn.Linear)]
     assert len(projections) >= 24
-    assert max(map(_weights, projections)) <= limit
-    assert max(map(_weights, model.modules())) > limit, "nothing would be a unit"
+    assert max(projections) <= limit
+    assert max(map(weights, model.modules())) > limit, "nothing would be a unit"
 
 
-def _is_linear(part):
-    return isinstance(part, torch.nn.Linear)
-
-
-def _weights(part):
+def weights(part):
     return sum(parameter.numel() for parameter in part.parameters())
 
 
@@ -209,15 +199,11 @@ FSDP2 = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_con
 REFUSED = {
     "MULTI_CPU": ("distributed_type: MULTI_CPU", ["one process", "MULTI_GPU", "gloo"]),
     "unquoted NO": ("distributed_type: NO", ["YAML", "'NO'"]),
-    "unknown type": ("distributed_type: MULTIGPU", ["'MULTIGPU'", "did you mean MULTI_GPU"]),
-    "no type": ("mixed_precision: bf16", ["distributed_type is None"]),
     "a list as type": ("distributed_type: [FSDP]", ["distributed_type is ['FSDP']"]),
     "unquoted no": ("distributed_type: MULTI_GPU\nmixed_precision: no", ["YAML", "'no'"]),
     "unknown precision": ("distributed_type: MULTI_GPU\nmixed_precision: bf8", ["'bf8'", "bf16"]),
-    "8 bits": ("distributed_type: MULTI_GPU\nmixed_precision: fp8", ["'fp8'", "one of no, bf16, fp16"]),
     "settings of 8 bits": ("distributed_type: MULTI_GPU\nfp8_config: {backend: TE}", ["8-bit precision is not supported"]),
     "fp16 on the CPU": ("distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16", ["use_cpu is true: fp16 needs a GPU"]),
-    "processes": ("distributed_type: MULTI_GPU\nnum_processes: many", ["num_processes is 'many'", "--num_processes"]),
     "two of NO": ("distributed_type: 'NO'\nnum_processes: 2", ["num_processes is 2", "MULTI_GPU"]),
     "machines": ("distributed_type: MULTI_GPU\nnum_machines: 0", ["num_machines is 0", "--num_machines"]),
     "rank": ("distributed_type: MULTI_GPU\nmachine_rank: 1", ["machine_rank is 1", "--machine_rank"]),
@@ -232,7 +218,6 @@ REFUSED = {
     "fsdp 1": ("distributed_type: FSDP", ["fsdp_version is 1", "must be 2"]),
     "fsdp 1's key": ("distributed_type: FSDP\nfsdp_config: {version: 2, sharding_strategy: FULL_SHARD}", ["reshard"]),
     "fsdp typing error": ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, min_num_param: 1}", ["fsdp_min_num_params"]),
-    "twice": ("distributed_type: DEEPSPEED\ndebug: true\ndebug: false", [":3: debug is given twice", "line 2"]),
     "accumulation": (
         "distributed_type: DEEPSPEED\n"
         "deepspeed_config: {deepspeed_multinode_launcher: standard, gradient_accumulation_steps: 4}",
@@ -266,9 +251,6 @@ REFUSED = {
     ),
     "no compiler": ("distributed_type: MULTI_GPU\ndynamo_config: inductor", ["dynamo_config is 'inductor'", "key: value"]),
     "no sizes": (f"{FSDP2}2", ["parallelism_config is 2", "key: value"]),
-    "not YAML": ("distributed_type: [", ["not YAML"]),
-    "no mapping": ("MULTI_GPU", ["key: value"]),
-    "empty": ("", ["key: value"]),
 }  # fmt: skip
 
 
@@ -288,16 +270,6 @@ def test_everything_wrong_is_said_at_once(tmp_path):
     with pytest.raises(PresetError) as caught:
         preset.load(str(path))
     assert len(str(caught.value).splitlines()) == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("deepspeed_zero", ["did you mean", "deepspeed_zero3"]), ("fsdp", ["fsdp2"]), ("nowhere/a.yaml", ["no such file"])],
-)
-def test_an_unknown_preset_names_the_nearest(name, words):
-    with pytest.raises(PresetError) as caught:
-        preset.load(name)
-    assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_a_preset_of_the_users_is_found_by_its_path(tmp_path, monkeypatch):

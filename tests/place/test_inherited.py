@@ -101,7 +101,7 @@ def job_of(name: str, folder: Path, **facts: str):
     described = {"JobId": kept["SLURM_JOB_ID"], "Restarts": "0", "EndTime": "500", **facts}
     answer = " ".join(f"{key}={value}" for key, value in described.items())
     host = kept.get("SLURMD_NODENAME", "node9")
-    allocation = slurm.find(kept, hostname=host, has_srun=True, describe_job=lambda job_id: "     Nodes=node1 Mem=1 GRES=\n")
+    allocation = slurm.find(kept, hostname=host, has_srun=True, scontrol=lambda arguments: "     Nodes=node1 Mem=1 GRES=\n")
     return allocation, slurm.find_job(kept, scontrol=lambda arguments: answer), kept
 
 
