@@ -12,13 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from app.environment.topology import Topology
 from app.environment.variables import PRESET_FILE
-from launch.preset import Preset, compiler, says_nothing
+from launch import parallelism
+from launch.preset import Preset, compiler
 from launch.run_module import program
 
-_UNDERSTOOD = {
-    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "num_processes", "num_machines",
-    "main_training_function", "dynamo_backend", "dynamo_config",
-}  # fmt: skip
 _COMPILERS = ("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS")
 _NO_COMPILER = {
     "backend": "NO",
@@ -29,7 +26,7 @@ _NO_COMPILER = {
 }
 _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 """MPI's variables for the number of processes on this node."""
-# What torchrun gives the process of a group of one, which keeps the group's store itself, at any port: nobody looks for it.
+# Set by torchrun for a group of one, which keeps its own store at any port, as no other process needs it.
 _GROUP_OF_ONE = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
     "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
@@ -62,14 +59,13 @@ def variables(
     topology: Topology, preset: Preset, environment: Mapping[str, str], *, mixed_precision: str | None = None
 ) -> dict[str, str] | None:
     """Return what `accelerate launch` would set for the one process, or None where that is not known."""
-    # Accelerate's other keys, and those that a user's file may have and that change nothing.
-    asked = {key: value for key, value in preset.settings.items() if (key, value) != ("debug", False)}
-    foreign = [key for key, value in asked.items() if key not in _UNDERSTOOD and not says_nothing(key, value)]
     compiling = _NO_COMPILER | {key: str(value) for key, value in compiler(preset.settings).items()}
     compiling["backend"] = compiling["backend"].upper()
     is_known = compiling.keys() == _NO_COMPILER.keys() and compiling["backend"] in _COMPILERS
+    # Keys of a preset that only Accelerate's launcher understands.
+    is_known &= preset.settings.get("debug", False) is False and parallelism.SECTION not in preset.settings
     threads = _threads(topology.threads_per_process, environment, use_cpu=preset.use_cpu)
-    if topology.world_size != 1 or foreign or not is_known or preset.variables or threads is None:
+    if topology.world_size != 1 or not is_known or preset.variables or threads is None:
         return None
     found = {"ACCELERATE_MIXED_PRECISION": mixed_precision or preset.mixed_precision, "OMP_NUM_THREADS": str(threads)}
     found |= {f"ACCELERATE_DYNAMO_{name.upper()}": value for name, value in compiling.items()}

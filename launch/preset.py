@@ -109,11 +109,11 @@ class Preset:
     name: str
     """Name of the shipped preset, or of the file without its ending."""
     path: Path
-    """The file, absolute: what `accelerate launch --config_file` gets."""
+    """Absolute path for `accelerate launch --config_file`."""
     distributed_type: str
     """NO, MULTI_GPU, DEEPSPEED or FSDP."""
     mixed_precision: str = "no"
-    """The precision of the forward and backward pass, unless the command line says another."""
+    """Precision of the forward and backward pass, unless the command line gives another."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for settings of the file that `accelerate launch` drops."""
     use_cpu: bool = False
@@ -131,7 +131,7 @@ class Preset:
 
     @property
     def strategy(self) -> Strategy:
-        """How the processes cooperate, as `Launched.strategy` has it."""
+        """How the processes cooperate: `Launched.strategy`."""
         return "deepspeed" if self.distributed_type == "DEEPSPEED" else "fsdp2" if self.distributed_type == "FSDP" else "ddp"
 
     def sharding(self, degrees: Degrees) -> Sharding:
@@ -146,7 +146,7 @@ class Preset:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether it starts one process whatever number is asked for."""
+        """Whether it starts one process even if more are requested."""
         return self.distributed_type == "NO"
 
 
@@ -245,13 +245,6 @@ def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     return settings, twice
 
 
-def says_nothing(key: str, value: Any) -> bool:
-    """Return whether a key that is not for presets has a value that changes nothing."""
-    if key not in _REFUSED:
-        return False
-    return value is None or any(value == known and type(value) is type(known) for known in _NOTHING.get(key, ()))
-
-
 def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield everything that is wrong, in the order of the file but for the types that decide the rest."""
     kind = settings.get("distributed_type")
@@ -303,10 +296,10 @@ def _precision_problems(precision: Any, *, on_cpu: bool) -> Iterator[str]:
 
 
 def _key_problems(key: str, value: Any, known: Collection[str]) -> Iterator[str]:
-    if says_nothing(key, value):
-        return
     if key in _REFUSED:
-        yield f"{key} is {value!r}: {_REFUSED[key]}"
+        has_no_effect = any(value == known and type(value) is type(known) for known in (None, *_NOTHING.get(key, ())))
+        if not has_no_effect:
+            yield f"{key} is {value!r}: {_REFUSED[key]}"
     elif key not in known:
         yield f"{key}: unknown key of a preset; {_suggest(key, sorted(known))}"
 

@@ -1,1 +1,1 @@
-"""What the scheduler gave."""
+"""Allocations and jobs of schedulers."""

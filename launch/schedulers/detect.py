@@ -7,6 +7,7 @@ of a scheduler.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from app.environment.slurm_variables import is_in_step
 from app.environment.started_ranks import STARTERS
@@ -37,7 +38,8 @@ def find(
             f"unset {', '.join(by_torchrun)} if they are left over"
         )
     _refuse_mpi(environment)
-    asked = {"processes_per_node": processes if processes_per_node is None else processes_per_node, "nodes": nodes}
+    per_node = processes if processes_per_node is None else processes_per_node
+    asked: dict[str, Any] = {"processes_per_node": per_node, "nodes": nodes}
     allocation = hosts.find(environment, **asked) or slurm.find(environment, **asked) or pbs.find(environment, **asked)
     if allocation and processes is not None and allocation.topology.num_nodes > 1:
         raise TopologyError(

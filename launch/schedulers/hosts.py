@@ -100,7 +100,7 @@ def topology(
     `slots` holds the processes that the batch system counts on each host; `accelerators` the known counts of some or all of
     them, by any name. `accelerators` and `port` come with their origin. The processes on each host are the number `asked` for;
     else one per slot, but no more than accelerators, and one per accelerator where there is a single slot, which is the
-    default. Raises TopologyError where the hosts are not alike, with the numbers that can be asked for.
+    default. Raises TopologyError where the hosts are not alike, with the numbers that are possible.
     """
     devices, devices_origin = accelerators
     usable = _even(devices, devices_origin) if asked is None and any(devices.values()) else 0

@@ -1,4 +1,4 @@
-"""This machine as a `Topology`: one node, one process per accelerator or as many as were asked for.
+"""This machine as a `Topology`: one node, one process per accelerator, or the requested number.
 
 The environment is a mapping passed in, never `os.environ` itself, so any machine can be pictured in a test. Accelerators
 are counted without torch, which takes a second to import and is not there on a login node.
@@ -22,7 +22,7 @@ def find(
     origin: str = "--processes",
     device_folder: Path = Path("/dev"),
 ) -> Topology:
-    """Return this machine as a topology: `processes` of them (said by `origin`), or one per accelerator and at least one.
+    """Return this machine as a topology: `processes` (from `origin`), or one per accelerator and at least one.
 
     The port is left to `accelerate launch` (0), which looks for a free one just before it is used: two runs started
     together cannot meet, and a printed command can be run again. Raises TopologyError.

@@ -188,7 +188,7 @@ REQUEUES = "SAMERUN_REQUEUES"
 
 # Variables of every login shell: `qsub -V` puts them into the list of a job's variables, and a new job gets its own.
 _OF_A_LOGIN = {"HOME", "LANG", "LOGNAME", "MAIL", "OLDPWD", "PATH", "PWD", "SHELL", "SHLVL", "TERM", "TZ", "USER", "_"}
-# PBS adds these to a job that asked for chunks (select=...), and refuses them together.
+# PBS adds these to a job that requested chunks (select=...), and refuses them together.
 _OF_CHUNKS = {"mem", "mpiprocs", "ncpus", "ngpus", "nodect", "nodes", "ompthreads", "vmem"}
 
 

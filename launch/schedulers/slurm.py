@@ -223,7 +223,7 @@ def _srun(slurm: Slurm, num_nodes: int, gpus: int) -> tuple[tuple[str, ...], str
     options.append("--mem=0")  # all that the job has there; SLURM_MEM_PER_NODE may be that of the job this one was submitted in
     if JOB.cpus_per_task in environment:
         options.append(f"--cpus-per-task={_cpus_per_node(slurm)[0]}")
-    if gpus:  # a step of a job that has its GPUs by --exclusive gets none unless it says so
+    if gpus:  # a step of a job that has its GPUs by --exclusive gets none unless it requests them
         options += [f"--gpus-per-node={gpus}", "--gpu-bind=none"]
     if is_in_step(environment):  # a shell that srun opened holds what it was given until it ends
         options.append("--overlap")

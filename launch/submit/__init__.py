@@ -1,1 +1,1 @@
-"""A job before it is submitted."""
+"""Checks of a job, its script and its submission."""

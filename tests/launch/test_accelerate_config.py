@@ -76,9 +76,16 @@ def test_what_says_nothing_of_the_machine_is_used_as_it_is(
 @pytest.mark.parametrize(
     ("name", "sentences"),
     [
-        ("two_nodes", ["machine_rank is 1: ", "main_process_ip is '10.0.0.1': ", "main_process_port is 29500: "]),
+        (
+            "two_nodes",
+            [
+                "machine_rank is 1: it belongs to the machine: remove it",
+                "main_process_ip is '10.0.0.1': ",
+                "main_process_port is 29500: ",
+            ],
+        ),
         ("first_of_two_nodes", ["main_process_ip is '10.0.0.1': ", "main_process_port is 29500: "]),
-        ("accumulating", ["gradient_accumulation_steps is 4: "]),
+        ("accumulating", ["gradient_accumulation_steps is 4: it is derived from the recipe"]),
         ("fsdp1", ["fsdp_version is 1: it must be 2"]),
         ("fsdp2", ["fsdp_transformer_layer_cls_to_wrap is empty"]),
         ("multi_cpu", ["distributed_type is MULTI_CPU: ", "use_cpu is true: "]),

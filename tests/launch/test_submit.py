@@ -54,8 +54,8 @@ def samerun(folder, *arguments, **env):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def script(folder, *arguments):
-    finished = samerun(folder, *arguments)
+def script(folder, *arguments, **env):
+    finished = samerun(folder, *arguments, **env)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -65,10 +65,15 @@ def anywhere(text, folder):
     return re.sub(r"\d{8}-\d{6}", "TIME", placed(text.replace(shlex.quote(str(folder)), "FOLDER")))
 
 
-def golden_lines(folder):
-    for name, arguments in CASES.items():
+def scripts(folder):
+    """The script of each case, submitted with a password in the environment."""
+    return {name: script(folder, *arguments, HF_TOKEN="hunter2") for name, arguments in CASES.items()}
+
+
+def golden_lines(scripts, folder):
+    for name, text in scripts.items():
         yield f"==> {name}"
-        yield from anywhere(script(folder, *arguments), folder).splitlines()
+        yield from anywhere(text, folder).splitlines()
 
 
 def problems(folder, *arguments, **env):
@@ -83,29 +88,19 @@ def problems(folder, *arguments, **env):
 # Scripts -------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_scripts_are_those_of_the_golden_file(tmp_path):
-    assert list(golden_lines(tmp_path)) == GOLDEN.read_text().splitlines()
-    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
-
-
-@pytest.mark.parametrize("checker", [("bash", "-n"), ("shellcheck", "--norc")], ids=["bash", "shellcheck"])
-def test_the_scripts_are_right_for_a_shell(tmp_path, checker):
-    if shutil.which(checker[0]) is None:
-        pytest.skip(f"needs {checker[0]} (apt-get install {checker[0]})")
+def test_the_scripts_are_those_of_the_golden_file_and_right_for_a_shell(tmp_path):
     folder = tmp_path / "it's a folder"
     folder.mkdir()
-    for number, arguments in enumerate(CASES.values()):
-        (tmp_path / f"{number}.sh").write_text(script(folder, *arguments))
-    scripts = sorted(tmp_path.glob("*.sh"))
-    assert len(scripts) == len(CASES) >= 7
-    for path in scripts:
+    found = scripts(folder)
+    assert list(golden_lines(found, folder)) == GOLDEN.read_text().splitlines()
+    assert list(folder.iterdir()) == [], "a dry run writes nothing"
+    assert "hunter2" not in "".join(found.values())
+    for number, text in enumerate(found.values()):
+        (tmp_path / f"{number}.sh").write_text(text)
+    checkers = [["bash", "-n"], *([["shellcheck", "--norc"]] if shutil.which("shellcheck") else [])]
+    for checker, path in itertools.product(checkers, sorted(tmp_path.glob("*.sh"))):
         finished = subprocess.run([*checker, path], capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stdout + finished.stderr
-
-
-def test_a_script_holds_nothing_of_the_environment(tmp_path):
-    assert "hunter2" not in script(tmp_path, *SLURM) + samerun(tmp_path, *SLURM, HF_TOKEN="hunter2").stdout
-    assert "hunter2" not in samerun(tmp_path, *PBS, WANDB_API_KEY="hunter2").stdout
 
 
 def run_as_job(folder, text, **env):
@@ -307,4 +302,5 @@ def test_it_needs_none_of_the_heavy_libraries(tmp_path):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as here:
-        print("\n".join(golden_lines(os.path.realpath(here))))
+        folder = os.path.realpath(here)
+        print("\n".join(golden_lines(scripts(folder), folder)))
