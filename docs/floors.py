@@ -17,7 +17,7 @@ OURS = ("app", "launch", "benchmarks")
 FLOORS: list[list[str]] = [
     ["app.errors"],
     ["app.files", "app.tasks", "app.tasks.image_classification.model_names"],
-    ["app.environment"],
+    ["app.environment", "app.runs"],
     ["app.recipe"],
     ["app.tasks.causal_lm.sections", "app.tasks.image_classification.sections"],
     ["app.options"],
@@ -25,7 +25,7 @@ FLOORS: list[list[str]] = [
     ["app.optim", "app.data"],
     ["app.distributed"],
     ["app.task"],
-    ["app.runs", "app.checks.arithmetic", "app.evaluation", "app.console", "app.init"],
+    ["app.runs.ledger", "app.runs.model_card", "app.checks.arithmetic", "app.evaluation", "app.console", "app.init"],
     ["app.tasks.causal_lm", "app.tasks.image_classification", "app.tasks.own"],
     ["app.building", "app.guard"],
     ["app.metrics", "app.checks"],

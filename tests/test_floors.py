@@ -91,6 +91,7 @@ def test_only_the_right_rooms_touch_the_environment_and_the_process_group() -> N
             "app.data.preprocessing",
             "app.tasks.causal_lm.data_tools.tokenizing",
             "app.metrics.profile",
+            "launch.run_module",
             "launch.schedulers.local",
             "launch.start.spread",
         },

@@ -337,7 +337,7 @@ def main(argv: list[str]) -> int:
         same_run = {"runs": [str(run.folder) for run in runs], "same_run": found[0].is_same, "verdict": str(found[0])}
         sys.stdout.write(json.dumps({**same_run, **values}) + "\n")
     else:
-        from app.reports.curves import labels  # matplotlib takes half a second, which the others do not need
+        from app.reports.plots import labels  # matplotlib takes half a second, which the others do not need
 
         console = SafeConsole() if sys.stdout.isatty() else SafeConsole(width=120)
         tables = {"recipe: what differs": found[0].recipe or {}, "preset: what differs": found[0].preset}

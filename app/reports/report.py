@@ -166,15 +166,15 @@ def _curves(run: PastRun) -> list[dict[str, str]]:
     import numpy as np
     from matplotlib.figure import Figure  # takes half a second, which the help does not need
 
-    from app.reports import curves
+    from app.reports import plots
 
     drawn = []
     rates = ("learning_rate", f"{run.unit}_per_s")
     for quantity in [*quantities([run]), *rates]:
         figure = Figure(figsize=_INCHES, layout="constrained")
         axes = figure.subplots()
-        parts: list[curves.Part] | None = ["training"] if quantity in rates else None
-        notes = curves.draw(axes, [run], quantity, x="epoch" if run.unit == run_folder.UNIT else run.unit, parts=parts)
+        parts: list[plots.Part] | None = ["training"] if quantity in rates else None
+        notes = plots.draw(axes, [run], quantity, x="epoch" if run.unit == run_folder.UNIT else run.unit, parts=parts)
         if not axes.lines:
             continue
         title = words(quantity).replace(" per s", "/s")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from another_task import PER_SAMPLE, language
 
-from app.reports import curves, past_run
+from app.reports import past_run, plots
 from launch.cli import main as samerun
 
 
@@ -17,15 +17,15 @@ def test_curves_are_drawn_by_tokens_and_by_bits_per_byte(
     digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, other = past_run.read(language(digits_run, tmp_path / "language")), past_run.read(digits_run)
-    assert curves.columns_of([run]) == ("tokens", "time")  # epochs of the same size would show the same
-    figure, notes = curves.new_page([run], xs=["tokens"])
+    assert plots.columns_of([run]) == ("tokens", "time")  # epochs of the same size would show the same
+    figure, notes = plots.page([run], xs=["tokens"])
     assert notes == []
     loss, bits = figure.axes
     assert (loss.get_ylabel(), bits.get_ylabel(), bits.get_xlabel()) == ("loss", "validation bits per byte", "tokens seen")
     assert list(loss.lines[0].get_xdata()) == [PER_SAMPLE * line["samples_seen"] for line in run.metrics]
     assert list(bits.lines[0].get_ydata()) == [1.5 * line["validation_loss"] for line in run.evaluations]
-    assert curves.columns_of([run, other]) == curves.XS
-    _, notes = curves.new_page([run, other], xs=["tokens"], only=["loss"])
+    assert plots.columns_of([run, other]) == plots.XS
+    _, notes = plots.page([run, other], xs=["tokens"], only=["loss"])
     assert notes == ["digits: lines without tokens seen are left out."]
     assert samerun(["curves", str(run.folder), "--x", "tokens, time", "--each", "--out", str(tmp_path / "drawn")]) == 0
     assert {"curves.png", "loss_language.pdf"} <= {path.name for path in (tmp_path / "drawn").iterdir()}

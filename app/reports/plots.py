@@ -1,0 +1,212 @@
+"""Loss and scores of past runs as lines on matplotlib axes, told apart by line style and marker, so also in grey.
+
+    draw(axes, [run], "loss")                          training as a line, validation as a line with markers
+    draw(axes, runs, "accuracy", x="time", parts=["validation"])
+    figure, notes = page(runs, xs=["epoch", "time"])   the loss and the scores that judge the runs, with one legend
+
+A quantity is the loss or the name of a score, without its split. Whatever a run does not have is left out, with a note. Of
+runs that coincide, each later line is thinner than those below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal, get_args
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from app.files.lines import is_finite
+from app.reports.past_run import TEXT_SCORE, Line, PastRun, is_share, quantities, words
+from app.runs import run_folder
+
+Part = Literal["training", "validation", "test"]
+PARTS: tuple[Part, ...] = get_args(Part)
+XS = ("epoch", run_folder.UNIT, "time")
+"""What curves can be drawn against, besides the unit that the runs count, such as tokens."""
+
+_TIME_UNITS = ((7200, 3600, "h"), (600, 60, "min"), (0, 1, "s"))  # from these seconds on: seconds in the unit, name
+_LOG_FROM = 10.0  # largest over smallest, from which on a linear axis would show the end as a flat line
+# Four line styles, dark at first and then lighter; in color, those of Okabe and Ito, which all eyes can tell apart.
+_LINES = ("-", "--", "-.", ":")
+_COLORS = ("#000000", "#0072b2", "#b34f00", "#00694b", "#8c8c8c", "#56b4e9", "#e69f00", "#cc79a7")
+_MARKERS = "os^Dv*PX"
+_MOST_POINTS = 500  # of a curve; more would be a band instead of a line
+_MARKS = 9  # on a line with more points
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What was recorded of a run, by rising step."""
+
+    x: Sequence[float]
+    """Epochs (fractional), samples or what else was counted, or seconds since the first start of the run."""
+    y: Sequence[float]
+    """As it was recorded."""
+    notes: Sequence[str]
+    """A sentence for whatever is missing."""
+
+
+def curve(run: PastRun, part: Part, quantity: str, *, x: str = "epoch") -> Curve:
+    """Return one curve of a run, without the points that have no value or no place."""
+    key = quantity if part == "training" else f"{part}_{quantity}"
+    lines: Sequence[Line] = run.metrics if part == "training" else run.evaluations
+    lines = [line for line in lines if is_finite(line.get(key))]
+    if not lines:
+        return Curve(x=[], y=[], notes=[f"{run.name}: no {part} {words(quantity)} is recorded."])
+    place, begin, unit, notes = f"{x}_seen", 0.0, 1.0, []
+    if x == "epoch" and run.samples_per_epoch:
+        place, unit = "samples_seen", run.samples_per_epoch
+    elif x == "epoch":
+        place = "epoch"
+        notes.append(f"{run.name}: how many samples an epoch has is not recorded; lines are drawn where their epoch begins.")
+    elif x == "time":
+        place = "time"
+        times = [line["time"] for line in (*run.metrics, *run.evaluations) if is_finite(line.get("time"))]
+        begin = run.starts[0].launched if run.starts else min(times, default=0.0)
+        if not run.starts:
+            notes.append(f"{run.name}: when it was started is not recorded; its time begins with its first line.")
+    placed = [line for line in lines if is_finite(line.get(place))]
+    if len(placed) < len(lines):
+        notes.append(f"{run.name}: lines without {words(place)} are left out.")
+    return Curve(x=[(line[place] - begin) / unit for line in placed], y=[float(line[key]) for line in placed], notes=notes)
+
+
+def parts_of(runs: Sequence[PastRun], quantity: str) -> list[Part]:
+    """Return the parts that a quantity of these runs is expected of; test, a point at the end, where there is no validation."""
+    is_trained = quantity == "loss" or any(quantity in line for run in runs for line in run.metrics)
+    recorded = {key for run in runs for line in run.evaluations for key in line}
+    is_only_tested = f"test_{quantity}" in recorded and f"validation_{quantity}" not in recorded
+    evaluated: Part = "test" if is_only_tested else "validation"
+    return ["training", evaluated] if is_trained else [evaluated]
+
+
+def columns_of(runs: Sequence[PastRun]) -> tuple[str, ...]:
+    """Return what runs are drawn against: epochs, or the unit of their task, and time; both if their epochs differ in size."""
+    units = {run.unit for run in runs}
+    unit = units.pop() if len(units) == 1 else run_folder.UNIT
+    if len({(run.samples_per_epoch, run.unit) for run in runs}) > 1:
+        return ("epoch", unit, "time")
+    return ("epoch" if unit == run_folder.UNIT else unit, "time")
+
+
+def labels(runs: Sequence[PastRun]) -> list[str]:
+    """Return a name for each run, without the words that all share: 1x8 and 4x2 for digits-1x8-adamw and digits-4x2-adamw."""
+    paths = [run.folder.resolve().parts for run in runs]
+    depths = range(1, 1 + max(map(len, paths)))
+    depth = next((depth for depth in depths if len({path[-depth:] for path in paths}) == len(runs)), 1)
+    separator = r"([_/]|(?<!\de)-)"  # 1e-3 is one word
+    split = [re.split(separator, "/".join(path[-depth:])) for path in paths]  # a word, what separates it, a word, ...
+    for shared, rest in ((slice(2), slice(2, None)), (slice(-2, None), slice(-2))):
+        while len(runs) > 1 and all(len(own) > 1 for own in split) and len({tuple(own[shared]) for own in split}) == 1:
+            split = [own[rest] for own in split]
+    names = ["".join(own) for own in split]
+    return [
+        f"{name} ({1 + names[:place].count(name)})" if names.count(name) > 1 else name  # a folder that was given twice
+        for place, name in enumerate(names)
+    ]
+
+
+def draw(
+    axes: Axes, runs: Sequence[PastRun], quantity: str, *, x: str = "epoch", parts: Sequence[Part] | None = None
+) -> list[str]:
+    """Draw the curves of the runs, with labels for a legend, and return the sentences about what is missing.
+
+    `parts` are by default those that are expected of the quantity.
+    """
+    parts = parts_of(runs, quantity) if parts is None else parts
+    curves = [[curve(run, part, quantity, x=x) for part in parts] for run in runs]
+    drawn = [value for of_run in curves for found in of_run for value in found.y]
+    in_percent = is_share(quantity, drawn)
+    seconds, x_label = 1, "epoch" if x == "epoch" else f"{x} seen"
+    if x == "time":  # of all that is recorded, since panels share the axis
+        last_s = max((curve(run, part, "loss", x=x).x[-1:] or [0.0])[0] for run in runs for part in PARTS)
+        seconds, unit = next((seconds, unit) for least_s, seconds, unit in _TIME_UNITS if last_s >= least_s)
+        x_label = f"time since the start ({unit})"
+    for number, (name, of_run) in enumerate(zip(labels(runs), curves, strict=True)):
+        for part, found in zip(parts, of_run, strict=True):
+            size = -(-len(found.y) // _MOST_POINTS)
+            places, values = (
+                [fmean(numbers[first : first + size]) for first in range(0, len(numbers), size or 1)]
+                for numbers in (found.x, found.y)
+            )
+            label = part if len(runs) == 1 else name if len(parts) == 1 else f"{name}, {part}"
+            label = re.sub("^_", " _", label.replace("$", r"\$"))  # no formula, and no line without a label
+            if values:
+                axes.plot(
+                    [place / seconds for place in places],
+                    [100 * value if in_percent else value for value in values],
+                    label=label,
+                    **_style(number, part, len(values), alone=len(parts) == 1),
+                )
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(f"{parts[0] + ' ' if len(parts) == 1 else ''}{words(quantity)}{' (%)' if in_percent else ''}")
+    axes.set_xlim(left=0.0, auto=True)  # wide enough for what is still drawn in panels that share the axis
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=x == "epoch", min_n_ticks=2, steps=[1, 2, 5, 10]))
+    if x not in ("epoch", "time"):
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if not drawn:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center")
+    falls = quantity in ("loss", TEXT_SCORE) or any(run.monitor == (quantity, "min") for run in runs)
+    if falls and drawn and 0 < _LOG_FROM * min(drawn) < max(drawn):
+        axes.set_yscale("log")
+        # A label for each decade; in a narrow range also between.
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if max(drawn) > 100 * min(drawn) else (1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(visible=True, color="0.88", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return [note for of_run in curves for found in of_run for note in found.notes]
+
+
+def _style(number: int, part: Part, points: int, *, alone: bool) -> dict[str, Any]:
+    """Return how the line of a run is drawn; `alone`: only this part is drawn, so training lines can have markers too."""
+    style: dict[str, Any] = {
+        "linestyle": _LINES[(number + number // len(_MARKERS)) % len(_LINES)],
+        "color": _COLORS[number % len(_COLORS)],
+        "linewidth": max(0.9, 2.0 - 0.3 * number),
+    }
+    if part == "training" and not alone:
+        dot = {"marker": ".", "markersize": 8.0} if points == 1 else {}  # a line of one point is invisible
+        return {**style, **dot, "linewidth": 0.6 * style["linewidth"]}
+    spacing = max(1, points // _MARKS)
+    return {
+        **style,
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "markerfacecolor": "white",
+        "markersize": max(4.0, 7.0 - 0.7 * number),
+        "markevery": slice(number * spacing // 3 % spacing, None, spacing),  # side by side where runs coincide
+    }
+
+
+def page(
+    runs: Sequence[PastRun], *, only: Sequence[str] | None = None, xs: Sequence[str] = ("epoch",)
+) -> tuple[Figure, list[str]]:
+    """Return a figure with a column for each of `xs`, and the sentences about what is missing.
+
+    It has the loss and the scores that judge the runs, or `only` these quantities. Of one run, training and validation share a
+    panel; of several, each has its own. One legend is above all panels.
+    """
+    rows: list[tuple[str, Sequence[Part]]] = []
+    for quantity in quantities(runs) if only is None else only:
+        parts = parts_of(runs, quantity)
+        rows += [(quantity, parts)] if len(runs) == 1 else [(quantity, [part]) for part in parts]
+    figure = Figure(figsize=(max(7.0, 4.6 * len(xs)), 0.7 + 2.5 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), len(xs), sharex="col", sharey="row", squeeze=False)
+    notes: list[str] = []
+    for (quantity, own), panels in zip(rows, grid, strict=True):
+        for axes, x in zip(panels, xs, strict=True):
+            notes += draw(axes, runs, quantity, x=x, parts=own)
+            axes.label_outer()
+    entries = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if entries:
+        title = runs[0].name.replace("$", r"\$") if len(runs) == 1 else None
+        figure.legend(
+            entries.values(), entries.keys(), title=title, loc="outside upper center", ncols=4, frameon=False, handlelength=4
+        )
+    return figure, list(dict.fromkeys(notes))
