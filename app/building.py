@@ -194,5 +194,5 @@ def _fed(
         own = loader.InProcess(source, batches, seed=seed, data_rank=launched.data_rank, data_ranks=launched.data_ranks)
         return own if device.type == "cpu" else transfer.Ahead(own.unwritten, device)
     workers = loader.workers_of(runtime.workers, local_world_size=launched.local_world_size, device=device)
-    dealt = runtime.deal(loader.build(source, batches, seed=seed, workers=workers))
+    dealt = runtime.deal(loader.build_loader(source, batches, seed=seed, workers=workers))
     return dealt if device.type == "cpu" else transfer.Ahead(functools.partial(loader.unwritten, dealt), device)

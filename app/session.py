@@ -68,7 +68,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
         narrow, counted = _without_data(task, model, data.train.facts, None if is_checked else dropout, count=runtime.is_main)
         dropout.refuse_others(runtime.plan, parts=runtime.launched.tensor_parallel)
         if recipe.train.checkpoint_activations == "blocks":  # after FLOPs are counted, which must not include recomputation
-            model_preparation.compute_blocks_again(model, block_classes(task, model))
+            model_preparation.checkpoint_activations(model, block_classes(task, model))
         drawn = None if units is None else filling.fill(runtime, model, units)
     if narrow and (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16"):
         arithmetic.check(runtime, narrow)
@@ -115,7 +115,7 @@ def _without_data(
             dropout.look(lambda times: task.loss(own_layers.without_data(model), sample_dropout.repeated(example, times)))
         narrow = arithmetic.narrow_convolutions(model, forward)
         # Now, because later the model is sharded over the ranks.
-        return narrow, flops.of_training(model, forward) / size if count else 0.0
+        return narrow, flops.training_flops(model, forward) / size if count else 0.0
     except NeedsData:
         if dropout:
             dropout.leave_all("the task's loss needs data, so it is not known which dimension of its input has the samples")

@@ -183,9 +183,9 @@ def say_rates(entries: Mapping[str, Entry], found: Found, *, rows: str, units: i
     from app.task import Form
 
     task = next(iter(entries.values())).task
-    made = blueprint.of_recipe(recipe_file.load(task["recipe"], task["overrides"]).recipe)
+    made = blueprint.build_blueprint(recipe_file.load(task["recipe"], task["overrides"]).recipe)
     example = made.task.example(made.facts, Form())
-    flop_per_unit = flops.of_training(made.model, lambda called: made.task.loss(called, example)) / example[rows].numel()
+    flop_per_unit = flops.training_flops(made.model, lambda called: made.task.loss(called, example)) / example[rows].numel()
     peak = flops.peak_per_s(torch.device("cpu" if on_cpu else "cuda"), mixed_precision="bf16")
     for name, entry in entries.items():
         if name in found.failures:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from app.distributed import numerics
 from app.distributed.runtime import Runtime
 from app.environment import host_memory
-from app.environment.cores import of_processor
+from app.environment.cores import cpuinfo_field
 from app.errors import DeviceError
 from app.own_layers import without_data
 
@@ -233,7 +233,7 @@ def kind_of(device: torch.device) -> str:
         return f"{found.name}, {found.multi_processor_count} multiprocessors, torch {torch.__version__}"
     if device.type != "cpu":
         return f"{device.type}, torch {torch.__version__}"
-    processor = " ".join(map(of_processor, ("model name", "flags", "Features", "cache size")))
+    processor = " ".join(map(cpuinfo_field, ("model name", "flags", "Features", "cache size")))
     return (
         f"cpu {platform.machine()} {processor}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}"

@@ -211,7 +211,7 @@ def is_compressed(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_decompressed(path: Path) -> Iterator[Any]:
     """Open a file for reading bytes, decompressed. Raises DataError, in the block as well, if it cannot be read to its end."""
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
@@ -228,10 +228,10 @@ def opened(path: Path) -> Iterator[Any]:
         with openers.get(path.suffix.lower(), open)(path, "rb") as file:
             yield file
     except errors as error:
-        raise unreadable(path, error) from error
+        raise damaged_file_error(path, error) from error
 
 
-def unreadable(path: Path | str, error: Exception) -> DataError:
+def damaged_file_error(path: Path | str, error: Exception) -> DataError:
     """Return the error for a file that a decompressor, or another library, cannot read to its end."""
     if isinstance(error, OSError) and error.errno:
         return DataError(f"{path} cannot be read ({error.strerror}); repair or remove it")
@@ -243,7 +243,7 @@ def check_columns(file: Path, wanted: Collection[str]) -> None:
     """Raise DataError if one of the columns, or any if none are named, is twice in a table: .parquet, .arrow, .csv."""
     import pyarrow
 
-    readers = {".parquet": _of_parquet, ".arrow": _of_arrow, ".csv": _of_csv}
+    readers = {".parquet": _parquet_columns, ".arrow": _arrow_columns, ".csv": _csv_columns}
     try:
         names = readers.get(file.suffix.lower(), lambda _: ())(file)
     except (OSError, ValueError, pyarrow.ArrowException, csv.Error, StopIteration):
@@ -258,14 +258,14 @@ def check_names(names: Sequence[str], wanted: Collection[str], where: str) -> No
         raise DataError(f"{where} has the column {twice[0]!r} twice: rename or remove one of them")
 
 
-def _of_parquet(file: Path) -> list[str]:
+def _parquet_columns(file: Path) -> list[str]:
     import pyarrow.parquet
 
     names: list[str] = pyarrow.parquet.read_schema(file).names
     return names
 
 
-def _of_arrow(file: Path) -> list[str]:
+def _arrow_columns(file: Path) -> list[str]:
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
@@ -276,6 +276,6 @@ def _of_arrow(file: Path) -> list[str]:
     return names
 
 
-def _of_csv(file: Path) -> list[str]:
+def _csv_columns(file: Path) -> list[str]:
     with file.open(newline="", encoding="utf-8-sig") as lines:
         return next(csv.reader(lines))

@@ -143,7 +143,7 @@ def _copy(arrays: Mapping[str, np.ndarray], memory: Mapping[str, np.ndarray]) ->
         np.copyto(memory[name], array)  # in this thread: torch's pool is left to others
 
 
-def build(source: Samples, batches: Any, *, seed: int | None, workers: int) -> DataLoader:
+def build_loader(source: Samples, batches: Any, *, seed: int | None, workers: int) -> DataLoader:
     """Return a loader over `batches`, a batch sampler of global micro-batches, for Accelerate to divide.
 
     For samples that are made one by one: so many worker processes do it; 0: this process. `seed` as in `Fetching`.
@@ -168,7 +168,7 @@ def workers_of(asked: int | None, *, local_world_size: int, device: torch.device
     """
     if asked is not None:
         return asked if device.type == "cpu" else max(1, asked)
-    return num_workers(cores.of_this_process(local_world_size), device)
+    return num_workers(cores.usable(local_world_size), device)
 
 
 def num_workers(own_cores: int, device: torch.device) -> int:

@@ -132,7 +132,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def one_process_per_node(lock: Path) -> Iterator[None]:
     """Wait until no other process holds the file `lock`, and hold it; its folder is made. Raises OSError.
 
     Where there are no locks at all, nobody waits: what is made under them is renamed, so that at worst it is made twice.

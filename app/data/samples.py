@@ -62,7 +62,7 @@ class _Makes(_ProtocolMeta):
 
         Raises DataError for what cannot be samples.
         """
-        return wrapped(dataset, names=names, collate=collate, facts=facts or {})
+        return wrap_dataset(dataset, names=names, collate=collate, facts=facts or {})
 
 
 class Samples(Protocol, metaclass=_Makes):
@@ -137,7 +137,7 @@ class Splits(NamedTuple):
 Collate = Callable[[list[Any]], Any]
 
 
-def wrapped(
+def wrap_dataset(
     dataset: Any, *, names: Sequence[str | None], collate: Collate | None, facts: Mapping[str, Any]
 ) -> OfArrays | OfDataset:
     """Return samples of a data set; see `Samples.of`. Raises DataError for what cannot be samples."""
@@ -152,7 +152,7 @@ def wrapped(
         raise DataError("Samples.of was given a DataLoader, and uses only its data set: the application makes the batches")
     if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):
         raise DataError(
-            f"Samples.of was given {_of_class(dataset)}, which gives no samples by number. The samples of a "
+            f"Samples.of was given {_class_name(dataset)}, which gives no samples by number. The samples of a "
             "step must depend only on the step; otherwise runs on other numbers of processes would differ, "
             "and none could resume where it stopped. Give a Dataset with __getitem__ and __len__, or write "
             "the stream to disk once"
@@ -225,7 +225,7 @@ class OfDataset:
         try:
             batch = self._collate(items)
         except Exception as error:
-            raise DataError(f"collate failed on the samples {_few(indices)}: {_told(error)}") from error
+            raise DataError(f"collate failed on the samples {_few(indices)}: {_error_text(error)}") from error
         return _named(batch, self._names, what="what collate returns")
 
     def _item(self, index: int, seed: Callable[[int], None], by: int) -> Any:
@@ -235,7 +235,7 @@ class OfDataset:
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"sample {index} of {_of_class(self._dataset)} cannot be loaded: {_told(error)}") from error
+            raise DataError(f"sample {index} of {_class_name(self._dataset)} cannot be loaded: {_error_text(error)}") from error
 
 
 @contextmanager
@@ -320,7 +320,7 @@ def _shape_of(value: Any) -> str:
     return f"{type(value).__name__} {list(shape)} of {str(getattr(value, 'dtype', '?')).removeprefix('torch.')}"
 
 
-def _of_class(value: Any) -> str:
+def _class_name(value: Any) -> str:
     name = type(value).__qualname__
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
@@ -329,7 +329,7 @@ def _few(indices: np.ndarray) -> str:
     return ", ".join(map(str, indices[:4].tolist())) + (", ..." if len(indices) > 4 else "")
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """The error, and the line that raised it: the text is all that a worker process sends."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the one here
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -43,12 +43,12 @@ def load() -> None:
         if builder is not None and builder.is_compatible(verbose=False):
             for leftover in root.glob(f"**/{builder.name}/lock"):
                 leftover.unlink()
-            with _told(builder.name, root):
+            with _announced(builder.name, root):
                 builder.load(verbose=False)
 
 
 @contextmanager
-def _told(name: str, root: Path) -> Iterator[None]:
+def _announced(name: str, root: Path) -> Iterator[None]:
     """Say on stderr that an operator is compiled in the block, unless it is over in moments, and again as this goes on."""
     began_s, is_over = time.monotonic(), threading.Event()
 

@@ -23,7 +23,7 @@ from app.distributed.sample_dropout import SampleDropout
 from app.errors import RecipeError
 
 
-def survive_failures(accelerator: Accelerator) -> None:
+def survive_compile_failures(accelerator: Accelerator) -> None:
     """See to it that a model, or a part of it, that cannot be compiled is run uncompiled, and said to be once."""
     if accelerator.state.dynamo_plugin.backend == DynamoBackend.NO:
         return
@@ -66,7 +66,7 @@ class _Sentence:
         return True
 
 
-def compute_blocks_again(model: nn.Module, classes: Collection[str]) -> None:
+def checkpoint_activations(model: nn.Module, classes: Collection[str]) -> None:
     """Have each outermost module of these classes compute its forward pass again for the backward pass; names stay.
 
     Raises RecipeError if the model has none.

@@ -49,7 +49,7 @@ class Device:
     """CUDA_VISIBLE_DEVICES, as the process has it."""
 
 
-def own(launched: Launched, *, on_cpu: bool) -> Device:
+def own_device(launched: Launched, *, on_cpu: bool) -> Device:
     """Return the device that Accelerate will take (accelerate 1.15, state.py, `set_device`)."""
     host, accelerator = socket.gethostname(), torch.accelerator.current_accelerator()
     if on_cpu or accelerator is None:

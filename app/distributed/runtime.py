@@ -95,7 +95,7 @@ class Runtime:
             _await_head(launched)
         self._collective = _time_out(hang_timeout_s)
         on_cpu = _runs_on_cpu(launched)
-        set_up(on_cpu=on_cpu)
+        silence_libraries(on_cpu=on_cpu)
         self.store_watch = StoreWatch(launched, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}")
         """Until the first step; with a --hang-timeout of 0 never."""
         if hang_timeout_s != 0:
@@ -107,13 +107,13 @@ class Runtime:
         except DistNetworkError as error:
             raise TopologyError(_cannot_meet(launched, str(error).splitlines()[0])) from error
         del store  # the group has its own store
-        self.mesh = build(self.accelerator, launched)
+        self.mesh = build_mesh(self.accelerator, launched)
         """The device mesh, if the model is not sharded over all ranks: (dp_replicate, dp_shard) or (dp_shard, tp)."""
-        self._data_group = group_of_data(self.mesh)
+        self._data_group = data_group(self.mesh)
         self._ranks = Ranks()
         # After Accelerate, which sets some of it.
         self.numerics = numerics.set_up(self.device, tf32=tf32, deterministic=deterministic)
-        model_preparation.survive_failures(self.accelerator)
+        model_preparation.survive_compile_failures(self.accelerator)
         self.store_watch.phase = "preparing the training"
         if hang_timeout_s is None:  # tools have no watchdog that takes over
             self.store_watch.stop()
@@ -122,7 +122,7 @@ class Runtime:
         """Check that each process has its own device; return the store that they used for it."""
         if self.launched.world_size == 1:
             return None
-        own = process_store.own(self.launched, on_cpu=on_cpu)
+        own = process_store.own_device(self.launched, on_cpu=on_cpu)
         store, everywhere = process_store.meet(own, self.launched.world_size)
         process_store.check(everywhere)
         self.notes += filter(None, [process_store.confined(everywhere)])
@@ -209,7 +209,7 @@ class Runtime:
 
         Accelerate would copy each on the stream that computes; `app.data.transfer` does it while that is at work.
         """
-        return deal(self.accelerator, self.launched, loader)
+        return deal_batches(self.accelerator, self.launched, loader)
 
     def average_buffers(self, model: torch.nn.Module) -> None:
         """Average floating-point buffers (running statistics of batch norms) over the ranks.
@@ -294,7 +294,7 @@ def _build_accelerator(
     # What the preset says of a mesh is read already: to Accelerate a size of -1 is none, and tensor parallelism breaks in it
     # (1.15, `_prepare_tp`, with transformers 5.23: ImportError).
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
-    copies = of_copies(launched)
+    copies = copies_config(launched)
     settings: dict[str, Any] = {
         # Handing over the plugin, not a number, is what keeps ACCELERATE_GRADIENT_ACCUMULATION_STEPS from winning silently.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=plan.accumulation, sync_with_dataloader=False),
@@ -307,7 +307,7 @@ def _build_accelerator(
         ],
     }
     if launched.strategy == "deepspeed":
-        settings["deepspeed_plugin"] = complete(plan, clip_norm)
+        settings["deepspeed_plugin"] = complete_deepspeed_settings(plan, clip_norm)
         compiled_ops.load()
     if on_cpu:
         return _accelerator_on_cpu(launched, settings, joining, copies)
@@ -361,7 +361,7 @@ class _Copies(ParallelismConfig):
         return ["dp_replicate", "dp_shard"]
 
 
-def of_copies(launched: Launched) -> ParallelismConfig | None:
+def copies_config(launched: Launched) -> ParallelismConfig | None:
     """Return what tells Accelerate of the copies of HSDP; None: there are none."""
     if launched.replicas == 1:
         return None
@@ -374,7 +374,7 @@ def of_copies(launched: Launched) -> ParallelismConfig | None:
     )
 
 
-def build(accelerator: Accelerator, launched: Launched) -> DeviceMesh | None:
+def build_mesh(accelerator: Accelerator, launched: Launched) -> DeviceMesh | None:
     """Return the mesh; None: the model is sharded over all ranks, or not at all. Called by all ranks together."""
     if launched.tensor_parallel == 1:
         mesh: DeviceMesh | None = accelerator.torch_device_mesh
@@ -383,7 +383,7 @@ def build(accelerator: Accelerator, launched: Launched) -> DeviceMesh | None:
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_shard", "tp"))
 
 
-def deal(accelerator: Accelerator, launched: Launched, loader: DataLoader) -> Any:
+def deal_batches(accelerator: Accelerator, launched: Launched, loader: DataLoader) -> Any:
     """Return this data-parallel rank's shares of a loader's global micro-batches, as Accelerate deals them."""
     if launched.tensor_parallel == 1:
         return accelerator.prepare_data_loader(loader, device_placement=False)
@@ -401,14 +401,14 @@ def deal(accelerator: Accelerator, launched: Launched, loader: DataLoader) -> An
     return dealt
 
 
-def group_of_data(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+def data_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """Return the group of this rank over which what is of samples is added up; None: all ranks."""
     if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
         return None
     return mesh.get_group("dp_shard")
 
 
-def set_up(*, on_cpu: bool) -> None:
+def silence_libraries(*, on_cpu: bool) -> None:
     """Leave out what is known here; to be called before DeepSpeed is imported, which Accelerate does under any preset."""
     # FSDP2 itself calls what torch has given new names, at every unit of every step.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
@@ -432,7 +432,7 @@ def _leave_out(logger: str, words: str) -> None:
     logging.getLogger(logger).addFilter(lambda record: words not in record.getMessage())
 
 
-def complete(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
+def complete_deepspeed_settings(plan: BatchPlan, clip_norm: float) -> DeepSpeedPlugin:
     """Return the preset's settings with those that the recipe and the plan decide.
 
     Raises PresetError if the preset sets one of these itself, or what would have something else learnt.

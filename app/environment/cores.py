@@ -16,20 +16,20 @@ from app.environment import host_memory
 from app.environment.slurm_variables import STEP, Slurm, is_in_step, own_environment
 
 
-def of_this_process(local_world_size: int) -> int:
+def usable(local_world_size: int) -> int:
     """Return the cores that this process may use, of `local_world_size` that share what the node gives them; at least 1."""
     return share(own_environment(), local_world_size, bound=len(os.sched_getaffinity(0)), quota=quota())
 
 
 def machine() -> str:
     """Return cores, processor, system and Python, in one line."""
-    processor = of_processor("model name") or platform.machine()
+    processor = cpuinfo_field("model name") or platform.machine()
     return f"{len(os.sched_getaffinity(0))} cores of {processor}, {platform.system()} {platform.release()}, Python " + (
         platform.python_version()
     )
 
 
-def of_processor(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def cpuinfo_field(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return what Linux tells of the first processor under a name, such as `model name`; empty where it does not."""
     found = re.search(rf"^{name}\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return found[1].strip() if found else ""
@@ -37,7 +37,7 @@ def of_processor(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def lacks_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this is known to be a processor without instructions for bf16 numbers; only x86 tells."""
-    flags = of_processor("flags", cpuinfo).split()
+    flags = cpuinfo_field("flags", cpuinfo).split()
     return bool(flags) and not {"avx512_bf16", "amx_bf16"} & set(flags)
 
 

@@ -228,10 +228,10 @@ class Origin:
 
 def own_environment() -> dict[str, str]:
     """Return the environment of this process without what it only inherited."""
-    return own(os.environ, find_origin()) if JOB.job_id in os.environ else dict(os.environ)
+    return without_inherited(os.environ, find_origin()) if JOB.job_id in os.environ else dict(os.environ)
 
 
-def own(environment: Mapping[str, str], origin: Origin | None) -> dict[str, str]:
+def without_inherited(environment: Mapping[str, str], origin: Origin | None) -> dict[str, str]:
     """Return `environment` without what a process of this origin (None: unknown, or not Slurm's) can only have inherited."""
     kept = dict(environment)
     job = environment.get(JOB.job_id)

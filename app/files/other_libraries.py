@@ -118,7 +118,7 @@ def extra(what: str) -> Iterator[None]:
         raise DataError(f'{what} needs a library that is not installed ({error}): pip install "samerun[formats]"') from error
 
 
-def why() -> str | None:
+def why_hub_unreachable() -> str | None:
     """Return why the hub cannot be reached now, as a clause; None: it may be there."""
     from huggingface_hub import constants
 

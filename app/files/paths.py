@@ -51,7 +51,7 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def own(folder: Path) -> Path:
+def own_folder(folder: Path) -> Path:
     """Return the folder, which only this user can read and write from now on; it is made where there is none.
 
     A link is followed if it is this user's. Raises PermissionError, saying whose it is, for a folder of somebody else or one
@@ -82,7 +82,7 @@ def cache_folder(kind: str, environment: Mapping[str, str]) -> Path:
     """
     said = environment.get("SAMERUN_CACHE")
     place = Path(said) if said else Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "samerun")
-    return own(place.expanduser() / kind)
+    return own_folder(place.expanduser() / kind)
 
 
 def new_folder(path: Path) -> Path:

@@ -73,7 +73,7 @@ _PEAKS = {
 }
 
 
-def of_training(model: torch.nn.Module, forward: Callable[[Callable[..., Any]], Any]) -> float:
+def training_flops(model: torch.nn.Module, forward: Callable[[Callable[..., Any]], Any]) -> float:
     """Return the floating-point operations of a forward and backward pass of a whole `model`, on any device.
 
     Counts what is in matrix products and convolutions, each product and each sum as one; recomputation does not count. Of a

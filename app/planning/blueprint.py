@@ -66,7 +66,7 @@ class Blueprint:
 
 
 @functools.lru_cache(maxsize=8)
-def of_recipe(recipe: Recipe) -> Blueprint:
+def build_blueprint(recipe: Recipe) -> Blueprint:
     """Return the recipe's model without numbers.
 
     The data is opened if it exists, because the model can depend on it. Raises DataError if it does not exist and the recipe
@@ -102,9 +102,9 @@ def _equal_blocks(model: nn.Module, classes: frozenset[str]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def of_one_rank(recipe: Recipe, tensor_parallel: int) -> Blueprint:
+def rank_blueprint(recipe: Recipe, tensor_parallel: int) -> Blueprint:
     """Return the part of the model that one process computes with, by the rules of real runs. Raises PresetError."""
-    whole = of_recipe(recipe)
+    whole = build_blueprint(recipe)
     if tensor_parallel == 1:
         return whole
     check(whole.model, tensor_parallel)

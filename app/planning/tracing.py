@@ -195,7 +195,7 @@ def traced(blueprint: Blueprint, how: PassOptions) -> dict[str, Bytes]:
     with fake_group(how.shards) if how.shards else nullcontext() as mesh, FakeTensorMode():
         blueprints.bring_to_cpu(model, dtype=half)
         if how.recomputes:
-            model_preparation.compute_blocks_again(model, blueprint.classes)
+            model_preparation.checkpoint_activations(model, blueprint.classes)
         if how.channels_last:
             own_layers.take_channels_last(model)
         if how.shards:

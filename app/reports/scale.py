@@ -61,7 +61,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     # On CPUs all sizes get the threads per process of the largest, or each process of a smaller one would have more cores.
     threads = allocation.topology.threads_per_process if allocation else None
     if not allocation and local.count_accelerators(environment)[0] == 0:
-        threads = cores.of_this_process(most)
+        threads = cores.usable(most)
     environment = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **environment}
 
     planned = _plan(options, out, each="--processes-per-node" if allocation else "--processes")

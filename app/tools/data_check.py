@@ -131,7 +131,7 @@ def _parser() -> Parser:
         "file of pictures; and recipe values")  # fmt: skip
     parser.add_argument("--write", type=Path, metavar="FILE", help="write their names into FILE, for data.leave_out=FILE; "
         "names that it already leaves out are kept")  # fmt: skip
-    count = cores.of_this_process(1)
+    count = cores.usable(1)
     parser.add_argument("--workers", "--processes", dest="processes", metavar="N", type=positive, default=count,
                         help=f"processes that read and decode (default: {count}, the CPU cores here)")  # fmt: skip
     return parser

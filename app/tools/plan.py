@@ -87,10 +87,10 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
         )
     precision = options.mixed_precision or ("bf16" if per_s("bf16") else "no")
     tasks.of(loaded.recipe).check_training()
-    model, flops_per_s, step_flops = blueprint.of_recipe(loaded.recipe), per_s(precision), None
+    model, flops_per_s, step_flops = blueprint.build_blueprint(loaded.recipe), per_s(precision), None
     if flops_per_s:
         example = model.task.example(model.facts, Form())
-        of_batch = flops.of_training(model.model, lambda called: model.task.loss(called, example))
+        of_batch = flops.training_flops(model.model, lambda called: model.task.loss(called, example))
         step_flops = of_batch / len(example["samples"]) * loaded.recipe.train.global_batch_size
     given = _Given(
         recipe=loaded.recipe,

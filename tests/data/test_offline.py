@@ -52,7 +52,7 @@ def test_a_host_that_answers_is_not_refused_and_a_name_that_nobody_knows_is_said
     server = HTTPServer(("localhost", 0), BaseHTTPRequestHandler)
     threading.Thread(target=server.handle_request, daemon=True).start()
     endpoint(f"http://localhost:{server.server_port}")
-    assert other_libraries.why() is None
+    assert other_libraries.why_hub_unreachable() is None
     server.server_close()
     endpoint("https://no-such-host.invalid")
-    assert (other_libraries.why() or "").startswith("no-such-host.invalid cannot be reached from here: ")
+    assert (other_libraries.why_hub_unreachable() or "").startswith("no-such-host.invalid cannot be reached from here: ")

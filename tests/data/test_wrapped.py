@@ -35,7 +35,7 @@ class Shaken(Dataset):
 
 def of_training(samples: Any, workers: int) -> list[dict[str, Any]]:
     batches = TrainBatches(size=40, seed=5, global_batch_size=8, micro_batches_per_step=2, first_step=0, last_step=8)
-    made = loader.build(samples, batches, seed=5, workers=workers)
+    made = loader.build_loader(samples, batches, seed=5, workers=workers)
     return list(loader.batches_of(made))
 
 

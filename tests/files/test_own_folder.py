@@ -10,7 +10,7 @@ import pytest
 
 from app.distributed import compiled_ops
 from app.errors import DataError, PresetError
-from app.files.paths import own, refuse_prepared
+from app.files.paths import own_folder, refuse_prepared
 from app.tasks.image_classification.data import arrays
 from app.tasks.image_classification.data.arrays import Unstored
 from app.tasks.image_classification.data.folders import images_below
@@ -58,17 +58,17 @@ PREPARED = pytest.mark.parametrize("how", ["link", "open", "file", "pipe"])
 def test_it_is_made_for_one_user(everybodys: Path) -> None:
     before = os.umask(0)
     try:
-        folder = own(everybodys / "a" / "b")
+        folder = own_folder(everybodys / "a" / "b")
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
-    assert stat.S_IMODE(own(folder).stat().st_mode) == 0o700, "one of an earlier version"
+    assert stat.S_IMODE(own_folder(folder).stat().st_mode) == 0o700, "one of an earlier version"
     (everybodys / "link").symlink_to(folder)
-    assert own(everybodys / "link") == everybodys / "link", "our own link, as to a disk with more room"
+    assert own_folder(everybodys / "link") == everybodys / "link", "our own link, as to a disk with more room"
     (everybodys / "file").touch()
     with pytest.raises(NotADirectoryError):
-        own(everybodys / "file")
+        own_folder(everybodys / "file")
 
 
 @as_root
@@ -77,16 +77,16 @@ def test_what_a_stranger_has_prepared_is_refused(everybodys: Path, how: str) -> 
     place = prepared(everybodys / "samerun", how)
     whose = f"{place} {'is a link of' if how == 'link' else 'belongs to'} user {STRANGER}, who may have prepared it"
     with pytest.raises(PermissionError, match=whose):
-        own(place)
+        own_folder(place)
     assert how == "pipe" or list(everybodys.rglob("*/*")) == []
     if how == "open":
         with pytest.raises(PermissionError, match=whose):
-            own(place / "below")
+            own_folder(place / "below")
         with pytest.raises(PermissionError, match=whose):
             refuse_prepared(place / "below" / "that")
     given_away(everybodys)
     everybodys.chmod(0o755)
-    own(everybodys / "of a colleague, who is known")
+    own_folder(everybodys / "of a colleague, who is known")
 
 
 @as_root

@@ -85,7 +85,7 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
     """resnet50 takes 4.09 G products in its forward pass (torchvision's table of models)."""
     recipe = ModelRecipe(name="resnet50")
     model = models.build(recipe, channels=3, image_size=(224, 224), num_classes=1000)
-    counted = flops.of_training(model, lambda called: called(torch.empty(1, 3, 224, 224, device="meta")))
+    counted = flops.training_flops(model, lambda called: called(torch.empty(1, 3, 224, 224, device="meta")))
     assert counted == pytest.approx(3 * 2 * 4.09e9, rel=0.01)
 
 

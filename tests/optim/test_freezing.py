@@ -68,7 +68,7 @@ def test_no_arithmetic_is_counted_for_gradients_that_nobody_computes() -> None:
     model = Net()
 
     def counted() -> float:
-        return flops.of_training(model, lambda called: Loss(called(inputs).pow(2).mean(), 4))
+        return flops.training_flops(model, lambda called: Loss(called(inputs).pow(2).mean(), 4))
 
     first, middle, last = (2 * 4 * products for products in (10 * 20, 20 * 30, 30 * 5))
     assert counted() == 3 * (first + middle + last)

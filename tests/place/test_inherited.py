@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from app.environment import slurm_variables, started_ranks
-from app.environment.slurm_variables import Origin, find_origin, for_a_new_job, own
+from app.environment.slurm_variables import Origin, find_origin, for_a_new_job, without_inherited
 from launch.schedulers import detect, slurm
 
 CAPTURED = Path(__file__).parents[1] / "environments"
@@ -97,7 +97,7 @@ def test_a_process_above_this_one_is_read_from_the_real_kernel() -> None:
 
 def job_of(name: str, folder: Path, **facts: str):
     """The allocation and the job that `samerun launch` sees, and the environment that it hands on."""
-    kept = own(environment(f"slurm-nested/{name}"), find_origin(proc(name, folder)))
+    kept = without_inherited(environment(f"slurm-nested/{name}"), find_origin(proc(name, folder)))
     described = {"JobId": kept["SLURM_JOB_ID"], "Restarts": "0", "EndTime": "500", **facts}
     answer = " ".join(f"{key}={value}" for key, value in described.items())
     host = kept.get("SLURMD_NODENAME", "node9")
@@ -145,8 +145,11 @@ def test_what_is_not_known_to_be_inherited_stays(name: str) -> None:
     step = captured.get("SLURM_STEP_ID", "batch")
     terminals = {captured["SLURM_TASK_PID"]: "SLURM_PTY_PORT" in captured}
     for origin in (None, Origin(captured["SLURM_JOB_ID"], step, terminals), Origin("1", "extern", {})):
-        assert own(captured, origin) == captured
-    assert own(environment("slurm/het-step-task1"), Origin("1", "batch", {})) == environment("slurm/het-step-task1")
+        assert without_inherited(captured, origin) == captured
+    job = Origin("1", "batch", {})
+    assert without_inherited(environment("slurm/het-step-task1"), job) == environment("slurm/het-step-task1")
+        "slurm/het-step-task1"
+    )
 
 
 def test_gpus_and_tasks_of_the_outer_job_are_not_the_new_ones(tmp_path: Path) -> None:
@@ -156,7 +159,7 @@ def test_gpus_and_tasks_of_the_outer_job_are_not_the_new_ones(tmp_path: Path) ->
     assert "SLURM_GPUS_PER_NODE" not in kept
     assert allocation.topology.processes_per_node == 1
     genuine = environment("slurm/2node-2task-gpuspernode2-bind-batch")
-    assert own(genuine, Origin(genuine["SLURM_JOB_ID"], "batch", {})) == genuine
+    assert without_inherited(genuine, Origin(genuine["SLURM_JOB_ID"], "batch", {})) == genuine
 
 
 def test_a_job_submitted_in_an_array_is_no_task_of_it(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ DEEP = recipe_file.load("lm_tiny", ["model.layers=9"]).recipe
 
 @pytest.fixture(scope="module")
 def deep() -> blueprints.Blueprint:
-    return blueprints.of_recipe(DEEP)
+    return blueprints.build_blueprint(DEEP)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_states_are_those_of_a_real_step(name: str) -> None:
 
 def test_what_a_plan_says_of_shardings() -> None:
     recipe = recipe_file.load("lm_tiny", ["model.hidden_size=256", "model.vocab_size=1024"]).recipe
-    weights = 4 * blueprints.of_recipe(recipe).parameters
+    weights = 4 * blueprints.build_blueprint(recipe).parameters
     one = peak(Case(recipe, Sharding(), micro_batch=4))
     assert (one.weights, one.total) == (weights, sum(one[:-1]))
     case = Case(recipe, Sharding(), data_ranks=4, micro_batch=4)

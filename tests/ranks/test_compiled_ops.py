@@ -18,10 +18,10 @@ def test_compiling_says_that_it_goes_on(
 ) -> None:
     monkeypatch.setattr(compiled_ops, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(compiled_ops, "_SAY_EVERY_S", 0.1)
-    with compiled_ops._told("adam", tmp_path):
+    with compiled_ops._announced("adam", tmp_path):
         pass
     assert capsys.readouterr().err == "", "it was there"
-    with compiled_ops._told("adam", tmp_path):
+    with compiled_ops._announced("adam", tmp_path):
         time.sleep(0.4)
     first, *others, last = capsys.readouterr().err.splitlines()
     assert first == f"compiling DeepSpeed's adam in {tmp_path}, once for this machine and version; this can take some minutes"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
-from app.distributed.model_preparation import compute_blocks_again
+from app.distributed.model_preparation import checkpoint_activations
 from app.distributed.sample_dropout import give_to_samples
 from app.errors import RecipeError
 
@@ -50,7 +50,7 @@ def trained(*, again: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     draws = give_to_samples(model, 1)
     names = list(model.state_dict())
     if again:
-        compute_blocks_again(model, {"Layer"})
+        checkpoint_activations(model, {"Layer"})
     assert list(model.state_dict()) == names
     tracker = MemTracker()
     tracker.track_external(model)
@@ -78,7 +78,7 @@ def test_a_model_without_blocks_is_refused(classes: Any, why: str) -> None:
     with pytest.raises(
         RecipeError, match=rf"checkpoint_activations is blocks, but for the model, a Net, .*{why}.*: set it to none"
     ):
-        compute_blocks_again(Net(4), classes)
+        checkpoint_activations(Net(4), classes)
 
 
 def recipe() -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def download(recipe: ModelRecipe) -> None:
         return
     from huggingface_hub import hf_hub_download
 
-    why = other_libraries.why()
+    why = other_libraries.why_hub_unreachable()
     try:
         hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision, local_files_only=why is not None)
     except Exception as error:  # whatever the network says

@@ -90,7 +90,7 @@ def check_kept(recipe: Recipe, task: Any, model: nn.Module) -> None:
     ours = {id(parameter) for parameter in model.parameters()}
     kept = {name: it for name, it in _kept(task).items() if isinstance(it, nn.Parameter) and id(it) not in ours}
     if kept:
-        raise TrainingError(_said(recipe, WEIGHTS, _of_weights([f"{name} {list(it.shape)}" for name, it in kept.items()])))
+        raise TrainingError(_text(recipe, WEIGHTS, _of_weights([f"{name} {list(it.shape)}" for name, it in kept.items()])))
 
 
 def check(  # noqa: PLR0913  (keyword-only after the parts)
@@ -126,7 +126,7 @@ def check(  # noqa: PLR0913  (keyword-only after the parts)
                 compares=all(layer.running_mean is not None for layer in stored),
             )
         except Broken as error:
-            raise TrainingError(_said(recipe, error.rule, str(error))) from None
+            raise TrainingError(_text(recipe, error.rule, str(error))) from None
 
 
 def _sizes(recipe: Recipe, micro_batch: int) -> tuple[int, int]:
@@ -434,5 +434,5 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
 
 
-def _said(recipe: Recipe, rule: str, text: str) -> str:
+def _text(recipe: Recipe, rule: str, text: str) -> str:
     return f"{task_file.name_of(recipe.task)} breaks a rule ({rule}): {text}"

@@ -17,7 +17,7 @@ from packed import CLASSES, FORMATS, PICTURE, opened, pack, records, refused, wr
 from processes import clean_environment
 from sources import everything
 
-from app.data.preprocessing import alone
+from app.data.preprocessing import one_process_per_node
 from app.errors import DataError
 from app.tasks.image_classification.data.images import FINGERPRINT_SAMPLES
 from app.tasks.image_classification.data.shards import MOST_OPEN_FILES
@@ -76,7 +76,7 @@ def indexing(shard: Path) -> subprocess.Popen[str]:
 def test_processes_make_an_index_once(tmp_path: Path) -> None:
     shard, lock = tmp_path / "train.tar", tmp_path / ".samerun.lock"
     shard.write_bytes(b"x")
-    with alone(lock):
+    with one_process_per_node(lock):
         started = [indexing(shard) for _ in range(3)]
         while len(re.findall(rf"-> FLOCK .*:{lock.stat().st_ino} ", Path("/proc/locks").read_text())) < 3:
             assert all(process.poll() is None for process in started)

@@ -87,7 +87,7 @@ def test_ranks_share_batches_however_many_are_looked_up_together(monkeypatch: py
 def test_the_host_keeps_the_numbers_of_what_accelerate_sends_to_a_device() -> None:
     source = open_data(recipe_file.load("digits").recipe.sections).train
     batches = list(EvalBatches(size=len(source), batch_size=500))
-    fed = list(loader.build(source, batches, seed=None, workers=1))
+    fed = list(loader.build_loader(source, batches, seed=None, workers=1))
     assert len(fed) == len(batches)
     for numbers, batch in zip(batches, fed, strict=True):
         sent = send_to_device(batch, "meta")

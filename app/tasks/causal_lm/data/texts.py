@@ -24,9 +24,9 @@ from app.data.data_files import (
     check_columns,
     check_complete,
     check_names,
+    damaged_file_error,
     is_compressed,
-    opened,
-    unreadable,
+    open_decompressed,
     walk,
 )
 from app.errors import DataError
@@ -237,7 +237,7 @@ def _dataset(name: str, asked: Asked) -> Any:
     path = Path(name).expanduser()
     if path.is_file():
         check_columns(path, (*asked.columns, *asked.more_columns))
-    why = None if path.exists() else other_libraries.why()
+    why = None if path.exists() else other_libraries.why_hub_unreachable()
     try:
         with other_libraries.datasets_offline() if why else nullcontext():
             if path.is_file():
@@ -300,7 +300,7 @@ def place(piece: Piece, number: int) -> str:
 
 def _json_rows(piece: Piece, asked: Asked) -> Iterator[Row]:
     path = Path(piece.path)
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         lines = iter(file) if is_compressed(path) else _lines(file, piece.start, piece.stop)
         for number, line in enumerate(lines):
             if line.strip():
@@ -343,7 +343,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _text_rows(piece: Piece, asked: Asked) -> Iterator[Row]:
     path = Path(piece.path)
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         if asked.separator is None:
             yield 0, _text(file.read(), asked)
         elif is_compressed(path):
@@ -389,7 +389,7 @@ def _parquet_rows(piece: Piece, asked: Asked) -> Iterator[Row]:
             for batch in file.iter_batches(_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=columns):
                 yield from zip(numbers, batch.to_pylist())  # noqa: B905 - the numbers do not end
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
-        raise unreadable(piece.path, error) from error
+        raise damaged_file_error(piece.path, error) from error
 
 
 def _dataset_rows(piece: Piece, dataset: Any) -> Iterator[Row]:
@@ -399,7 +399,7 @@ def _dataset_rows(piece: Piece, dataset: Any) -> Iterator[Row]:
         try:
             columns = dataset[start : min(start + _ROWS, piece.stop)]
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise unreadable(piece.path, error) from error
+            raise damaged_file_error(piece.path, error) from error
         names = list(columns)
         for number, values in enumerate(zip(*columns.values(), strict=True), start - piece.start):
             yield number, dict(zip(names, values, strict=True))

@@ -282,7 +282,7 @@ def _tokenize_parser() -> Parser:
     add("--prompts", action="store_true", help="rows are prompts with answers, or conversations; only answers are targets")
     add("--too-long", choices=("cut", "leave-out"), default="cut", help="for examples longer than a row (default: cut)")
     add("--skip-unreadable", action="store_true", help="skip and count unreadable documents (default: the first is an error)")
-    count = cores.of_this_process(1)
+    count = cores.usable(1)
     add("--workers", type=positive, default=count, metavar="N", help=f"processes (default: {count}, the CPU cores here); the "
         "result is the same with any number")  # fmt: skip
     return parser

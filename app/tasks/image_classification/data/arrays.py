@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from app.data.draws import HostDraws
-from app.data.preprocessing import alone, cache_folder, progress
+from app.data.preprocessing import cache_folder, one_process_per_node, progress
 from app.data.samples import CHECK, Layout
 from app.errors import DataError
 from app.files import other_libraries
@@ -271,7 +271,7 @@ def keep(made_of: Sequence[object], shape: Sequence[int], read: Callable[[], Uns
         folder = cache_folder("splits") / name
         if (found := _kept(folder)) is not None:  # without the lock: the cache may be read-only
             return found
-        with alone(folder.with_suffix(".lock")):
+        with one_process_per_node(folder.with_suffix(".lock")):
             if (found := _kept(folder)) is not None:
                 return found
             if folder.exists():

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from app.data.data_files import BESIDE_FOLDERS, NotRead, read_folder, walk
-from app.data.preprocessing import alone, cache_folder, progress
+from app.data.preprocessing import cache_folder, one_process_per_node, progress
 from app.environment.topology import listed
 from app.errors import DataError, RecipeError
 from app.files.atomic_files import remove_remains
@@ -207,7 +207,7 @@ def images_below(folder: Path, classes: Sequence[str]) -> Listing:
     name = hashlib.sha256(json.dumps([LISTING_FORMAT, str(folder.resolve())]).encode()).hexdigest()[:32]
     try:
         place = cache_folder("listings") / name
-        with alone(place.with_suffix(".lock")):
+        with one_process_per_node(place.with_suffix(".lock")):
             return _kept(place, folder, classes) or _made(place, folder, classes)
     except OSError:
         with tempfile.TemporaryDirectory() as elsewhere:

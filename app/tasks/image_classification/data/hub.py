@@ -137,7 +137,7 @@ def download_hub(recipe: Sections) -> None:
         return
     from datasets.exceptions import DatasetsError
 
-    why = other_libraries.why()
+    why = other_libraries.why_hub_unreachable()
     try:
         with other_libraries.datasets_offline() if why else nullcontext():
             other_libraries.data_set(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)

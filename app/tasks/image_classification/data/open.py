@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.data.preprocessing import alone
+from app.data.preprocessing import one_process_per_node
 from app.errors import DataError
 from app.tasks.image_classification.data.arrays import decoded_once, open_arrays
 from app.tasks.image_classification.data.containers import open_hdf5, open_lmdb
@@ -90,7 +90,7 @@ def download_data(recipe: Sections) -> None:
         download_hub(recipe)
     elif source in DOWNLOAD_FILES:
         try:
-            with alone(root / ".download.lock"):
+            with one_process_per_node(root / ".download.lock"):
                 DOWNLOAD_FILES[source](recipe)
         except (OSError, RuntimeError) as error:
             raise DataError(

@@ -44,7 +44,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from app.data.data_files import check_complete, numbered_sets
-from app.data.preprocessing import alone, cache_folder, progress
+from app.data.preprocessing import cache_folder, one_process_per_node, progress
 from app.environment.topology import listed
 from app.errors import DataError
 from app.files.atomic_files import file_made_whole
@@ -223,7 +223,7 @@ def indexed(files: Sequence[Path], kind: str, read: Callable[[Path], Iterable[Ro
         try:
             place = cache_folder("indexes") / _digest(str(folder.resolve())) if is_cache else folder
             if not os.access(place / name, os.R_OK):
-                with alone(place / ".samerun.lock"):
+                with one_process_per_node(place / ".samerun.lock"):
                     if not (place / name).exists():
                         _write_index(place, series, name, _table(files, read))
             return Shards(files, Mapped.of_npy(place / name))

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.data.data_files import NotRead, walk
-from app.data.preprocessing import alone, progress
+from app.data.preprocessing import one_process_per_node, progress
 from app.errors import DataError, RecipeError
 from app.files import paths
 from app.files.atomic_files import made_whole, remove_remains
-from app.files.paths import own
+from app.files.paths import own_folder
 from app.tasks.image_classification.sections import Sections
 
 # Files copied at a time: a network disk answers each after some milliseconds, in which others can be asked for.
@@ -66,9 +66,9 @@ def staged(recipe: Sections) -> Sections:
     files = sorted(_files(source))
     identity = repr((str(source.resolve()), files)).encode()
     try:
-        place = own(folder / f"samerun-{os.geteuid()}") / f"{source.name}-{hashlib.sha256(identity).hexdigest()[:16]}"
+        place = own_folder(folder / f"samerun-{os.geteuid()}") / f"{source.name}-{hashlib.sha256(identity).hexdigest()[:16]}"
         if not place.exists():
-            with alone(place.with_name(f".{place.name}.lock")):
+            with one_process_per_node(place.with_name(f".{place.name}.lock")):
                 _copy(source, place, files)
     except OSError as error:
         raise DataError(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.data.data_files import opened
+from app.data.data_files import open_decompressed
 from app.errors import DataError, RecipeError
 from app.files import other_libraries
 from app.tasks.image_classification.data.arrays import ArrayImages, Mapped, Unstored, chunk_rows, framed, in_array, keep, stamps
@@ -111,7 +111,7 @@ def _idx_labels(path: Path) -> np.ndarray:
 def _idx_shape(path: Path, dimensions: int) -> tuple[int, ...]:
     """Return the shape of the array in an idx file of unsigned bytes. Raises DataError, also for another file size."""
     header, magic = _header_bytes(dimensions), UNSIGNED_BYTE << 8 | dimensions
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         start = file.read(header)
         if len(start) < header or struct.unpack_from(">I", start)[0] != magic:
             found = f"it starts with 0x{start[:4].hex()}, not 0x{magic:08x}"
@@ -125,7 +125,7 @@ def _idx_shape(path: Path, dimensions: int) -> tuple[int, ...]:
 def _unpacked(path: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Yield the array of a compressed file in chunks, and check at the end that it has as many bytes as the header states."""
     rows, row_bytes, read_bytes = chunk_rows(shape), int(np.prod(shape[1:], dtype=np.int64)), 0
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         file.read(_header_bytes(1 if len(shape) == 1 else 3))
         for start in range(0, shape[0], rows):
             piece = file.read(min(rows, shape[0] - start) * row_bytes)

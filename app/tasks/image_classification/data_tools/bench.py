@@ -96,7 +96,7 @@ def measure(recipe: Recipe, *, seconds: float) -> Costs:
 
 def as_text(costs: Costs, images_per_s: float | None) -> str:
     """Return the table for people."""
-    own_cores = cores.of_this_process(1)
+    own_cores = cores.usable(1)
     parts = {"reading": costs.read_us, "decoding": costs.decode_us, "framing or look-up": costs.frame_us}
     lines = ["one core, by CPU time         us a picture   share"]
     lines += [f"  {name:26} {us:12,.1f} {us / costs.fetch_us:8.0%}" for name, us in parts.items()]
@@ -133,7 +133,7 @@ def _with_workers(recipe: Recipe, source: Images, seconds: float) -> tuple[int, 
         return 0, _per_second(map(loader.Fetching(source, seed=recipe.seed).__getitems__, _order(recipe, source)), seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workers = loader.workers_of(None, local_world_size=1, device=device)
-    fed = loader.build(source, _order(recipe, source), seed=recipe.seed, workers=workers)
+    fed = loader.build_loader(source, _order(recipe, source), seed=recipe.seed, workers=workers)
     batches = iter(fed)
     for _ in range(2 * fed.num_workers):  # what the workers had ready when the measurement began
         next(batches)

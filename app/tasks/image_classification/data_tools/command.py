@@ -146,7 +146,7 @@ def _parser(command: str, description: str) -> Parser:
     several = "WHAT ..." if command == "inspect" else "WHAT"
     parser.add_argument("words", nargs="+", metavar=f"{several} [key=value ...]", help=f"{_WHAT}; and recipe values")
     if command != "bench":
-        count = cores.of_this_process(1)
+        count = cores.usable(1)
         parser.add_argument(
             "--workers",  # as everywhere else; --processes is what it was called
             "--processes",
