@@ -14,11 +14,11 @@ import pytest
 from processes import REPOSITORY
 
 CEILINGS = {
-    "code lines of app, launch and samerun": 26_590,
-    "files of app, launch and samerun": 250,
-    "code lines of tests": 26_580,
+    "code lines of app, launch and samerun": 25_350,
+    "files of app, launch and samerun": 235,
+    "code lines of tests": 26_100,
     "code lines of benchmarks": 1_200,
-    "words of docs": 41_940,
+    "words of docs": 42_020,
 }
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

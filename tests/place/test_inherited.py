@@ -148,8 +148,6 @@ def test_what_is_not_known_to_be_inherited_stays(name: str) -> None:
         assert without_inherited(captured, origin) == captured
     job = Origin("1", "batch", {})
     assert without_inherited(environment("slurm/het-step-task1"), job) == environment("slurm/het-step-task1")
-        "slurm/het-step-task1"
-    )
 
 
 def test_gpus_and_tasks_of_the_outer_job_are_not_the_new_ones(tmp_path: Path) -> None:
