@@ -333,7 +333,7 @@ def settle_frozen(runtime: Runtime, claim: Claim, model: torch.nn.Module, resume
         return entry
     with runtime.together():
         is_sharded = held.is_divided(model)
-        tensors = (_gathered(runtime, it) if is_sharded else it.values for it in frozen.values())
+        tensors = (_gathered(runtime.gather, it) if is_sharded else it.values for it in frozen.values())
         try:
             contents = {  # each takes the next tensor when it is written, in this order
                 name: Content(
@@ -361,9 +361,9 @@ def _check_same_frozen(folder: Path, entry: FileEntry | None, frozen: Mapping[st
         )
 
 
-def _gathered(runtime: Runtime, it: Piece) -> torch.Tensor:
-    """Return the whole of a parameter, 1-D, on all ranks."""
+def _gathered(gather: Callable[[Any], list[Any]], it: Piece) -> torch.Tensor:
+    """Return the whole of a parameter, 1-D, on all ranks; `gather` returns every rank's value."""
     whole = torch.empty(prod(it.shape), dtype=it.values.dtype)
-    for region, values in filter(None, runtime.gather((it.region, it.values.cpu()) if it.copies[1] == 0 else None)):
+    for region, values in filter(None, gather((it.region, it.values.cpu()) if it.copies[1] == 0 else None)):
         region.rows(whole).copy_(values.view(region.runs, region.run))
     return whole

@@ -1,6 +1,6 @@
 """Loads what other programs wrote, through their libraries: models, tokenizers, data sets, pickled weights, arrays.
 
-Every call that could run code of what it loads is in this module; tests/files/test_foreign.py finds calls elsewhere. Code of a
+Every call that could run code of what it loads is in this module; tests/files/test_other_libraries.py finds calls elsewhere. Code of a
 folder or a repository is refused without a question on the terminal, and a pickle may hold only tensors and plain containers.
 The libraries are imported when they are needed.
 

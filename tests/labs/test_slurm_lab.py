@@ -269,7 +269,7 @@ def test_a_job_of_one_process_ends_with_the_exit_code_of_its_run(lab: Lab, tmp_p
     options = ("--preset", "cpu", "--processes-per-node", "1", "--run-dir", str(tmp_path / "run"))
     job = lab.wait(lab.sbatch("--nodes=1", SCRIPT, *options, *RECIPE, *nowhere))
     assert (job.state, job.exit_code) == ("FAILED", "6:0"), job.output
-    assert job.output.splitlines()[-1].startswith("[node1] DataError: "), job.output
+    assert job.output.splitlines()[-1].startswith("[rank 0 on node1] DataError: "), job.output
 
 
 def test_a_job_with_unequal_nodes_is_refused_with_the_choices(lab: Lab) -> None:

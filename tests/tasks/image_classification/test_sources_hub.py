@@ -376,7 +376,6 @@ def as_empty_split(folder: Path) -> Path:
         (as_saved, {"hub_config": "large"}, r"is a folder that save_to_disk wrote, which has no configurations; remove"),
         (as_file, {"hub_config": "large"}, r"is a file, which has no configurations; remove data.hub_config"),
         (as_saved, {"hub_revision": "a" * 40}, r"is a local path, and only data sets on the hub have revisions; remove"),
-        (as_saved, {"hub_revision": "main"}, r"data\.hub_revision is main: it must be a commit, all 40 hexadecimal digits"),
     ],
 )
 def test_what_cannot_be_opened_is_one_sentence(tmp_path: Path, write, keys: dict, text: str) -> None:

@@ -19,7 +19,7 @@ from small_tokenizer import write_tokenizer
 from app.errors import CheckpointError, DataError, RecipeError, RunFolderError
 from launch import cli
 
-ROOM = REPOSITORY / "app" / "files" / "foreign.py"
+ROOM = REPOSITORY / "app" / "files" / "other_libraries.py"
 LOADERS = {
     *("from_pretrained", "from_config", "load_dataset", "load_dataset_builder", "load_from_disk"),
     *("load_adapter", "inject_adapter_in_model", "LoraConfig", "read_pickle", "unsafe_load", "full_load"),
