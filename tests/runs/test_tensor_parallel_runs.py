@@ -118,7 +118,7 @@ class Sines:
         return Net()
 
     def init_module(self, model, name, module):
-        for part in unit.modules():
+        for part in module.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
 
