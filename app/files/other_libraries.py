@@ -1,10 +1,11 @@
 """Loads what other programs wrote, through their libraries: models, tokenizers, data sets, pickled weights, arrays.
 
-Every call that could run code of what it loads is in this module; tests/files/test_other_libraries.py finds calls elsewhere. Code of a
-folder or a repository is refused without a question on the terminal, and a pickle may hold only tensors and plain containers.
-The libraries are imported when they are needed.
+Every call that could run code of what it loads is in this module; tests/files/test_other_libraries.py finds calls elsewhere.
+Code of a folder or a repository is refused without a question on the terminal, and a pickle may hold only tensors and plain
+containers. The libraries are imported when they are needed.
 
-Its libraries try for half a minute and more before they say that it cannot. One look takes no longer than one of their tries.
+The hub's libraries try for half a minute and more before they report that it cannot be reached. `why_hub_unreachable` takes no
+longer than one of their tries.
 """
 
 from __future__ import annotations
