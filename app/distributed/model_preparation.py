@@ -1,9 +1,10 @@
 """Changes to a model before training: torch.compile, activation checkpointing, synchronized batch normalization.
 
-torch would end the run with the compiler's traceback. Compiling is for speed alone, so it is one sentence instead.
+A model that cannot be compiled runs uncompiled, with one sentence: torch would end the run with the compiler's traceback.
 
-Accelerate's own leaves torch's generators as they stand by then (accelerate 1.15, utils/fsdp_utils.py), so with dropout the
-loss is right and the gradient is not. This puts them back, and `sample_dropout` draws a sample's mask again in any case.
+Accelerate's activation checkpointing does not restore torch's generators (accelerate 1.15, utils/fsdp_utils.py), so with
+dropout the loss is right and the gradient is not. `checkpoint_activations` restores them, and `sample_dropout` draws a sample's
+mask again in any case.
 """
 
 from __future__ import annotations

@@ -4,13 +4,15 @@ Promises: the Accelerator is built from what the launcher promised and from the 
 machine without an accelerator every preset runs on CPU through gloo, sharded as it would be on GPUs; `together` turns an
 error of one rank into the same error of all; `close` leaves no process hanging. `handshake` then checks what was built.
 
-Its dimensions have Accelerate's names and order, the innermost last: `dp_replicate` (copies of the model), `dp_shard` (shards
-of a copy) and `tp` (parts of every large matrix). HSDP has (dp_replicate, dp_shard), tensor parallelism (dp_shard, tp), with
-a dp_shard of size 1 if need be. Ranks of one node are neighbours: what is exchanged most, the innermost, stays within a node.
+The mesh's dimensions have Accelerate's names and order, the innermost last: `dp_replicate` (copies of the model), `dp_shard`
+(shards of a copy) and `tp` (parts of every large matrix). HSDP has (dp_replicate, dp_shard), tensor parallelism (dp_shard, tp),
+with a dp_shard of size 1 if need be. Ranks of one node are neighbours: what is exchanged most, the innermost, stays within a
+node.
 
-Facts: torch 2.14, deepspeed 0.19.8. Each is named by its words, so that all else they say is heard.
+Messages of other libraries that appear at every start and that nobody can act on are filtered by their text (torch 2.14,
+deepspeed 0.19.8); all others are shown.
 
-Most presets say little, and Accelerate makes a DeepSpeed config of it; one may also name a config file of DeepSpeed's own.
+Most presets set few of DeepSpeed's keys, and Accelerate makes a DeepSpeed config of them; a preset can also name a config file.
 """
 
 from __future__ import annotations

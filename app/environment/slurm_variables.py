@@ -1,8 +1,8 @@
 """Slurm's environment variables: one table of names, one way to read each kind, and without those of another job or step.
 
-What was only inherited from another job is taken out before (`inherited.py`). The others, and which of them lie: sbatch(1) and
-srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm holds real ones. HOSTNAME in a task is the batch host's; the
-shell of salloc is told nothing of its GPUs. Pure: the environment is a mapping passed in.
+What was only inherited from another job is taken out before (`without_inherited`). The others, and which of them lie: sbatch(1)
+and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; tests/environments/slurm holds real ones. HOSTNAME in a task is the batch host's;
+the shell of salloc is told nothing of its GPUs. Pure: the environment is a mapping passed in.
 
 sbatch and salloc hand on the whole environment they are typed in, and set only what is the new job's over it. Typed inside a
 job they leave the outer job's other variables: a batch script may have SLURM_STEP_ID and SLURM_STEP_NODELIST though it is no

@@ -8,8 +8,8 @@ A thread that never lets go of Python's lock stops this one as well: then `fault
 stacks to stderr and ends the process with exit code 1. It goes by the clock: a process that was suspended for longer than
 the time-out is ended when it is continued.
 
-Nobody would tell it of a signal any more, start it again, or see how it ends; and a second start would share its run folder.
-What is watched is the process that started this one, if it is a launcher, and under `samerun launch` also the `samerun` above
+A process whose launcher is gone gets no more signals, is not restarted, and would share its run folder with a second start.
+`Lifeline` watches the process that started this one, if it is a launcher, and under `samerun launch` also the `samerun` above
 that. Linux can tell a process of its parent's death by a signal (prctl(2)), which leaves no time for a word and does not reach
 further than to the parent: looking twice a second does, and on every Unix.
 """

@@ -4,8 +4,8 @@ Only the main process has trackers. A start that goes on with a run goes on with
 there twice. What a tracker's library raises never ends the training: the tracker is switched off with one sentence, and the
 files of the run folder have everything. A tracker's library is imported only where it is asked for.
 
-They are those of the first micro-batch of the main process, as they go into the model: the same on any topology whose
-micro-batches have as many.
+Pictures show samples of the main process's first micro-batch as the model gets them: the same ones on any topology with
+micro-batches of this size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The optimizer of a recipe with its parameter groups, and frozen parameters.
 
-`app/recipe/optimizers.py` lists them.
+`app/recipe/optimizers.py` lists the optimizers.
 
 A normalization layer all of whose own parameters are frozen keeps its running statistics too, and normalizes by them while it
 trains, as in an evaluation: otherwise it would go on changing, and by statistics of micro-batches, which depend on how many

@@ -9,10 +9,10 @@ left out (accelerate 1.15, optimizer.py), and it searches sys.path for other opt
 gradient, sees what is not finite in it, and chooses its next scale. DeepSpeed's engine is called for backward passes and steps:
 Accelerate would take the step within the last backward pass.
 
-One broken batch, flipped bit or wrong kernel can give a finite gradient with a norm of 1e18 between norms of 26, and one step
-on it ruins the run. OLMo-core's SkipStepOptimizer leaves out steps more than six standard deviations above the mean of the last
-128, once it knows 64 (github.com/allenai/OLMo-core, src/olmo_core/optim). Here a norm is a spike if it is so many times the
-median of the last 128 that were stepped on, which one outlier does not move.
+Spikes: one broken batch, flipped bit or wrong kernel can give a finite gradient with a norm of 1e18 between norms of 26, and
+one step on it ruins the run. OLMo-core's SkipStepOptimizer leaves out steps more than six standard deviations above the mean of
+the last 128, once it knows 64 (github.com/allenai/OLMo-core, src/olmo_core/optim). Here a norm is a spike if it is so many
+times the median of the last 128 that were stepped on, which one outlier does not move.
 
 Late in a long training norms shrink to a ten-thousandth, and Adam at a constant rate meets steps at which they grow back within
 two, to 220,000 times the median (measured: `digits` without decay of the rate, 12,000 steps), from which it recovers. So the
@@ -21,9 +21,9 @@ first median of a run counts too, where it is the greater one.
 The verdict follows from the run's own history, so a resumed run comes to the same ones. All ranks have the same norm, other
 topologies to rounding (3e-7).
 
-One that gets none is never trained, and strategies treat it differently: under DDP the next forward pass fails, FSDP2 and ZeRO
-say nothing. ZeRO takes gradients away as they come, so hooks see them. FSDP2 computes with other tensors than its parameters,
-which have their gradients when the passes are over.
+A parameter that gets no gradient is never trained, and strategies treat it differently: under DDP the next forward pass fails,
+FSDP2 and ZeRO say nothing. ZeRO takes gradients away as they come, so hooks see them. FSDP2 computes with other tensors than
+its parameters, which have their gradients when the passes are over.
 """
 
 from __future__ import annotations
