@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from app import own_layers, tasks
-from app.data import held_out, loader, transfer
+from app import tasks
+from app.data import held_out, loader
 from app.data.loader import Failure
 from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch, Samples, Splits
-from app.distributed import model_preparation, numerics
+from app.distributed import model_preparation, numerics, own_layers
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
 from app.errors import DataError, PresetError
@@ -192,7 +192,7 @@ def _fed(
     launched, device = runtime.launched, runtime.device
     if not source.workers:
         own = loader.InProcess(source, batches, seed=seed, data_rank=launched.data_rank, data_ranks=launched.data_ranks)
-        return own if device.type == "cpu" else transfer.Ahead(own.unwritten, device)
+        return own if device.type == "cpu" else loader.Ahead(own.unwritten, device)
     workers = loader.workers_of(runtime.workers, local_world_size=launched.local_world_size, device=device)
     dealt = runtime.deal(loader.build_loader(source, batches, seed=seed, workers=workers))
-    return dealt if device.type == "cpu" else transfer.Ahead(functools.partial(loader.unwritten, dealt), device)
+    return dealt if device.type == "cpu" else loader.Ahead(functools.partial(loader.unwritten, dealt), device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app import building, tasks
-from app.checkpoints import model_file, step_folders, stored_weights
+from app.checkpoints import step_folders, stored_weights
 from app.checkpoints.shards import unwrapped
 from app.data.samples import Splits
 from app.guard.control import NOTHING
@@ -50,9 +50,9 @@ def _write_result(training: Training, data: Splits, opened: Opened, ended: Finis
     training_s = training.metrics.clock.training_s
     with training.checkpoints.finished_weights(ended.step) as weights, runtime.together():
         if runtime.is_main:
-            model_file.save(
+            stored_weights.save(
                 opened.claim,
-                model_file.described(training.recipe, data.train.facts),
+                stored_weights.described(training.recipe, data.train.facts),
                 stored_weights.merged(weights, training.task.adapters(unwrapped(training.model))),
                 _beside(training, data, opened.claim, ended),
             )

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app import options
 from app.environment.launched import Launched, read
 from app.environment.slurm_variables import own_environment
 from app.errors import CheckpointError, DataError, SamerunError, UsageError, exits_refused, leave_with, printable
-from app.options import train_options
-from app.options.command_line import Parser
+from app.options import Parser
 from app.recipe import recipe_file, recipe_keys, task_file
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import Recipe
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> None:
         choices=("train", "validation", "test"),
         help="split to score (default: test, or validation if there is no test split)",
     )
-    train_options.add_best(parser)
-    train_options.add_workers(parser)
+    options.add_best(parser)
+    options.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe values that override the run's: data.*")
     launched = Launched()
@@ -86,7 +86,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
     import torch
 
     from app import building
-    from app.checkpoints import model_file, step_folders
+    from app.checkpoints import step_folders, stored_weights
     from app.data import held_out
     from app.distributed.runtime import Runtime
     from app.init import filling
@@ -114,7 +114,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
         samples = data.train if split == "train" else building.scored_samples(recipe, data, split)
         if is_ours:
             built = functools.partial(filling.to_read_into, runtime, dtype)
-            _, model, facts = model_file.load(place, at, built=built)
+            _, model, facts = stored_weights.load(place, at, built=built)
             samples = held_out.mapped(samples, lambda opened: task.adapt_samples(opened, facts))
         else:
             model = _load_folder(runtime, dtype, task, arguments.run, samples.facts)

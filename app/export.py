@@ -24,16 +24,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app import tasks
+from app import options, tasks
 from app.checkpoints import step_folders, tensor_file
 from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RunFolderError, printable
 from app.files.atomic_files import disk_errors, file_made_whole, sync
-from app.files.lines import Lines
+from app.files.parsing import Lines
 from app.init.region import AVERAGE, WEIGHT
-from app.options import train_options
-from app.options.command_line import Parser, above_zero
+from app.options import Parser, above_zero
 from app.recipe import recipe_file, recipe_keys
 from app.runs import model_card, run_folder
 from app.runs.run_folder import PROGRAMS
@@ -131,14 +130,17 @@ def _check_replacing(existing: set[Path], *, force: bool) -> None:
 
 def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force: bool, part_bytes: int) -> list[Path]:
     """Write the weights and a program that computes the same as the model; neither if its outputs differ."""
-    from app.checkpoints import model_file, programs  # with torch, which nothing else here needs
+    from app.checkpoints import (
+        programs,
+        stored_weights,  # with torch, which nothing else here needs
+    )
 
     with disk_errors(out, "written"):
         out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as aside:
         made = Path(aside, PROGRAMS[to])
         export(reader, Path(aside, "weights"), key=key)
-        done = programs.write(*model_file.load(Path(aside, "weights")), made, to=to)
+        done = programs.write(*stored_weights.load(Path(aside, "weights")), made, to=to)
         weights = export(reader, out, key=key, force=force, part_bytes=part_bytes, program=done.use)
         with disk_errors(out / made.name, "written"):
             made.replace(out / made.name)
@@ -250,7 +252,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("place", type=Path, metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run folder (its newest "
         "complete checkpoint)")  # fmt: skip
-    train_options.add_best(parser)
+    options.add_best(parser)
     parser.add_argument("--out", type=Path, metavar="FILE_OR_FOLDER", help="folder for model.safetensors, model.json and "
         "recipe.yaml; or a *.safetensors file, for the weights alone (default: RUN/exported/NAME)")  # fmt: skip
     parser.add_argument("--weights", choices=_KEYS, help="average: the moving average of the weights; raw: the weights "

@@ -15,8 +15,7 @@ from app.distributed.runtime import Runtime
 from app.errors import DataError, TrainingError
 from app.evaluation import Evaluation
 from app.feed import Feed
-from app.guard.control import Control, Request
-from app.guard.early_stopping import Patience
+from app.guard.control import Control, Patience, Request
 from app.metrics.metrics import Metrics
 from app.metrics.profile import Profile
 from app.optim import parameter_groups

@@ -25,8 +25,7 @@ from app.checkpoints.resumable import Resumed, check_same_run
 from app.distributed import handshake
 from app.environment.launched import SchedulerJob
 from app.errors import CheckpointError, RunFolderError
-from app.metrics.tracked_run import tracked
-from app.metrics.trackers import Trackers
+from app.metrics.trackers import Trackers, tracked
 from app.recipe import recipe_file, recipe_keys
 from app.runs import ledger, run_folder
 from app.runs.claim import Claim, claim

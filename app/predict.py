@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 
+from app import options
 from app.errors import SamerunError, exits_refused, leave_with, printable
-from app.options import train_options
-from app.options.command_line import Parser, positive
+from app.options import Parser, positive
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,18 +23,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--task", metavar="FILE", help="where the run's task file is now, if it was moved (default: its old place)"
     )
-    train_options.add_best(parser)
+    options.add_best(parser)
     parser.add_argument("--top", type=positive, default=3, help="how many answers to show, most likely first (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table: one object per line")
     try:
         arguments = parser.parse_all(argv)
         import torch  # here: the help need not wait for it
 
-        from app.checkpoints import model_file, step_folders
+        from app.checkpoints import step_folders, stored_weights
 
         run = step_folders.choose_best(arguments.run) if arguments.best else arguments.run
         with torch.no_grad(), exits_refused():
-            task, model, _ = model_file.load(run, arguments.task)
+            task, model, _ = stored_weights.load(run, arguments.task)
             found = task.predict(model, arguments.files, top=arguments.top)
     except SamerunError as error:
         leave_with(error, rank=0)

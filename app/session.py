@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 
-from app import building, own_layers, tasks
+from app import building, tasks
 from app.building import Parts
-from app.checkpoints import checkpoint, model_file
+from app.checkpoints import checkpoint, stored_weights
 from app.checkpoints.shards import NoAverage, Shards, WeightAverage, check_optimizer
 from app.checks import arithmetic
 from app.console import Display
 from app.data import held_out, loader
 from app.data.samples import Splits
-from app.distributed import handshake, model_preparation, sample_dropout
+from app.distributed import handshake, model_preparation, own_layers, sample_dropout
 from app.distributed.runtime import Runtime
-from app.environment import cores
+from app.environment import host
 from app.errors import RecipeError
 from app.feed import Feed
-from app.guard.control import Control
-from app.guard.early_stopping import Patience
+from app.guard.control import Control, Patience
 from app.init import filling, held
 from app.init.units import block_classes
 from app.loop import Training
@@ -176,7 +175,7 @@ def prepare(parts: Parts, opened: Opened) -> Training:
         shards=shards,
         facts={
             "data": data.facts,
-            "model": model_file.described(recipe, data.train.facts),
+            "model": stored_weights.described(recipe, data.train.facts),
             "task_sources": tasks.sources(recipe.task),
         },
         frozen=frozen_file,
@@ -268,7 +267,7 @@ def _display(parts: Parts, run_dir: Path) -> Display:
             "there is no validation split to evaluate during training: train.validation_fraction=0.1 holds "
             "out a tenth of the training samples for it"
         )
-    if (device.type, launched.mixed_precision) == ("cpu", "bf16") and cores.lacks_bf16():
+    if (device.type, launched.mixed_precision) == ("cpu", "bf16") and host.lacks_bf16():
         notes.append("this processor has no bf16 instructions: a step can take ten times as long as with mixed_precision 'no'")
     for note in notes:
         display.say(f"note: {note}")

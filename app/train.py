@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from app import options
 from app.environment.launched import Launched, errors_folder, read, read_job
 from app.environment.slurm_variables import own_environment
 from app.environment.variables import LAUNCHER
@@ -27,7 +28,6 @@ from app.errors import (
     skip_destructors_if_failed,
 )
 from app.guard.watchdog import Lifeline, end_workers
-from app.options import train_options
 from app.recipe import optimizers, recipe_file
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import LoadedRecipe
@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> None:
     launched, recorder = Launched(), Recorder(errors_folder(os.environ))
     try:
         if not {"-h", "--help"}.isdisjoint(words):
-            train_options.show_help(words)
-        arguments = train_options.parser().parse_all(words)
+            options.show_help(words)
+        arguments = options.parser().parse_all(words)
         if arguments.print_recipe:
             sys.stdout.write(recipe_file.render(recipe_file.load(arguments.recipe, arguments.overrides)))
             return
@@ -79,7 +79,7 @@ def _train(
     plan = BatchPlan.of(recipe, launched.data_ranks, tensor_parallel=launched.tensor_parallel)
     if refusal := optimizers.refusal(recipe.optim.name, launched.strategy):
         raise PresetError(refusal)
-    trackers = train_options.trackers(arguments.trackers)
+    trackers = options.trackers(arguments.trackers)
     # Slow imports come after all checks that do not need them.
     from app.distributed.runtime import Runtime
     from app.planning.out_of_memory import out_of_memory_explained

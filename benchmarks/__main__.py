@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from app.environment.cores import machine
-from app.options.command_line import positive
+from app.environment.host import machine
+from app.options import positive
 from benchmarks import contest
 from benchmarks.contest import HAND, IMAGES, SAMERUN, TEXT, Entry, say, spread
 

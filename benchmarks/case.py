@@ -32,9 +32,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from app.data import transfer
+from app.data import loader
 from app.data.loader import num_workers
-from app.environment import cores
+from app.environment import host
 from app.files import other_libraries
 from app.recipe import recipe_file
 from app.tasks.causal_lm import configuration
@@ -162,9 +162,9 @@ class Images(Work):
     def __init__(self, task: dict[str, Any], meter: Meter) -> None:
         super().__init__(task, meter)
         if task.get("photographs"):
-            self.workers = num_workers(cores.usable(1), self.device)
+            self.workers = num_workers(host.usable(1), self.device)
             # torch's DataLoader asks each worker for two batches at a time; of Samerun's, more are on their way to the device.
-            meter.lead_in = 2 * self.workers + transfer.PLACES + 1
+            meter.lead_in = 2 * self.workers + loader.PLACES + 1
             side = self.recipe.sections.data.image_size
             self.shape, self.classes = (3, side, side), len(list((self.folder / "train").iterdir()))
         else:

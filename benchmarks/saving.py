@@ -25,9 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.environment.cores import machine
+from app.environment.host import machine
 from app.environment.topology import Topology
-from app.options.command_line import above_zero, positive
+from app.options import above_zero, positive
 from benchmarks.contest import say, versions
 from launch import preset
 from launch.node_command import accelerate_argv

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from app.environment.cores import machine
-from app.options.command_line import positive
+from app.environment.host import machine
+from app.options import positive
 from benchmarks.contest import environment, spread
 from launch.run_module import ACCELERATE, program
 

@@ -21,7 +21,6 @@ FLOORS: list[list[str]] = [
     ["app.recipe"],
     ["app.tasks.causal_lm.sections", "app.tasks.image_classification.sections"],
     ["app.options"],
-    ["app.own_layers"],
     ["app.optim", "app.data"],
     ["app.distributed"],
     ["app.task"],
@@ -39,7 +38,7 @@ FLOORS: list[list[str]] = [
     ["benchmarks"],
 ]
 LAUNCHER_FLOOR = 5  # launch/ sees the floors up to this one
-STARTERS_FLOOR = 19  # those from this one on start processes with it
+STARTERS_FLOOR = 18  # those from this one on start processes with it
 # The rooms of launch/, each of which sees those before it.
 LAUNCH_ROOMS: list[tuple[str, ...]] = [
     (

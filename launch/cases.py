@@ -11,7 +11,7 @@ from pathlib import Path
 from app.errors import STOPPED, SamerunError
 from app.recipe import recipe_file, recipe_keys
 from launch.run_module import program
-from launch.start import launch, signals, supervise
+from launch.start import launch, supervise
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def run(
         say(f"{which}: {case.run_dir}")
         launching = [*program("launch.cli"), "launch", *case.argv]
         with case.log.open("wb") if logged else nullcontext() as log:
-            ending = supervise.run(launching, environment, pass_on=signals.to_itself, watched=False, output=log)
+            ending = supervise.run(launching, environment, pass_on=supervise.to_itself, watched=False, output=log)
         if ending.signals or (ending.exit_code in (0, STOPPED) and not case.is_finished):
             done = sum(case.is_finished for case in cases)
             say(f"stopped, with {done} of {len(cases)} runs finished. To continue: {shlex.join(command)}")

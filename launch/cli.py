@@ -17,7 +17,7 @@ from typing import NoReturn
 from app.environment.launched import errors_folder
 from app.environment.slurm_variables import is_in_step, own_environment
 from app.errors import SamerunError, UsageError, exits_refused, printable
-from app.options.command_line import Parser
+from app.options import Parser
 from app.runs.failure import Recorder
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from app.errors import UsageError
-from app.options.command_line import Parser
+from app.options import Parser
 from app.recipe import recipe_file
 from launch import preset
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from app.errors import SubmitError, UsageError
-from app.options.command_line import Parser
+from app.options import Parser
 from launch import cases
 from launch.cases import RunCase
 from launch.run_module import program

@@ -15,7 +15,7 @@ from torchvision.datasets import ImageFolder
 from app.errors import DataError
 from app.tasks.image_classification.data.images import Data
 from app.tasks.image_classification.data.open import open_data
-from app.tasks.image_classification.data_tools.pack import WRITERS, Sample
+from app.tasks.image_classification.data.pack import WRITERS, Sample
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 
 FORMATS = ["hdf5", "lmdb", "tfrecord", "webdataset"]

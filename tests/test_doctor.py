@@ -15,8 +15,17 @@ import slurm_lab
 import torch.distributed as dist
 from processes import REPOSITORY, TIMEOUT_S, clean_environment
 
-from app.checks import reach
-from app.checks.doctor import AllReduce, Examination, ProcessInfo, diagnose, exclude_option
+from app.checks.doctor import (
+    AllReduce,
+    BrokenLinks,
+    Examination,
+    ProcessInfo,
+    connect_all,
+    diagnose,
+    exclude_option,
+    find_broken_links,
+    isolated_nodes,
+)
 from app.environment.launched import Launched
 from app.errors import TopologyError
 
@@ -139,7 +148,7 @@ def test_a_phase_that_does_not_end_is_given_up(tmp_path, with_file):
 # Which nodes can connect to each other -----------------------------------------------------------------------------------
 
 
-def both_ways(*pairs: str) -> reach.BrokenLinks:
+def both_ways(*pairs: str) -> BrokenLinks:
     return {(first, second): "10.0.0.1, port 5: timed out" for pair in pairs for first, second in (pair, pair[::-1])}
 
 
@@ -160,7 +169,7 @@ def both_ways(*pairs: str) -> reach.BrokenLinks:
     ],
 )
 def test_the_fewest_nodes_without_which_all_connect_to_each_other(broken, isolated):
-    found = reach.isolated_nodes(broken, [*"abcd", *(f"n{index}" for index in range(100))])
+    found = isolated_nodes(broken, [*"abcd", *(f"n{index}" for index in range(100))])
     assert list(found) == list(isolated)
     for host, text in isolated.items():
         assert found[host].startswith(f"no connection with {text}")
@@ -173,7 +182,7 @@ def test_nodes_exchange_their_addresses_in_the_store_and_connect():
 
     def one(rank: int) -> None:
         launched = Launched(rank=rank, world_size=6, local_rank=rank % 2, local_world_size=2)
-        found[rank] = reach.find_broken_links(launched, ("127.0.0.1", server.port), interface=None, timeout_s=20)
+        found[rank] = find_broken_links(launched, ("127.0.0.1", server.port), interface=None, timeout_s=20)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(6)]
     for thread in threads:
@@ -187,7 +196,7 @@ def test_a_closed_port_is_reported_with_its_address():
     with socket.create_server(("127.0.0.1", 0)) as opened, socket.create_server(("127.0.0.1", 0)) as closed:
         open_port, closed_port = opened.getsockname()[1], closed.getsockname()[1]
         closed.close()
-        broken = reach.connect_all("a", [("b", "127.0.0.1", open_port), ("c", "127.0.0.1", closed_port)])
+        broken = connect_all("a", [("b", "127.0.0.1", open_port), ("c", "127.0.0.1", closed_port)])
         assert broken == {("a", "c"): f"127.0.0.1, port {closed_port}: Connection refused"}
 
 

@@ -15,8 +15,8 @@ import pytest
 import trace_format
 from processes import Started, read_lines
 
-from app.distributed import clock_offsets
 from app.errors import RecipeError, RunFolderError
+from app.metrics import profile
 from app.metrics.profile import check_window
 from app.recipe.schema import ProfileRecipe
 from app.reports import timeline
@@ -138,20 +138,20 @@ def test_the_error_of_a_clock_is_no_larger_than_it_is_said_to_be(seed: int) -> N
     ahead_ns = [chance.randint(-(10**9), 10**9) for _ in range(number)]
     delays, now_ns = iter(lambda: chance.randint(1, 10**6), None), 0
     ranks = [_Meetings(ahead) for ahead in ahead_ns]
-    for _ in range(clock_offsets._MEETINGS):
+    for _ in range(profile._MEETINGS):
         came_ns = [now_ns + next(delays) for _ in ranks]
         left_ns = [max(came_ns) + next(delays) for _ in ranks]
         for rank, one in enumerate(ranks):
             one.readings += [came_ns[rank] + one.ahead_ns, left_ns[rank] + one.ahead_ns]
             one.met.append([float(came + other.ahead_ns) for came, other in zip(came_ns, ranks, strict=True)])
         now_ns = max(left_ns)
-    found: list[clock_offsets.Bounds] = []
+    found: list[profile.Bounds] = []
     for rank, one in enumerate(ranks):
         if rank > 0:
             one.met.append(ranks[0].asked[-1])  # what rank 0 gave to all
-        found.append(clock_offsets.bounds(one.meet, one.now_ns, host=f"node{rank}", rank=rank, world_size=number))
+        found.append(profile.bounds(one.meet, one.now_ns, host=f"node{rank}", rank=rank, world_size=number))
     for rank in range(1, number):
-        offset = clock_offsets.offset(rank, found)
+        offset = profile.offset(rank, found)
         assert abs(offset.ahead_ns - (ahead_ns[rank] - ahead_ns[0])) <= offset.error_ns
 
 

@@ -31,7 +31,7 @@ from app.environment.topology import listed
 from app.errors import CheckpointError, SamerunError, printable
 from app.evaluation import Evaluation
 from app.files.atomic_files import check_stamp
-from app.guard.early_stopping import Patience, is_better
+from app.guard.control import Patience, is_better
 from app.init import held
 from app.init.region import AVERAGE, WEIGHT, Piece
 from app.metrics.metrics import Metrics

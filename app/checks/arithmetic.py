@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from app.distributed import numerics
+from app.distributed.own_layers import without_data
 from app.distributed.runtime import Runtime
-from app.environment import host_memory
-from app.environment.cores import cpuinfo_field
+from app.environment import host
+from app.environment.host import cpuinfo_field
 from app.errors import DeviceError
-from app.own_layers import without_data
 
 _TF32_EPSILON = 2.0**-10
 _ROUNDINGS, _ROUNDINGS_OF_HALF = 64, 8
@@ -185,7 +185,7 @@ def compute(device: torch.device, precision: torch.dtype, operation: Operation) 
     upstream = _numbers(tuple(operation.apply(*inputs).shape), precision, len(shapes))
     expected = _forward_and_backward(operation, inputs, upstream)
     try:
-        with host_memory.filled_with(0x7F):  # uninitialized memory then holds 3e38, and not by chance the right numbers
+        with host.filled_with(0x7F):  # uninitialized memory then holds 3e38, and not by chance the right numbers
             found = _forward_and_backward(
                 operation, [tensor.to(device, precision) for tensor in inputs], upstream.to(device, precision)
             )

@@ -52,7 +52,7 @@ from torch.utils.data import DataLoader
 from app.distributed import compiled_ops, model_preparation, numerics, process_store
 from app.distributed.agreement import LONGEST_WAIT, Ranks, connecting, let_wait
 from app.distributed.process_store import StoreWatch
-from app.environment import deepspeed_file, host_memory
+from app.environment import deepspeed_file, host
 from app.environment.launched import NO_FP16_ON_CPU, Launched
 from app.errors import PresetError, TopologyError
 from app.recipe.batching import BatchPlan
@@ -209,7 +209,7 @@ class Runtime:
     def deal(self, loader: torch.utils.data.DataLoader) -> Any:
         """Return this data rank's shares of a loader's global micro-batches, as Accelerate deals them, in the process's memory.
 
-        Accelerate would copy each on the stream that computes; `app.data.transfer` does it while that is at work.
+        Accelerate would copy each on the stream that computes; `app.data.loader` does it while that is at work.
         """
         return deal_batches(self.accelerator, self.launched, loader)
 
@@ -325,7 +325,7 @@ def _accelerator_on_cpu(
     launched: Launched, settings: dict[str, Any], joining: InitProcessGroupKwargs, copies: ParallelismConfig | None
 ) -> Accelerator:
     # Gathered and freed weights leave gaps that torch's aligned allocations do not fit into: half a model of extra memory.
-    host_memory.keep_freed(**({} if launched.strategy == "ddp" else {"most_bytes": 1 << 20}))
+    host.keep_freed(**({} if launched.strategy == "ddp" else {"most_bytes": 1 << 20}))
     if launched.strategy == "deepspeed":
         # With cpu=True Accelerate would drop DeepSpeed; without a backend it would see one process where DeepSpeed sees all.
         joining.backend = "gloo"

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from app import own_layers
 from app.data.draws import mix64_tensor
 from app.data.order import derive_key
 from app.data.samples import Batch
+from app.distributed import own_layers
 from app.errors import RecipeError, TrainingError
 from app.recipe.batching import BatchPlan
 

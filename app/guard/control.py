@@ -1,6 +1,6 @@
-"""Requests to a running run (save, or save and stop): all ranks agree to obey after the same step.
+"""How a run is stopped or saved early: requests that all ranks agree to obey, and early stopping.
 
-    SIGTERM, SIGUSR1, SIGUSR2   stop and be started again by the scheduler; to any of the ranks, any number of times
+SIGTERM, SIGUSR1, SIGUSR2   stop and be started again by the scheduler; to any of the ranks, any number of times
     SIGHUP                      the same: the terminal or the ssh connection is lost. Not after nohup, which has it ignored
     SIGINT                      stop; the second one ends its process at once
     the files STOP and SAVE     in the run folder; removed when obeyed
@@ -18,14 +18,15 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from app.distributed.runtime import Runtime
-from app.environment import terminal
+from app.environment import processes
 from app.errors import RunFolderError, is_of_a_lost_peer
+from app.evaluation import Evaluation
 from app.runs import run_folder
 from app.runs.claim import Claim
 
@@ -94,7 +95,7 @@ class Control:
         self._step_s, self._slowest_s, self._save_s = 0.0, 0.0, state_bytes / _FIRST_SAVE_BYTES_PER_S
 
     def __enter__(self) -> Control:
-        self._terminals = terminal.those_on_a_terminal()
+        self._terminals = processes.those_on_a_terminal()
         taken = [number for number in _SIGNALS if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)]
         self._previous = {number: signal.signal(number, self._take_note) for number in taken}
         return self
@@ -110,7 +111,7 @@ class Control:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, and wherever it is just then
         elif number == signal.SIGHUP:
-            terminal.let_go(self._terminals)
+            processes.let_go(self._terminals)
 
     @property
     def is_asked_to_stop(self) -> bool:
@@ -218,3 +219,56 @@ class Control:
             return None
         why = f"the allocation ends in {left_s:.0f} s, and the next steps and a save may take {needed_s:.0f} s"
         return Request(why, stop=True, go_on=True)
+
+
+def is_better(score: float, best: float | None, *, good_end: Literal["max", "min"]) -> bool:
+    """Whether a score is better than the best before; None: there was none. A score that is not a number never is."""
+    if best is None:
+        return score == score  # noqa: PLR0124  (false of NaN alone)
+    return score > best if good_end == "max" else score < best
+
+
+class Patience:
+    """Counts evaluations without a gain: part of a run's state, so that a resumed one ends where it would have ended.
+
+    It is told of every evaluation on the validation split, whether a bound is set or not.
+    """
+
+    def __init__(self, monitor: tuple[str, Literal["max", "min"]], most: int | None) -> None:
+        """`most` evaluations in a row may pass without a gain (the last of them ends the run); None: any number."""
+        (self._monitored, self._good_end), self._most = monitor, most
+        self._best: float | None = None
+        self._without_gain = 0
+
+    def see(self, scores: Evaluation | None) -> None:
+        """Take in the scores of an evaluation, if there was one: they are the same on all ranks."""
+        if scores is None:
+            return
+        score = scores.scores[self._monitored]
+        if is_better(score, self._best, good_end=self._good_end):
+            self._best, self._without_gain = score, 0
+        else:
+            self._without_gain += 1
+
+    @property
+    def is_out(self) -> bool:
+        """Whether the run is to end."""
+        return self._most is not None and self._without_gain >= self._most
+
+    @property
+    def why(self) -> str:
+        """Why the run ends, in words."""
+        best = "no score was a number" if self._best is None else f"the best is {self._best:.6g}"
+        return (
+            f"{self._without_gain} evaluations in a row did not improve the validation {self._monitored} ({best}), and "
+            f"train.stop_after_evaluations_without_gain is {self._most}"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` takes, as JSON holds it."""
+        return {"best": self._best, "without_gain": self._without_gain}
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Take up the state of a checkpoint; None: it has none."""
+        if state is not None:
+            self._best, self._without_gain = state["best"], state["without_gain"]

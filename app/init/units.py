@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from app.data import order
-from app.environment import host_memory
+from app.environment import host
 from app.environment.topology import listed
 from app.errors import RecipeError
 
@@ -54,7 +54,7 @@ class Units:
             found = {name: it for name, it in self._draw(unit, is_block=is_block).items() if name in own}
             yield unit, found
             found.clear()
-            host_memory.give_back()  # shares that stay fragment the memory of earlier units: larger units would not fit there
+            host.give_back()  # shares that stay fragment the memory of earlier units: larger units would not fit there
 
     @property
     def blocks(self) -> set[str]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.distributed import numerics
-from app.own_layers import without_data
+from app.distributed.own_layers import without_data
 
 _BACKWARD = 2
 """The backward pass takes twice the forward's arithmetic: the gradients of weights and of inputs each are as many products

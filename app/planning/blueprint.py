@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from app import own_layers, tasks
+from app import tasks
+from app.distributed import own_layers
 from app.errors import DataError, RecipeError
 from app.init.tensor_parallel import DIVIDED, check, rules_of
 from app.init.units import block_classes, places

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from app.distributed.runtime import Runtime
-from app.environment import host_memory
+from app.environment import host
 from app.environment.launched import Sharding
 from app.errors import LackOfMemoryError
 from app.init import fsdp2
@@ -37,7 +37,7 @@ def check(runtime: Runtime, recipe: Recipe, model: nn.Module) -> None:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         memory, processes, where = properties.total_memory, 1, f"on {device} ({properties.name})"
-    elif device.type == "cpu" and (limit := host_memory.find()) is not None:
+    elif device.type == "cpu" and (limit := host.find()) is not None:
         memory, processes = limit.limit, launched.local_world_size
         where = f"here for {processes} process{'es' * (processes > 1)} ({limit.origin})"
     else:

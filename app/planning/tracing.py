@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app import own_layers
-from app.distributed import model_preparation, sample_dropout
+from app.distributed import model_preparation, own_layers, sample_dropout
 from app.errors import RecipeError
 from app.optim.parameter_groups import local
 from app.planning import blueprint as blueprints

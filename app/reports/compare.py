@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from app import tasks
-from app.options.command_line import Parser, tolerance
+from app.options import Parser, tolerance
 from app.recipe import recipe_keys, task_file
 from app.reports import past_run
 from app.reports.past_run import PastRun, flat, quantities, scores

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.errors import RunFolderError, printable
-from app.options.command_line import Parser, names
+from app.options import Parser, names
 from app.reports.past_run import find, quantities, say
 
 if TYPE_CHECKING:

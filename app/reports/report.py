@@ -19,11 +19,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.errors import RunFolderError, SamerunError, printable
-from app.files.lines import is_finite
-from app.options.command_line import Parser
+from app.files.parsing import is_finite
+from app.options import Parser
 from app.reports import past_run
-from app.reports.past_run import SPLITS, TEXT_SCORE, PastRun, flat, is_share, last_scores, quantities, scores, value_text, words
-from app.reports.state import State, duration, moment, state_of
+from app.reports.past_run import (
+    SPLITS,
+    TEXT_SCORE,
+    PastRun,
+    State,
+    duration,
+    flat,
+    is_share,
+    last_scores,
+    moment,
+    quantities,
+    scores,
+    state_of,
+    value_text,
+    words,
+)
 from app.runs import ledger, run_folder
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from rich.segment import Segment
 from rich.table import Table
 
 from app.errors import RunFolderError, printable
-from app.options.command_line import Parser
-from app.reports.past_run import PastRun, find, flat, last_scores, words
-from app.reports.state import state_of
+from app.options import Parser
+from app.reports.past_run import PastRun, find, flat, last_scores, state_of, words
 
 Row = dict[str, Any]
 FORMATS = ("table", "json", "csv", "markdown")

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.environment import cores
+from app.environment import host
 from app.errors import RecipeError, RunFolderError, UsageError, printable
-from app.options.command_line import Parser, names, numbers, positive
+from app.options import Parser, names, numbers, positive
 from app.recipe import recipe_file
 from app.reports import past_run
 from app.reports.curves import write_figure
@@ -61,7 +61,7 @@ def main(argv: list[str], environment: Mapping[str, str], *, say: Callable[[str]
     # On CPUs all sizes get the threads per process of the largest, or each process of a smaller one would have more cores.
     threads = allocation.topology.threads_per_process if allocation else None
     if not allocation and local.count_accelerators(environment)[0] == 0:
-        threads = cores.usable(most)
+        threads = host.usable(most)
     environment = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **environment}
 
     planned = _plan(options, out, each="--processes-per-node" if allocation else "--processes")

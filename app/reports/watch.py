@@ -22,12 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from app.errors import RunFolderError, printable
-from app.files.lines import is_finite
-from app.options.command_line import Parser, above_zero
+from app.files.parsing import is_finite
+from app.options import Parser, above_zero
 from app.reports import past_run
-from app.reports.past_run import Line, PastRun, scores, value_text, words
+from app.reports.past_run import Line, PastRun, State, duration, moment, scores, state_of, value_text, words
 from app.reports.runs import SafeConsole
-from app.reports.state import State, duration, moment, state_of
 from app.runs import ledger, run_folder
 
 _EVERY_S = 2.0

@@ -14,10 +14,10 @@ import numpy as np
 from app import tasks
 from app.data.draws import HostDraws
 from app.data.preprocessing import in_order, progress
-from app.environment import cores
+from app.environment import host
 from app.errors import DataError, RecipeError
 from app.files.atomic_files import file_made_whole
-from app.options.command_line import Parser, positive
+from app.options import Parser, positive
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 
@@ -64,7 +64,7 @@ def _pictures(recipe: Recipe, found: dict[str, str]) -> tuple[Mapping[str, Any],
     Also return what is not read of their folders.
     """
     from app.data.samples import CHECK
-    from app.tasks.image_classification.data import left_out
+    from app.tasks.image_classification.data import images
     from app.tasks.image_classification.data.images import UnreadableError
     from app.tasks.image_classification.data.open import download_data, not_read, open_undecoded
     from app.tasks.image_classification.data.stage import located
@@ -78,9 +78,9 @@ def _pictures(recipe: Recipe, found: dict[str, str]) -> tuple[Mapping[str, Any],
                 return data.there, not_read(data)
             except UnreadableError as error:
                 found[error.name] = str(error).removesuffix(f". {CHECK}")
-            names = [(name, "") for name in (*left_out.names_in(recipe.sections.data), *found)]
+            names = [(name, "") for name in (*images.names_in(recipe.sections.data), *found)]
             file.seek(0)
-            file.write(left_out.as_text(names))
+            file.write(images.as_text(names))
             file.flush()
             sections = replace(sections, data=replace(sections.data, leave_out=file.name))
 
@@ -96,12 +96,12 @@ def _splits(recipe: Recipe) -> Mapping[str, Any]:
 
 def _write(path: Path, recipe: Recipe, found: Mapping[str, str]) -> int:
     """Write the names, and those that the recipe leaves out already; return how many they are. Raises DataError."""
-    from app.tasks.image_classification.data import left_out
+    from app.tasks.image_classification.data import images
 
-    before = [(name, "") for name in sorted(left_out.names_in(recipe.sections.data))]
+    before = [(name, "") for name in sorted(images.names_in(recipe.sections.data))]
     try:
         with file_made_whole(path) as temporary:
-            temporary.write_text(left_out.as_text([*before, *found.items()]), encoding="utf-8", errors="surrogateescape")
+            temporary.write_text(images.as_text([*before, *found.items()]), encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise DataError(f"--write {path} cannot be written ({error.strerror}): choose another file") from error
     return len(before) + len(found)
@@ -109,7 +109,7 @@ def _write(path: Path, recipe: Recipe, found: Mapping[str, str]) -> int:
 
 def _recipe(words: Sequence[str]) -> Recipe:
     """Return the recipe of a name or path, with overrides; of a folder or file of pictures one that reads it."""
-    from app.tasks.image_classification.data_tools.command import recipe_of
+    from app.tasks.image_classification.data.command import recipe_of
 
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     whats = [word for word in words if word not in overrides]
@@ -131,7 +131,7 @@ def _parser() -> Parser:
         "file of pictures; and recipe values")  # fmt: skip
     parser.add_argument("--write", type=Path, metavar="FILE", help="write their names into FILE, for data.leave_out=FILE; "
         "names that it already leaves out are kept")  # fmt: skip
-    count = cores.usable(1)
+    count = host.usable(1)
     parser.add_argument("--workers", "--processes", dest="processes", metavar="N", type=positive, default=count,
                         help=f"processes that read and decode (default: {count}, the CPU cores here)")  # fmt: skip
     return parser

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app import tasks
-from app.options.command_line import Parser
+from app.options import Parser
 from app.recipe import recipe_file
 
 _PICTURES, _TEXTS = "image_classification", "causal_lm"
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
         return data_check.main(argv[1:])
     task = _COMMANDS[argv[0]][0] or _task_of(argv[1:])
-    code: int = importlib.import_module(f"app.tasks.{task}.data_tools.command").main(argv)
+    code: int = importlib.import_module(f"app.tasks.{task}.data.command").main(argv)
     return code
 
 

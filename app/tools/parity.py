@@ -23,7 +23,7 @@ from typing import Any
 
 from app.environment.topology import Topology
 from app.errors import RecipeError, RunFolderError, TopologyError, printable
-from app.options.command_line import Parser, names, numbers, positive, tolerance
+from app.options import Parser, names, numbers, positive, tolerance
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.reports import past_run

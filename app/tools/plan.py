@@ -17,7 +17,7 @@ from app.environment.degrees import Degrees
 from app.environment.launched import Sharding
 from app.environment.topology import Topology
 from app.errors import LackOfMemoryError, PresetError, RecipeError, TopologyError, UsageError
-from app.options.command_line import Parser, names, numbers, positive, share
+from app.options import Parser, names, numbers, positive, share
 from app.planning import devices
 from app.planning.devices import GIB
 from app.recipe import recipe_file

@@ -28,10 +28,10 @@ from typing import BinaryIO, NamedTuple
 
 import psutil
 
-from app.environment.cores import machine
+from app.environment.host import machine
 from app.environment.slurm_variables import own_environment
 from app.errors import SamerunError
-from app.options.command_line import above_zero
+from app.options import above_zero
 from benchmarks import saving
 from benchmarks.contest import versions
 from benchmarks.gpu import images, memory, text

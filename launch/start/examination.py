@@ -19,12 +19,12 @@ from pathlib import Path
 
 from app.environment.topology import Topology
 from app.errors import TopologyError
-from app.options.command_line import Parser, above_zero
+from app.options import Parser, above_zero
 from launch import one_process
 from launch.node_command import accelerate_argv
 from launch.run_module import program
 from launch.schedulers import detect, local
-from launch.start import signals, supervise
+from launch.start import supervise
 from launch.start.launch import default_preset, divide_total
 from launch.start.rendezvous import PATIENCE_S, find_token, meet, new_token, without_token
 
@@ -76,7 +76,7 @@ def _run(topology: Topology, options: argparse.Namespace, environment: Mapping[s
         command = alone or accelerate_argv(topology, chosen, arguments, module=module)
         # What torchrun puts into TMPDIR it leaves there when it is ended, as for another node that failed.
         told = {**without_token(environment), "TMPDIR": folder}
-        ended = supervise.run(command, told, pass_on=signals.to_ranks, watched=False).exit_code
+        ended = supervise.run(command, told, pass_on=supervise.to_ranks, watched=False).exit_code
         # From here to its end Python would die of it: another node may be a moment sooner, and srun end this one.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 1 if ended else int(exit_code_file.read_text())

@@ -23,7 +23,7 @@ from app.environment.degrees import KEY, UNSUPPORTED
 from app.environment.launched import end_time_s
 from app.environment.topology import Topology
 from app.errors import STOPPED, PresetError, TopologyError
-from app.options.command_line import Parser, not_negative, positive
+from app.options import Parser, not_negative, positive
 from app.recipe import optimizers
 from app.recipe.batching import BatchPlan
 from app.recipe.recipe_file import load as load_recipe
@@ -32,8 +32,8 @@ from launch import parallelism, preset
 from launch.preset import PRECISIONS, Preset
 from launch.schedulers import detect, local
 from launch.schedulers.job import ATTEMPT, Allocation, Job
-from launch.start import attempts, explain, run_checks, signals, supervise
-from launch.start.outcome import OutcomeFile
+from launch.start import attempts, explain, run_checks, supervise
+from launch.start.attempts import OutcomeFile
 from launch.start.rendezvous import find_token, meet, new_token, without_token
 from launch.start.resolved import Resolved
 
@@ -90,7 +90,7 @@ def _run_task(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     alone = resolved.alone(told)
     folder = OutcomeFile(Path(resolved.run_dir)) if resolved.run_dir and resolved.writes_outcome else None
     is_lost = _is_lost(environment)
-    pass_on = signals.to_ranks if alone is None else signals.to_rank
+    pass_on = supervise.to_ranks if alone is None else supervise.to_rank
     ending = supervise.run(alone or command, told, pass_on=pass_on, watched=False, is_lost=is_lost)
     outcome = folder.of_success(ending.exit_code) if folder else None
     # Where `samerun launch` started this, it reads the outcome itself.
@@ -126,9 +126,9 @@ def _attempts(resolved: Resolved, environment: Mapping[str, str], say: Callable[
     if resolved.job and times.ends_s is None:
         say(f"the end of the job's time is unknown ({times.origin}), so the run cannot stop and save before it")
     told = resolved.with_threads(times.told(environment))
-    pass_on = signals.to_ranks if resolved.alone(told) is None else signals.to_rank
+    pass_on = supervise.to_ranks if resolved.alone(told) is None else supervise.to_rank
     if resolved.is_started_elsewhere:
-        pass_on = signals.to_srun if resolved.start()[0] == "srun" else signals.to_itself
+        pass_on = supervise.to_srun if resolved.start()[0] == "srun" else supervise.to_itself
     assert resolved.run_dir is not None
     by_hand = [] if resolved.options.run_dir else ["--run-dir", resolved.run_dir]
     return attempts.Plan(

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from app import options
 from app.errors import CheckpointError, DataError, RunFolderError, SamerunError, TrackerError
-from app.options import train_options
 
 _RECIPE = "recipe.yaml"
 """What a run folder has from its start on."""
@@ -23,7 +23,7 @@ _INIT_FROM = "train.init_from"
 
 def of_training(passed_on: Sequence[str], *, command: str, its_options: Sequence[str]) -> argparse.Namespace:
     """Read what a command passes on to app.train, beside options of its own. Raises UsageError as app.train would."""
-    return train_options.parser(f"samerun {command}").parse_all(passed_on, also=its_options)
+    return options.parser(f"samerun {command}").parse_all(passed_on, also=its_options)
 
 
 def problems(
@@ -38,7 +38,7 @@ def problems(
     `inputs` are the recipe's files and folders, as far as they must be on this machine.
     """
     try:
-        train_options.trackers(training.trackers)
+        options.trackers(training.trackers)
     except TrackerError as error:
         yield error
     yield from map(RunFolderError, unwritable([Path(run_dir)] if run_dir else []))

@@ -1,4 +1,8 @@
-"""Supervises a run from outside: passes signals on, watches its stderr, returns its exit code, and leaves no process behind.
+"""Supervises a run from outside: passes signals on, finds out how it failed, returns its exit code, ends its processes.
+
+What stands between would end them, or itself: `accelerate launch` of one process dies and leaves it alone, torchrun ends its
+processes after some seconds and itself with exit code 1, srun ends the step at once. Facts: accelerate 1.15, torch 2.15,
+Slurm 22.05.
 
 The error of the process that failed first is printed again, last, and its exit code becomes the run's (`failure_summary.py`).
 
@@ -8,8 +12,10 @@ A signal means that the run is to save and stop, which takes its time, and what 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import re
 import secrets
 import select
 import signal
@@ -23,11 +29,128 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from app.environment import host_memory, terminal
+from app.environment import host, processes
 from app.environment.variables import LAUNCHER
 from app.errors import SamerunError, printable
-from launch.run_module import as_shells_say
-from launch.start import failure_summary, signals
+from app.runs import failure
+from app.runs.failure import ProcessFailure
+from launch.run_module import ACCELERATE, as_shells_say
+
+ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that are passed on."""
+
+PassOn = Callable[[int, int], None]
+"""Passes a signal on: takes the id of the process that was started, and the signal."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def to_itself(pid: int, number: int) -> None:
+    """Send it to what was started, which sees to the rest (`spread.py`)."""
+    os.kill(pid, number)
+
+
+def to_srun(pid: int, number: int) -> None:
+    """Send srun what it forwards to its tasks, in place of what it would end them for.
+
+    A batch script gets SIGTERM from Slurm together with the tasks: these are told twice to stop then, which means the same.
+    """
+    os.kill(pid, signal.SIGUSR1 if number in (signal.SIGTERM, signal.SIGHUP) else number)
+
+
+def to_rank(pid: int, number: int) -> None:
+    """Send it to the one process that trains, which was started without an `accelerate launch`."""
+    os.kill(pid, number)
+
+
+def to_ranks(pid: int, number: int) -> None:
+    """Send it to the processes that an `accelerate launch` has started, or to itself if there are none yet."""
+    for process in _ranks(pid) or [pid]:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _ranks(launcher: int) -> list[int]:
+    """Children that run the same interpreter, so no nvidia-smi."""
+    import psutil  # not at the top: the launcher starts at once
+
+    ranks: list[int] = []
+    with suppress(psutil.Error):  # it has just ended
+        started = psutil.Process(launcher)
+        for child in started.children():
+            with suppress(psutil.Error):
+                if child.exe() == started.exe():
+                    ranks.append(child.pid)
+    return ranks
+
+
+def end_with_parent() -> None:
+    """Have this process told SIGTERM when its parent ends: for srun, which then ends its step. Linux only; prctl(2)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+_TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): task \d+: Exited with exit code (?P<code>\d+)")
+_NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
+_NAMES = {ACCELERATE: "`accelerate launch`", "launch.start.spread": "what starts it on the hosts"}
+
+
+class StderrReports:
+    """What a run's stderr reports of its nodes: lines of srun."""
+
+    def __init__(self) -> None:
+        self.last_line = ""
+        self.failed: ProcessFailure | None = None
+        """The node whose task failed first, or that is gone."""
+        self.lost_node: str | None = None
+
+    def read(self, line: str) -> None:
+        """Take in one line."""
+        self.last_line = line
+        if lost := _NODE_FAILED.match(line):
+            self.lost_node = lost["host"]
+            self.failed = ProcessFailure(exit_code=1, host=self.lost_node, error="Slurm reports that the node has failed")
+        elif self.failed is None and (ended := _TASK_ENDED.match(line)):
+            self.failed = ProcessFailure(exit_code=int(ended["code"]), host=ended["host"])
+
+
+def find(
+    errors: Path | None, reports: StderrReports, command: Sequence[str], code: int, received: Collection[int]
+) -> ProcessFailure | None:
+    """Return the failure that ended a start whose `command` ended with `code`, and record it, if any process recorded none.
+
+    `received` are the signals that came to this process.
+    """
+    found = failure.first(errors)
+    if found is None or (found.is_consequence and reports.lost_node):
+        found = reports.failed or _by_exit_code(command, code, received)
+        if found is not None:
+            failure.record(errors, found)
+    return found
+
+
+def lines(failed: ProcessFailure, reports: StderrReports) -> list[str]:
+    """Return what a user is shown last: which process failed and how, and its traceback or its sentence.
+
+    Nothing if that is the last of stderr already.
+    """
+    text = (failed.traceback or failed.error).splitlines()
+    if text[-1:] == [reports.last_line]:
+        return []
+    return [f"{failed}, and the run with it" + (":" if text else ""), *(f"[{failed.name}] {line}" for line in text)]
+
+
+def _by_exit_code(command: Sequence[str], code: int, received: Collection[int]) -> ProcessFailure | None:
+    """Return the failure of the command, or of a process that it started, but for a signal that came to this process too."""
+    number = -code if code < 0 else code - 128
+    if number in received:
+        return None
+    if command[0] == "env" and ACCELERATE not in command:  # one_process.py
+        return ProcessFailure(exit_code=code, rank=0)
+    if number not in map(int, signal.Signals):
+        return None
+    names = [name for module, name in _NAMES.items() if module in command] or [Path(command[0]).name]
+    return ProcessFailure(exit_code=-number, process="a process" if code > 0 and ACCELERATE in command else names[0])
+
 
 _LOOK_EVERY_S = 0.2
 _STOP_AND_GO_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -58,13 +181,13 @@ class Ending:
 class _Command:
     """A command that runs, and the signals that this process gets meanwhile."""
 
-    def __init__(self, pass_on: signals.PassOn) -> None:
+    def __init__(self, pass_on: PassOn) -> None:
         self.got: list[int] = []
         self._pass_on, self._passed_on_s = pass_on, -math.inf
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._started: subprocess.Popen[bytes] | None = None
-        self._terminals = terminal.those_on_a_terminal()
-        for number in signals.ALL:
+        self._terminals = processes.those_on_a_terminal()
+        for number in ALL:
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # as after nohup
                 signal.signal(number, self._receive)
 
@@ -81,7 +204,7 @@ class _Command:
             stdout=output,
             stderr=subprocess.PIPE if watched else output,
             start_new_session=True,
-            preexec_fn=signals.end_with_parent if command[0] == "srun" else None,  # noqa: PLW1509 - there is no other thread
+            preexec_fn=end_with_parent if command[0] == "srun" else None,  # noqa: PLW1509 - there is no other thread
         )
         for early in self.got:  # while it was being started
             self._pass_on(self._started.pid, early)
@@ -98,11 +221,11 @@ class _Command:
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.got.append(number)
         if number == signal.SIGHUP:
-            terminal.let_go(self._terminals)
+            processes.let_go(self._terminals)
         is_echo = number in _STOP_AND_GO_ON and time.monotonic() - self._passed_on_s < _ECHO_S
         if self._started is None or self._started.poll() is not None or is_echo:
             return
-        if self.is_interrupted_twice and self._pass_on in (signals.to_ranks, signals.to_rank):
+        if self.is_interrupted_twice and self._pass_on in (to_ranks, to_rank):
             self.end_all()
             return
         self._passed_on_s = time.monotonic()
@@ -115,7 +238,7 @@ def run(  # noqa: PLR0913  (keyword-only after the environment)
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
-    pass_on: signals.PassOn,
+    pass_on: PassOn,
     watched: bool,
     errors: Path | None = None,
     is_lost: Callable[[], bool] = lambda: False,
@@ -128,9 +251,9 @@ def run(  # noqa: PLR0913  (keyword-only after the environment)
     the run is to end because nobody waits for it. `output` is the file for stdout and, unless it is `watched`, stderr; None:
     this process's own.
     """
-    running, kills = _Command(pass_on), host_memory.kills()
+    running, kills = _Command(pass_on), host.kills()
     started = running.start(command, environment, watched=watched, output=output)
-    reports = failure_summary.StderrReports()
+    reports = StderrReports()
     if started.stderr is not None:
         for line in _copied(started, started.stderr, sys.stderr.buffer):
             reports.read(line)
@@ -147,12 +270,12 @@ def run(  # noqa: PLR0913  (keyword-only after the environment)
     if running.is_interrupted_twice and code:
         _tell("ended at once, without saving")
         return Ending(exit_code=128 + signal.SIGINT, signals=running.got, lost_node=None)
-    failed = failure_summary.find(errors, reports, command, code, running.got) if code else None
+    failed = find(errors, reports, command, code, running.got) if code else None
     if failed is not None:
-        if text := failure_summary.lines(failed, reports):
+        if text := lines(failed, reports):
             _tell(*map(printable, text))
         code = failed.exit_code
-    lacks_memory = code != 0 and host_memory.kills() > kills
+    lacks_memory = code != 0 and host.kills() > kills
     return Ending(exit_code=as_shells_say(code), signals=running.got, lost_node=reports.lost_node, lacks_memory=lacks_memory)
 
 
@@ -178,7 +301,7 @@ def _copied(started: subprocess.Popen[bytes], source: IO[bytes], target: IO[byte
                 target.write(chunk)
                 target.flush()
             except OSError:  # a terminal that was lost without a SIGHUP, or the other end of a pipe
-                terminal.let_go([target.fileno()])
+                processes.let_go([target.fileno()])
             *lines, rest = (rest + chunk).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
         if has_ended:

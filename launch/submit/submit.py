@@ -19,7 +19,7 @@ from pathlib import Path
 from app.environment.slurm_variables import for_a_new_job
 from app.environment.topology import Topology
 from app.errors import SubmitError, UsageError
-from app.options.command_line import Parser
+from app.options import Parser
 from launch.run_module import program
 from launch.start import launch, run_checks
 from launch.submit import array, checks, script

@@ -17,7 +17,7 @@ from processes import train
 from torch import nn
 
 from app import export
-from app.checkpoints import model_file, programs
+from app.checkpoints import programs, stored_weights
 from app.errors import RunFolderError
 from app.task import Loss, Samples
 
@@ -92,13 +92,13 @@ def test_a_users_task_is_exported_by_its_example_or_its_data(tmp_path: Path, cap
     assert export.main([str(run_dir), "--out", str(out), "--to", "torch"]) == 0
     assert "its inputs are places." in capsys.readouterr().out
     places = torch.rand(4, 2)
-    _, model, _ = model_file.load(out)
+    _, model, _ = stored_weights.load(out)
     with torch.no_grad():
         assert torch.equal(torch.export.load(out / "model.pt2").module()(places), model(places))
     text = (out / "README.md").read_text()
     assert "# A model of regression.py" in text
     assert "task: regression.py\n" in text
-    assert executed(text.replace("THIS_FOLDER", str(out)), 0)["facts"] == model_file.load(out)[2]
+    assert executed(text.replace("THIS_FOLDER", str(out)), 0)["facts"] == stored_weights.load(out)[2]
 
 
 class Masked(nn.Module):

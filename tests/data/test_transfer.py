@@ -28,12 +28,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from app.checkpoints import step_folders
-from app.data import loader, transfer
+from app.data import loader
 from app.data.draws import HostDraws
-from app.data.loader import Failure, Unwritten
+from app.data.loader import PLACES, Ahead, Brought, Failure, Side, Unwritten
 from app.data.order import EvalBatches, TrainBatches
 from app.data.samples import Batch
-from app.data.transfer import PLACES, Ahead, Brought, Side
 from app.errors import DataError
 from app.metrics.clock import Clock
 from app.recipe import recipe_file
@@ -336,7 +335,7 @@ def test_the_thread_ends_with_an_error_of_the_loop() -> None:
 
 
 def test_a_disk_that_stands_still_does_not_keep_the_end_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(loader, "_PATIENCE_S", 0.2)
     answers = threading.Event()
 
     def stuck() -> Iterator[Unwritten]:

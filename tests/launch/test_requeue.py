@@ -18,7 +18,7 @@ from processes import REPOSITORY, clean_environment
 from app.errors import STOPPED
 from launch.schedulers import detect, pbs, slurm
 from launch.schedulers.job import NotDoneError, Times
-from launch.start.outcome import OutcomeFile
+from launch.start.attempts import OutcomeFile
 
 CAPTURED = Path(__file__).parents[1] / "environments"
 IN_PLACE = REPOSITORY / "tests" / "scripts" / "in_place"

@@ -22,7 +22,7 @@ from app.environment.variables import port_of_job
 from app.errors import TopologyError
 from launch.run_module import program
 from launch.schedulers import detect, hosts
-from launch.start import handover, spread
+from launch.start import spread
 
 ROOT = Path(hosts.__file__).parents[2]
 
@@ -91,8 +91,8 @@ def test_a_real_shell_gets_folder_variables_and_arguments_as_they_are(tmp_path_f
     project = tmp_path_factory.mktemp("job") / folder
     project.mkdir(exist_ok=True)
     argv = ["/bin/sh", "-c", 'printf "%s\\0" "$PWD" "$VALUE" "$PATH" "$MARK" "$@"; cat', "sh", value, "last"]
-    text = handover.line({"VALUE": value, "PATH": "/opt/x:/bin", "MARK": "x"})
-    with handover.in_files(text, ["node1"], [project]) as files:
+    text = spread.line({"VALUE": value, "PATH": "/opt/x:/bin", "MARK": "x"})
+    with spread.in_files(text, ["node1"], [project]) as files:
         file = None if starter in hosts.WITH_INPUT else files["node1"]
         command = spread.host_command(starter, "node1", argv, folder=str(project), marks={"MARK": value}, file=file)
         own = command[command.index("node1") + 1 :]
@@ -107,16 +107,16 @@ def test_what_is_brought_along_and_what_is_not():
     kept = {"PATH": "/venv/bin", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "DATABASE_URL": "postgres://me:x@db", "MYSQL_PWD": "x"}
     left = ["BASH_FUNC_ml%%", "OMP_NUM_THREADS", "PBS_JOBID", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR",
             "SHELLOPTS"]  # fmt: skip
-    assert handover.carried(kept | dict.fromkeys(left, "x")) == kept
+    assert spread.carried(kept | dict.fromkeys(left, "x")) == kept
 
 
 @pytest.mark.parametrize("starter", ["ssh", "pbs_tmrsh"])
 def test_half_an_environment_starts_nothing(tmp_path, starter):
     """The connection may break while it is handed over, or the file be on a disk that the host does not see."""
-    text = handover.line({"TOKEN": "x y"})
+    text = spread.line({"TOKEN": "x y"})
     for half in (b"", text[:-3], text[:-1]):
         file = None if starter == "ssh" else tmp_path / "text"
-        command = ["/bin/bash", "-c", f"{handover.script(file)} && echo started"]
+        command = ["/bin/bash", "-c", f"{spread.script(file)} && echo started"]
         if file is not None and half:
             file.write_bytes(half)
         result = subprocess.run(command, input=half, capture_output=True, check=False)
@@ -217,10 +217,10 @@ def test_secrets_reach_every_host_and_no_command_line(begin, tmp_path, starter):
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
-    text, nowhere = handover.line({}), tmp_path / "nowhere"
-    with pytest.raises(TopologyError, match=f"{nowhere}: No such file"), handover.in_files(text, ["a"], [nowhere]):
+    text, nowhere = spread.line({}), tmp_path / "nowhere"
+    with pytest.raises(TopologyError, match=f"{nowhere}: No such file"), spread.in_files(text, ["a"], [nowhere]):
         pass
-    with handover.in_files(text, ["a", "b"], [nowhere, tmp_path]) as files:
+    with spread.in_files(text, ["a", "b"], [nowhere, tmp_path]) as files:
         modes = [stat.S_IMODE(path.stat().st_mode) for path in (files["a"].parent, files["a"], files["b"])]
         assert modes == [0o700, 0o600, 0o600]
     assert list(tmp_path.iterdir()) == []
@@ -342,7 +342,7 @@ def is_running(number):
 def test_the_command_line_can_be_pasted(start):
     argv = spread.host_command("ssh", "node1", ["/bin/echo", "it's"], folder="/", marks={"A": "$B"})
     shell = ["/bin/sh", "-c", f'ssh() {{ shift 3; sh -c "$*"; }}; {shlex.join(argv)}']
-    pasted = subprocess.run(shell, input=handover.line({}), capture_output=True, check=True)
+    pasted = subprocess.run(shell, input=spread.line({}), capture_output=True, check=True)
     assert pasted.stdout == b"it's\n"
 
 

@@ -16,8 +16,7 @@ from processes import Started, accelerate, read_lines
 from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
-from app.metrics.clock import Clock
-from app.metrics.communication import Communication, _replaced, _time_waits
+from app.metrics.clock import Clock, Communication, _replaced, _time_waits
 from app.recipe.recipe_file import load
 
 STEPS, FIRST = 10, 6

@@ -6,8 +6,7 @@ import pytest
 import torch
 import waits
 
-from app.metrics.losses import Fed, Losses
-from app.metrics.metrics import _on_host
+from app.metrics.metrics import Fed, Losses, _on_host
 from app.optim.steps import SpikeGuard
 from app.task import Later, Loss
 from app.tasks.image_classification.task import _right

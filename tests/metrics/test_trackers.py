@@ -26,9 +26,7 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 
 from app.checkpoints import step_folders
-from app.metrics.tracked_run import tracked
-from app.metrics.tracker_services import tag
-from app.metrics.trackers import Trackers
+from app.metrics.trackers import Trackers, tag, tracked
 from app.runs.claim import claim
 
 pytestmark = pytest.mark.multiproc

@@ -9,8 +9,8 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torchvision import models as zoo
 
+from app import options
 from app.errors import TrackerError, UsageError
-from app.options import train_options
 from app.reports import scale
 from app.tasks.image_classification import model_names
 from app.tools import parity
@@ -28,14 +28,14 @@ def test_the_models_are_those_of_the_library() -> None:
 
 
 def test_the_trackers_are_those_of_the_library() -> None:
-    assert set(train_options.TRACKERS) == set(LOGGER_TYPE_TO_CLASS)
+    assert set(options.TRACKERS) == set(LOGGER_TYPE_TO_CLASS)
     available = {tracker.value for tracker in get_available_trackers()}
-    for name in train_options.TRACKERS:
+    for name in options.TRACKERS:
         if name in available:
-            assert train_options.trackers(f"{name},none, {name}") == [name]
+            assert options.trackers(f"{name},none, {name}") == [name]
         else:
             with pytest.raises(TrackerError, match=f"{name}, which is not installed here: pip install "):
-                train_options.trackers(name)
+                options.trackers(name)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_trackers_are_those_of_the_library() -> None:
 )
 def test_what_is_no_option_is_answered_with_what_was_meant(words: list[str], meant: str) -> None:
     with pytest.raises(UsageError) as caught:
-        train_options.parser().parse_all(words)
+        options.parser().parse_all(words)
     assert str(caught.value).startswith(f"{words[0].partition('=')[0]}: unknown option; ")
     assert meant in str(caught.value)
 

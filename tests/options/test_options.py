@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.options.command_line import above_zero, names, not_negative, numbers, positive, share, tolerance
+from app.options import above_zero, names, not_negative, numbers, positive, share, tolerance
 
 TAKEN: dict[Callable[[str], Any], dict[str, Any]] = {
     names: {"all": ["all"], "a,b,,a": ["a", "b"]},

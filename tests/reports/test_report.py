@@ -18,7 +18,7 @@ from processes import REPOSITORY, read
 
 from app.errors import RunFolderError
 from app.reports import past_run, report
-from app.reports.state import state_of
+from app.reports.past_run import state_of
 from app.runs import ledger
 from launch.cli import main as samerun
 

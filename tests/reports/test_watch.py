@@ -19,7 +19,7 @@ from processes import REPOSITORY, TIMEOUT_S, clean_environment, read_lines, star
 
 from app.errors import STOPPED, RunFolderError
 from app.reports import past_run
-from app.reports.state import state_of
+from app.reports.past_run import state_of
 from app.reports.watch import sparkline
 from launch.cli import main as samerun
 

@@ -10,7 +10,7 @@ import pytest
 from processes import Finished, Started, run
 
 from app.reports import past_run, report
-from app.reports.state import state_of
+from app.reports.past_run import state_of
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,7 +10,7 @@ import torch
 from processes import read_lines, train
 from transformers import AutoModelForCausalLM
 
-from app.checkpoints import model_file, step_folders
+from app.checkpoints import step_folders, stored_weights
 from app.export import main as export
 
 pytestmark = [
@@ -63,7 +63,9 @@ def test_adapters_are_the_same_under_every_preset_and_what_peft_and_transformers
 
     left = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "on"))
     newest = step_folders.committed(tmp_path / "on")[0]
-    assert torch.allclose(logits(model_file.load(newest)[1]), left, atol=1e-5), "a checkpoint has the adapters beside its base"
+    assert torch.allclose(logits(stored_weights.load(newest)[1]), left, atol=1e-5), (
+        "a checkpoint has the adapters beside its base"
+    )
     assert export([str(tmp_path / "on"), "--out", str(tmp_path / "plain")]) == 0
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), left)
     assert export([str(tmp_path / "on"), "--adapter", "--out", str(tmp_path / "adapter")]) == 0

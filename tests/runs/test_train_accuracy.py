@@ -10,9 +10,9 @@ import pytest
 import torch
 from processes import read_lines, train
 
-from app.checkpoints import model_file
+from app.checkpoints import stored_weights
 from app.errors import TrainingError
-from app.metrics.losses import Losses
+from app.metrics.metrics import Losses
 from app.recipe import recipe_file
 from app.task import Later, Loss
 from app.tasks.image_classification.data.open import open_data
@@ -27,7 +27,7 @@ def recounted(weights: Path, run_dir: Path) -> list[float]:
     """The accuracy of each line, from the saved weights, the batches as they were recorded, and nothing of the loop."""
     recipe = recipe_file.load(str(run_dir / "recipe.yaml")).recipe
     source = open_data(recipe.sections).train
-    _, model, _ = model_file.load(weights)
+    _, model, _ = stored_weights.load(weights)
     steps = [torch.tensor(line["samples"]) for line in read_lines(run_dir / "samples.jsonl")]
     shares, start = [], 0
     for end in [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]:

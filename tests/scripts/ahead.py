@@ -8,7 +8,7 @@ from typing import Any
 
 from app import building
 from app.data import loader
-from app.data.transfer import Ahead
+from app.data.loader import Ahead
 from app.train import main
 
 plain = building._fed

@@ -23,7 +23,7 @@ from app.distributed.sample_dropout import PassDraws
 from app.environment.launched import read
 from app.feed import Feed, samples_of
 from app.metrics.clock import Clock
-from app.metrics.losses import Losses
+from app.metrics.metrics import Losses
 from app.optim import parameter_groups
 from app.optim.schedule import Length
 from app.optim.steps import Steps

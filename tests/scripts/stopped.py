@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from app.checkpoints import model_file, step_folders, tensor_file
+from app.checkpoints import step_folders, stored_weights, tensor_file
 from app.errors import CheckpointError, SamerunError
 from app.guard.watchdog import Watchdog
 from app.init.region import Piece, Region
-from app.metrics.tracked_run import tracked
-from app.metrics.tracker_services import TensorBoard
+from app.metrics.trackers import TensorBoard, tracked
 from app.recipe.schema import Recipe
 from app.runs.claim import Claim, claim
 from app.runs.failure import Recorder
@@ -62,7 +61,7 @@ def start(ours: Claim) -> None:
 
 
 def model(ours: Claim) -> None:
-    model_file.save(ours, model_file.described(Recipe(), {}), tensor_file.contents({"weight": torch.zeros(3)}))
+    stored_weights.save(ours, stored_weights.described(Recipe(), {}), tensor_file.contents({"weight": torch.zeros(3)}))
 
 
 def result(ours: Claim) -> None:

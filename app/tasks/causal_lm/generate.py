@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import DataError, DeviceError, RunFolderError
 from app.files import other_libraries
-from app.options.command_line import Parser, not_negative, positive, share, tolerance
+from app.options import Parser, not_negative, positive, share, tolerance
 
 if TYPE_CHECKING:
     import torch

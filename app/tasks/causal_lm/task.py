@@ -18,9 +18,9 @@ from app.data.samples import Batch, Splits
 from app.errors import DataError
 from app.files import paths
 from app.task import Adapters, Form, Loss, Scores, Split, Table, Task, Totals
-from app.tasks.causal_lm import causality, configuration, lora, showing, transformers_folder
+from app.tasks.causal_lm import causality, configuration, lora, transformers_folder
 from app.tasks.causal_lm import model as networks
-from app.tasks.causal_lm.data import store
+from app.tasks.causal_lm.data import showing, store
 from app.tasks.causal_lm.data.rows import Rows
 from app.tasks.causal_lm.data.store import Tokens
 from app.tasks.causal_lm.head import IGNORED

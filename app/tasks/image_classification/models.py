@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from app.distributed.own_layers import HALF
 from app.errors import RecipeError
-from app.own_layers import HALF
 from app.tasks.image_classification import model_names
 from app.tasks.image_classification.sections import ModelRecipe
 

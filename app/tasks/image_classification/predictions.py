@@ -1,4 +1,4 @@
-"""The confusion counts of the last evaluation and some of its pictures, written into the run folder.
+"""Predictions: single images, the confusion counts and images of the last evaluation, and samples of an augmented batch.
 
 test_predictions/predictions.json   classes, counts of label and prediction, and what the pictures show
 test_predictions/SAMPLE.png         a test picture, at most 72 pixels wide and high
@@ -7,15 +7,18 @@ test_predictions/SAMPLE.png         a test picture, at most 72 pixels wide and h
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from app.runs import run_folder
+from app.tasks.image_classification.data.decoding import Framing, content_of, decode, resize
 from app.tasks.image_classification.data.images import Images, spread
 
 _SPREAD_PICTURES, _MISTAKEN_PICTURES = 6, 6
@@ -94,3 +97,74 @@ def _kept(pairs: Counter[tuple[int, int]], num_classes: int) -> Counter[tuple[in
     return Counter(
         {pair: pairs[pair] for pair in [*((label, label) for label in range(num_classes)), *(pair for _, pair in wrong)]}
     )
+
+
+def image_of(file: Path, facts: Mapping[str, Any], *, resize_size: int | None) -> Tensor:
+    """Return the picture in a file as the model sees it, uint8 [C, H, W]. Raises DataError if it cannot be decoded."""
+    picture = decode(content_of(file), channels=facts["channels"], name=str(file))
+    height, width = facts["image_size"]
+    if height == width:
+        return Framing(image_size=height, resize_size=resize_size).fixed(picture)
+    return resize(picture, (height, width))
+
+
+def likeliest(logits: Tensor, classes: list[str], *, top: int) -> tuple[str, dict[str, Any]]:
+    """Return the `top` likeliest classes of logits [K] with their probabilities, in words and as JSON holds them."""
+    probabilities, best = logits.softmax(dim=0).topk(min(top, len(classes)))
+    names, shares = [classes[index] for index in best.tolist()], probabilities.tolist()
+    words = "  ".join(f"{name} {share:.3f}" for name, share in zip(names, shares, strict=True))
+    return words, {"classes": names, "probabilities": shares}
+
+
+_SMALLEST_SIDE, _LARGEST_SIDE = 96, 224
+"""Sizes of a shown sample, in pixels: others are scaled to these. The largest is what most networks see."""
+_MARGIN, _LINE = 4, 14
+"""Between samples, and the height of a line of text, in pixels; the text of Pillow's own font is 11 pixels high."""
+
+
+def grid(pixels: Any, texts: Sequence[str]) -> Any:
+    """Return a picture, uint8 [H, W, 3] (an array): samples, uint8 [n, C, H, W], each over its text."""
+    samples = [_sized(_picture(sample)) for sample in pixels]
+    columns = math.ceil(math.sqrt(len(samples)))
+    width, height = samples[0].width + _MARGIN, samples[0].height + _LINE + _MARGIN
+    rows = math.ceil(len(samples) / columns)
+    whole = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), "white")
+    draw = ImageDraw.Draw(whole)
+    for position, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+        row, column = divmod(position, columns)
+        left, top = _MARGIN + column * width, _MARGIN + row * height
+        whole.paste(sample, (left, top))
+        draw.text((left, top + sample.height), _fitting(draw, text, sample.width), fill="black")
+    return np.asarray(whole)
+
+
+def _picture(sample: Any) -> Image.Image:
+    """A sample, uint8 [C, H, W]: in colour if it has three channels or more, else by its first alone."""
+    return Image.fromarray(np.moveaxis(sample[:3], 0, -1) if len(sample) >= 3 else sample[0]).convert("RGB")
+
+
+def _sized(picture: Image.Image) -> Image.Image:
+    side = max(picture.size)
+    if side > _LARGEST_SIDE:
+        return picture.resize((picture.width * _LARGEST_SIDE // side, picture.height * _LARGEST_SIDE // side))
+    return picture.resize(
+        (picture.width * (times := max(1, _SMALLEST_SIDE // side)), picture.height * times), Image.Resampling.NEAREST
+    )
+
+
+def text_of(target: Tensor, classes: Sequence[str]) -> str:
+    """The class of a sample, or the two that it is mixed from with their shares."""
+    if target.ndim == 0:
+        return classes[int(target)]
+    shares, numbers = target.topk(2)
+    names = [classes[int(number)] for number in numbers]
+    if shares[1] < 0.005:
+        return names[0]
+    return " + ".join(f"{name} {share:.0%}" for name, share in zip(names, shares.tolist(), strict=True))
+
+
+def _fitting(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
+    """As much of a text as is not wider than this."""
+    while draw.textlength(text) > width:
+        text = text[:-1]
+    return text

@@ -18,8 +18,8 @@ from app.data.samples import Batch, Splits
 from app.environment.topology import listed
 from app.errors import DataError
 from app.task import Form, Later, Loss, Scores, Split, Table, Task, Totals
-from app.tasks.image_classification import classify, looks, model_names, models, predictions
-from app.tasks.image_classification.data import left_out
+from app.tasks.image_classification import model_names, models, predictions
+from app.tasks.image_classification.data import images
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.images import Data, Images
 from app.tasks.image_classification.data.open import download_data, notes_on, open_staged
@@ -92,7 +92,7 @@ class ImageClassification(Task):
 
     def data_digests(self) -> dict[str, str]:
         """Return a digest of which samples are left out."""
-        return left_out.digest(self._sections.data)
+        return images.digest(self._sections.data)
 
     # Model and loss ---------------------------------------------------------------------------------------------------
 
@@ -170,8 +170,8 @@ class ImageClassification(Task):
         """Return the first pictures of a training batch side by side, each over its label."""
         assert self._preparation is not None, "no batch was prepared"
         pixels = self._preparation.pixels(batch["inputs"][:limit].detach()).cpu().numpy()
-        texts = [looks.text_of(target, self._facts["classes"]) for target in batch["targets"][:limit].detach().cpu()]
-        return "augmented_batch", looks.grid(pixels, texts)
+        texts = [predictions.text_of(target, self._facts["classes"]) for target in batch["targets"][:limit].detach().cpu()]
+        return "augmented_batch", predictions.grid(pixels, texts)
 
     def write_outputs(self, folder: Path, samples: Images, rows: Tensor) -> None:
         """Write what was mistaken for what, and some pictures."""
@@ -181,10 +181,10 @@ class ImageClassification(Task):
         """Return the `top` most likely classes of each picture file, and their probabilities."""
         found, form = [], Form(next(model.parameters()).dtype)
         for file in inputs:
-            image = classify.image_of(file, self._facts, resize_size=self._sections.data.resize_size)
+            image = predictions.image_of(file, self._facts, resize_size=self._sections.data.resize_size)
             none = torch.zeros(1, dtype=torch.int64)
             batch = self.preprocess({"images": image[None], "labels": none, "samples": none}, None, form=form)
-            found.append(classify.likeliest(model(batch["inputs"])[0], list(self._facts["classes"]), top=top))
+            found.append(predictions.likeliest(model(batch["inputs"])[0], list(self._facts["classes"]), top=top))
         return found
 
     def _prepares(self, form: Form) -> Preparation:

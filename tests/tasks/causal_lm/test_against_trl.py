@@ -11,7 +11,7 @@ from languages import save_network
 from processes import SCRIPTS, read, read_lines, run, train
 from small_tokenizer import chapters, write_tokenizer
 
-from app.tasks.causal_lm.data_tools import command
+from app.tasks.causal_lm.data import command
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 

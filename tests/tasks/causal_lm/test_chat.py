@@ -18,9 +18,9 @@ from trl import SFTConfig, SFTTrainer
 from app.errors import DataError
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.chat import Examples, Unusable
+from app.tasks.causal_lm.data.command import main
 from app.tasks.causal_lm.data.rows import Rows
 from app.tasks.causal_lm.data.tokenizers import open_tokenizer
-from app.tasks.causal_lm.data_tools.command import main
 
 PAIRS = [
     {"prompt": "Call me", "completion": " Ishmael."},

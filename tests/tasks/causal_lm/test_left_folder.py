@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app import export
-from app.checkpoints import model_file
+from app.checkpoints import stored_weights
 from app.errors import DataError
 from app.tasks.causal_lm import transformers_folder
 from app.tasks.causal_lm.data import store
@@ -97,7 +97,7 @@ def test_transformers_loads_what_a_run_leaves(runs: Runs, tmp_path: Path, case: 
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert ("lm_head.weight" in ours) == (case == "untied")
     tokens = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    _, own, _ = model_file.load(folder)
+    _, own, _ = stored_weights.load(folder)
     with torch.no_grad():
         assert torch.equal(own(tokens).logits, model.eval()(tokens).logits)
     tokenizer, text = AutoTokenizer.from_pretrained(folder), "Ïshmael\n🐋  <|endoftext|"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from app.tasks.causal_lm import showing
+from app.tasks.causal_lm.data import showing
 from app.tasks.causal_lm.data.tokenizers import Bytes
 
 

@@ -17,9 +17,9 @@ from small_tokenizer import chapters, write_tokenizer
 
 from app.errors import DataError, RecipeError, UsageError
 from app.tasks.causal_lm.data import store
+from app.tasks.causal_lm.data.command import main
 from app.tasks.causal_lm.data.tokenizers import open_tokenizer
-from app.tasks.causal_lm.data_tools.command import main
-from app.tasks.causal_lm.data_tools.tokenizing import parts_folder
+from app.tasks.causal_lm.data.tokenizing import parts_folder
 from app.tools import data_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")

@@ -13,8 +13,7 @@ from torchvision.transforms.autoaugment import InterpolationMode, _apply_op
 
 from app.data.draws import Draws
 from app.errors import RecipeError
-from app.tasks.image_classification.data.augment import Preparation, erased_mask, mixing_weights
-from app.tasks.image_classification.data.randaugment import OPERATIONS, randaugment
+from app.tasks.image_classification.data.augment import OPERATIONS, Preparation, erased_mask, mixing_weights, randaugment
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe
 
 CHANGES = {

@@ -20,8 +20,8 @@ from sources import everything
 from app.data.preprocessing import one_process_per_node
 from app.errors import DataError
 from app.tasks.image_classification.data.images import FINGERPRINT_SAMPLES
+from app.tasks.image_classification.data.pack import write_webdataset
 from app.tasks.image_classification.data.shards import MOST_OPEN_FILES
-from app.tasks.image_classification.data_tools.pack import write_webdataset
 
 # Writing
 

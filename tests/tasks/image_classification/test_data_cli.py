@@ -21,9 +21,9 @@ from sources import everything, write_black
 
 from app.data.preprocessing import in_order
 from app.errors import DataError, RecipeError
+from app.tasks.image_classification.data.command import FORMATS, main, recipe_of
 from app.tasks.image_classification.data.open import open_data
-from app.tasks.image_classification.data_tools.command import FORMATS, main, recipe_of
-from app.tasks.image_classification.data_tools.pack import WRITERS
+from app.tasks.image_classification.data.pack import WRITERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 SIZES = ((90, 60), (40, 80), (30, 20))

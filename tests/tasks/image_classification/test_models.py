@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app import building, own_layers
-from app.distributed import model_preparation, sample_dropout
+from app import building
+from app.distributed import model_preparation, own_layers, sample_dropout
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import RecipeError

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from processes import read, train
 
-from app.checkpoints import model_file
+from app.checkpoints import stored_weights
 from app.recipe import recipe_file
 from app.tasks.image_classification.data.augment import Preparation
 from app.tasks.image_classification.data.open import open_data
@@ -28,7 +28,7 @@ def test_they_are_those_of_the_saved_weights_with_every_sample_once(digits_run: 
     recipe = recipe_file.load(str(digits_run / "recipe.yaml"), []).recipe
     source = open_data(recipe.sections).test
     images, labels = source.fetch(np.arange(len(source)), None).values()
-    _, model, _ = model_file.load(digits_run)
+    _, model, _ = stored_weights.load(digits_run)
     preparation = Preparation(recipe.sections.data, recipe.sections.augment, channels=1, num_classes=10)
     with torch.no_grad():
         probabilities = model(preparation.evaluate({"images": images, "labels": labels})).softmax(dim=1)

@@ -19,8 +19,7 @@ from torchvision.transforms.v2 import functional as F
 from app.data.draws import SampleDraws
 from app.errors import DataError
 from app.tasks.image_classification.data import decoding
-from app.tasks.image_classification.data.decoding import decode
-from app.tasks.image_classification.data.framing import RATIOS, Framing, crop_box
+from app.tasks.image_classification.data.decoding import RATIOS, Framing, crop_box, decode
 from app.tasks.image_classification.data.open import open_data
 from app.tasks.image_classification.sections import AugmentRecipe, DataRecipe, Sections
 from app.tasks.image_classification.task import ImageClassification

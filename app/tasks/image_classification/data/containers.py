@@ -33,8 +33,15 @@ from app.environment.topology import listed
 from app.errors import DataError
 from app.files.other_libraries import extra
 from app.tasks.image_classification.data.decoding import reading
-from app.tasks.image_classification.data.images import Data, Images, Stored, completed, first_line, numbers_up_to
-from app.tasks.image_classification.data.left_out import without_left_out
+from app.tasks.image_classification.data.images import (
+    Data,
+    Images,
+    Stored,
+    completed,
+    first_line,
+    numbers_up_to,
+    without_left_out,
+)
 from app.tasks.image_classification.data.splits import NoSplitError, data_path, each_split
 from app.tasks.image_classification.sections import Sections
 

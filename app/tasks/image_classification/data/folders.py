@@ -30,8 +30,7 @@ from app.errors import DataError, RecipeError
 from app.files.atomic_files import remove_remains
 from app.tasks.image_classification.data.arrays import Mapped
 from app.tasks.image_classification.data.decoding import content_of
-from app.tasks.image_classification.data.images import Data, Images, Stored
-from app.tasks.image_classification.data.left_out import without_left_out
+from app.tasks.image_classification.data.images import Data, Images, Stored, without_left_out
 from app.tasks.image_classification.data.splits import TEST_NAMES, VALIDATION_NAMES, NoSplitError, Splits, each_split
 from app.tasks.image_classification.sections import DataRecipe, Sections
 

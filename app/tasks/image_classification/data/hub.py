@@ -19,8 +19,16 @@ from app.errors import DataError, RecipeError
 from app.files import other_libraries
 from app.tasks.image_classification.data.arrays import stamps
 from app.tasks.image_classification.data.decoding import content_of, is_gray, opened, pixels_of
-from app.tasks.image_classification.data.images import Data, Images, Stored, completed, first_line, numbers_up_to, spread
-from app.tasks.image_classification.data.left_out import without_left_out
+from app.tasks.image_classification.data.images import (
+    Data,
+    Images,
+    Stored,
+    completed,
+    first_line,
+    numbers_up_to,
+    spread,
+    without_left_out,
+)
 from app.tasks.image_classification.data.splits import NoSplitError, Splits, data_path, each_split
 from app.tasks.image_classification.sections import Sections
 

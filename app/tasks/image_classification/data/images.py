@@ -1,7 +1,13 @@
-"""One class for all image data sets: `Images`, the samples of a split. A format is a function that returns one for each split.
+"""`Images`, the samples of a split in any format, without the samples that `data.leave_out` names.
 
 A format supplies how stored samples are read, their labels and the names of the classes. Leaving samples out, decoding,
 cropping, checks and the fingerprint are the same for all and are here. `open.py` opens what a recipe names.
+
+train/cat/0007.jpg      a line names an image of an image folder by its path below data.path,
+    train/12                and a sample of any other kind by its split and its number from 0
+    # what is wrong         lines that begin with "# ", and empty ones, are skipped
+
+The samples after one that is left out have other numbers, as if it had never been stored.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,11 +25,12 @@ from torch import Tensor
 
 from app.data.draws import HostDraws
 from app.data.samples import CHECK
+from app.environment.topology import listed
 from app.errors import DataError
-from app.tasks.image_classification.data.decoding import decode, pixels_of
-from app.tasks.image_classification.data.framing import Framing
+from app.files import paths
+from app.tasks.image_classification.data.decoding import Framing, decode, pixels_of
 from app.tasks.image_classification.data.splits import Splits
-from app.tasks.image_classification.sections import Sections
+from app.tasks.image_classification.sections import DataRecipe, Sections
 
 T = TypeVar("T")
 FINGERPRINT_SAMPLES = 64
@@ -278,3 +286,58 @@ def spread(size: int, count: int = FINGERPRINT_SAMPLES) -> list[int]:
     """Return up to `count` different indices spread evenly over 0 .. size - 1, both ends included."""
     count = min(size, count)
     return [index * (size - 1) // max(1, count - 1) for index in range(count)]
+
+
+def without_left_out(splits: Data, data: DataRecipe) -> Data:
+    """Return the splits without the samples that a recipe leaves out.
+
+    Raises DataError if the file cannot be read or a name is in no split, RecipeError for a variable that is not set.
+    """
+    wanted = names_in(data)
+    missing = set(wanted)
+
+    def rest(_split: str, images: Images) -> Images:
+        names = [images.name(place) for place in range(len(images))]
+        missing.difference_update(names)
+        places = np.array([place for place, name in enumerate(names) if name not in wanted], np.int64)
+        labels = None if images.labels is None else images.labels[places]
+        return replace(images, places=places, labels=labels, size=len(places))
+
+    if not wanted:
+        return splits
+    splits = splits.changed(rest)
+    if missing:
+        raise DataError(
+            f"data.leave_out={data.leave_out} lists {listed(sorted(missing), 5)}, and data.path={data.path} has no such "
+            "samples in this recipe's splits: correct the names, or write the file again with `samerun data check --write`"
+        )
+    return splits
+
+
+def names_in(data: DataRecipe) -> frozenset[str]:
+    """Return the names in the file of a recipe; none without one. Raises as `without_left_out`."""
+    if data.leave_out is None:
+        return frozenset()
+    file = Path(paths.filled_in("data.leave_out", data.leave_out))
+    try:
+        lines = file.read_text(encoding="utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
+    except OSError as error:
+        raise DataError(
+            f"data.leave_out={data.leave_out} cannot be read ({error.strerror}): correct the path, or write "
+            "the file with `samerun data check --write`"
+        ) from error
+    return frozenset(line for line in lines if line.strip() and not line.startswith("# "))
+
+
+def digest(data: DataRecipe) -> dict[str, str]:
+    """Return a hash of what is left out, by the name of its key, whatever the file is called; nothing without a file."""
+    if data.leave_out is None:
+        return {}
+    names = "\n".join(sorted(names_in(data))).encode("utf-8", "surrogateescape")
+    return {"data.leave_out": hashlib.sha256(names).hexdigest()[:16]}
+
+
+def as_text(found: Iterable[tuple[str, str]]) -> str:
+    """Return the content of such a file: names, and what is wrong with each, or nothing."""
+    lines = [f"# {why.splitlines()[0]}\n{name}\n" if why else f"{name}\n" for name, why in found]
+    return "# samples to leave out: set data.leave_out of a recipe to this file\n" + "".join(lines)

@@ -16,7 +16,7 @@ from app.data.data_files import open_decompressed
 from app.errors import DataError, RecipeError
 from app.files import other_libraries
 from app.tasks.image_classification.data.arrays import ArrayImages, Mapped, Unstored, chunk_rows, framed, in_array, keep, stamps
-from app.tasks.image_classification.data.framing import Framing
+from app.tasks.image_classification.data.decoding import Framing
 from app.tasks.image_classification.data.images import DOWNLOADS, Data, Images, Stored, fingerprint
 from app.tasks.image_classification.sections import Sections
 

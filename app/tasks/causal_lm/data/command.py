@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from app import tasks
-from app.environment import cores
+from app.environment import host
 from app.errors import DataError, UsageError
-from app.options.command_line import Parser, not_negative, positive, share
+from app.options import Parser, not_negative, positive, share
 from app.recipe import recipe_file
 from app.tasks.causal_lm.data import store
 from app.tasks.causal_lm.data.rows import Rows
@@ -173,8 +173,8 @@ def main(argv: Sequence[str]) -> int:
 def _tokenize(argv: Sequence[str]) -> int:
     options = _tokenize_parser().parse_all(argv)
     _refuse_contradictions(options)
+    from app.tasks.causal_lm.data import tokenizing
     from app.tasks.causal_lm.data.tokenizers import open_tokenizer
-    from app.tasks.causal_lm.data_tools import tokenizing
 
     is_packed = options.pack or options.prompts
     job = tokenizing.Job(
@@ -192,7 +192,7 @@ def _tokenize(argv: Sequence[str]) -> int:
 def _sources(options: argparse.Namespace) -> dict[str, Any]:
     """Return the texts of each split that has sources of its own."""
     from app.tasks.causal_lm.data import texts
-    from app.tasks.causal_lm.data_tools.tokenizing import columns_of
+    from app.tasks.causal_lm.data.tokenizing import columns_of
 
     separator = options.document_separator
     for escape, character in ((r"\n", "\n"), (r"\t", "\t"), (r"\f", "\f"), (r"\0", "\0")):
@@ -282,7 +282,7 @@ def _tokenize_parser() -> Parser:
     add("--prompts", action="store_true", help="rows are prompts with answers, or conversations; only answers are targets")
     add("--too-long", choices=("cut", "leave-out"), default="cut", help="for examples longer than a row (default: cut)")
     add("--skip-unreadable", action="store_true", help="skip and count unreadable documents (default: the first is an error)")
-    count = cores.usable(1)
+    count = host.usable(1)
     add("--workers", type=positive, default=count, metavar="N", help=f"processes (default: {count}, the CPU cores here); the "
         "result is the same with any number")  # fmt: skip
     return parser

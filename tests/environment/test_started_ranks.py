@@ -1,7 +1,7 @@
 """One process per rank, translated: environments captured from real mpirun, mpiexec and srun.
 
 The golden file holds what every captured rank becomes; after an intended change:
-    PYTHONPATH=. python tests/place/test_started_ranks.py > tests/golden/started_ranks.txt
+    PYTHONPATH=. python tests/environment/test_started_ranks.py > tests/golden/started_ranks.txt
 """
 
 from __future__ import annotations

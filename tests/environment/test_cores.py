@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.data.loader import num_workers
-from app.environment.cores import lacks_bf16, quota, share
+from app.environment.host import lacks_bf16, quota, share
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.data.data_files import is_hidden
-from app.environment import cores
+from app.environment import host
 from app.errors import DataError, RecipeError
-from app.options.command_line import Parser, above_zero, positive
+from app.options import Parser, above_zero, positive
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 
@@ -75,7 +75,7 @@ def _inspect(argv: Sequence[str]) -> int:
     options = parser.parse_all(argv)
     paths, overrides = _told(options.words)
     recipes = [recipe_of(what, overrides) for what in paths]
-    from app.tasks.image_classification.data_tools import inspect
+    from app.tasks.image_classification.data import inspect
 
     unreadable = 0
     for recipe in recipes:
@@ -108,7 +108,7 @@ def _pack(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise RecipeError(*problems)
-    from app.tasks.image_classification.data_tools import pack
+    from app.tasks.image_classification.data import pack
 
     shrinking = None
     if options.max_side is not None:
@@ -132,7 +132,7 @@ def _bench(argv: Sequence[str]) -> int:
     recipe = _one_recipe(options.words)
     from dataclasses import asdict
 
-    from app.tasks.image_classification.data_tools import bench
+    from app.tasks.image_classification.data import bench
 
     costs = bench.measure(recipe, seconds=options.seconds)
     needed = {} if options.images_per_s is None else {"cores_needed": costs.cores_for(options.images_per_s)}
@@ -146,7 +146,7 @@ def _parser(command: str, description: str) -> Parser:
     several = "WHAT ..." if command == "inspect" else "WHAT"
     parser.add_argument("words", nargs="+", metavar=f"{several} [key=value ...]", help=f"{_WHAT}; and recipe values")
     if command != "bench":
-        count = cores.usable(1)
+        count = host.usable(1)
         parser.add_argument(
             "--workers",  # as everywhere else; --processes is what it was called
             "--processes",

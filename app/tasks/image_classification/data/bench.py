@@ -16,7 +16,7 @@ import torch
 from app.data import loader
 from app.data.draws import Draws, HostDraws
 from app.data.order import TrainBatches
-from app.environment import cores
+from app.environment import host
 from app.errors import DataError, RecipeError
 from app.recipe.schema import Recipe
 from app.tasks.image_classification.data.augment import Preparation
@@ -96,7 +96,7 @@ def measure(recipe: Recipe, *, seconds: float) -> Costs:
 
 def as_text(costs: Costs, images_per_s: float | None) -> str:
     """Return the table for people."""
-    own_cores = cores.usable(1)
+    own_cores = host.usable(1)
     parts = {"reading": costs.read_us, "decoding": costs.decode_us, "framing or look-up": costs.frame_us}
     lines = ["one core, by CPU time         us a picture   share"]
     lines += [f"  {name:26} {us:12,.1f} {us / costs.fetch_us:8.0%}" for name, us in parts.items()]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import RunFolderError
-from app.metrics.losses import Fed
+from app.metrics.metrics import Fed
 from app.runs import ledger
 from app.runs.claim import claim
 from app.runs.ledger import End, Evaluated, Saved, Start, Steps

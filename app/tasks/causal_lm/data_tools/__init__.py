@@ -1,1 +1,0 @@
-"""`samerun data tokenize` and `inspect` for texts."""

@@ -1,1 +1,0 @@
-"""`samerun data inspect`, `pack` and `bench` for images."""
