@@ -24,6 +24,7 @@ The text of an error says what is wrong, the value, where it came from and what 
 from __future__ import annotations
 
 import atexit
+import difflib
 import os
 import socket
 import sys
@@ -31,7 +32,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -39,6 +40,12 @@ from typing import NoReturn
 STOPPED = 75
 """Exit code of a run that was stopped before its last step and is not restarted automatically. In sysexits.h it is EX_TEMPFAIL:
 try the same command again. It is not 0, so `&&` and Slurm's `afterok` do not take the run for finished."""
+
+
+def did_you_mean(word: str, known: Collection[str], *, otherwise: str = "", then: str = "", cutoff: float = 0.6) -> str:
+    """Return "did you mean A or B?" for the known names nearest to a word, or `otherwise`; `then` follows in any case."""
+    near = difflib.get_close_matches(word, known, n=3, cutoff=cutoff)
+    return " ".join(filter(None, [f"did you mean {' or '.join(near)}?" if near else otherwise, then]))
 
 
 class SamerunError(Exception):

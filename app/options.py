@@ -6,7 +6,6 @@ Standard library and PyYAML only.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import math
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
-from app.errors import TrackerError, UsageError
+from app.errors import TrackerError, UsageError, did_you_mean
 from app.recipe import recipe_file
 
 _N = TypeVar("_N", int, float)
@@ -178,10 +177,8 @@ class Parser(argparse.ArgumentParser):
         launchers = [*_MEANT.get(name, ()), _OF_LAUNCHERS.get(name, f"--{name.replace('_', '-')}")]
         if takes_values and (meant := next((option for option in launchers if option in _OF_LAUNCHERS.values()), None)):
             return f"it is for what starts the processes, `samerun launch` or `accelerate launch`: {meant} {value or '...'}"
-        close = difflib.get_close_matches(option.replace("_", "-"), known, n=2, cutoff=0.7)
-        if close:
-            return f"did you mean {' or '.join(close)}?"
-        return "recipe values are given as key=value" if takes_values else ""
+        otherwise = "recipe values are given as key=value" if takes_values else ""
+        return did_you_mean(option.replace("_", "-"), known, otherwise=otherwise, cutoff=0.7)
 
 
 _HANG_TIMEOUT_S = 540
@@ -255,9 +252,8 @@ def trackers(text: str) -> list[str]:
     names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name and name != "none"))
     for name in names:
         if name not in TRACKERS:
-            close = difflib.get_close_matches(name, TRACKERS, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise TrackerError(f"--trackers has {name!r}: unknown tracker; {hint}Known are {', '.join(TRACKERS)}; or none")
+            hint = did_you_mean(name, TRACKERS, then=f"Known are {', '.join(TRACKERS)}; or none")
+            raise TrackerError(f"--trackers has {name!r}: unknown tracker; {hint}")
         if not any(map(importlib.util.find_spec, _WANTED[name])):
             raise TrackerError(f"--trackers has {name}, which is not installed here: pip install {name.replace('_', '-')}")
     return names

@@ -6,7 +6,6 @@ A mistake of the user ends the program with one sentence on stderr and the exit 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import signal
 import sys
@@ -16,7 +15,7 @@ from typing import NoReturn
 
 from app.environment.launched import errors_folder
 from app.environment.slurm_variables import is_in_step, own_environment
-from app.errors import SamerunError, UsageError, exits_refused, printable
+from app.errors import SamerunError, UsageError, did_you_mean, exits_refused, printable
 from app.options import Parser
 from app.runs.failure import Recorder
 
@@ -28,9 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments or arguments[0].startswith("-"):
             _parser().parse_all(arguments or ["--help"])  # ends here: with the help, the version, or an unknown option
         if arguments[0] not in _COMMANDS:
-            close = difflib.get_close_matches(arguments[0], _COMMANDS, n=2)
-            meant = f"did you mean {' or '.join(close)}? " if close else ""
-            raise UsageError(f"{arguments[0]}: unknown command; {meant}`samerun --help` lists the commands")
+            hint = did_you_mean(arguments[0], _COMMANDS, then="`samerun --help` lists the commands")
+            raise UsageError(f"{arguments[0]}: unknown command; {hint}")
         module, function, _ = _COMMANDS[arguments[0]]
         with exits_refused():
             command: Callable[..., int | None] = getattr(importlib.import_module(module), function)

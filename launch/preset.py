@@ -8,7 +8,6 @@ is refused here, before anything is started. Facts: accelerate 1.15, `commands/l
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from app.environment import deepspeed_file
 from app.environment.degrees import Degrees
 from app.environment.launched import NO_FP16_ON_CPU, PRECISIONS, Sharding, Strategy
 from app.environment.topology import Topology
-from app.errors import PresetError
+from app.errors import PresetError, did_you_mean
 from app.files import parsing
 from launch import parallelism
 
@@ -343,6 +342,4 @@ def _file_problems(settings: Mapping[str, Any], section: Mapping[str, Any]) -> I
 
 
 def _suggest(word: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}There is {', '.join(known)}"
+    return did_you_mean(word, known, then=f"There is {', '.join(known)}", cutoff=0.5)

@@ -7,7 +7,6 @@ can be missing or of another shape; they stay new. The run prints which tensors 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -24,7 +23,7 @@ from app.checkpoints.stored_weights import IN_FOLDERS, Stored
 from app.distributed import handshake
 from app.distributed.runtime import Runtime
 from app.environment.topology import listed
-from app.errors import CheckpointError, RecipeError
+from app.errors import CheckpointError, RecipeError, did_you_mean
 from app.files import paths
 from app.init import accounting, held
 from app.init.region import Region
@@ -213,8 +212,7 @@ def published(name: str, *, download: bool) -> Path:
         url: str = models.get_weight(name).url
     except (ValueError, KeyError):
         known = [str(it) for weights in map(models.get_model_weights, models.list_models()) for it in weights]
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else "its documentation lists them"
+        hint = did_you_mean(name, known, otherwise="its documentation lists them")
         raise CheckpointError(
             f"train.init_from is torchvision:{name}: the installed torchvision has no such weights; {hint}"
         ) from None

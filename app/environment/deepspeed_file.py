@@ -7,13 +7,12 @@ values: deepspeed 0.19. Standard library only.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.errors import PresetError
+from app.errors import PresetError, did_you_mean
 
 KEY = "deepspeed_config_file"
 VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -143,8 +142,8 @@ def _unknown(place: str, section: Mapping[str, Any]) -> Iterator[str]:
     for key, value in section.items():
         name = f"{place}.{key}" if place else key
         if key not in _KNOWN[place]:
-            close = difflib.get_close_matches(key, [*_KNOWN[place], *(() if place else _DERIVED)], n=1, cutoff=0.75)
-            yield f"{name}: unknown or unsupported; {f'did you mean {close[0]}?' if close else 'leave it out'}"
+            known = [*_KNOWN[place], *(() if place else _DERIVED)]
+            yield f"{name}: unknown or unsupported; {did_you_mean(key, known, otherwise='leave it out', cutoff=0.75)}"
         elif name in _KNOWN and value is not None and not isinstance(value, dict):
             yield f"{name}: {json.dumps(value)}: it must be a section"
         elif name in _KNOWN:

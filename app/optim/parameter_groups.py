@@ -9,7 +9,6 @@ processes there are. Dropout in frozen layers stays on.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.sgd import sgd
 
-from app.errors import RecipeError
+from app.errors import RecipeError, did_you_mean
 from app.recipe import optimizers
 from app.recipe.optimizers import Group
 from app.recipe.schema import OptimRecipe
@@ -201,10 +200,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def near(pattern: str, names: Sequence[str]) -> str:
     """Return, for a pattern that matches none of the names, the nearest pattern that does, and some of the names."""
     layers = (".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1))
-    close = difflib.get_close_matches(pattern, [*dict.fromkeys(f"{layer}.*" for layer in layers), *names], n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]}? " if close else ""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{hint}There are {', '.join(names[:_MOST_NAMED])}{more}"
+    known = [*dict.fromkeys(f"{layer}.*" for layer in layers), *names]
+    return did_you_mean(pattern, known, then=f"There are {', '.join(names[:_MOST_NAMED])}{more}")
 
 
 def set_training(model: nn.Module, *, mode: bool) -> None:

@@ -8,12 +8,12 @@ Standard library only: it is read on login nodes, before torch is there.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from app.errors import did_you_mean
 from app.recipe.kinds import Problem
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def problems_of(optim: OptimRecipe) -> Iterator[Problem]:
     """Yield what is wrong with the optimizer's name, its settings and its groups, a sentence each."""
     if optim.name not in TABLE:
         name = optim.name.rpartition(".")[2].lower()
-        near = difflib.get_close_matches(name, TABLE, n=2, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}?" if near else "there is no such optimizer"
+        hint = did_you_mean(name, TABLE, otherwise="there is no such optimizer")
         hint = next((reason for other, reason in LEFT_OUT.items() if other.lower() == name), hint)
         yield Problem(f"optim.name is {optim.name!r}: {hint}; there is {', '.join(TABLE)}", "optim.name")
         return
@@ -95,9 +94,8 @@ def _setting_problem(optimizer: str, name: str, value: Any) -> str | None:
     if name in (*found.keys, "lr", "weight_decay"):
         return f"give it as optim.{name}"
     if name not in found.settings:
-        near = difflib.get_close_matches(name, found.settings, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return f"{optimizer} has no such setting; {hint}it has {', '.join(found.settings) or 'none'}"
+        hint = did_you_mean(name, found.settings, then=f"it has {', '.join(found.settings) or 'none'}")
+        return f"{optimizer} has no such setting; {hint}"
     expected = type(found.settings[name])
     return None if type(value) is expected else f"it must be {'true or false' if expected is bool else 'a number'}"
 

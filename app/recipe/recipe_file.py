@@ -8,7 +8,6 @@ Standard library and PyYAML only: it runs on login nodes, in milliseconds.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -21,7 +20,7 @@ from typing import Any
 import yaml
 
 from app import tasks
-from app.errors import RecipeError
+from app.errors import RecipeError, did_you_mean
 from app.files import parsing, paths
 from app.recipe import kinds, task_file
 from app.recipe import recipe_keys as keys
@@ -205,9 +204,8 @@ def _find(name_or_path: str) -> Path:
     if path.exists():
         return path
     what = "there is no such file" if path.suffix or len(path.parts) > 1 else "there is no recipe and no file of that name"
-    close = difflib.get_close_matches(path.stem, names(), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    raise RecipeError(f"recipe {name_or_path}: {what}; {hint}the package has {', '.join(names())}")
+    hint = did_you_mean(path.stem, names(), then=f"the package has {', '.join(names())}", cutoff=0.5)
+    raise RecipeError(f"recipe {name_or_path}: {what}; {hint}")
 
 
 def _by_key(entries: Iterable[tuple[str, _Given]], task: str, problems: list[str]) -> dict[str, _Given]:

@@ -6,14 +6,13 @@ transformers is imported when it is asked for, and no more of it than that archi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.errors import DataError, RecipeError
+from app.errors import DataError, RecipeError, did_you_mean
 from app.files import other_libraries, paths
 from app.files.parsing import parsed
 from app.tasks.causal_lm.sections import ModelRecipe
@@ -155,8 +154,7 @@ def _changed(recipe: ModelRecipe, names: Collection[str]) -> Mapping[str, Any]:
     settings = recipe.settings or {}
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(sorted(known))}"
+            hint = did_you_mean(name, known, otherwise=f"there is {', '.join(sorted(known))}")
             raise RecipeError(f"model.settings has {name}, which this architecture does not have; {hint}")
     return settings
 
@@ -174,8 +172,7 @@ def _class_of_config(model_type: str) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as HAVE
 
     if model_type not in HAVE or model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(model_type, HAVE, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "for example gpt2, llama, qwen3, mistral or gemma"
+        hint = did_you_mean(model_type, HAVE, otherwise="for example gpt2, llama, qwen3, mistral or gemma")
         raise RecipeError(f"model.architecture is {model_type}: transformers has no such causal language model; {hint}")
     return CONFIG_MAPPING[model_type]
 

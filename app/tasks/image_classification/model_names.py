@@ -5,9 +5,10 @@ torchvision_models.txt is what `torchvision.models.list_models` says; a test hol
 
 from __future__ import annotations
 
-import difflib
 import functools
 from pathlib import Path
+
+from app.errors import did_you_mean
 
 CONVNET = "convnet"
 _LIST = Path(__file__).with_name("torchvision_models.txt")
@@ -23,6 +24,5 @@ def problem(name: str) -> str | None:
     """Return what is wrong with a name, with the nearest that there are, or None."""
     if name in known():
         return None
-    close = difflib.get_close_matches(name, known(), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known())}"
+    hint = did_you_mean(name, known(), otherwise=f"there are {', '.join(known())}")
     return f"model.name is {name!r}: no such model; {hint}"
