@@ -30,7 +30,7 @@ from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
 from app.errors import CheckpointError, RunFolderError, printable
 from app.files.atomic_files import disk_errors, file_made_whole, sync
-from app.files.parsing import Lines
+from app.files.lines import Lines
 from app.init.region import AVERAGE, WEIGHT
 from app.options import Parser, above_zero
 from app.recipe import recipe_file, recipe_keys

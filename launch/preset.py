@@ -20,7 +20,7 @@ from app.environment.degrees import Degrees
 from app.environment.launched import NO_FP16_ON_CPU, PRECISIONS, Sharding, Strategy
 from app.environment.topology import Topology
 from app.errors import PresetError, did_you_mean
-from app.files import parsing
+from app.files import yaml_text
 from launch import parallelism
 
 SHIPPED = Path(__file__).parent.parent / "accelerate_configs"
@@ -230,7 +230,7 @@ def _find(name_or_path: str) -> Path:
 
 def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return the settings of a file, and which keys are repeated."""
-    text, root = parsing.compose(path, name=f"preset {path}", error=PresetError)
+    text, root = yaml_text.compose(path, name=f"preset {path}", error=PresetError)
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:  # values that no plain type has
@@ -239,7 +239,7 @@ def _read(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         raise PresetError(f"preset {path}: it must hold `key: value` lines, such as `distributed_type: MULTI_GPU`")
     twice = [
         f"preset {path}:{line}: {key} is given twice, in line {first} as well: keep one of them"
-        for key, first, line in parsing.repeated(root)
+        for key, first, line in yaml_text.repeated(root)
     ]
     return settings, twice
 

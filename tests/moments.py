@@ -10,7 +10,7 @@ from pathlib import Path
 
 from processes import Running, Started
 
-from app.files.parsing import Lines
+from app.files.lines import Lines
 
 
 def last_step(run_dir: Path) -> int:

@@ -23,7 +23,7 @@ from app.checkpoints import tensor_file
 from app.errors import CheckpointError
 from app.files import paths
 from app.files.atomic_files import Stamp, disk_errors
-from app.files.parsing import is_count, parsed
+from app.files.lines import is_count, parsed
 from app.init.region import Region
 
 FORMAT, WITH_COLUMNS = 1, 2

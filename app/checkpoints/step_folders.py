@@ -34,7 +34,7 @@ from app.checkpoints.tensor_file import Content, TensorFile, contents, dtype_of
 from app.errors import CheckpointError, printable
 from app.files import paths
 from app.files.atomic_files import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
-from app.files.parsing import parsed
+from app.files.lines import parsed
 from app.init.region import AVERAGE, WEIGHT, Piece, Region
 from app.runs.claim import Claim
 

@@ -23,7 +23,7 @@ from app.checkpoints.tensor_file import Content, TensorFile
 from app.errors import CheckpointError, RecipeError, RunFolderError, printable
 from app.files import other_libraries, paths
 from app.files.atomic_files import disk_errors
-from app.files.parsing import parsed
+from app.files.lines import parsed
 from app.init import accounting, filling, held
 from app.init.region import Piece, Region
 from app.recipe import recipe_keys, task_file

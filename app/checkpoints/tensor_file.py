@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from app.errors import CheckpointError
 from app.files import atomic_files
 from app.files.atomic_files import Stamp, disk_errors
-from app.files.parsing import is_count, parsed
+from app.files.lines import is_count, parsed
 from app.init.region import Region
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""Processes of this machine, found by a variable in their environment, and their terminal."""
+"""Processes of this machine, found by a variable in their environment."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -28,16 +28,3 @@ def _all_with(variable: str, value: str) -> Iterator[psutil.Process]:
         with suppress(psutil.Error):  # it has just ended, or is somebody else's
             if process.pid != os.getpid() and process.environ().get(variable) == value:
                 yield process
-
-
-def those_on_a_terminal() -> list[int]:
-    """Return which of stdin, stdout and stderr are terminals. To be asked beforehand: a lost terminal does not tell."""
-    return [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
-
-
-def let_go(descriptors: Collection[int]) -> None:
-    """Have what is written there go nowhere, and nothing be read: an error for it would end what still has to save."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in descriptors:
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)

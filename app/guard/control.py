@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from app.distributed.runtime import Runtime
-from app.environment import processes
+from app.environment import terminal
 from app.errors import RunFolderError, is_of_a_lost_peer
 from app.evaluation import Evaluation
 from app.runs import run_folder
@@ -95,7 +95,7 @@ class Control:
         self._step_s, self._slowest_s, self._save_s = 0.0, 0.0, state_bytes / _FIRST_SAVE_BYTES_PER_S
 
     def __enter__(self) -> Control:
-        self._terminals = processes.those_on_a_terminal()
+        self._terminals = terminal.those_on_a_terminal()
         taken = [number for number in _SIGNALS if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)]
         self._previous = {number: signal.signal(number, self._take_note) for number in taken}
         return self
@@ -111,7 +111,7 @@ class Control:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, and wherever it is just then
         elif number == signal.SIGHUP:
-            processes.let_go(self._terminals)
+            terminal.let_go(self._terminals)
 
     @property
     def is_asked_to_stop(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import yaml
 
-from app.files import parsing
+from app.files import yaml_text
 
 
 class Problem(str):
@@ -154,9 +154,9 @@ def _plain(node: yaml.Node, depth: int = 0) -> Any:
     if depth > 9:  # with an alias, a mapping can contain itself
         raise ValueError("it is nested too deeply")
     if isinstance(node, yaml.MappingNode):
-        for key, *_ in parsing.repeated(node):
+        for key, *_ in yaml_text.repeated(node):
             raise ValueError(f"it has {key} twice")
-        return {parsing.key_text(key): _plain(value, depth + 1) for key, value in node.value}
+        return {yaml_text.key_text(key): _plain(value, depth + 1) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, depth + 1) for item in node.value]
     if is_null(node):

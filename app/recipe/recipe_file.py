@@ -21,7 +21,7 @@ import yaml
 
 from app import tasks
 from app.errors import RecipeError, did_you_mean
-from app.files import parsing, paths
+from app.files import paths, yaml_text
 from app.recipe import kinds, task_file
 from app.recipe import recipe_keys as keys
 from app.recipe.kinds import Problem
@@ -56,7 +56,7 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """
     path = _find(name_or_path)
     file = path.name if path.parent == SHIPPED else str(path)
-    _, root = parsing.compose(path, name=file, error=RecipeError)
+    _, root = yaml_text.compose(path, name=file, error=RecipeError)
     task = _task(root, path, file, overrides)
     if kinds.is_null(root) or (isinstance(root, yaml.MappingNode) and not root.value):
         raise RecipeError(f"{file}: the file is empty: a recipe holds lines of `key: value`, such as `seed: 0`")
@@ -179,7 +179,7 @@ def _task(root: yaml.Node, path: Path, file: str, overrides: Sequence[str]) -> s
     """
     named = [(tasks.DEFAULT, DEFAULT, path.parent)]
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        if parsing.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not kinds.is_null(value):
+        if yaml_text.key_text(key) == "task" and isinstance(value, yaml.ScalarNode) and not kinds.is_null(value):
             named.append((value.value, f"{file}:{key.start_mark.line + 1}", path.parent))
     for word in overrides:
         key, _, text = (part.strip(" '\"") for part in word.partition("="))
@@ -231,7 +231,7 @@ def _entries(node: yaml.Node, section: str, file: str, task: str, problems: list
         problems.append(f"{file}:{node.start_mark.line + 1}: {holder} is {kinds.shown(node)}: expected lines of `key: value`")
         return
     for key_node, value in node.value:
-        name, line = parsing.key_text(key_node), key_node.start_mark.line + 1
+        name, line = yaml_text.key_text(key_node), key_node.start_mark.line + 1
         if name is None:
             problems.append(f"{file}:{line}: a key is {kinds.shown(key_node)}: expected one word before the colon")
         elif name == "<<":

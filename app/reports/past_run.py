@@ -23,7 +23,7 @@ import yaml
 
 from app.errors import RunFolderError, printable
 from app.files import paths
-from app.files.parsing import Lines, is_count, is_finite
+from app.files.lines import Lines, is_count, is_finite
 from app.runs import failure, ledger, run_folder
 from app.runs.failure import ProcessFailure
 

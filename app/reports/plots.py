@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from app.files.parsing import is_finite
+from app.files.lines import is_finite
 from app.reports.past_run import TEXT_SCORE, Line, PastRun, is_share, quantities, words
 from app.runs import run_folder
 

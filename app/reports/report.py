@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.errors import RunFolderError, SamerunError, printable
-from app.files.parsing import is_finite
+from app.files.lines import is_finite
 from app.options import Parser
 from app.reports import past_run
 from app.reports.past_run import (

@@ -17,7 +17,7 @@ from typing import Any
 from app.errors import RunFolderError, printable
 from app.files import paths
 from app.files.atomic_files import file_made_whole, refusal
-from app.files.parsing import parsed
+from app.files.lines import parsed
 from app.options import Parser
 from app.runs import run_folder
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.errors import RunFolderError, printable
-from app.files.parsing import is_finite
+from app.files.lines import is_finite
 from app.options import Parser, above_zero
 from app.reports import past_run
 from app.reports.past_run import Line, PastRun, State, duration, moment, scores, state_of, value_text, words

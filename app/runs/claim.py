@@ -35,7 +35,7 @@ from typing import Any
 from app.errors import RunFolderError
 from app.files import paths
 from app.files.atomic_files import disk_errors, refusal, sync
-from app.files.parsing import Lines, is_count, parsed
+from app.files.lines import Lines, is_count, parsed
 from app.runs.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, TEXTS, refuse_links
 
 _ABOUT = "start.json"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from app.errors import HangError, RunFolderError, SamerunError, is_of_a_lost_peer
 from app.files import paths
-from app.files.parsing import is_count, is_finite, parsed
+from app.files.lines import is_count, is_finite, parsed
 from app.runs.claim import last_start
 from app.runs.run_folder import write_json
 

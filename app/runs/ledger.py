@@ -24,7 +24,7 @@ from typing import Any
 
 from app.data.order import GOLDEN64, MASK64, MIX_FIRST, MIX_SECOND
 from app.errors import RunFolderError
-from app.files.parsing import Lines, is_count, is_finite
+from app.files.lines import Lines, is_count, is_finite
 from app.runs.run_folder import LEDGER
 
 # As int64, in which torch has no constant of 64 bits otherwise.

@@ -13,9 +13,9 @@ from app.recipe import recipe_file, recipe_keys, task_file
 FILE = "README.md"
 LOADED_BY_US = """\
 from pathlib import Path
-from app.checkpoints import model_file  # pip install samerun
+from app.checkpoints import stored_weights  # pip install samerun
 
-task, model, facts = model_file.load(Path("THIS_FOLDER"))
+task, model, facts = stored_weights.load(Path("THIS_FOLDER"))
 """
 """Three lines that load any exported model, in evaluation mode on the CPU."""
 

@@ -39,7 +39,7 @@ from typing import Any
 from app.errors import RunFolderError
 from app.files import paths
 from app.files.atomic_files import disk_errors, file_made_whole
-from app.files.parsing import Lines, is_count, parsed
+from app.files.lines import Lines, is_count, parsed
 from app.files.paths import new_folder
 
 RECIPE, PRESET, RUN, RESULT = "recipe.yaml", "preset.yaml", "run.json", "result.json"

@@ -20,7 +20,7 @@ import yaml
 
 from app.data.order import TrainBatches
 from app.errors import RecipeError, RunFolderError, printable
-from app.files import parsing
+from app.files import yaml_text
 from app.options import Parser
 from app.recipe import recipe_keys
 from app.recipe.schema import Recipe
@@ -121,7 +121,7 @@ def verify(run_dir: Path) -> tuple[Verdict, TimeSpent]:
 
 def _recipe(path: Path) -> Recipe:
     """What the samples of a step follow from, of the run's recipe: a task's file may be gone. Raises RecipeError."""
-    text, _ = parsing.compose(path, name=str(path), error=RecipeError)
+    text, _ = yaml_text.compose(path, name=str(path), error=RecipeError)
     written = yaml.safe_load(text)
     of_train = written.get("train") if isinstance(written, dict) else None
     found = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from app.environment.variables import ERRORS
 from app.errors import STOPPED, HangError, TrainingError
 from app.files import paths
-from app.files.parsing import parsed
+from app.files.lines import parsed
 from app.runs import failure
 from launch.schedulers.job import ATTEMPT, Job, NotDoneError
 from launch.start import supervise

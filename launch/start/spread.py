@@ -1,13 +1,11 @@
 """Start one command on every host of a job, with the run's environment, and end them all when one fails.
 
-It is a line of bash, for its input or in a file of mode 0600 in a folder of mode 0700 that only this start uses. The host
-removes the file when it has read it. So no value is on a command line, which everybody can read on both hosts.
-
 python -m launch.start.spread STARTER SAMERUN_HOSTS=HOST,HOST,... SAMERUN_PORT=PORT [NAME=VALUE ...] COMMAND...
 
 STARTER is what reaches a host, one of `hosts.STARTERS`. Something started so has neither the environment nor the folder of
 this process. Folder, command, these variables and its SAMERUN_NODE_RANK are on the command line of every host, where everybody
-can read them; the environment is handed over unseen (`handover.py`), to ssh by its input, to the others by a file.
+can read them; the environment is handed over unseen as a line of bash: to ssh by its input, to the others in a
+file of mode 0600 in a folder of mode 0700 that only this start uses. The host removes the file when it has read it.
 
 The exit code is that of the host that failed first. The others have some seconds then to end by themselves; what is left is
 stopped on its host, since a remote shell may die and leave its command running, or wait for ever for a host that is gone. So

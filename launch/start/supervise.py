@@ -4,10 +4,10 @@ What stands between would end them, or itself: `accelerate launch` of one proces
 processes after some seconds and itself with exit code 1, srun ends the step at once. Facts: accelerate 1.15, torch 2.15,
 Slurm 22.05.
 
-The error of the process that failed first is printed again, last, and its exit code becomes the run's (`failure_summary.py`).
+The error of the process that failed first is printed again, last, and its exit code becomes the run's.
 
 A signal means that the run is to save and stop, which takes its time, and what starts it would not leave it that time:
-`signals.py` knows the way past it.
+`to_ranks` knows the way past it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from app.environment import host, processes
+from app.environment import host, terminal
 from app.environment.variables import LAUNCHER
 from app.errors import SamerunError, printable
 from app.runs import failure
@@ -186,7 +186,7 @@ class _Command:
         self._pass_on, self._passed_on_s = pass_on, -math.inf
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._started: subprocess.Popen[bytes] | None = None
-        self._terminals = processes.those_on_a_terminal()
+        self._terminals = terminal.those_on_a_terminal()
         for number in ALL:
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # as after nohup
                 signal.signal(number, self._receive)
@@ -221,7 +221,7 @@ class _Command:
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.got.append(number)
         if number == signal.SIGHUP:
-            processes.let_go(self._terminals)
+            terminal.let_go(self._terminals)
         is_echo = number in _STOP_AND_GO_ON and time.monotonic() - self._passed_on_s < _ECHO_S
         if self._started is None or self._started.poll() is not None or is_echo:
             return
@@ -301,7 +301,7 @@ def _copied(started: subprocess.Popen[bytes], source: IO[bytes], target: IO[byte
                 target.write(chunk)
                 target.flush()
             except OSError:  # a terminal that was lost without a SIGHUP, or the other end of a pipe
-                processes.let_go([target.fileno()])
+                terminal.let_go([target.fileno()])
             *lines, rest = (rest + chunk).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
         if has_ended:

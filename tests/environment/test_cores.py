@@ -75,7 +75,7 @@ def test_no_cgroups_no_limit(tmp_path: Path) -> None:
 
 def test_a_process_that_is_bound_to_one_core_has_one() -> None:
     core = min(os.sched_getaffinity(0))
-    code = f"import os; os.sched_setaffinity(0, [{core}]); from app.environment import cores; print(cores.usable(1))"
+    code = f"import os; os.sched_setaffinity(0, [{core}]); from app.environment import host; print(host.usable(1))"
     finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert finished.stdout == "1\n"
 

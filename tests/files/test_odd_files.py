@@ -15,7 +15,7 @@ from app.checkpoints import manifest
 from app.environment import launched
 from app.errors import CheckpointError, PresetError, RecipeError, RunFolderError, SamerunError, TopologyError
 from app.files import atomic_files
-from app.files.parsing import Lines
+from app.files.lines import Lines
 from app.files.paths import read_regular
 from app.recipe import recipe_file
 from app.reports import past_run

@@ -30,9 +30,9 @@ SOON_S = 15.0
 SAMERUN = """
 import os, sys
 from app.environment.launched import errors_folder
-from launch.start import signals, supervise
+from launch.start import supervise
 errors = errors_folder(os.environ)
-sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_ranks, watched=True, errors=errors).exit_code)
+sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=supervise.to_ranks, watched=True, errors=errors).exit_code)
 """
 # A rank without torch, which takes seconds, and with a process that would outlive it.
 IDLE = """

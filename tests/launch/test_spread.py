@@ -320,8 +320,8 @@ def test_nothing_is_left_on_the_hosts_when_what_started_this_is_killed(begin, tm
 
 def test_nothing_is_left_on_the_hosts_when_this_is_killed(begin, tmp_path):
     """What watches it ends what it started, here on the same machine; on others the processes lose their peers."""
-    watched = "import os, sys; from launch.start import signals, supervise"
-    call = "sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_itself, watched=True).exit_code)"
+    watched = "import os, sys; from launch.start import supervise"
+    call = "sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=supervise.to_itself, watched=True).exit_code)"
     pids = tmp_path / "pids"
     process = begin(
         'echo $$ >> "$1"; echo up; sleep 300 & wait', str(pids), parent=(sys.executable, "-c", f"{watched}; {call}")

@@ -25,9 +25,9 @@ HOST = socket.gethostname()
 WATCHED = """
 import os, sys
 from app.environment.launched import errors_folder
-from launch.start import signals, supervise
+from launch.start import supervise
 errors = errors_folder(os.environ)
-sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=signals.to_itself, watched=True, errors=errors).exit_code)
+sys.exit(supervise.run(sys.argv[1:], os.environ, pass_on=supervise.to_itself, watched=True, errors=errors).exit_code)
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 from processes import SCRIPTS, Finished, read, run, train
 
 from app.errors import CheckpointError, RunFolderError, SamerunError
-from app.files.parsing import Lines
+from app.files.lines import Lines
 from app.runs.claim import claim
 
 MIB = 2**20

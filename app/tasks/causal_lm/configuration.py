@@ -14,7 +14,7 @@ from typing import Any
 
 from app.errors import DataError, RecipeError, did_you_mean
 from app.files import other_libraries, paths
-from app.files.parsing import parsed
+from app.files.lines import parsed
 from app.tasks.causal_lm.sections import ModelRecipe
 
 NAMES = {

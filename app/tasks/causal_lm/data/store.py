@@ -41,7 +41,7 @@ import numpy as np
 
 from app.errors import DataError
 from app.files.atomic_files import sha256_of
-from app.files.parsing import parsed
+from app.files.lines import parsed
 from app.tasks.causal_lm.data.tokenizers import Bytes
 
 SPLITS = ("train", "validation", "test")

@@ -35,7 +35,7 @@ from app.data.samples import CHECK, Layout
 from app.errors import DataError
 from app.files import other_libraries
 from app.files.atomic_files import made_whole, remove_remains, sync
-from app.files.parsing import parsed
+from app.files.lines import parsed
 from app.tasks.image_classification.data.decoding import Framing, reading
 from app.tasks.image_classification.data.images import Data, Images, Stored, check_labels, fingerprint
 from app.tasks.image_classification.data.splits import NoSplitError, data_path, each_split
