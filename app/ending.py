@@ -7,7 +7,7 @@ from typing import Any
 
 from app import building, tasks
 from app.checkpoints import step_folders, stored_weights
-from app.checkpoints.shards import unwrapped
+from app.checkpoints.sharded_state import unwrapped
 from app.data.samples import Splits
 from app.guard.control import NOTHING
 from app.loop import Finished, Stopped, Training

@@ -140,12 +140,12 @@ def _export_with_program(reader: Reader, out: Path, *, to: str, key: str, force:
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as aside:
         made = Path(aside, PROGRAMS[to])
         export(reader, Path(aside, "weights"), key=key)
-        done = programs.write(*stored_weights.load(Path(aside, "weights")), made, to=to)
-        weights = export(reader, out, key=key, force=force, part_bytes=part_bytes, program=done.use)
+        about, usage = programs.write(*stored_weights.load(Path(aside, "weights")), made, to=to)
+        weights = export(reader, out, key=key, force=force, part_bytes=part_bytes, program=usage)
         with disk_errors(out / made.name, "written"):
             made.replace(out / made.name)
             sync(out)
-    sys.stdout.write(f"{out / made.name}: {done}\n")
+    sys.stdout.write(f"{out / made.name}: {about}\n")
     return weights
 
 

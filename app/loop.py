@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from app.checkpoints.checkpoint import Checkpoints
-from app.checkpoints.shards import NoAverage, WeightAverage, unwrapped
+from app.checkpoints.sharded_state import WeightAverage, unwrapped
 from app.console import Display
 from app.data.samples import Batch
 from app.distributed.runtime import Runtime
@@ -34,7 +34,7 @@ class Training:
     task: Task
     model: torch.nn.Module
     steps: Steps
-    average: WeightAverage | NoAverage
+    average: WeightAverage
     feed: Feed
     length: Length
     learning_rate_at: Callable[[int], float]

@@ -20,8 +20,7 @@ import psutil
 from app import tasks
 from app.building import Parts
 from app.checkpoints import checkpoint, step_folders
-from app.checkpoints.initial_weights import Initial
-from app.checkpoints.resumable import Resumed, check_same_run
+from app.checkpoints.checkpoint import Resumed, check_same_run
 from app.distributed import handshake
 from app.environment.launched import SchedulerJob
 from app.errors import CheckpointError, RunFolderError
@@ -90,7 +89,7 @@ def find_checkpoint(parts: Parts, run_dir: str | None, resume: str, *, changed_t
     with runtime.together():
         if runtime.is_main and run_dir is not None:
             run_folder.refuse_links(Path(run_dir))
-    folder = checkpoint.find(runtime, place, state=checkpoint.RESUMED)
+    folder = checkpoint.find(runtime, place)
     with runtime.together():
         if folder is not None:
             sources = tasks.sources(recipe.task)
@@ -110,16 +109,16 @@ def open_run_folder(
     *,
     trackers: Sequence[str],
     job: SchedulerJob,
-    origin: Resumed | Initial | None,
+    origin: Resumed | str | None,
     look_again: Callable[[], Resumed | None] | None,
 ) -> Opened:
     """Claim the run folder on the main process, write what is known at the start, and start the trackers.
 
     With `look_again` the folder may contain a run already, which continues, or starts anew if it had no checkpoint yet.
 
-    `origin` is the checkpoint that the run continues from, or its initial weights; another start may save until the folder is
-    claimed, and then `look_again` finds its checkpoint. Comes after all that can be wrong with a run, so that a corrected one
-    can use the same folder.
+    `origin` is the checkpoint that the run continues from, or the place of its initial weights; another start may save until
+    the folder is claimed, and then `look_again` finds its checkpoint. Comes after all that can be wrong with a run, so that a
+    corrected one can use the same folder.
     """
     runtime, loaded, task = parts.runtime, parts.loaded, parts.task
     hosts = runtime.gather(f"{socket.gethostname()} {runtime.device}")
@@ -169,10 +168,10 @@ def open_run_folder(
     return Opened(ours or Claim(path, place), resumed, started, preset.stem if preset else None)
 
 
-def _before(origin: Resumed | Initial | None, earlier: Path) -> dict[str, Any]:
+def _before(origin: Resumed | str | None, earlier: Path) -> dict[str, Any]:
     """Return what run.json records of earlier starts; `earlier` is the file of the previous start, if there was one."""
     if not isinstance(origin, Resumed):
-        return {"init_from": origin.place} if origin else {}
+        return {"init_from": origin} if origin else {}
     found = {"resumed_from": str(origin.folder), "resumed_step": origin.step}
     try:
         before = run_folder.read_json(earlier) if earlier.exists() else {}

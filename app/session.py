@@ -15,7 +15,7 @@ import torch
 from app import building, tasks
 from app.building import Parts
 from app.checkpoints import checkpoint, stored_weights
-from app.checkpoints.shards import NoAverage, Shards, WeightAverage, check_optimizer
+from app.checkpoints.sharded_state import Shards, WeightAverage, check_optimizer
 from app.checks import arithmetic
 from app.console import Display
 from app.data import held_out, loader
@@ -26,7 +26,7 @@ from app.environment import host
 from app.errors import RecipeError
 from app.feed import Feed
 from app.guard.control import Control, Patience
-from app.init import filling, held
+from app.init import filling, model_tensors
 from app.init.units import block_classes
 from app.loop import Training
 from app.metrics import flops
@@ -58,10 +58,10 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
         model, units = building.build_model(runtime, recipe, task, data.train.facts)
         if units is not None:  # the model has no memory yet
             out_of_memory.check(runtime, recipe, model)
-        notes = filling.notes(model, units)
+        notes: list[str] = []
         rule = parameter_groups.Rule.of(recipe.optim, model)  # refuses what does not fit before a run folder exists
         dropout = sample_dropout.give_to_samples(model, recipe.seed)
-        is_own, divides = recipe.task not in tasks.SHIPPED, units is not None and filling.divides(runtime)
+        is_own, divides = recipe.task not in tasks.SHIPPED, units is not None and filling.can_shard(runtime)
         is_checked = is_own and rules.has_room(runtime, model, divided=divides)
         # What is checked with samples needs no look without them.
         narrow, counted = _without_data(task, model, data.train.facts, None if is_checked else dropout, count=runtime.is_main)
@@ -71,7 +71,7 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
         drawn = None if units is None else filling.fill(runtime, model, units)
     if narrow and (runtime.device.type, runtime.launched.mixed_precision) == ("cpu", "bf16"):
         arithmetic.check(runtime, narrow)
-    weights = held.digest(model, runtime.gather)
+    weights = model_tensors.digest(model, runtime.gather)
     facts = {
         "recipe": recipe_file.digest_of_all(loaded.recipe),
         "task file": tasks.digest(recipe.task),
@@ -124,7 +124,7 @@ def _without_data(
 def _check_rules(parts: Parts) -> None:
     """Raise TrainingError for a rule that the user's task breaks, and find the dimension of dropout's inputs with samples."""
     recipe, train, whole, draws = parts.loaded.recipe, parts.data.train, parts.model, parts.dropout
-    if held.is_divided(whole):
+    if model_tensors.is_sharded(whole):
         whole = filling.whole_model(parts.task, train.facts, seed=recipe.seed).to(getattr(torch, recipe.train.dtype))
         draws = sample_dropout.give_to_samples(whole, recipe.seed)
     rules.check(parts.runtime, recipe, parts.task, train, whole, dropout=draws, form=parts.form)
@@ -151,8 +151,6 @@ def prepare(parts: Parts, opened: Opened) -> Training:
         runtime, task, parts.model, parameter_groups.build_optimizer(recipe.optim, parts.model, parts.rule)
     )
     handshake.check_prepared(runtime.accelerator, launched, model, recipe.optim.clip_norm)
-    decay = recipe.train.ema_decay
-    average = NoAverage() if decay is None else WeightAverage(runtime.accelerator, model, optimizer, decay=decay)
     peak_flops_per_s = flops.peak_per_s(runtime.device, mixed_precision=launched.mixed_precision)
     metrics = Metrics(
         runtime,
@@ -164,7 +162,8 @@ def prepare(parts: Parts, opened: Opened) -> Training:
         unit=task.count_unit,
         first_step=first_step,
     )
-    shards = Shards(runtime.accelerator, model, optimizer, None if isinstance(average, NoAverage) else average)
+    shards = Shards(runtime.accelerator, model, optimizer)
+    average = WeightAverage(shards, decay=recipe.train.ema_decay)
     check_optimizer(runtime, parts.rule, optimizer, shards, dtype=getattr(torch, recipe.train.dtype))
     spikes = SpikeGuard(recipe.train.max_gradient_spike)
     patience = Patience(task.monitor, recipe.train.stop_after_evaluations_without_gain)

@@ -110,7 +110,7 @@ def _run(
     from app.checkpoints import initial_weights
     from app.distributed import handshake, numerics
     from app.guard.watchdog import Watchdog
-    from app.init import held
+    from app.init import model_tensors
     from app.loop import Stopped, train
 
     handshake.check_group(runtime.accelerator, runtime.launched, runtime.plan)
@@ -120,9 +120,9 @@ def _run(
     )
     recipe, resumed = loaded.recipe, find()
     folder = resumed.folder if resumed else None
-    initial = initial_weights.take_up(runtime, parts.task, parts.model, recipe.train, resumed=folder)
+    initial = initial_weights.load(runtime, parts.task, parts.model, recipe.train, resumed=folder)
     if resumed is None:
-        held.check_finite(runtime, parts.model, initial.place if initial else f"the task {recipe.task}")
+        model_tensors.check_finite(runtime, parts.model, initial or f"the task {recipe.task}")
     opened = opening.open_run_folder(
         parts,
         arguments.run_dir,

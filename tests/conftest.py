@@ -15,12 +15,13 @@ from hypothesis import settings
 from installation import installed  # noqa: F401 - a fixture
 from processes import end_warm, train
 from refusals import refused  # noqa: F401 - a fixture
+from saved import small_disk  # noqa: F401 - a fixture
 from slurm_lab import RECIPE, STEPS, losses
 
 # By the time that they take.
 LONG_FILES = ["test_slurm_lab", "test_same_run", "test_resume", "test_requeue_lab", "test_hosts_lab", "test_handshake",
               "test_doctor", "test_submit_lab", "test_training", "test_watchdog", "test_scale", "test_bench", "test_control",
-              "test_shards", "test_requeue", "test_kills"]  # fmt: skip
+              "test_sharded_state", "test_requeue", "test_kills"]  # fmt: skip
 
 SHOWN_FILES = 40
 NO_GPU = "needs a CUDA device"

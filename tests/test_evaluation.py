@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.checkpoints.shards import WeightAverage
+from app.checkpoints.sharded_state import Shards, WeightAverage
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import DataError
@@ -81,7 +81,7 @@ def test_the_average_is_the_one_written_out_by_hand(runtime: Runtime) -> None:
     module = torch.nn.Linear(4, 3)
     expected = {name: weights.detach().double().clone() for name, weights in module.named_parameters()}
     model, optimizer = runtime.prepare(module, parameter_groups.build_optimizer(OptimRecipe(lr=0.1), module))
-    average = WeightAverage(runtime.accelerator, model, optimizer, decay=0.75)
+    average = WeightAverage(Shards(runtime.accelerator, model, optimizer), decay=0.75)
     for _ in range(5):
         runtime.accelerator.backward(model(torch.randn(2, 4)).square().sum())
         optimizer.step()

@@ -1,16 +1,17 @@
 """Saves and resumes a run: all ranks together write the tensors of `Shards` into the files of `step_folders`.
 
-A checkpoint belongs to the run: any preset on any number of processes resumes it at the next unseen sample. `resumable` has
-the settings that can change in between.
+A checkpoint belongs to the run: any preset on any number of processes resumes it at the next unseen sample. Everything that
+affects training must be unchanged; the rest, such as the number of epochs or the logging, can change.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -22,32 +23,34 @@ import torch
 from app.checkpoints import step_folders as files
 from app.checkpoints import tensor_file
 from app.checkpoints.manifest import FROZEN, FileEntry
-from app.checkpoints.shards import Shards
+from app.checkpoints.sharded_state import Shards
 from app.checkpoints.step_folders import Reader
 from app.checkpoints.tensor_file import Content
 from app.distributed.agreement import Ranks
 from app.distributed.runtime import Runtime
 from app.environment.topology import listed
-from app.errors import CheckpointError, SamerunError, printable
+from app.errors import CheckpointError, SamerunError
 from app.evaluation import Evaluation
-from app.files.atomic_files import check_stamp
 from app.guard.control import Patience, is_better
-from app.init import held
+from app.init import model_tensors
 from app.init.region import AVERAGE, WEIGHT, Piece
 from app.metrics.metrics import Metrics
+from app.optim import schedule
+from app.optim.schedule import Length
 from app.optim.steps import SpikeGuard
-from app.recipe import recipe_file
+from app.recipe import recipe_file, recipe_keys, task_file
 from app.recipe.schema import Recipe
 from app.runs.claim import Claim
 
-RESUMED: files.StateTypes = {
-    "step": int,
-    **dict.fromkeys(("recipe", "data", "optimizer"), dict),
-    **dict.fromkeys(("best", "gradient_scaler"), (dict, type(None))),
-}
-"""Keys of state.json that a resumed attempt needs, with their types."""
 NEVER, AUTO = "never", "auto"
 """Words of --resume; anything else is the path of a run folder or of one of its checkpoints."""
+_LENGTH = frozenset({"train.epochs", "train.steps", "train.stop_after_evaluations_without_gain"})
+_STOPPING = frozenset({"train.evaluate_every_epochs", "train.evaluate_every_steps", "train.max_validation_samples"})
+"""Keys that affect training only through early stopping."""
+_MOST_DIFFERENCES = 20
+"""Differences in an error."""
+_NO_KEY = "no such key"
+"""Value of a recipe key that only one of two versions of the program has."""
 
 
 class Checkpoints:
@@ -73,7 +76,7 @@ class Checkpoints:
     ) -> None:
         """`shards` are the tensors of the prepared model and optimizer; `facts` are further entries of state.json:
 
-        `data`, the fingerprints of the data sets, for `resumable`, and `model`, which rebuilds it, for `samerun export`.
+        `data`, the fingerprints of the data sets, for `check_same_run`, and `model`, which rebuilds it, for `samerun export`.
         `frozen` is, on the main process, the result of `settle_frozen`.
 
         `monitor` is the score that decides which checkpoint is best, and whether max or min is best. `metrics` records the
@@ -84,7 +87,7 @@ class Checkpoints:
         self._shards, self._facts, self._frozen, self._metrics = shards, dict(facts), frozen, metrics
         self._spikes, self._patience = spikes, patience
         (self._monitored, self._good_end), self._on_disk = monitor, on_disk
-        self._copies = _Copies()
+        self._memory: list[torch.Tensor] = []
         self._ranks = Ranks()
         self._writing: Future[None] | None = None
         self._best: dict[str, Any] | None = None
@@ -109,7 +112,7 @@ class Checkpoints:
             if scores is not None and self._is_best(scores):
                 self._best = {"step": step, self._monitored: scores.scores[self._monitored]}
             self._runtime.average_buffers(self._shards.model)
-            pieces = self._copies.copy(self._shards.owned_pieces())
+            pieces = self._copied(self._shards.owned_pieces())
             buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._shards.buffers().items()}
             state = self._state(step)
         self._writing = _in_background(self._write, state, pieces, buffers, self._metrics.clock.pause_s)
@@ -131,6 +134,19 @@ class Checkpoints:
             return False
         best = self._best[self._monitored] if self._best else None
         return is_better(scores.scores[self._monitored], best, good_end=self._good_end)
+
+    @torch.no_grad()
+    def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Copy pieces to memory of the CPU, which each save uses again: allocating it takes longer than filling it."""
+        kinds = [(piece.values.shape, piece.values.dtype) for piece in pieces]
+        if kinds != [(memory.shape, memory.dtype) for memory in self._memory]:  # SGD has no momentum before its first step
+            on_gpu = any(piece.values.is_cuda for piece in pieces)
+            self._memory = [torch.empty(shape, dtype=dtype, pin_memory=on_gpu) for shape, dtype in kinds]
+        for memory, piece in zip(self._memory, pieces, strict=True):
+            memory.copy_(piece.values, non_blocking=True)
+        for device in {piece.values.device for piece in pieces if piece.values.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)  # the copies above are asynchronous
+        return [replace(piece, values=memory) for memory, piece in zip(self._memory, pieces, strict=True)]
 
     def _wait(self) -> None:
         if self._writing is not None:
@@ -195,12 +211,12 @@ class Checkpoints:
 
     def _write_weights(self, step: int) -> Path:
         self._runtime.average_buffers(self._shards.model)
-        key = AVERAGE if self._shards.average else WEIGHT
+        key = WEIGHT if self._shards.averages is None else AVERAGE
         entries = self._write_pieces(self._runtime, step, [it for it in self._shards.owned_pieces() if it.key == key])
         with self._runtime.together():
             if self._runtime.is_main:
-                buffers = self._shards.buffers()
-                files.commit(self._claim, step, entries, state={}, buffers=buffers, frozen=self._frozen, rename=False)
+                state, buffers = {"step": step}, self._shards.buffers()
+                files.commit(self._claim, step, entries, state=state, buffers=buffers, frozen=self._frozen, rename=False)
         return files.temporary_of(self._claim, step)
 
     def restore(self, folder: Path) -> None:
@@ -242,26 +258,6 @@ class Checkpoints:
         }
 
 
-class _Copies:
-    """Memory of the CPU for copies of pieces, reused by each save: allocating it takes longer than filling it."""
-
-    def __init__(self) -> None:
-        self._memory: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with their values copied."""
-        kinds = [(piece.values.shape, piece.values.dtype) for piece in pieces]
-        if kinds != [(memory.shape, memory.dtype) for memory in self._memory]:  # SGD has no momentum before its first step
-            on_gpu = any(piece.values.is_cuda for piece in pieces)
-            self._memory = [torch.empty(shape, dtype=dtype, pin_memory=on_gpu) for shape, dtype in kinds]
-        for memory, piece in zip(self._memory, pieces, strict=True):
-            memory.copy_(piece.values, non_blocking=True)
-        for device in {piece.values.device for piece in pieces if piece.values.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)  # the copies above are asynchronous
-        return [replace(piece, values=memory) for memory, piece in zip(self._memory, pieces, strict=True)]
-
-
 def _in_background(work: Callable[..., None], *arguments: Any) -> Future[None]:
     """Call `work` in a thread that does not keep a failing process alive, and return the future of its result."""
     future: Future[None] = Future()
@@ -277,26 +273,86 @@ def _in_background(work: Callable[..., None], *arguments: Any) -> Future[None]:
     return future
 
 
-def find(runtime: Runtime, place: Path, *, state: files.StateTypes | None = None) -> Path | None:
+def find(runtime: Runtime, place: Path) -> Path | None:
     """Return the newest whole checkpoint of a run folder, if any, or `place` itself if it is a checkpoint.
 
-    All ranks check the files together; `state` as in `step_folders.verify`. Prints newer checkpoints that are damaged. Raises
-    CheckpointError, on all ranks, if every checkpoint there is damaged, or `place` is.
+    All ranks check the files together. Raises CheckpointError, on all ranks, if every checkpoint there is damaged.
     """
 
     def check(folder: Path) -> None:
         with runtime.together():
-            files.verify(folder, part=(runtime.launched.rank, runtime.launched.world_size), state=state)
+            files.verify(folder, part=(runtime.launched.rank, runtime.launched.world_size))
 
-    candidates = runtime.from_main([place] if files.is_checkpoint(place) else files.committed(place))
-    found, damaged = files.first_whole(candidates, check)
-    if damaged and found is None:
+    return files.first_whole(runtime.from_main(files.candidates(place)), check, reports=runtime.is_main)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run resumes from."""
+
+    folder: Path
+    step: int
+    """Steps before it."""
+    note: str | None
+    """The effect of another length of the run on the remaining learning rates, if any."""
+
+
+def check_same_run(
+    folder: Path,
+    recipe: Recipe,
+    data: Mapping[str, str],
+    length: Length,
+    *,
+    sources: Mapping[str, str],
+    may_differ: bool = False,
+) -> Resumed:
+    """Check that a run of this recipe and length, over data with these facts, can resume from the checkpoint in `folder`.
+
+    `sources` are the texts of the user's task file and of the files it imports, which can differ only if `may_differ` is set.
+    Raises CheckpointError with the differences if the checkpoint is of another run or of another version of Samerun, and if it
+    is past the end of this run.
+    """
+    state = Reader(folder).state
+    before, now = dict(state["recipe"]), dict(recipe_file.flat(recipe))
+    for values in (before, now):  # the path of a task file can change; `sources` has its text
+        if "task" in values:
+            values["task"] = task_file.name_of(values["task"])
+    may_change = recipe_keys.not_learnt(recipe.task) | recipe_keys.places(recipe.task) | _LENGTH
+    if None not in (before.get("train.stop_after_evaluations_without_gain"), recipe.train.stop_after_evaluations_without_gain):
+        may_change -= _STOPPING
+    pairs = [(key, before.get(key, _NO_KEY), now.get(key, _NO_KEY)) for key in {**now, **before} if key not in may_change]
+    pairs += [(key, state["data"].get(key), data.get(key)) for key in {**state["data"], **data}]
+    differing = [  # as JSON, in which the order of parameter groups counts
+        f"{key} was {then!r} and is {present!r}" for key, then, present in pairs if json.dumps(then) != json.dumps(present)
+    ]
+    if differing:
         raise CheckpointError(
-            "\n".join(damaged) + "\nThere is no other checkpoint. The run does not start from zero unless you ask for it."
+            f"{folder} belongs to another run or another version of Samerun: {listed(differing, _MOST_DIFFERENCES)}. "
+            "Undo these changes, or start a new run in another --run-dir."
         )
-    for sentence in damaged if runtime.is_main else []:
-        print(f"passed over: {printable(sentence)}", flush=True)  # noqa: T201 - the user must know
-    return found
+    earlier: Mapping[str, str] = state.get("task_sources", {})
+    changed = sorted(name for name in earlier.keys() | sources.keys() if earlier.get(name) != sources.get(name))
+    if changed and not may_differ:
+        raise CheckpointError(
+            f"{folder} belongs to a run with another version of the task: {listed(changed)} changed since. Undo the change, "
+            "start a new run in another --run-dir, or give --changed-task if the change does not affect training."
+        )
+    step: int = state["step"]
+    if step > length.total_steps:
+        raise CheckpointError(
+            f"{folder} is at step {step}, and this run has only {length.total_steps} steps: give train.steps={step} or more, "
+            "or --resume from an earlier checkpoint with another --run-dir."
+        )
+    train = replace(recipe.train, epochs=before.get("train.epochs"), steps=before.get("train.steps"))
+    steps_before = schedule.total_steps(train, steps_per_epoch=length.steps_per_epoch)
+    first = schedule.first_step_by_length(recipe.optim, steps_per_epoch=length.steps_per_epoch)
+    if first is None or steps_before == length.total_steps:
+        return Resumed(folder, step, None)
+    note = (
+        f"the run is {length.total_steps:,} steps long instead of {steps_before:,}: under optim.schedule="
+        f"{recipe.optim.schedule} this changes all learning rates from step {max(step, first) + 1:,} on"
+    )
+    return Resumed(folder, step, note)
 
 
 # ---- Frozen parameters -------------------------------------------------------------------------------------------------------
@@ -311,28 +367,31 @@ def settle_frozen(runtime: Runtime, claim: Claim, model: torch.nn.Module, resume
     Returns, on the main process, the file for checkpoints to name; None: all parameters are trained.
     Raises CheckpointError, on all ranks, if the checkpoint's run froze others, or they cannot be read or written.
     """
-    every = held.held(model)
+    every = model_tensors.local_pieces(model)
     frozen = {name: every[name] for name, parameter in model.named_parameters() if not parameter.requires_grad}
     frozen = dict(sorted(frozen.items(), key=lambda named: -named[1].values.dtype.itemsize))  # the order of a file
+    entry = None
     with runtime.together():
-        reader = Reader(resumed) if resumed else None
-        entry = reader.frozen if reader else None
-        if reader:
-            _check_same_frozen(reader.folder, entry, frozen)
+        if resumed is not None:
+            reader = Reader(resumed)
+            entry = reader.frozen
+            before = {name: it.shape for name, it in entry.tensors[FROZEN].items()} if entry else {}
+            now = {name: it.shape for name, it in frozen.items()}
+            differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            if differing:
+                raise CheckpointError(
+                    f"{resumed} belongs to a run that froze {len(before)} parameters, and this run freezes {len(frozen)}; only "
+                    f"one of them freezes {listed(differing)}. Freeze the same parameters (train.freeze, or the task's model), "
+                    "or start a new run in another --run-dir."
+                )
             for it in frozen.values():
                 reader.read_into(it)
     if not frozen:
         return None
-    with runtime.together():
-        exists = runtime.is_main and entry is not None and (claim.path / entry.file).exists()
-        if exists and reader and entry:
-            final = claim.path / entry.file
-            if not final.samefile(files.place_of(reader.folder, entry.file)):  # `find` has checked that one
-                check_stamp(final, entry.stamp)
-    if runtime.from_main(exists):
+    if runtime.from_main(entry is not None and (claim.path / entry.file).exists()):
         return entry
     with runtime.together():
-        is_sharded = held.is_divided(model)
+        is_sharded = model_tensors.is_sharded(model)
         tensors = (_gathered(runtime.gather, it) if is_sharded else it.values for it in frozen.values())
         try:
             contents = {  # each takes the next tensor when it is written, in this order
@@ -347,18 +406,6 @@ def settle_frozen(runtime: Runtime, claim: Claim, model: torch.nn.Module, resume
         finally:
             for _ in tensors:  # on the other ranks, and after an error of the disk: each tensor is a collective
                 pass
-
-
-def _check_same_frozen(folder: Path, entry: FileEntry | None, frozen: Mapping[str, Piece]) -> None:
-    before = {name: it.shape for name, it in entry.tensors[FROZEN].items()} if entry else {}
-    now = {name: it.shape for name, it in frozen.items()}
-    differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    if differing:
-        raise CheckpointError(
-            f"{folder} belongs to a run that froze {len(before)} parameters, and this run freezes {len(now)}; only one of them "
-            f"freezes {listed(differing)}. Freeze the same parameters (train.freeze, or the task's model), or start a new run "
-            "in another --run-dir."
-        )
 
 
 def _gathered(gather: Callable[[Any], list[Any]], it: Piece) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -19,13 +18,13 @@ from urllib.parse import urlparse
 import torch
 
 from app.checkpoints import checkpoint, stored_weights
-from app.checkpoints.stored_weights import IN_FOLDERS, Stored
+from app.checkpoints.stored_weights import IN_FOLDERS, StoredWeights
 from app.distributed import handshake
 from app.distributed.runtime import Runtime
 from app.environment.topology import listed
 from app.errors import CheckpointError, RecipeError, did_you_mean
 from app.files import paths
-from app.init import accounting, held
+from app.init import model_tensors
 from app.init.region import Region
 from app.optim import parameter_groups
 from app.recipe.schema import PUBLISHED, TrainRecipe
@@ -38,18 +37,8 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 """Prefixes that DistributedDataParallel, torch.compile and Lightning add to every name, in any order."""
 
 
-@dataclass(frozen=True)
-class Initial:
-    """Weights with which a run begins instead of those of its seed."""
-
-    place: str
-    """A file or a checkpoint, or the name of published weights."""
-
-
-def take_up(
-    runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainRecipe, *, resumed: Path | None
-) -> Initial | None:
-    """Load the weights of `init_from`, if there is one, into the model before it is prepared.
+def load(runtime: Runtime, task: Task, model: torch.nn.Module, recipe: TrainRecipe, *, resumed: Path | None) -> str | None:
+    """Load the weights of `init_from`, if there is one, into the model before it is prepared, and return their place or name.
 
     It is a file, a checkpoint or a run folder: then the weights that the run wrote, or those of its newest checkpoint, which
     are the averaged ones if it has them. A run that resumes from a checkpoint, `resumed`, does not read them. Raises, on all
@@ -72,21 +61,27 @@ def take_up(
     else:
         with runtime.together():
             source = Path(paths.filled_in("train.init_from", recipe.init_from))
-        place = _find(runtime, source)
-        name = str(place)
+        file = source if source.is_file() else stored_weights.in_folder(source)
+        found = runtime.from_main(file) or checkpoint.find(runtime, source)
+        if found is None:
+            raise CheckpointError(
+                f"train.init_from is {source}, which is not a source of weights: give a safetensors or .pth file, "
+                f"a checkpoint, or a folder that contains one or a {' or '.join(IN_FOLDERS[:2])}."
+            )
+        place, name = found, str(found)
     with runtime.together():
         stored = stored_weights.open_stored(place)
         if is_published:
-            stored = stored.renamed({name_here(there): there for there in stored.shapes})
+            stored = {name_here(name): it for name, it in stored.items()}
         adapters = task.adapters(model)
         allow = (*(recipe.init_allow or ()), *(adapters.alone if adapters else ()))
         summary, read = _load(model, stored, adapters, name, task.head(model), allow)
-    weights = {"initial weights": held.digest(model, runtime.gather)}
-    if held.is_divided(model):
+    weights = {"initial weights": model_tensors.digest(model, runtime.gather)}
+    if model_tensors.is_sharded(model):
         weights[f"{name}, as read on this node"] = _node_digest(runtime, read)
     handshake.check_agreement(runtime.gather, runtime.device, weights)
     _print(runtime, summary)
-    return Initial(name)
+    return name
 
 
 def _print(runtime: Runtime, sentence: str) -> None:
@@ -94,34 +89,21 @@ def _print(runtime: Runtime, sentence: str) -> None:
         print(sentence, flush=True)  # noqa: T201 - the user must know
 
 
-def _find(runtime: Runtime, place: Path) -> Path:
-    """Return the file of weights of `place`, or its checkpoint, which all ranks have checked."""
-    inside = (place / file for file in IN_FOLDERS)
-    file = runtime.from_main(place if place.is_file() else next((path for path in inside if path.exists()), None))
-    found: Path | None = file or checkpoint.find(runtime, place)
-    if found is None:
-        raise CheckpointError(
-            f"train.init_from is {place}, which is not a source of weights: give a safetensors or .pth file, "
-            f"a checkpoint, or a folder that contains one or a {' or '.join(IN_FOLDERS[:2])}."
-        )
-    return found
-
-
 @torch.no_grad()
 def _load(
-    model: torch.nn.Module, stored: Stored, adapters: Adapters | None, place: str, head: str, allow: Sequence[str]
-) -> tuple[str, Stored]:
+    model: torch.nn.Module, stored: StoredWeights, adapters: Adapters | None, place: str, head: str, allow: Sequence[str]
+) -> tuple[str, StoredWeights]:
     """Fill the model and return a summary, and the tensors that were read, by the model's names.
 
     Raises CheckpointError with all names that do not fit.
     """
-    stored_names = stored.shapes
+    stored_names = stored.keys()
     stored = _by_model_names(model, {*model.state_dict(keep_vars=True), *(adapters.names.values() if adapters else ())}, stored)
     if adapters:
         here = {there: name for name, there in adapters.names.items()}
-        stored = stored.renamed({here.get(name, name): name for name in stored.shapes})
-    tensors = stored_weights.named(model, stored.shapes)
-    names = [*tensors, *stored.shapes]
+        stored = {here.get(name, name): it for name, it in stored.items()}
+    tensors = stored_weights.named(model, stored)
+    names = [*tensors, *stored]
     for pattern in allow:
         if not any(fnmatchcase(name, pattern) for name in (*names, *stored_names)):
             near = parameter_groups.near(pattern, list(dict.fromkeys((*names, *stored_names))))
@@ -131,67 +113,59 @@ def _load(
     wrong = stored_weights.contradictions(tensors, stored) or {it: text for it, text in differing.items() if it not in free}
     if wrong:
         raise CheckpointError(
-            f"the weights of {place} belong to another model: {accounting.joined(wrong.values())}. Only "
+            f"the weights of {place} belong to another model: {listed([*wrong.values()])}. Only "
             f"the last layer, {head}, and the names in train.init_allow may differ: describe that model in "
             "the recipe (model.*, data.*), or choose other weights."
         )
     layers = {_layer(name) for name in differing}
     taken = {name: it for name, it in tensors.items() if not (name in free and _layer(name) in layers)}
     for name, tensor in taken.items():
-        stored.read_into(name, tensor.values, tensor.region)
-    how = f" ({', '.join(stored.remarks)})" if stored.remarks else ""
+        stored[name].read_into(tensor.values, tensor.region)
     parts = [f"{len(taken)} tensors taken"]
-    for (there, kind), count in Counter((stored.dtypes[name], it.values.dtype) for name, it in taken.items()).items():
+    for (there, kind), count in Counter((stored[name].dtype, it.values.dtype) for name, it in taken.items()).items():
         if there != kind:
             parts.append(f"{count} of them converted from {stored_weights.word(there)} to {stored_weights.word(kind)}")
     # A layer with a tensor that does not fit stays new as a whole.
     if new := [differing.get(name, name) for name in tensors if name not in taken]:
         parts.append(f"{len(new)} initialized from the seed: {listed(new)}")
-    if left_out := [name for name in stored.shapes if name not in tensors]:
+    if left_out := [name for name in stored if name not in tensors]:
         parts.append(f"{len(left_out)} left out: {listed(left_out)}")
-    read = stored.renamed({name: name for name in taken})
-    return f"initial weights from {place}{how}: {'; '.join(parts)}", read
+    return f"initial weights from {place}: {'; '.join(parts)}", {name: stored[name] for name in taken}
 
 
 @torch.no_grad()
-def _node_digest(runtime: Runtime, read: Stored) -> str:
+def _node_digest(runtime: Runtime, read: StoredWeights) -> str:
     """Return a digest of all read tensors, which this node's ranks read again in shares: no rank keeps all of them."""
     launched, total = runtime.launched, 0
     ranks = launched.local_world_size
-    for name, shape in read.shapes.items() if ranks < launched.world_size else ():
-        first, end = (prod(shape) * rank // ranks for rank in (launched.local_rank, launched.local_rank + 1))
+    for name, it in read.items() if ranks < launched.world_size else ():
+        first, end = (prod(it.shape) * rank // ranks for rank in (launched.local_rank, launched.local_rank + 1))
         for start in range(first, end, _ELEMENTS):
             values = torch.empty(min(_ELEMENTS, end - start))
             region = Region.flat(start, values.numel())
-            read.read_into(name, values, region)
-            total += held.digest_of(name, values, region)
+            it.read_into(values, region)
+            total += model_tensors.digest_of(name, values, region)
     node = launched.rank // ranks
-    return held.as_text(sum(value for its, value in runtime.gather((node, total)) if its == node))
+    return model_tensors.as_text(sum(value for its, value in runtime.gather((node, total)) if its == node))
 
 
-def _by_model_names(model: torch.nn.Module, known: Set[str], stored: Stored) -> Stored:
+def _by_model_names(model: torch.nn.Module, known: Set[str], stored: StoredWeights) -> StoredWeights:
     """Return stored tensors by the `known` names of the model, without buffers that it does not need.
 
     Removes prefixes that programs add to every name, and adds that of a base model, which transformers leaves out of a file
     with a base model alone: as many as make the most names known.
     """
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    names, removed = {name: name for name in stored.shapes}, list[str]()
-    ways: list[tuple[dict[str, str], list[str]]] = []
-    while True:
+    prefix: str | None = ""
+    names, ways = dict(stored), list[StoredWeights]()
+    while prefix is not None and names:
+        names = {name.removeprefix(prefix): it for name, it in names.items()}
         whole = {name: f"{base}{name}" for name in names.keys() - known if f"{base}{name}" in known - names.keys()}
-        added = [f"with {base!r} before {len(whole)} names"] if whole else []
-        ways.append(({whole.get(name, name): there for name, there in names.items()}, [*removed, *added]))
-        prefix = next((it for it in _PREFIXES if names and all(name.startswith(it) for name in names)), None)
-        if prefix is None:
-            break
-        names = {name.removeprefix(prefix): there for name, there in names.items()}
-        removed.append(f"without {prefix!r} before each name")
-    found, remarks = max(ways, key=lambda way: len(known & way[0].keys()))
-    unneeded = accounting.unneeded(model, found.keys() - known)
-    if unneeded:
-        remarks.append(f"without {len(unneeded)} buffers that the model does not need")
-    return stored.renamed({name: there for name, there in found.items() if name not in unneeded}, *remarks)
+        ways.append({whole.get(name, name): it for name, it in names.items()})
+        prefix = next((it for it in _PREFIXES if all(name.startswith(it) for name in names)), None)
+    found = max(ways, key=lambda way: len(known & way.keys()), default=names)
+    unneeded = model_tensors.unneeded_names(model, found.keys() - known)
+    return {name: it for name, it in found.items() if name not in unneeded}
 
 
 def _layer(name: str) -> str:

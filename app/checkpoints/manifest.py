@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,7 +25,7 @@ from app.files.lines import is_count, parsed
 from app.init.region import Region
 
 FORMAT, WITH_COLUMNS = 1, 2
-MANIFEST = "manifest.json"
+MANIFEST, STATE, BUFFERS = "manifest.json", "state.json", "buffers.safetensors"
 FROZEN = "frozen"
 """The key of parameters that are not trained, and the folder of their file."""
 
@@ -45,35 +43,18 @@ class TensorEntry:
 
     def problem(self) -> str | None:
         """Return the first problem of the ranges, if any."""
-        size, reach, count = prod(self.shape), 0, 0
-        open_yet: list[Region] = []
+        size, count = prod(self.shape), 0
+        open_yet: list[Region] = []  # which the next range can overlap
         for region, file in self.ranges:
-            if region.start > reach:
-                return f"elements {reach} to {region.start - 1} are missing from all files"
-            open_yet = [other for other in open_yet if other.end > region.start] if region.start < reach else []
+            open_yet = [other for other in open_yet if other.end > region.start]
             for other in open_yet:
                 if both := next(region.overlaps(other), None):
                     return f"elements {both.start} to {both.end - 1} are in two files, one of them {file}"
             open_yet.append(region)
-            reach, count = max(reach, region.end), count + region.count
-        if reach < size:
-            return f"elements {reach} to {size - 1} are missing from all files"
-        if reach > size:
-            return f"it has {size} elements, and the files have {reach}"
+            count += region.count
+            if region.end > size:
+                return f"it has {size} elements, and {file} has more"
         return f"{size - count} of its {size} elements are missing from all files" if count < size else None
-
-    def near(self, wanted: Region) -> Iterator[tuple[Region, str]]:
-        """Yield the ranges that can have some of the wanted elements."""
-        first = bisect_right(self.ranges, wanted.start - self._longest, key=lambda part: part[0].start)
-        for index in range(first, len(self.ranges)):
-            region, file = self.ranges[index]
-            if region.start >= wanted.end:
-                return
-            yield region, file
-
-    @cached_property
-    def _longest(self) -> int:
-        return max((region.end - region.start for region, _ in self.ranges), default=0)
 
 
 Tensors = dict[str, dict[str, TensorEntry]]
@@ -105,12 +86,12 @@ def put_together(final: Path, entries: Sequence[FileEntry]) -> Tensors:
     for entry in entries:
         for key, name, part in each(entry.tensors):
             stored = tensors.setdefault(key, {}).setdefault(name, TensorEntry(part.shape, part.dtype, []))
+            stored.ranges.extend(it for it in part.ranges if it[0].count)
             if (stored.shape, stored.dtype) != (part.shape, part.dtype):
                 raise CheckpointError(
                     f"{final} cannot be written: {key} of {name} is {stored.dtype} {stored.shape} on one rank and "
                     f"{part.dtype} {part.shape} in {entry.file}. Earlier checkpoints are unchanged."
                 )
-            stored.ranges.extend(it for it in part.ranges if it[0].count)
     for key, name, stored in each(tensors):
         stored.ranges.sort(key=lambda part: (part[0].start, part[1]))
         if problem := stored.problem():
@@ -190,6 +171,8 @@ def _checked(path: Path, content: Any) -> tuple[dict[str, Stamp], Tensors]:
             f"{WITH_COLUMNS}: use the version of Samerun that wrote it."
         )
     stamps = {file: Stamp(it["bytes"], it["sha256"]) for file, it in content["files"].items()}
+    if not {STATE, BUFFERS} <= stamps.keys():
+        raise ValueError(f"it does not name {STATE} and {BUFFERS}")
     for file, stamp in stamps.items():
         name = file.removeprefix(f"{FROZEN}/")
         if name in ("", "..") or name != PurePosixPath(name).name:
@@ -198,17 +181,15 @@ def _checked(path: Path, content: Any) -> tuple[dict[str, Stamp], Tensors]:
             raise ValueError(f"its entry of {file!r} is not a size and a SHA-256")
     tensors = {
         key: {
-            name: TensorEntry(tuple(it["shape"]), it["dtype"], [_from_json(*part) for part in it["ranges"]])
+            name: TensorEntry(tuple(it["shape"]), it["dtype"], sorted(_from_json(*part) for part in it["ranges"]))
             for name, it in names.items()
         }
         for key, names in content["tensors"].items()
     }
     for key, name, stored in each(tensors):
-        if not all(map(is_count, stored.shape)) or not is_count(prod(stored.shape)) or not tensor_file.is_known(stored.dtype):
-            raise ValueError(f"{key} of {name} is {stored.dtype} {stored.shape}")
-        starts = [region.start for region, _ in stored.ranges]
-        if starts != sorted(starts) or not all(file in stamps for _, file in stored.ranges):
-            raise ValueError(f"the ranges of {key} of {name} are not in order, or in no file of the checkpoint")
+        is_shape = all(map(is_count, stored.shape)) and is_count(prod(stored.shape))
+        if not is_shape or not tensor_file.is_known(stored.dtype) or not all(file in stamps for _, file in stored.ranges):
+            raise ValueError(f"{key} of {name} is {stored.dtype} {stored.shape} in {stored.ranges}")
         if problem := stored.problem():
             raise CheckpointError(f"{path} is inconsistent: {key} of {name}: {problem}. Its checkpoint cannot be used.")
     return stamps, tensors

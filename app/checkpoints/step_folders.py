@@ -29,21 +29,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.checkpoints import manifest, tensor_file
-from app.checkpoints.manifest import FROZEN, FileEntry, TensorEntry, tensor_name
+from app.checkpoints.manifest import BUFFERS, FROZEN, STATE, FileEntry, TensorEntry, tensor_name
 from app.checkpoints.tensor_file import Content, TensorFile, contents, dtype_of
 from app.errors import CheckpointError, printable
 from app.files import paths
 from app.files.atomic_files import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
-from app.files.lines import parsed
+from app.files.lines import is_count, parsed
 from app.init.region import AVERAGE, WEIGHT, Piece, Region
 from app.runs.claim import Claim
 
 if TYPE_CHECKING:
     import torch
 
-FOLDER, STATE, BUFFERS = "checkpoints", "state.json", "buffers.safetensors"
-StateTypes = Mapping[str, type | tuple[type, ...]]
-"""Keys of state.json, with their types."""
+FOLDER = "checkpoints"
 
 
 # Writing ---------------------------------------------------------------------------------------------------------------------
@@ -197,31 +195,37 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def first_whole(folders: Iterable[Path], check: Callable[[Path], None]) -> tuple[Path | None, list[str]]:
-    """Return the first folder for which `check` raises no CheckpointError, if any, and the errors of those before it."""
-    problems: list[str] = []
+def candidates(place: Path) -> list[Path]:
+    """Return the path itself if it is a checkpoint, or the checkpoints of a run folder, newest first."""
+    return [place] if is_checkpoint(place) else committed(place)
+
+
+def first_whole(folders: Iterable[Path], check: Callable[[Path], None], *, reports: bool = True) -> Path | None:
+    """Return the first folder for which `check` raises no CheckpointError; None: there are no folders.
+
+    Reports the damaged ones before it on stderr. Raises CheckpointError if all are damaged.
+    """
+    damaged: list[str] = []
     for folder in folders:
         try:
             check(folder)
         except CheckpointError as error:
-            problems.append(str(error))
-        else:
-            return folder, problems
-    return None, problems
+            damaged.append(printable(str(error)))
+            continue
+        sys.stderr.writelines(f"passed over: {sentence}\n" for sentence in damaged if reports)
+        return folder
+    if damaged:
+        damaged.append("There is no other checkpoint. A run does not start from zero unless you ask for it.")
+        raise CheckpointError("\n".join(damaged))
+    return None
 
 
-def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint that is whole, if any, and a sentence for each newer one that is damaged."""
-    return first_whole(committed(run_dir), verify)
-
-
-def verify(folder: Path, *, part: tuple[int, int] = (0, 1), state: StateTypes | None = None) -> None:
+def verify(folder: Path, *, part: tuple[int, int] = (0, 1)) -> None:
     """Check that a checkpoint is as it was written. Raises CheckpointError with the file and the problem.
 
     With `part` (i, n) check the manifest and every n-th file from the i-th: n ranks with i = 0 .. n-1 check the whole.
-    `state` are the keys that its state.json must have.
     """
-    stamps, tensors = _manifest(folder)
+    stamps, tensors = manifest.read(folder)
     index, count = part
     mine = sorted(stamps)[index::count]
     named: dict[str, list[tuple[str, str, int]]] = {file: [] for file in mine}
@@ -236,18 +240,7 @@ def verify(folder: Path, *, part: tuple[int, int] = (0, 1), state: StateTypes | 
             for wanted in named[file]:
                 opened.check(*wanted)
     if STATE in mine:
-        found = _state(folder, stamps)
-        if re.fullmatch(r"step-\d{8,}", folder.name) and found.get("step", _step(folder)) != _step(folder):
-            raise CheckpointError(f"{folder} contains step {found['step']}: give the folder its name again.")
-        if wrong := [key for key, kind in (state or {}).items() if not isinstance(found.get(key, ...), kind)]:
-            raise CheckpointError(f"{folder / STATE} has no usable {', '.join(wrong)}: its checkpoint cannot be used.")
-
-
-def _manifest(folder: Path) -> tuple[dict[str, Stamp], manifest.Tensors]:
-    stamps, tensors = manifest.read(folder)
-    if missing := [name for name in (STATE, BUFFERS) if name not in stamps]:
-        raise CheckpointError(f"{folder / manifest.MANIFEST} does not name {' and '.join(missing)}, so it cannot be used.")
-    return stamps, tensors
+        _state(folder, stamps)
 
 
 def _state(folder: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
@@ -256,11 +249,12 @@ def _state(folder: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
     with disk_errors(path, "read"):
         content = paths.read_regular(path)
     try:
-        found = parsed(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Its checkpoint cannot be used.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds {type(found).__name__}, not an object: its checkpoint cannot be used.")
+        found: dict[str, Any] = parsed(content)
+        if not is_count(found["step"]):
+            raise ValueError(f"its step is {found['step']}")
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{path} is not the state of a run: {why}. Its checkpoint cannot be used.") from error
     return found
 
 
@@ -273,7 +267,7 @@ class Reader:
     def __init__(self, folder: Path, *, run_dir: Path | None = None) -> None:
         """`run_dir` is the run folder of a checkpoint that is not in it, as in `place_of`."""
         self.folder, self._run_dir = folder, run_dir
-        self._stamps, self._tensors = _manifest(folder)
+        self._stamps, self._tensors = manifest.read(folder)
         self._frozen = self._tensors.pop(FROZEN, {})
         self._files: dict[str, TensorFile] = {}
         self.state = _state(folder, self._stamps)
@@ -319,8 +313,7 @@ class Reader:
             return
         import torch  # only for the columns of tensor parallelism
 
-        dtype = tensor_file.dtype_in_torch(stored.dtype)
-        assert isinstance(dtype, torch.dtype)
+        dtype = tensor_file.torch_dtype(stored.dtype)
         for wanted in Region.flat(0, prod(stored.shape)).pieces(CHUNK_BYTES // dtype.itemsize):
             values = torch.empty(wanted.count, dtype=dtype)
             self.read_into(Piece(key, name, stored.shape, wanted, values))
@@ -332,13 +325,9 @@ class Reader:
     def read_into(self, piece: Piece) -> None:
         """Fill `piece.values` with its elements, converted to their dtype and device."""
         names = self.tensors(piece.key)
-        if not names:
-            raise CheckpointError(f"{self.folder} has no {piece.key!r} for any parameter; it has {', '.join(self._tensors)}.")
         stored = names.get(piece.name)
         if stored is None:
-            raise CheckpointError(
-                f"{self.folder} has no {piece.key!r} for {piece.name}, but for {len(names)} other parameters."
-            )
+            raise CheckpointError(f"{self.folder} has {piece.key!r} for {len(names)} parameters, but not for {piece.name}.")
         if stored.shape != tuple(piece.shape):
             raise CheckpointError(
                 f"{piece.name} has the shape {tuple(piece.shape)} in this run's model and {stored.shape} in "
@@ -346,8 +335,10 @@ class Reader:
             )
         assert piece.values.shape == (piece.region.count,), piece.name
         assert 0 <= piece.region.start <= piece.region.end <= prod(stored.shape), piece.name
-        for region, file in stored.near(piece.region):
-            self._file(file).read_into(self._name(piece.key, piece.name, region.start), piece.values, piece.region, region)
+        for region, file in stored.ranges:
+            if region.start < piece.region.end and piece.region.start < region.end:
+                inside = self._name(piece.key, piece.name, region.start)
+                self._file(file).read_into(inside, piece.values, piece.region, region)
 
     def _file(self, file: str) -> TensorFile:
         if file not in self._files:
@@ -361,18 +352,11 @@ class Reader:
 def choose(place: Path) -> Path:
     """Return the path itself if it is a checkpoint, or the newest whole one of a run folder. Raises CheckpointError.
 
-    Prints on stderr which damaged ones are skipped, and why.
+    Reports on stderr which damaged ones are skipped, and why.
     """
-    if is_checkpoint(place):
-        verify(place)
-        return place
-    folder, damaged = newest(place)
+    folder = first_whole(candidates(place), verify)
     if folder is None:
-        raise CheckpointError(
-            "\n".join([*damaged, f"{place} is not a checkpoint and contains no complete checkpoint: give another path."])
-        )
-    for sentence in damaged:
-        sys.stderr.write(f"passed over: {printable(sentence)}\n")
+        raise CheckpointError(f"{place} is not a checkpoint and contains no complete checkpoint: give another path.")
     return folder
 
 
@@ -389,7 +373,5 @@ def choose_best(place: Path) -> Path:
             "before this checkpoint. Leave --best out."
         )
     folder = path_of(latest.absolute().parents[1], found["step"])
-    if not is_checkpoint(folder):
-        raise CheckpointError(f"{folder}, the best checkpoint of {place}, no longer exists. Leave --best out.")
     verify(folder)
     return folder

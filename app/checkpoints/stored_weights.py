@@ -11,20 +11,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from app import tasks
 from app.checkpoints import step_folders, tensor_file
-from app.checkpoints import step_folders as files
-from app.checkpoints.tensor_file import Content, TensorFile
+from app.checkpoints.tensor_file import Content, TensorFile, torch_dtype
+from app.environment.topology import listed
 from app.errors import CheckpointError, RecipeError, RunFolderError, printable
 from app.files import other_libraries, paths
 from app.files.atomic_files import disk_errors
 from app.files.lines import parsed
-from app.init import accounting, filling, held
+from app.init import filling, model_tensors
 from app.init.region import Piece, Region
 from app.recipe import recipe_keys, task_file
 from app.recipe.schema import Recipe
@@ -40,32 +41,18 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which programs save the weights, next to other state."""
 
 
-class ReadInto(Protocol):
-    """Reads a stored tensor."""
-
-    def __call__(self, name: str, values: torch.Tensor, region: Region | None = None, /) -> None:
-        """Fill `values`, 1-D, with the elements `region` of the tensor, all by default, converted to their dtype."""
-
-
 @dataclass(frozen=True)
-class Stored:
-    """Tensors on disk, by their names there."""
+class StoredTensor:
+    """A tensor on disk."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype | str]
-    """A text is the name of a type that torch does not have."""
-    read_into: ReadInto
-    remarks: tuple[str, ...] = ()
-    """Phrases for the user about how they were found."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read_into: Callable[[torch.Tensor, Region], None]
+    """Fills values, 1-D, with the elements of a region of the tensor, converted to their dtype."""
 
-    def renamed(self, names: Mapping[str, str], *remarks: str) -> Stored:
-        """Return the tensors by other names; `names` maps each to the present one."""
-        return Stored(
-            {name: self.shapes[there] for name, there in names.items()},
-            {name: self.dtypes[there] for name, there in names.items()},
-            lambda name, values, region=None: self.read_into(names[name], values, region),
-            (*self.remarks, *remarks),
-        )
+
+StoredWeights = Mapping[str, StoredTensor]
+"""The tensors of a model, by their names on disk."""
 
 
 def in_folder(folder: Path) -> Path | None:
@@ -74,93 +61,94 @@ def in_folder(folder: Path) -> Path | None:
 
 
 @torch.no_grad()
-def fill(model: torch.nn.Module, stored: Stored) -> None:
+def fill(model: torch.nn.Module, stored: StoredWeights) -> None:
     """Read all tensors of a model that is not prepared. Raises CheckpointError if some are missing or left over.
 
     A rank that has a share of the model reads that alone; a whole model gets their precision. A tensor with several names,
     such as tied embeddings, is stored once.
     """
-    dtypes = [it for it in stored.dtypes.values() if isinstance(it, torch.dtype) and it.is_floating_point and it.itemsize > 1]
-    if dtypes and not held.is_divided(model):
+    dtypes = [it.dtype for it in stored.values() if it.dtype.is_floating_point and it.dtype.itemsize > 1]
+    if dtypes and not model_tensors.is_sharded(model):
         model.to(dtypes[0])
     tensors = fitting(model, stored)
-    for name in stored.shapes:
-        stored.read_into(name, tensors[name].values, tensors[name].region)
+    for name, it in stored.items():
+        it.read_into(tensors[name].values, tensors[name].region)
 
 
-def fitting(model: torch.nn.Module, stored: Stored) -> dict[str, Piece]:
+def fitting(model: torch.nn.Module, stored: StoredWeights) -> dict[str, Piece]:
     """Return a model's tensors by their stored names. Raises CheckpointError if they are not those of the model."""
-    tensors = named(model, stored.shapes)
+    tensors = named(model, stored)
     if wrong := {**differences(tensors, stored), **contradictions(tensors, stored)}:
-        raise CheckpointError(accounting.joined(wrong.values()))
+        raise CheckpointError(listed([*wrong.values()]))
     return tensors
 
 
 def named(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Piece]:
     """Return a model's tensors by name; a tensor with several, such as tied embeddings, by those that are stored."""
-    all_held = held.held(model)
-    tensors = {name: all_held[name] for name in model.state_dict(keep_vars=True)}
+    pieces = model_tensors.local_pieces(model)
+    tensors = {name: pieces[name] for name in model.state_dict(keep_vars=True)}
     there = {id(tensor) for name, tensor in tensors.items() if name in stored}
     return {name: tensor for name, tensor in tensors.items() if name in stored or id(tensor) not in there}
 
 
-def differences(tensors: Mapping[str, Piece], stored: Stored) -> dict[str, str]:
+def differences(tensors: Mapping[str, Piece], stored: StoredWeights) -> dict[str, str]:
     """Return a phrase for each name, of these tensors of a model and of the stored ones, that does not fit."""
-    both = [name for name in tensors if name in stored.shapes]
-    phrases = accounting.differences(
-        [name for name in tensors if name not in stored.shapes],
-        [name for name in stored.shapes if name not in tensors],
-        [(name, stored.shapes[name], tensors[name].shape) for name in both if stored.shapes[name] != tensors[name].shape],
+    both = [(name, stored[name], tensors[name]) for name in tensors if name in stored]
+    phrases = model_tensors.name_differences(
+        [name for name in tensors if name not in stored],
+        [name for name in stored if name not in tensors],
+        [(name, there.shape, here.shape) for name, there, here in both if there.shape != here.shape],
     )
-    for name in both:
-        there, here = stored.dtypes[name], tensors[name].values.dtype
-        if not isinstance(there, torch.dtype) or (here.is_floating_point and not there.is_floating_point):
-            phrases.setdefault(name, f"{name} is {word(there)} in the file and {word(here)} in the model")
+    for name, there, here in both:
+        if here.values.dtype.is_floating_point and not there.dtype.is_floating_point:
+            phrases.setdefault(name, f"{name} is {word(there.dtype)} in the file and {word(here.values.dtype)} in the model")
     return phrases
 
 
 @torch.no_grad()
-def contradictions(tensors: Mapping[str, Piece], stored: Stored) -> dict[str, str]:
+def contradictions(tensors: Mapping[str, Piece], stored: StoredWeights) -> dict[str, str]:
     """Return a phrase for each tensor that the model ties to another, and that is stored with other values."""
     first: dict[int, str] = {}
-    pairs = [(name, first.setdefault(id(it), name)) for name, it in tensors.items() if name in stored.shapes]
-    ties = [(one, other) for one, other in pairs if one != other and stored.shapes[one] == stored.shapes[other]]
-    return accounting.differences((), (), ties=[one for one, other in ties if not _are_equal(stored, tensors[one], one, other)])
+    pairs = [(name, first.setdefault(id(it), name)) for name, it in tensors.items() if name in stored]
+    ties = [(one, other) for one, other in pairs if one != other and stored[one].shape == stored[other].shape]
+    return model_tensors.tie_differences(one for one, other in ties if not _are_equal(tensors[one], stored[one], stored[other]))
 
 
-def _are_equal(stored: Stored, tensor: Piece, one: str, other: str) -> bool:
+def _are_equal(tensor: Piece, one: StoredTensor, other: StoredTensor) -> bool:
     for part in tensor.region.pieces(_COMPARED):
         values, others = (torch.empty(part.count, dtype=tensor.values.dtype) for _ in range(2))
-        stored.read_into(one, values, part)
-        stored.read_into(other, others, part)
+        one.read_into(values, part)
+        other.read_into(others, part)
         if not torch.allclose(values, others, rtol=0, atol=0, equal_nan=True):
             return False
     return True
 
 
-def word(dtype: torch.dtype | str) -> str:
+def word(dtype: torch.dtype) -> str:
     """Return a type as people write it."""
     return str(dtype).removeprefix("torch.")
 
 
-def open_stored(place: Path) -> Stored:
+def open_stored(place: Path) -> StoredWeights:
     """Return the tensors of a file, of an index of files, or of a checkpoint. Raises CheckpointError if it cannot be read."""
     if place.is_dir():
         return _open_checkpoint(place)
     return _open_index(place) if place.name.endswith(".index.json") else _open_file(place)
 
 
-def _open_file(path: Path) -> Stored:
+def _open_file(path: Path) -> StoredWeights:
     with disk_errors(path, "read"), paths.open_regular(path) as opened:
         begin = opened.read(4)
     if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
         return _open_pickle(path)
     file = TensorFile(path)
-    dtypes = {name: tensor_file.dtype_in_torch(it) for name, it in file.dtypes.items()}
-    return Stored(file.shapes, dtypes, file.read_into)
+    return {
+        name: StoredTensor(shape, torch_dtype(file.dtypes[name]), partial(file.read_into, name))
+        for name, shape in file.shapes.items()
+    }
 
 
-def _open_index(path: Path) -> Stored:
+def _open_index(path: Path) -> StoredWeights:
     """Open a model that transformers has split into files next to the index."""
     with disk_errors(path, "read"):
         text = paths.read_regular(path)
@@ -171,17 +159,12 @@ def _open_index(path: Path) -> Stored:
     if outside := next((file for file in file_of.values() if Path(file).name != file), None):
         raise CheckpointError(f"{path} names {outside}, which is not a file in its folder: it cannot be used")
     parts = {file: _open_file(path.parent / file) for file in sorted(set(file_of.values()))}
-    for name, file in file_of.items():
-        if name not in parts[file].shapes:
-            raise CheckpointError(f"{path} names {name}, which is not in {file}")
-    return Stored(
-        {name: parts[file].shapes[name] for name, file in file_of.items()},
-        {name: parts[file].dtypes[name] for name, file in file_of.items()},
-        lambda name, values, region=None: parts[file_of[name]].read_into(name, values, region),
-    )
+    if missing := next((name for name, file in file_of.items() if name not in parts[file]), None):
+        raise CheckpointError(f"{path} names {missing}, which is not in {file_of[missing]}")
+    return {name: parts[file][name] for name, file in file_of.items()}
 
 
-def _open_pickle(path: Path) -> Stored:
+def _open_pickle(path: Path) -> StoredWeights:
     try:
         saved = other_libraries.pickled(path)
     except Exception as error:  # a broken pickle may raise anything (Python's documentation of `pickle`)
@@ -190,50 +173,34 @@ def _open_pickle(path: Path) -> Stored:
             f"{path} cannot be loaded as weights only ({why}). Save model.state_dict() with torch.save, on "
             "the machine that made the file"
         ) from error
-    remarks = []
-    while isinstance(saved, Mapping) and not any(map(torch.is_tensor, saved.values())):
-        inside = next((key for key in _NESTED if isinstance(saved.get(key), Mapping)), None)
-        if inside is None:
-            break
-        saved = saved[inside]
-        remarks.append(f"those in {inside!r}")
-    tensors = {str(key): it for key, it in saved.items() if torch.is_tensor(it)} if isinstance(saved, Mapping) else {}
+    tensors: dict[str, torch.Tensor] = {}
+    while isinstance(saved, Mapping) and not tensors:
+        tensors = {str(key): it for key, it in saved.items() if torch.is_tensor(it)}
+        saved = next((saved[key] for key in _NESTED if isinstance(saved.get(key), Mapping)), None)
     if not tensors:
-        found = f"a mapping of {', '.join(map(str, list(saved)[:8]))}" if isinstance(saved, Mapping) else type(saved).__name__
-        raise CheckpointError(f"{path} has no tensors by name, at the top or in {', '.join(_NESTED)}: it holds {found}")
-    if len(saved) > len(tensors):
-        remarks.append(f"without {len(saved) - len(tensors)} entries that are not tensors")
-    return Stored(
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        {name: tensor.dtype for name, tensor in tensors.items()},
-        lambda name, values, region=None: _copy(tensors[name], values, region),
-        tuple(remarks),
-    )
+        raise CheckpointError(f"{path} has no tensors by name, at the top or in {', '.join(_NESTED)}")
+    return {name: _in_memory(tensor) for name, tensor in tensors.items()}
 
 
-@torch.no_grad()
-def _copy(source: torch.Tensor, values: torch.Tensor, region: Region | None) -> None:
-    whole = source.contiguous()
-    values.copy_(whole.view(-1) if region is None else region.take(whole))
+def _in_memory(source: torch.Tensor) -> StoredTensor:
+    @torch.no_grad()
+    def read_into(values: torch.Tensor, region: Region) -> None:
+        values.copy_(region.take(source.contiguous()))
+
+    return StoredTensor(tuple(source.shape), source.dtype, read_into)
 
 
-def _open_checkpoint(folder: Path) -> Stored:
-    reader = files.Reader(folder)
-    key, buffers = reader.finished_key(), reader.buffers()
-    tensors = reader.tensors(key)
+def _open_checkpoint(folder: Path) -> StoredWeights:
+    reader = step_folders.Reader(folder)
+    key = reader.finished_key()
 
-    def read_into(name: str, values: torch.Tensor, region: Region | None = None) -> None:
-        if name in buffers:
-            _copy(buffers[name], values, region)
-        else:
-            reader.read_into(Piece(key, name, tensors[name].shape, region or Region.flat(0, values.numel()), values))
+    def read_into(name: str, shape: tuple[int, ...], values: torch.Tensor, region: Region) -> None:
+        reader.read_into(Piece(key, name, shape, region, values))
 
-    return Stored(
-        {name: it.shape for name, it in tensors.items()} | {name: tuple(buffer.shape) for name, buffer in buffers.items()},
-        {name: tensor_file.dtype_in_torch(it.dtype) for name, it in tensors.items()}
-        | {name: buffer.dtype for name, buffer in buffers.items()},
-        read_into,
-    )
+    return {
+        name: StoredTensor(it.shape, torch_dtype(it.dtype), partial(read_into, name, it.shape))
+        for name, it in reader.tensors(key).items()
+    } | {name: _in_memory(buffer) for name, buffer in reader.buffers().items()}
 
 
 # ---- Adapters: small matrices that are added to a weight for files of plain weights. Only they are whole in memory -----------
@@ -255,8 +222,7 @@ def merged(contents: Mapping[str, Content], adapters: Adapters | None) -> dict[s
 
 def _sums(base: Content, down: Content, up: Content, low: LowRank) -> Iterator[bytes]:
     """Yield the chunks of a weight plus the adapters' product, in float64 until they are rounded to the weight's type."""
-    columns, dtype = base.shape[1], tensor_file.dtype_in_torch(base.dtype)
-    assert isinstance(dtype, torch.dtype)
+    columns, dtype = base.shape[1], torch_dtype(base.dtype)
     left, right = (_tensor(down).T, _tensor(up).T) if low.transposed else (_tensor(up), _tensor(down))
     at = 0
     for chunk in base.chunks:
@@ -268,9 +234,8 @@ def _sums(base: Content, down: Content, up: Content, low: LowRank) -> Iterator[b
 
 
 def _tensor(content: Content) -> torch.Tensor:
-    dtype = tensor_file.dtype_in_torch(content.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return torch.frombuffer(bytearray().join(content.chunks), dtype=dtype).view(content.shape).double()
+    whole = bytearray().join(content.chunks)
+    return torch.frombuffer(whole, dtype=torch_dtype(content.dtype)).view(content.shape).double()
 
 
 def described(recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,11 +50,6 @@ _SAVED = {theirs: ours for ours, (theirs, _) in _DTYPES.items() if not ours.star
 OF_TORCH = {"format": "pt"}
 """Metadata by which libraries recognise a file as torch's."""
 
-_READ_OVER_BYTES = 2**16
-"""Gaps up to this size are read too: a second read would cost more."""
-_MOST_HEADER_BYTES = 100_000_000
-"""The limit of safetensors itself."""
-
 
 @dataclass(frozen=True)
 class Content:
@@ -75,11 +70,11 @@ def dtype_of(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
-def dtype_in_torch(dtype: str) -> torch.dtype | str:
-    """Return torch's dtype for a name of safetensors, or the name itself if it cannot be read."""
+def torch_dtype(dtype: str) -> torch.dtype:
+    """Return torch's dtype for a name of safetensors."""
     import torch
 
-    found: torch.dtype | str = getattr(torch, _DTYPES[dtype][0]) if dtype in _DTYPES else dtype
+    found: torch.dtype = getattr(torch, _DTYPES[dtype][0])
     return found
 
 
@@ -129,7 +124,7 @@ def write(
 
 
 class TensorFile:
-    """A safetensors file to read. Its methods raise CheckpointError if it cannot be read."""
+    """A safetensors file to read. Raises CheckpointError if it cannot be read, or has a tensor of an unknown dtype."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,7 +133,7 @@ class TensorFile:
             weakref.finalize(self, os.close, self._descriptor)
             size_bytes = os.fstat(self._descriptor).st_size
         header_bytes = int.from_bytes(self._read(0, min(8, size_bytes)), "little")
-        if size_bytes < 8 or header_bytes > min(size_bytes - 8, _MOST_HEADER_BYTES):
+        if size_bytes < 8 or header_bytes > size_bytes - 8:
             raise self._broken("it has no header")
         self._data_start = 8 + header_bytes
         try:
@@ -147,12 +142,15 @@ class TensorFile:
             self.dtypes: dict[str, str] = {name: it["dtype"] for name, it in header.items()}
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(it["shape"]) for name, it in header.items()}
             self._offsets: dict[str, tuple[int, int]] = {name: tuple(it["data_offsets"]) for name, it in header.items()}
-            for name, (first, end) in self._offsets.items():
+            unknown = {dtype for dtype in self.dtypes.values() if not is_known(dtype)}
+            for name, (first, end) in self._offsets.items() if not unknown else ():
                 counts = all(map(is_count, (first, end, *self.shapes[name])))
-                if not counts or first > end or not isinstance(self.dtypes[name], str):
+                if not counts or end - first != prod(self.shapes[name]) * self._item_bytes(name):
                     raise ValueError(f"{name} has the shape {self.shapes[name]} and the offsets {[first, end]}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._broken("its header is invalid") from error
+        if unknown:
+            raise CheckpointError(f"{path} has tensors of {unknown}, which cannot be read; supported: {', '.join(_DTYPES)}.")
         if max((end for _, end in self._offsets.values()), default=0) != size_bytes - self._data_start:
             raise self._broken(f"it has {size_bytes} bytes, which is not the size in its header")
 
@@ -160,14 +158,10 @@ class TensorFile:
         """Raise CheckpointError if the file has no tensor with this name, dtype and number of elements."""
         if self.dtypes.get(name) != dtype or prod(self.shapes[name]) != count:
             raise self._broken(f"it has no {name} of {count} elements of {dtype}")
-        next(self.chunks(name, 0, 0), None)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[bytearray]:
         """Yield the bytes of the elements start .. stop - 1 of a flattened tensor, in chunks of whole elements."""
-        item_bytes, (first, end) = self._item_bytes(name), self._offsets[name]
-        if prod(self.shapes[name]) * item_bytes != end - first:
-            raise self._broken(f"the offsets of {name} do not match its size")
-        offset = self._data_start + first
+        item_bytes, offset = self._item_bytes(name), self._data_start + self._offsets[name][0]
         assert 0 <= start <= stop <= prod(self.shapes[name]), (name, start, stop)
         step = atomic_files.CHUNK_BYTES // item_bytes
         for position in range(start, stop, step):
@@ -181,34 +175,27 @@ class TensorFile:
         """
         import torch
 
-        size, dtype = self._item_bytes(name), dtype_in_torch(self.dtypes[name])
+        dtype, target = torch_dtype(self.dtypes[name]), values.detach()
         assert values.is_contiguous(), name
-        assert isinstance(dtype, torch.dtype)
-        target = values.detach()
         stored = stored or Region.flat(0, prod(self.shapes[name]))
         wanted = wanted or stored
-        most = atomic_files.CHUNK_BYTES // size
         for both in stored.overlaps(wanted):
-            is_sparse = stored.distance(both) - both.run > _READ_OVER_BYTES // size
-            for part in both.pieces(both.run if is_sparse and both.run <= most else most):
-                place, shape = stored.inside(part), (part.runs, part.run)
-                elements = torch.frombuffer(next(self.chunks(name, place.start, place.end)), dtype=dtype)
-                into = target.as_strided(shape, (wanted.distance(part), 1), target.storage_offset() + wanted.inside(part).start)
-                into.copy_(elements.as_strided(shape, (stored.distance(part), 1)))
+            for part in both.pieces(atomic_files.CHUNK_BYTES // dtype.itemsize):
+                source, place, shape = stored.inside(part), wanted.inside(part), (part.runs, part.run)
+                elements = torch.frombuffer(next(self.chunks(name, source.start, source.end)), dtype=dtype)
+                into = target.as_strided(shape, (place.stride, 1), target.storage_offset() + place.start)
+                into.copy_(elements.as_strided(shape, (source.stride, 1)))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, on the CPU."""
         import torch
 
-        self._item_bytes(name)
-        tensor = torch.empty(self.shapes[name], dtype=getattr(torch, _DTYPES[self.dtypes[name]][0]))
+        tensor = torch.empty(self.shapes[name], dtype=torch_dtype(self.dtypes[name]))
         self.read_into(name, tensor.view(-1))
         return tensor
 
     def _item_bytes(self, name: str) -> int:
-        if (dtype := self.dtypes[name]) not in _DTYPES:
-            raise CheckpointError(f"{name} in {self.path} is {dtype}, which cannot be read; supported: {', '.join(_DTYPES)}.")
-        return _DTYPES[dtype][1]
+        return _DTYPES[self.dtypes[name]][1]
 
     def _read(self, offset: int, count: int) -> bytearray:
         buffer = bytearray(count)

@@ -48,7 +48,7 @@ class Region:
     def of(cls, tensor: torch.Tensor, name: str = "a parameter") -> Region:
         """Return the elements of `tensor` that this process has: all of a plain tensor, or its part of a DTensor.
 
-        Raises PresetError, with `name`, if they are not a region.
+        Raises PresetError, with `name`, if they are neither rows nor columns.
         """
         from torch.distributed.tensor import DTensor
 
@@ -57,11 +57,7 @@ class Region:
         mesh, placements = tensor.device_mesh, tensor.placements
         found = placed(tuple(tensor.shape), tuple(mesh.shape), mesh.get_coordinate() or (), placements)
         if found is None or found.count != tensor.to_local().numel():
-            raise PresetError(
-                f"{name}, {tuple(tensor.shape)}, is divided as {placements} over {mesh}: a process holds "
-                "neither rows nor columns of it, which is what filling, averaging and saving support. Use an "
-                "unchanged preset of accelerate_configs/."
-            )
+            raise _unsupported(tensor, name)
         return found
 
     @property
@@ -98,28 +94,22 @@ class Region:
 
     def overlaps(self, other: Region) -> Iterator[Region]:
         """Yield the elements that both have, each once."""
-        if self.start >= other.end or other.start >= self.end:
+        if 0 in (self.count, other.count) or self.start >= other.end or other.start >= self.end:
             return
         few, many = sorted((self, other), key=lambda it: it.runs)
         if few.runs > 1 and (both := _common_columns(few, many)) is not None:
             yield from [both] if both.count else []
             return
-        for number in range(few.runs):
-            start = few.start + number * few.stride
+        for start in range(few.start, few.end, few.stride):
             yield from _within(start, start + few.run, many)
 
     def inside(self, part: Region) -> Region:
-        """Return the position of a part of this region, as `overlaps` yields it, among its elements in order."""
+        """Return the position of a part of this region, as `overlaps` yields it, among its elements in order: as many runs."""
         if self.runs <= 1:
             return Region(part.start - self.start, part.count, part.run, part.stride)
         number, first = divmod(part.start - self.start, self.stride)
         stride = self.run if part.runs > 1 and part.stride == self.stride else part.stride
-        return Region.made(number * self.run + first, part.count, part.run, stride)
-
-    def distance(self, part: Region) -> int:
-        """Return the distance between the starts of such a part's runs, among the elements of this region in order."""
-        place = self.inside(part)
-        return place.stride if place.runs > 1 else part.run
+        return Region(number * self.run + first, part.count, part.run, stride)
 
     def pieces(self, most: int) -> Iterator[Region]:
         """Yield the region in parts that span at most `most` elements: runs, or parts of long runs."""
@@ -208,22 +198,30 @@ def copies(tensor: torch.Tensor, name: str = "a parameter") -> tuple[int, int]:
         else:
             number, index = number * size, index * size + at
     if number * parts != ranks or not sharded <= set(root_names):
-        raise PresetError(
-            f"{name} is divided as {tensor.placements} over {mesh}, a part of {root}, of {ranks} "
-            "processes: it cannot be determined which processes hold the same elements. Use an unchanged "
-            "preset of accelerate_configs/."
-        )
+        raise _unsupported(tensor, name)
     return number, index
+
+
+def _unsupported(tensor: Any, name: str) -> PresetError:
+    return PresetError(
+        f"{name}, {tuple(tensor.shape)}, is sharded as {tensor.placements} over {tensor.device_mesh}: a process has neither "
+        "rows nor columns of it, or others do not have the same ones. Use an unchanged preset of accelerate_configs/."
+    )
 
 
 def placed(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> Region | None:
-    """Return the elements of the process at `coordinate` of a mesh of this shape, or None if they are not a region."""
-    if len(coordinate) != len(mesh) or any(placement.is_partial() for placement in placements):
+    """Return the elements of the process at `coordinate` of a mesh of this shape: rows, columns, or columns of rows.
+
+    None if they are anything else.
+    """
+    dims = {getattr(placement, "dim", 0) for placement in placements}
+    if len(coordinate) != len(mesh) or any(placement.is_partial() for placement in placements) or not dims <= {0, 1}:
         return None
-    found, size = Region.flat(0, 1), 1
-    for dim, length in reversed(list(enumerate(shape))):
+    rows, columns, *rest = (*shape, 1, 1)
+    bounds = []
+    for dim, length in enumerate((rows, columns)):
         axes = [at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
         order = _order(axes, mesh, placements)
         if order is None:
@@ -233,13 +231,12 @@ def placed(
             share = -(-count // mesh[at])  # as torch.chunk splits
             before = min(coordinate[at] * share, count)
             first, count = first + before, min(share, count - before)
-        if count == 0:
-            return Region.flat(0, 0)
-        lines = _repeated(found, size, first, count)
-        if lines is None:
-            return None
-        found, size = lines, size * length
-    return found
+        bounds.append((first, count))
+    (top, height), (left, width) = bounds
+    size, stride = prod(rest), columns * prod(rest)
+    if 0 in (height, width, size):
+        return Region.flat(0, 0)
+    return Region.made(top * stride + left * size, height * width * size, width * size, stride)
 
 
 def _order(axes: list[int], mesh: tuple[int, ...], placements: Sequence[Any]) -> list[int] | None:
@@ -255,13 +252,3 @@ def _order(axes: list[int], mesh: tuple[int, ...], placements: Sequence[Any]) ->
     if later is None or factor not in (1, prod(mesh[at] for at in later)):
         return None
     return [first, *later] if factor == 1 else [*later, first]
-
-
-def _repeated(inner: Region, size: int, first: int, count: int) -> Region | None:
-    """Return the elements of `inner` in each of `count` neighboring lines of `size` elements, or None if not a region."""
-    start = first * size + inner.start
-    if inner.count == size or inner.runs == 1:
-        return Region.made(start, count * inner.count, count * size if inner.count == size else inner.run, size)
-    if count == 1 or inner.runs * inner.stride == size:
-        return Region(start, count * inner.count, inner.run, inner.stride)
-    return None

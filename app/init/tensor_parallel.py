@@ -46,40 +46,36 @@ def check(model: nn.Module, parts: int) -> None:
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise PresetError(f"{asked} needs a task that draws weights part by part: add `init_module` to it, or use fsdp2.yaml")
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if not any(rule in DIVIDED and rule not in _WHOLE_AGAIN for rule in plan.values()):
+    rules, known = set(plan.values()), {*DIVIDED, _SUMMED}
+    if not rules <= known or not rules & {*DIVIDED} - {*_WHOLE_AGAIN}:
         raise PresetError(
-            f"{asked} needs a model with a tensor parallel plan (transformers' tp_plan), and {kind} has none: "
-            "use fsdp2.yaml, which shards any model"
+            f"{asked} needs a model with a tensor parallel plan (transformers' tp_plan) of {', '.join(sorted(known))}, and "
+            f"{kind} has {', '.join(sorted(rules)) or 'none'}: use fsdp2.yaml, which shards any model"
         )
-    if unknown := {rule for rule in plan.values() if rule not in DIVIDED and rule != _SUMMED}:
-        raise PresetError(f"{asked} does not support {', '.join(sorted(unknown))} in the plan of {kind}: use fsdp2.yaml")
     sizes = {what: size for what in _HEADS if (size := getattr(getattr(model, "config", None), what, None))}
     for name, rule in rules_of(model, parts).items():
-        _check_layer(model, name, rule, asked)
-        if rule in DIVIDED and rule not in _WHOLE_AGAIN:  # once for each kind of layer
-            weight: Any = model.get_submodule(name).weight
-            sizes[f"{'inputs' if DIVIDED[rule] else 'outputs'} of {name.rpartition('.')[2]}"] = weight.shape[DIVIDED[rule]]
+        module, (holder, _, kind_of_layer) = model.get_submodule(name), name.rpartition(".")
+        more = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
+        if more or (rule in DIVIDED and not isinstance(module, (nn.Linear, nn.Embedding))):
+            raise PresetError(
+                f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: a "
+                "divided layer must be a plain torch layer, without LoRA adapters. Use fsdp2.yaml"
+            )
+        if rule == _SUMMED or rule in _WHOLE_AGAIN:
+            continue
+        for key, layer in model.get_submodule(holder).named_children():
+            if sample_dropout.rate(layer) > 0:
+                raise PresetError(
+                    f"{asked} cannot use dropout in {holder}.{key}, because like {name} it may see only a part "
+                    "of each sample. Set that dropout to 0, or use fsdp2.yaml"
+                )
+        weight: Any = module.weight
+        sizes[f"{'inputs' if DIVIDED[rule] else 'outputs'} of {kind_of_layer}"] = weight.shape[DIVIDED[rule]]
     if wrong := [f"{what} {size}" for what, size in sizes.items() if size % parts]:
         common = math.gcd(*sizes.values())
         possible = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
         raise PresetError(
             f"{asked} cannot divide {', '.join(wrong[:_MOST_NAMED])} evenly: --tensor-parallel may be {possible} for this model"
-        )
-
-
-def _check_layer(model: nn.Module, name: str, rule: str, asked: str) -> None:
-    module, holder = model.get_submodule(name), name.rpartition(".")[0]
-    more = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
-    if more or (rule in DIVIDED and not isinstance(module, (nn.Linear, nn.Embedding))):
-        raise PresetError(
-            f"{asked} cannot divide {name}, a {type(module).__name__}{f' with {more[0]}' if more else ''}: a "
-            "divided layer must be a plain torch layer, without LoRA adapters. Use fsdp2.yaml"
-        )
-    drops = [key for key, layer in model.get_submodule(holder).named_children() if sample_dropout.rate(layer) > 0]
-    if drops and rule in DIVIDED and rule not in _WHOLE_AGAIN:
-        raise PresetError(
-            f"{asked} cannot use dropout in {holder}.{drops[0]}, because like {name} it may see only a part "
-            "of each sample. Set that dropout to 0, or use fsdp2.yaml"
         )
 
 

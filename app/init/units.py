@@ -8,7 +8,7 @@ several units share, such as a tied embedding, is drawn with the first of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,22 +21,43 @@ from app.errors import RecipeError
 
 _EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 """How a model of transformers is asked for them."""
+_MARK = 0xA5
+"""Bytes of an integer or boolean tensor that nothing has filled."""
 
 
 class Units:
     """The units of a model, which a task with `init_module` fills."""
 
     def __init__(self, task: Any, model: nn.Module, *, seed: int) -> None:
-        """Copy `model`, as the task built it. Raises RecipeError if it is not on torch's meta device."""
+        """Copy `model`, as the task built it. Raises RecipeError for tensors with memory, or that no unit has."""
         if real := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
             raise RecipeError(
                 f"{type(task).__name__} has `init_module`, so its model must be built on torch's meta device, "
                 f"without memory, but {listed(real)} has memory: do not set a device where the model is built"
             )
+        if plain := [
+            f"{prefix}.{key}" if prefix else key
+            for prefix, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor) and value.is_meta
+        ]:
+            raise RecipeError(
+                f"{listed(plain)} of the model has no values: it is neither a parameter nor a buffer, so `init_module` "
+                "never sees it. Register it with register_buffer(..., persistent=False)"
+            )
         self._task, self._seed, self._model = task, seed, copy.deepcopy(model)
-        self._units = _units(self._model, block_classes(task, model))
-        self._checked: set[type[nn.Module]] = set()
-        """Classes of units whose booleans and bytes are known to be filled."""
+        classes = block_classes(task, model)
+        self._is_block: dict[str, bool] = {}
+        """Each unit in the order of the modules, and whether it is a block, which includes its submodules."""
+        inside: set[nn.Module] = set()
+        for name, module in self._model.named_modules():
+            if module in inside:
+                continue
+            if type(module).__name__ in classes:
+                self._is_block[name] = True
+                inside.update(module.modules())
+            elif any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
+                self._is_block[name] = False
 
     def drawn(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each unit's name, and its parameters and buffers, on the CPU, by their names in the model; each tensor once.
@@ -45,7 +66,7 @@ class Units:
         Raises RecipeError for tensors that the task's `init_module` has not filled.
         """
         owned: set[int] = set()
-        for unit, is_block in self._units.items():
+        for unit, is_block in self._is_block.items():
             names = {id(it): name for name, it in _named(self._model.get_submodule(unit), unit, recurse=is_block)}
             own = {name for key, name in names.items() if key not in owned}
             owned |= names.keys()
@@ -59,34 +80,25 @@ class Units:
     @property
     def blocks(self) -> set[str]:
         """Classes of the model's blocks."""
-        return {type(self._model.get_submodule(name)).__name__ for name, is_block in self._units.items() if is_block}
+        return {type(self._model.get_submodule(name)).__name__ for name, is_block in self._is_block.items() if is_block}
 
     def _draw(self, unit: str, *, is_block: bool) -> dict[str, Tensor]:
         module = self._model.get_submodule(unit)
-        found = self._filled(unit, module, is_block=is_block, with_ones=False)
-        empty = [name for name, tensor in found.items() if _is_empty(tensor)]
-        # Bytes and booleans have no spare value as a mark: a second drawing over other values shows which were not filled.
-        if type(module) not in self._checked and any(_has_no_mark(tensor) for tensor in found.values()):
-            again = self._filled(unit, module, is_block=is_block, with_ones=True)
-            empty += [name for name, tensor in found.items() if _has_no_mark(tensor) and not torch.equal(tensor, again[name])]
-        self._checked.add(type(module))
-        if empty:
+        twin = copy.deepcopy(module) if is_block else copy.copy(module)
+        made: dict[int, Tensor] = {}
+        for part in twin.modules() if is_block else [twin]:
+            _materialize(part, made)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(order.derive_key(self._seed, "initial weights", unit))
+            self._task.init_module(self._model, unit, twin)
+        found = {name: tensor.detach() for name, tensor in _named(twin, unit, recurse=is_block)}
+        if empty := [name for name, tensor in found.items() if _is_empty(tensor)]:
             raise RecipeError(
                 f"the task's `init_module` has not filled {listed(empty)}, of "
                 f"{f'the unit {unit}' if unit else 'the model itself'}, a {type(module).__name__}: it must "
                 "fill every parameter and buffer of a unit, without NaN"
             )
         return found
-
-    def _filled(self, unit: str, module: nn.Module, *, is_block: bool, with_ones: bool) -> dict[str, Tensor]:
-        twin = copy.deepcopy(module) if is_block else copy.copy(module)
-        made: dict[int, Tensor] = {}
-        for part in twin.modules() if is_block else [twin]:
-            _materialise(part, made, with_ones=with_ones)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(order.derive_key(self._seed, "initial weights", unit))
-            self._task.init_module(self._model, unit, twin)
-        return {name: tensor.detach() for name, tensor in _named(twin, unit, recurse=is_block)}
 
 
 def block_classes(task: Any, model: nn.Module) -> set[str]:
@@ -148,68 +160,32 @@ def place(
     return parameters
 
 
-def check_left(model: nn.Module) -> None:
-    """Raise RecipeError for a tensor without memory that is neither a parameter nor a buffer, so that no unit has it."""
-    left = [
-        f"{prefix}.{key}" if prefix else key
-        for prefix, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.is_meta
-    ]
-    if left:
-        raise RecipeError(
-            f"{listed(left)} of the model has no values: it is neither a parameter nor a buffer, so `init_module` "
-            "never sees it. Register it with register_buffer(..., persistent=False)"
-        )
-
-
-def _units(model: nn.Module, blocks: Collection[str]) -> dict[str, bool]:
-    """Return the name of each unit in the order of the modules, and whether it is a block, which includes its submodules."""
-    found: dict[str, bool] = {}
-    inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in inside:
-            continue
-        if type(module).__name__ in blocks:
-            found[name] = True
-            inside.update(module.modules())
-        elif any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
-            found[name] = False
-    return found
-
-
-def _materialise(module: nn.Module, made: dict[int, Tensor], *, with_ones: bool) -> None:
-    """Give a module's own tensors memory, marked as empty; `made` has the new tensor of each old one's `id`, for ties."""
-
-    def real(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            values = _marked(torch.empty_like(tensor, device="cpu"), with_ones=with_ones)
-            made[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-        return made[id(tensor)]
-
-    for kind in ("_parameters", "_buffers"):
-        tensors = module.__dict__[kind]
-        module.__dict__[kind] = {key: tensor if tensor is None else real(tensor) for key, tensor in tensors.items()}
-
-
 @torch.no_grad()
-def _marked(tensor: Tensor, *, with_ones: bool) -> Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(float("nan"))
-    return tensor.fill_(int(with_ones) if _has_no_mark(tensor) else torch.iinfo(tensor.dtype).min)
+def _materialize(module: nn.Module, made: dict[int, Tensor]) -> None:
+    """Give a module's own tensors memory, marked as empty; `made` has the new tensor of each old one's `id`, for ties."""
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None and id(tensor) not in made:
+                values = torch.empty_like(tensor, device="cpu")
+                if values.is_floating_point() or values.is_complex():
+                    values.fill_(torch.nan)
+                else:
+                    values.as_strided((values.numel(),), (1,)).view(torch.uint8).fill_(_MARK)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    for kind in ("_parameters", "_buffers"):  # new dicts, because a copied module shares those of its original
+        module.__dict__[kind] = {key: it if it is None else made[id(it)] for key, it in module.__dict__[kind].items()}
 
 
 def _is_empty(tensor: Tensor) -> bool:
-    """Return whether an element still has its mark."""
+    """Return whether a tensor still has its mark: an element that is NaN, or nothing but marked bytes."""
     if tensor.is_complex():
         return _is_empty(torch.view_as_real(tensor))
+    if tensor.numel() == 0:
+        return False
     if tensor.is_floating_point():
-        return tensor.numel() > 0 and bool(tensor.min().isnan())  # NaN is the least of all
-    return not _has_no_mark(tensor) and bool((tensor == torch.iinfo(tensor.dtype).min).any())
-
-
-def _has_no_mark(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bool, torch.uint8)
+        return bool(tensor.min().isnan())  # NaN is the least of all
+    return bool((tensor.contiguous().view(-1).view(torch.uint8) == _MARK).all())
 
 
 def _named(module: nn.Module, prefix: str, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from app import tasks
 from app.distributed import own_layers
 from app.errors import DataError, RecipeError
+from app.init.filling import transformers_unaware
 from app.init.tensor_parallel import DIVIDED, check, rules_of
 from app.init.units import block_classes, places
-from app.init.zero3 import transformers_unaware
 from app.optim import parameter_groups
 from app.recipe.schema import Recipe
 from app.task import Form, NeedsData

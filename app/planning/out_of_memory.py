@@ -14,7 +14,7 @@ from app.distributed.runtime import Runtime
 from app.environment import host
 from app.environment.launched import Sharding
 from app.errors import LackOfMemoryError
-from app.init import fsdp2
+from app.init import filling
 from app.planning.devices import GIB
 from app.planning.memory import bytes_of_states
 from app.recipe.schema import Recipe
@@ -72,7 +72,7 @@ def out_of_memory_explained(runtime: Runtime, recipe: Recipe) -> Iterator[None]:
 def _sharding(runtime: Runtime) -> Sharding:
     launched, zero = runtime.launched, _deepspeed(runtime).get("zero_optimization", {})
     if launched.strategy == "fsdp2":
-        offload = fsdp2.offloads(runtime.accelerator)
+        offload = filling.offloads(runtime.accelerator)
     else:
         devices = ((zero.get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param"))
         offload = any(device not in (None, "none") for device in devices)

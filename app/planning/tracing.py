@@ -225,7 +225,7 @@ def fake_group(ranks: int) -> Iterator[Any]:
 
 
 def _shard(model: nn.Module, mesh: Any, precision: str, blueprint: Blueprint) -> None:
-    """Shard the model by Accelerate's own function, as the shipped preset and `app/init/fsdp2.py` do it."""
+    """Shard the model by Accelerate's own function, as the shipped preset and `app/init/filling.py` do it."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import resource
 import subprocess
@@ -14,13 +13,13 @@ import pytest
 import torch
 from processes import REPOSITORY, clean_environment, train
 from safetensors.torch import load_file
-from saved import BUFFERS, save
+from saved import BUFFERS, save_split
 
 from app import export
 from app.checkpoints import step_folders as files
 from app.checkpoints import stored_weights
 from app.errors import CheckpointError, RunFolderError
-from app.init.region import Piece, Region
+from app.init.region import Region
 from app.recipe import recipe_file
 from app.recipe.schema import Recipe
 from app.runs.claim import claim
@@ -38,18 +37,12 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save_small(run_dir: Path, step: int, *, averaged: bool = True) -> dict[str, dict[str, torch.Tensor]]:
-    """Two parameters of different types, cut among two ranks; returns what was saved, by key and name."""
+    """Save two parameters of different types, and return them by key and name."""
     tensors = {
         key: {"a.weight": random(step, 7), "b.bias": random(5, dtype=torch.float64) + len(key)}
         for key in ("weight", "exp_avg", *(["average"] if averaged else []))
     }
-    ranks: list[list[Piece]] = [[], []]
-    for key, of in tensors.items():
-        for name, tensor in of.items():
-            flat = tensor.reshape(-1)
-            ranks[1].append(Piece(key, name, tuple(tensor.shape), Region.flat(0, len(flat[:3])), flat[:3]))
-            ranks[0].append(Piece(key, name, tuple(tensor.shape), Region.flat(3, len(flat[3:])), flat[3:]))
-    save(run_dir, step, *ranks, state=state_of(step))
+    save_split(run_dir, step, tensors, state=state_of(step))
     return tensors
 
 
@@ -61,11 +54,11 @@ def assert_equal(path: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def samerun(*arguments: str | Path, limits: dict[int, int] | None = None) -> subprocess.CompletedProcess[str]:
-    """`samerun export` as a process, which may not exceed the limits (`resource.RLIMIT_...` -> bytes)."""
+def samerun(*arguments: str | Path, limits: dict[int, int]) -> subprocess.CompletedProcess[str]:
+    """Run `samerun export` as a process within limits (`resource.RLIMIT_...`, in bytes)."""
 
     def limit() -> None:
-        for what, size_bytes in (limits or {}).items():
+        for what, size_bytes in limits.items():
             resource.setrlimit(what, (size_bytes, size_bytes))
 
     command = [sys.executable, "-m", "launch.cli", "export", *map(str, arguments)]
@@ -85,108 +78,76 @@ def test_it_is_what_the_finished_run_leaves(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_text() == (tmp_path / "run" / name).read_text()
 
 
-def test_the_average_is_the_default_and_raw_weights_are_to_be_had(tmp_path: Path) -> None:
+def test_the_average_is_the_default_and_raw_weights_can_be_exported(tmp_path: Path) -> None:
     save_small(tmp_path, 1)
     tensors = save_small(tmp_path, 2)
     assert export.main([str(tmp_path)]) == 0
-    folder = tmp_path / "exported" / "step-00000002"
+    folder, file = tmp_path / "exported" / "step-00000002", tmp_path / "raw.safetensors"
     assert_equal(folder / "model.safetensors", {**tensors["average"], **BUFFERS})
     assert json.loads((folder / "model.json").read_text()) == MODEL
     assert recipe_file.load(str(folder / "recipe.yaml")).recipe == Recipe(seed=2)
-    file = tmp_path / "raw.safetensors"
     assert export.main([str(files.path_of(tmp_path, 2)), "--weights", "raw", "--out", str(file)]) == 0
     assert_equal(file, {**tensors["weight"], **BUFFERS})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "exported", "raw.safetensors", "starts"]
+    with pytest.raises(CheckpointError, match=r"records no best checkpoint: the run had no checkpoint.keep_best=true"):
+        export.main([str(tmp_path), "--best"])
 
 
-def test_without_an_average_the_weights_are_exported(tmp_path: Path) -> None:
+def test_existing_files_are_replaced_only_with_force(tmp_path: Path) -> None:
     tensors = save_small(tmp_path, 2, averaged=False)
-    assert export.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    assert_equal(tmp_path / "out" / "model.safetensors", {**tensors["weight"], **BUFFERS})
-    with pytest.raises(CheckpointError, match=r"has no average of the weights: its run had no train\.ema_decay"):
-        export.main([str(tmp_path), "--weights", "average"])
-
-
-def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
-    tensors = save_small(tmp_path, 2)
     (tmp_path / "model.json").write_text("mine")
     with pytest.raises(RunFolderError, match=r"model\.json exists already: choose another --out, or replace it with --force"):
         export.main([str(tmp_path), "--out", str(tmp_path)])
     assert not (tmp_path / "model.safetensors").exists()
     assert export.main([str(tmp_path), "--out", str(tmp_path), "--force"]) == 0
-    assert_equal(tmp_path / "model.safetensors", {**tensors["average"], **BUFFERS})
+    assert_equal(tmp_path / "model.safetensors", {**tensors["weight"], **BUFFERS})
+    with pytest.raises(CheckpointError, match=r"has no average of the weights: its run had no train\.ema_decay"):
+        export.main([str(tmp_path), "--weights", "average"])
 
 
-def test_what_is_too_large_is_divided_as_transformers_does(tmp_path: Path) -> None:
-    """And goes together again; a smaller export in the same place leaves none of the parts."""
+def test_large_weights_are_split_as_by_transformers(tmp_path: Path) -> None:
+    """The parts read as a whole; a smaller export in the same place leaves none of them."""
     tensors = save_small(tmp_path, 2, averaged=False)
     out, expected = tmp_path / "out", {**tensors["weight"], **BUFFERS}
     assert export.main([str(tmp_path), "--out", str(out), "--part-gb", "1e-7"]) == 0
     parts = sorted(out.glob("*.safetensors"))
     assert [part.name for part in parts] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert {name: out / file for name, file in index["weight_map"].items()} == {
-        name: part for part in parts for name in load_file(part)
-    }
     stored = stored_weights.open_stored(stored_weights.in_folder(out) or out)
-    assert stored.shapes.keys() == expected.keys()
+    assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
         values = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        stored.read_into(name, values)
+        stored[name].read_into(values, Region.flat(0, tensor.numel()))
         assert torch.equal(values, tensor.reshape(-1)), name
     assert export.main([str(tmp_path), "--out", str(out), "--force"]) == 0
     assert sorted(path.name for path in out.glob("model*")) == ["model.json", "model.safetensors"]
     assert_equal(out / "model.safetensors", expected)
 
 
-def test_a_run_that_kept_no_best_is_told_so(tmp_path: Path) -> None:
-    save_small(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"records no best checkpoint: the run had no checkpoint.keep_best=true"):
-        export.main([str(tmp_path), "--best"])
-
-
-def test_what_is_damaged_is_passed_over_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older = save_small(tmp_path, 1)
     save_small(tmp_path, 2)
     newest = files.path_of(tmp_path, 2)
     file = newest / "rank-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointError, match="has changed since it was written"):
         export.main([str(newest), "--out", str(tmp_path / "out")])
     assert export.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert f"passed over: {file} has changed" in capsys.readouterr().err
     assert_equal(tmp_path / "out" / "model.safetensors", {**older["average"], **BUFFERS})
     files.discard(claim(tmp_path), files.path_of(tmp_path, 1))
-    for place in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(CheckpointError, match="is not a checkpoint and contains no complete checkpoint"):
+    for place, why in ((tmp_path, "There is no other checkpoint"), (tmp_path / "no", "contains no complete checkpoint")):
+        with pytest.raises(CheckpointError, match=why):
             export.main([str(place)])
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
-    """A checkpoint of 256 MiB of weights: twice the same tensor, cut among two ranks."""
-    run_dir, weight = tmp_path_factory.mktemp("large"), random(32 * MIB)
-    piece = functools.partial(Piece, "weight", shape=(32, MIB))
-    halves = {0: weight[: 16 * MIB], 16 * MIB: weight[16 * MIB :]}
-    ranks = [
-        [piece(name=name, region=Region.flat(start, len(values)), values=values) for name in "ab"]
-        for start, values in halves.items()
-    ]
-    return save(run_dir, 1, *ranks, state=state_of(1)), weight.view(32, MIB)
-
-
-def test_a_model_larger_than_the_memory_is_exported(large: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
-    """All that the process maps, code and mapped files included, is limited to less than one of the two tensors."""
-    folder, weight = large
+def test_a_model_larger_than_the_memory_is_exported_and_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
+    """256 MiB: twice the same tensor, split over two ranks. All that the process maps is less than one of the two tensors."""
+    weight = random(32, MIB)
+    folder = save_split(tmp_path / "run", 1, {"weight": {"a": weight, "b": weight}}, state=state_of(1))
     finished = samerun(folder, "--out", tmp_path / "out", limits={resource.RLIMIT_AS: 100 * MIB})
     assert finished.returncode == 0, finished.stderr
     assert_equal(tmp_path / "out" / "model.safetensors", {"a": weight, "b": weight, **BUFFERS})
-
-
-def test_a_full_disk_is_said_and_nothing_is_left(large: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
-    finished = samerun(large[0], "--out", tmp_path / "out.safetensors", limits={resource.RLIMIT_FSIZE: MIB})
+    finished = samerun(folder, "--out", tmp_path / "full" / "out.safetensors", limits={resource.RLIMIT_FSIZE: MIB})
     assert finished.returncode == CheckpointError.exit_code
     assert "out.safetensors cannot be written: File too large." in finished.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "full").iterdir()) == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,7 @@ from torch import nn
 from app import export
 from app.checkpoints import programs, stored_weights
 from app.errors import RunFolderError
-from app.task import Loss, Samples
+from app.task import Loss
 
 SHORT = ("train.steps=3", "checkpoint.every_steps=3")
 
@@ -78,10 +76,6 @@ def test_the_card_is_one_of_the_hub_and_names_no_place(run: Path, tmp_path: Path
                   "| seed | 0 |", "| steps | 3 |", "| versions | python ", "hf upload USER/NAME THIS_FOLDER"):  # fmt: skip
         assert words in card.text, words
     assert str(run.parent) not in card.content
-    usage = subprocess.run(
-        [Path(sys.executable).with_name("hf"), "upload", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "hf upload [OPTIONS] REPO_ID [LOCAL_PATH]" in usage.stdout
 
 
 @pytest.mark.multiproc
@@ -101,59 +95,29 @@ def test_a_users_task_is_exported_by_its_example_or_its_data(tmp_path: Path, cap
     assert executed(text.replace("THIS_FOLDER", str(out)), 0)["facts"] == stored_weights.load(out)[2]
 
 
-class Masked(nn.Module):
-    """Takes rows of several lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(3, 1)
-
-    def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_exporting() and lengths.min() < 1:
-            raise ValueError("a row of length 0")
-        counts = torch.arange(5) < lengths[:, None]
-        return self.out((rows * counts[..., None]).sum(1) / lengths[:, None]).squeeze(1)
-
-
-def test_a_model_that_refuses_zeros_is_exported_with_training_samples(tmp_path: Path) -> None:
-    fields = {"rows": torch.randn(4, 5, 3), "lengths": 1 + torch.arange(4)}
-    task = SimpleNamespace(
-        example=lambda facts, form: {name: field[:2].to("meta") for name, field in fields.items()},
-        samples=lambda split: Samples.of(fields),
-        preprocess=lambda batch, rng, form: batch,
-        loss=lambda called, batch: Loss(called(batch["rows"], batch["lengths"]).sum(), 2),
-    )
-    written = programs.write(task, Masked().eval(), {}, tmp_path / "model.pt2", to="torch")  # type: ignore[arg-type]
-    assert written.inputs == ("rows", "lengths")
-
-
 class Branches(nn.Module):
-    """Cannot be exported: what it computes depends on numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
+    """Cannot be exported: its output depends on a number."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) if x.sum() > 0 else x
+        return 2 * x if x.sum() > 0 else x
 
 
-class Random(Branches):
-    """Computes something else each time."""
+class Random(nn.Module):
+    """Returns another value each time."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + torch.rand_like(x)
+        return x + torch.rand_like(x)
 
 
 @pytest.mark.parametrize(
     ("model", "why"),
     [
         (Branches(), r"^the model cannot be exported to torch: \w+: "),
-        (Random(), r"^exported to torch, the model computes other values: for 1 samples its outputs differ by"),
+        (Random(), r"^exported to torch, the model computes other values: for 1 or 5 samples its outputs differ by"),
     ],
-    ids=["control flow", "random"],
 )
-def test_what_is_not_the_model_leaves_no_file(model: nn.Module, why: str, tmp_path: Path) -> None:
+def test_a_program_that_is_not_the_model_leaves_no_file(model: nn.Module, why: str, tmp_path: Path) -> None:
+    model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
     task = SimpleNamespace(
         example=lambda facts, form: {"x": torch.empty(2, 2, device="meta"), "samples": torch.arange(2, device="meta")},
         loss=lambda called, batch: Loss(called(batch["x"]).sum(), 2),

@@ -51,7 +51,11 @@ def test_what_divides(settings: dict[str, Any], parts: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts", "said"),
     [
-        ({"architecture": "gpt2", "intermediate_size": None}, 2, "GPT2LMHeadModel has none: use fsdp2.yaml"),
+        (
+            {"architecture": "gpt2", "intermediate_size": None},
+            2,
+            "GPT2LMHeadModel has none: use fsdp2.yaml",
+        ),
         ({}, 3, r"num_attention_heads 4, .* evenly: --tensor-parallel may be 1, 2, 4 for this model"),
         ({"key_value_heads": 2}, 4, r"divide num_key_value_heads 2.* evenly: --tensor-parallel may be 1, 2 for this"),
         ({"intermediate_size": 90}, 4, r"outputs of gate_proj 90, .*inputs of down_proj 90 evenly: .* 1, 2 for this"),
@@ -63,12 +67,9 @@ def test_what_is_refused(settings: dict[str, Any], parts: int, said: str) -> Non
         tensor_parallel.check(on_meta(**settings), parts)
 
 
-def test_a_task_without_init_is_refused() -> None:
+def test_real_weights_and_dropout_on_a_part_of_a_sample_are_refused() -> None:
     with pytest.raises(PresetError, match="needs a task that draws weights"):
         tensor_parallel.check(nn.Linear(2, 2), 2)
-
-
-def test_dropout_on_a_part_of_a_sample_is_refused() -> None:
     model: Any = on_meta()
     model.model.layers[1].mlp.between = nn.Dropout(0.1)
     with pytest.raises(PresetError, match=r"cannot use dropout in model.layers.1.mlp.between"):

@@ -11,7 +11,6 @@ from torch import nn
 
 from app.errors import RecipeError
 from app.init import filling
-from app.init.units import Units
 from app.task import Task
 
 
@@ -108,11 +107,3 @@ def test_what_is_out_of_reach_is_named() -> None:
         filling.whole_model(OfParts(holds="plain"), {})
     with pytest.raises(RecipeError, match=r"without memory, but .*head\.bias has memory"):
         filling.whole_model(OfParts(holds="real"), {})
-
-
-def test_a_large_model_that_every_process_holds_is_said() -> None:
-    large = nn.Linear(20_000, 20_000, bias=False, device="meta")
-    (note,) = filling.notes(large, None)
-    assert "every process holds the whole model while it is built, 1.6 GB: a task with `init_module`" in note
-    assert filling.notes(large, Units(OfParts(), Parts().to("meta"), seed=0)) == []
-    assert filling.notes(nn.Linear(3, 3), None) == []

@@ -11,7 +11,7 @@ import torch
 from processes import REPOSITORY
 from torch import nn
 
-from app.checkpoints.shards import Shards
+from app.checkpoints.sharded_state import Shards
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import PresetError, RecipeError

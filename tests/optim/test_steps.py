@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from processes import SCRIPTS, read_lines, run, train
 
-from app.checkpoints.shards import WeightAverage
+from app.checkpoints.sharded_state import Shards, WeightAverage
 from app.errors import TrainingError
 from app.optim import parameter_groups
 from app.optim.steps import Step, Steps
@@ -102,7 +102,7 @@ def test_the_verdict_may_be_left_to_the_fused_kernels(kind: str) -> None:
     for plain, looks in ((looking, True), (leaving, False), (spared, False)):
         model, optimizer = accelerator.prepare(plain, parameter_groups.build_optimizer(recipe, plain))
         steps = Steps(accelerator, model, optimizer, clip_norm=None, looks=looks)
-        takers.append((model, optimizer, steps, WeightAverage(accelerator, model, optimizer, decay=0.9)))
+        takers.append((model, optimizer, steps, WeightAverage(Shards(accelerator, model, optimizer), decay=0.9)))
     for factor in (float("nan"), 1.0, float("nan"), 2.0, float("inf"), float("-inf"), 3.0):  # the very first one too
         inputs = torch.randn(5, 4)
         taken: list[Step] = []

@@ -90,24 +90,19 @@ DEEP = "[" * 1_000_000
 EMPTY = {"bytes": 0, "sha256": ""}
 BY_HAND: dict[str, Callable[[Path], object]] = {
     "nested": lambda it: sealed(it, text='{"a": ' + DEEP + "]}"),
-    "a list": lambda it: sealed(it, text="[1]"),
     "no tensors": lambda it: sealed(it, lambda content: content.pop("tensors")),
     "no state": lambda it: sealed(it, lambda content: content["files"].pop("state.json")),
     "outside": lambda it: sealed(
         it, lambda content: content["files"].update({"../../../etc/hostname": {"bytes": 1, "sha256": ""}})
     ),
-    "absolute": lambda it: sealed(it, lambda content: content["files"].update({"/etc/hostname": EMPTY})),
     "a number as range": lambda it: sealed(it, lambda content: of_weight(content).update(ranges=[7])),
     "a negative range": lambda it: sealed(it, lambda content: of_weight(content)["ranges"][0].__setitem__(0, -5)),
     "an unknown file": lambda it: sealed(it, lambda content: of_weight(content)["ranges"][0].__setitem__(2, "x.safetensors")),
     "columns of nothing": lambda it: sealed(it, lambda content: of_weight(content)["ranges"][0].extend([0, 1])),
     "a huge shape": lambda it: sealed(it, lambda content: of_weight(content).update(shape=[10**30])),
-    "a type as list": lambda it: sealed(it, lambda content: of_weight(content).update(dtype=["F32"])),
-    "state nested": lambda it: with_state(it, DEEP),
     "state a list": lambda it: with_state(it, "[]"),
     "state empty": lambda it: with_state(it, "{}"),
     "header nested": lambda it: with_header(it, '{"a": ' + DEEP),
-    "three offsets": lambda it: with_header(it, lambda header: first(header).update(data_offsets=[0, 4, 8])),
     "negative offsets": lambda it: with_header(it, lambda header: first(header).update(data_offsets=[-8, 0])),
     "a huge tensor": lambda it: with_header(it, lambda header: first(header).update(shape=[10**30])),
     "another name": lambda it: with_header(it, lambda header: header.update({"other": header.pop(next(iter(header)))})),
@@ -121,35 +116,30 @@ def test_a_checkpoint_made_by_hand_is_passed_over_and_the_older_one_taken(
         shutil.copytree(run_dir / NEW, tmp_path / "before")
         spoil(run_dir / NEW)
         out = tmp_path / f"{case}.safetensors"
-        if case != "state empty":  # `export` takes what training could not go on from
-            assert cli.main(["export", str(run_dir), "--out", str(out)]) == 0, case
-            said = capfd.readouterr()
-            assert f"passed over: {run_dir / NEW}" in said.err, (case, said)
-            assert "after 2 steps" in said.out, case
+        assert cli.main(["export", str(run_dir), "--out", str(out)]) == 0, case
+        said = capfd.readouterr()
+        assert f"passed over: {run_dir / NEW}" in said.err, (case, said)
+        assert "after 2 steps" in said.out, case
         shutil.rmtree(run_dir / NEW)
         (tmp_path / "before").rename(run_dir / NEW)
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("case", ["nested", "three offsets", "state empty"])
-def test_a_start_passes_it_over_too(run_dir: Path, case: str) -> None:
-    BY_HAND[case](run_dir / NEW)
-    begun = train("multi_gpu", run_dir, *RECIPE, processes=2).check()
-    assert "passed over: " in begun.output
-    assert f"{run_dir / NEW}/" in begun.output
-    assert read(run_dir / "result.json")["steps"] == 4
-
-
-def test_with_no_other_checkpoint_it_is_a_sentence(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / OLD)
+def test_a_start_passes_it_over_too_and_without_another_ends_with_a_sentence(run_dir: Path) -> None:
     BY_HAND["outside"](run_dir / NEW)
+    link = run_dir.with_name("link")  # the run folder itself can be one
+    link.symlink_to(run_dir)
+    begun = train("multi_gpu", link, *RECIPE, processes=2).check()
+    assert f"passed over: {link / NEW}/" in begun.output
+    BY_HAND["outside"](run_dir / NEW)
+    shutil.rmtree(run_dir / OLD)
     refused = train("cpu", run_dir, *RECIPE)
     assert refused.returncode == CheckpointError.exit_code
     assert "it names '../../../etc/hostname', which is not in its folder" in refused.output
     assert "Traceback" not in refused.output
 
 
-@pytest.mark.parametrize("name", ["starts", "checkpoints", "profile", "tensorboard", "STOP", "starts/7"])
+@pytest.mark.parametrize("name", ["starts", "checkpoints", "STOP", "starts/7"])
 def test_a_link_in_the_run_folder_is_refused_before_anything_is_removed(run_dir: Path, tmp_path: Path, name: str) -> None:
     elsewhere = tmp_path / "elsewhere"
     for place in ("1", "2", "step-00000002"):
@@ -164,12 +154,6 @@ def test_a_link_in_the_run_folder_is_refused_before_anything_is_removed(run_dir:
     assert refused.returncode == RunFolderError.exit_code, refused.output
     assert f"{link} is a symbolic link, and a run writes and removes only files within its run folder" in refused.output
     assert sorted(path for path in tmp_path.rglob("*")) == before
-
-
-def test_the_run_folder_itself_may_be_a_link(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished, tmp_path / "disk")
-    (tmp_path / "run").symlink_to(tmp_path / "disk")
-    train("cpu", tmp_path / "run", *RECIPE).check()
 
 
 @pytest.mark.parametrize("command", ["app.evaluate", "app.predict", "app.train"])

@@ -11,16 +11,14 @@ import pytest
 import torch
 from processes import read, train
 from safetensors.torch import load_file, save_file
+from saved import save_split
 
 from app.checkpoints import initial_weights
-from app.checkpoints import step_folders as files
 from app.distributed.runtime import Runtime
 from app.environment.launched import Launched
 from app.errors import CheckpointError, RecipeError
-from app.init.region import Piece, Region
 from app.recipe.batching import BatchPlan
 from app.recipe.schema import TrainRecipe
-from app.runs.claim import claim
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe, Sections
 from app.tasks.image_classification.task import ImageClassification
@@ -52,20 +50,11 @@ def assert_holds(model: torch.nn.Module, expected: dict[str, torch.Tensor], *, b
 
 
 def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, torch.Tensor]) -> Path:
-    """Cut among two ranks; what was averaged is `tensors`, the weights are others."""
+    """Save `tensors` as the average, and other weights."""
     buffers = {name: tensor for name, tensor in tensors.items() if "running" in name or "tracked" in name}
-    ranks: list[list[Piece]] = [[], []]
-    for name in tensors.keys() - buffers.keys():
-        flat, shape = tensors[name].reshape(-1), tuple(tensors[name].shape)
-        third = len(flat) // 3
-        for key, values in (("weight", flat + 1), ("average", flat)):
-            ranks[0].append(Piece(key, name, shape, Region.flat(0, third), values[:third]))
-            ranks[1].append(Piece(key, name, shape, Region.flat(third, len(flat) - third), values[third:]))
-    run_dir.mkdir(exist_ok=True)
-    ours = claim(run_dir)
-    folder = files.begin(ours, step)
-    entries = [files.write_pieces(folder, rank, pieces) for rank, pieces in enumerate(ranks)]
-    return files.commit(ours, step, entries, state={"step": step}, buffers=buffers)
+    average = {name: tensor for name, tensor in tensors.items() if name not in buffers}
+    weight = {name: tensor + 1 for name, tensor in average.items()}
+    return save_split(run_dir, step, {"weight": weight, "average": average}, buffers=buffers)
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +62,16 @@ def runtime() -> Runtime:
     return Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=8, data_ranks=1, accumulation=1))
 
 
-def take_up(runtime: Runtime, model: torch.nn.Module, place: Path | str, **more: Any) -> Path:
+def load(runtime: Runtime, model: torch.nn.Module, place: Path | str, **more: Any) -> str | None:
     recipe = TrainRecipe(init_from=str(place), **more)
-    initial = initial_weights.take_up(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
-    assert initial is not None
-    return Path(initial.place)
+    return initial_weights.load(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
 
 
 def refused(runtime: Runtime, model: torch.nn.Module, place: Path | str, **more: Any) -> str:
     """The text that weights are refused with, which leave the model as it was."""
     before = copied(model)
     with pytest.raises((CheckpointError, RecipeError)) as caught:
-        take_up(runtime, model, place, **more)
+        load(runtime, model, place, **more)
     assert_holds(model, before)
     return str(caught.value)
 
@@ -94,10 +81,10 @@ def test_a_file_and_a_finished_run_give_weights_and_batch_statistics(runtime: Ru
     save_file(trained(), file)
     for place in (file, tmp_path):
         model = build()
-        assert take_up(runtime, model, place) == file
+        assert load(runtime, model, place) == str(file)
         assert_holds(model, trained())
     model = build().double()
-    take_up(runtime, model, file)
+    load(runtime, model, file)
     assert_holds(model, trained())
 
 
@@ -107,12 +94,12 @@ def test_a_checkpoint_gives_its_average_and_a_run_its_newest_whole_one(
     older = save_checkpoint(tmp_path, 1, trained())
     newest = save_checkpoint(tmp_path, 2, copied(build(seed=2)))
     model = build()
-    assert take_up(runtime, model, newest) == newest
+    assert load(runtime, model, newest) == str(newest)
     assert_holds(model, copied(build(seed=2)))
     (newest / "buffers.safetensors").write_bytes(b"")
-    assert take_up(runtime, model, tmp_path) == older
+    assert load(runtime, model, tmp_path) == str(older)
     assert_holds(model, trained())
-    assert f"passed over: {newest / 'buffers.safetensors'} is truncated" in capsys.readouterr().out
+    assert f"passed over: {newest / 'buffers.safetensors'} is truncated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["convnet", "resnet18", "squeezenet1_1"])
@@ -126,7 +113,7 @@ def test_a_last_layer_of_other_classes_stays_new(
     save_file({key: tensor for key, tensor in source.items() if key not in own}, tmp_path / "backbone.safetensors")
     for file, why in (("all", "is (10,) in the file and (5,) in the model"), ("backbone", "is not in the file")):
         model, fresh = build(recipe, classes=5), build(recipe, classes=5)
-        take_up(runtime, model, tmp_path / f"{file}.safetensors")
+        load(runtime, model, tmp_path / f"{file}.safetensors")
         assert_holds(model, {**source, **{key: fresh.state_dict()[key] for key in own}})
         said = capsys.readouterr().out
         assert f"{len(source) - 2} tensors taken; 2 initialized from the seed: {head}.weight" in said
@@ -137,13 +124,12 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
     file = tmp_path / "other.safetensors"
     save_file(copied(build(ModelRecipe(norm="batch", hidden=8))), file)
     said = refused(runtime, build(), file)
-    assert "hidden.weight is (8, 256) in the file and (16, 256) in the model; hidden.bias is (8,) in the file and" in said
+    assert "hidden.weight is (8, 256) in the file and (16, 256) in the model, hidden.bias is (8,) in the file and" in said
     assert_holds(free := build(), copied(build()))
-    take_up(runtime, free, file, init_allow=("hidden.*", "head.*"))  # whose input is another
+    load(runtime, free, file, init_allow=("hidden.*", "head.*"))  # whose input is another
     assert_holds(free, copied(build(ModelRecipe(norm="batch", hidden=8))), but={"hidden.weight", "hidden.bias", *HEAD})
-    assert (
-        "train.init_allow has 'hiden.*', which matches no weight in the model or the file: did you mean hidden.*?"
-        in refused(runtime, build(), file, init_allow=("hiden.*",))
+    assert "train.init_allow has 'hiden.*', which matches no weight in the model or the file: did you mean hidden.*" in refused(
+        runtime, build(), file, init_allow=("hiden.*",)
     )
     save_file(copied(build(ModelRecipe(norm="group", hidden=16))), file)
     said = refused(runtime, build(), file)
@@ -154,21 +140,20 @@ def test_weights_of_another_model_are_refused_with_all_that_differs(runtime: Run
     assert " and 123 more. Only the last layer, fc, and the names in train.init_allow may differ" in said
 
 
-def test_what_holds_no_weights_is_refused(runtime: Runtime, tmp_path: Path) -> None:
+def test_files_without_weights_are_refused(runtime: Runtime, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"PK" + bytes(100))
-    (tmp_path / "run").mkdir()
-    assert "model.pt cannot be loaded as weights only" in refused(runtime, build(), tmp_path / "model.pt")
     torch.save(build(), tmp_path / "code.pth")  # which names a class to be called
-    assert "code.pth cannot be loaded as weights only" in refused(runtime, build(), tmp_path / "code.pth")
     torch.save({"epoch": 3, "optimizer": {}}, tmp_path / "other.pth")
-    assert "has no tensors by name, at the top or in state_dict" in refused(runtime, build(), tmp_path / "other.pth")
     (tmp_path / "noise").write_bytes(bytes(range(200)))
-    assert "is damaged, or not a safetensors file" in refused(runtime, build(), tmp_path / "noise")
-    for place in (tmp_path / "run", tmp_path / "nothing"):
-        assert f"train.init_from is {place}, which is not a source of weights: give a safetensors or .pth file" in refused(
-            runtime, build(), place
-        )
-    assert "variable NOWHERE is not set: set it" in refused(runtime, build(), "$NOWHERE/model.pth")
+    for place, words in (
+        (tmp_path / "model.pt", "model.pt cannot be loaded as weights only"),
+        (tmp_path / "code.pth", "code.pth cannot be loaded as weights only"),
+        (tmp_path / "other.pth", "has no tensors by name, at the top or in state_dict"),
+        (tmp_path / "noise", "is damaged, or not a safetensors file"),
+        (tmp_path / "no", f"train.init_from is {tmp_path}/no, which is not a source of weights: give a safetensors or .pth"),
+        ("$NOWHERE/model.pth", "variable NOWHERE is not set: set it"),
+    ):
+        assert words in refused(runtime, build(), place)
 
 
 def test_what_other_programs_save_is_read(runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,12 +171,10 @@ def test_what_other_programs_save_is_read(runtime: Runtime, tmp_path: Path, caps
     (parted / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     for place in (tmp_path / "zip.pth", tmp_path / "old.bin", parted):
         model = build()
-        take_up(runtime, model, place)
+        load(runtime, model, place)
         assert_holds(model, expected)
         said = capsys.readouterr().out
         assert f"{len(expected)} tensors taken; {len(expected) - 2} of them converted from float16 to float32\n" in said
-        found = "(those in 'state_dict', without 1 entries that are not tensors, without 'module.' before each name, without"
-        assert (found in said) == (place.suffix == ".pth")
 
 
 class Tied(torch.nn.Module):
@@ -201,50 +184,38 @@ class Tied(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_one_name_of_a_tied_weight_is_enough_and_whole_numbers_are_no_weights(runtime: Runtime, tmp_path: Path) -> None:
-    expected = torch.randn(5, 3)
-    save_file({"embedding.weight": expected}, tmp_path / "tied.safetensors")
-    model = Tied()
-    recipe = TrainRecipe(init_from=str(tmp_path / "tied.safetensors"))
-    initial_weights.take_up(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
+def test_one_name_of_a_tied_weight_is_enough_and_integers_are_no_weights(runtime: Runtime, tmp_path: Path) -> None:
+    model, file, expected = Tied(), tmp_path / "tied.safetensors", torch.randn(5, 3)
+    save_file({"embedding.weight": expected}, file)
+    load(runtime, model, file)
     assert torch.equal(model.head.weight, expected)
-    save_file({"embedding.weight": torch.ones(5, 3, dtype=torch.int8)}, tmp_path / "tied.safetensors")
-    with pytest.raises(CheckpointError, match=r"embedding.weight is int8 in the file and float32 in the model"):
-        initial_weights.take_up(runtime, ImageClassification(Sections()), model, recipe, resumed=None)
+    save_file({"embedding.weight": torch.ones(5, 3, dtype=torch.int8)}, file)
+    assert "embedding.weight is int8 in the file and float32 in the model" in refused(runtime, model, file)
 
 
-def test_published_weights_are_taken_from_the_cache_and_downloaded_if_they_may_be(
+def test_published_weights_are_read_from_the_cache_or_downloaded(
     runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     recipe, name = ModelRecipe(name="squeezenet1_1"), "torchvision:SqueezeNet1_1_Weights.IMAGENET1K_V1"
     cache = tmp_path / "hub" / "checkpoints"
-    said = refused(runtime, build(recipe), name)
-    assert f"{cache}/squeezenet1_1-b8a52dc0.pth, the published weights of train.init_from, does not exist" in said
-    assert "did you mean SqueezeNet1_1_Weights.IMAGENET1K_V1" in refused(
-        runtime, build(recipe), "torchvision:SqueezeNet1_1_Weights.IMAGENET_V1"
-    )
+    file = cache / "squeezenet1_1-b8a52dc0.pth"
+    assert f"{file}, the published weights of train.init_from, does not exist" in refused(runtime, build(recipe), name)
+    assert f"did you mean {name.partition(':')[2]}" in refused(runtime, build(recipe), name.replace("IMAGENET1K", "IMAGENET"))
     source = copied(build(recipe, classes=1000, seed=1))
     cache.mkdir(parents=True)
-    torch.save(source, cache / "squeezenet1_1-b8a52dc0.pth")
+    torch.save(source, file)
     model = build(recipe, classes=5)
-    assert str(take_up(runtime, model, name)) == name
+    assert load(runtime, model, name) == name
     assert_holds(model, source, but={"classifier.1.weight", "classifier.1.bias"})
-
-    there = tmp_path / "there"
-    there.mkdir()
     digest = hashlib.sha256(b"weights").hexdigest()[:8]
-    (there / f"good-{digest}.pth").write_bytes(b"weights")
-    (there / f"bad-{digest}.pth").write_bytes(b"other weights")
-    good, bad = ((there / f"{kind}-{digest}.pth").as_uri() for kind in ("good", "bad"))
-    with pytest.raises(CheckpointError, match=r"downloads are off: set train\.download=true"):
-        initial_weights.cached(good, download=False)
-    assert initial_weights.cached(good, download=True).read_bytes() == b"weights"
-    with pytest.raises(CheckpointError, match="invalid hash value"):
-        initial_weights.cached(bad, download=True)
-    with pytest.raises(CheckpointError, match="cannot be downloaded"):
-        initial_weights.cached((there / "none.pth").as_uri(), download=True)
-    assert sorted(path.name for path in cache.iterdir()) == [f"good-{digest}.pth", "squeezenet1_1-b8a52dc0.pth"]
+    (tmp_path / f"good-{digest}.pth").write_bytes(b"weights")
+    (tmp_path / f"bad-{digest}.pth").write_bytes(b"other weights")
+    assert initial_weights.cached((tmp_path / f"good-{digest}.pth").as_uri(), download=True).read_bytes() == b"weights"
+    for missing, why in ((f"bad-{digest}.pth", "invalid hash value"), ("none.pth", "cannot be downloaded")):
+        with pytest.raises(CheckpointError, match=why):
+            initial_weights.cached((tmp_path / missing).as_uri(), download=True)
+    assert sorted(path.name for path in cache.iterdir()) == [f"good-{digest}.pth", file.name]
     old = "features.denseblock1.denselayer2.norm.1.running_mean"
     assert initial_weights.name_here(old) == "features.denseblock1.denselayer2.norm1.running_mean"
 

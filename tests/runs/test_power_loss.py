@@ -13,39 +13,25 @@ from launch import cli
 
 pytestmark = pytest.mark.multiproc
 
-RECIPE = (
-    "--recipe",
-    "digits",
-    "train.global_batch_size=64",
-    "log.every_steps=1",
-    "checkpoint.every_steps=4",
-    "--resume",
-    "auto",
-)
+RECIPE = ("--recipe", "digits", "train.global_batch_size=64", "log.every_steps=1", "checkpoint.every_steps=4",
+          "train.evaluate_every_epochs=0", "--resume", "auto")  # fmt: skip
 STEPS = 12
 
-ZEROS, NESTED = bytes(4096), b"[" * 100_000
-NOT_UTF_8, LARGE = '{"step": "é"}'.encode("latin-1"), b'{"step": 1' + b"0" * 300 + b"}"
+ZEROS, LARGE = bytes(4096), b'{"step": 1' + b"0" * 300 + b"}"
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight of its steps."""
     run_dir = tmp_path_factory.mktemp("power") / "run"
-    train("cpu", run_dir, *RECIPE, "train.steps=8", "train.evaluate_every_epochs=0").check()
+    train("cpu", run_dir, *RECIPE, "train.steps=8").check()
     return run_dir
 
 
 @pytest.mark.parametrize(
     ("rest", "whole"),
-    [
-        (b'{"step": 9, "lo', b""),
-        (ZEROS, ZEROS),
-        (NOT_UTF_8 + b"\n", NOT_UTF_8),
-        (NESTED, NESTED),
-        (LARGE + b"\n", b'{"init_from"'),
-    ],
-    ids=["cut", "zeros", "not UTF-8", "nested", "large"],
+    [(b'{"step": 9, "lo', b""), (ZEROS, ZEROS), (LARGE + b"\n", b'{"init_from"')],
+    ids=["cut", "zeros", "large"],
 )
 def test_a_run_whose_files_are_broken_goes_on_and_says_so(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rest: bytes, whole: bytes
@@ -62,7 +48,7 @@ def test_a_run_whose_files_are_broken_goes_on_and_says_so(
         assert cli.main([*command, str(run_dir)]) == 0
         told = "".join(capsys.readouterr())
         assert "ledger.jsonl: 2 lines are damaged or truncated (the first is line 2: " in told, (command, told)
-    finished = train("cpu", run_dir, *RECIPE, f"train.steps={STEPS}", "train.evaluate_every_epochs=0").check()
+    finished = train("cpu", run_dir, *RECIPE, f"train.steps={STEPS}").check()
     assert "Traceback" not in finished.output
     is_an_object = rest.startswith(LARGE)  # which stays in the ledger, as the line of another version would
     for name in ("metrics.jsonl", "evaluations.jsonl", *(() if is_an_object else ("ledger.jsonl",))):

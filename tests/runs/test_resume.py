@@ -7,18 +7,18 @@ import itertools
 import json
 import math
 import random
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from moments import await_moment, await_step, last_step, saves
-from processes import Started, accelerate, read, read_lines, run, start, train
+from moments import await_moment, last_step, saves
+from processes import read, read_lines, run, start, train
 
 from app import export
 from app.checkpoints import manifest, step_folders
+from app.errors import CheckpointError
 from app.init.region import Piece, Region
 from app.tools.verify import verify
 
@@ -172,28 +172,15 @@ def test_a_run_goes_on_under_any_preset(
         assert loss_difference(second, first, after=HALF) == tensor_difference(second, first) == 0.0
 
 
+ZERO3, FSDP2 = ("deepspeed_zero3", 2), ("fsdp2", 2)
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
-    [
-        (("deepspeed_zero3", 2), ("fsdp2", 2)),
-        pytest.param(("deepspeed_zero3", 2), ("deepspeed_zero3", 2), marks=SLOW),
-        pytest.param(("fsdp2", 2), ("fsdp2", 2), marks=SLOW),
-        *(
-            pytest.param(*both, marks=pytest.mark.long)
-            for both in (
-                (ALONE, ("deepspeed_zero3", 2)),
-                (("fsdp2", 2), ("deepspeed_zero2", 2)),
-                (("deepspeed_zero2", 2), ("multi_gpu", 2)),
-                (("multi_gpu", 2), ("deepspeed_zero1", 2)),
-                (("deepspeed_zero1", 2), ALONE),
-                (ALONE, ALONE),
-                (("multi_gpu", 2), ("multi_gpu", 2)),
-                (("deepspeed_zero2", 2), ("deepspeed_zero2", 2)),
-            )
-        ),
-    ],
+    [(ZERO3, FSDP2), pytest.param(ZERO3, ZERO3, marks=SLOW), pytest.param(FSDP2, FSDP2, marks=SLOW),
+     *(pytest.param(*both, marks=pytest.mark.long) for both in ((ALONE, ZERO3), (FSDP2, ("multi_gpu", 2)), (ALONE, ALONE)))],
     ids=str,
-)
+)  # fmt: skip
 def test_bf16_goes_on_too(undisturbed: Undisturbed, tmp_path: Path, source: Topology, target: Topology) -> None:
     """Compared with the undisturbed run on the target's topology, which rounds as it does.
 
@@ -213,48 +200,6 @@ def test_bf16_goes_on_too(undisturbed: Undisturbed, tmp_path: Path, source: Topo
 
 
 # In one folder ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_run_goes_on_in_its_folder(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """SIGKILL to all of it, launcher and all, and again under another preset: the log is that of one run."""
-    arguments = ("--run-dir", str(tmp_path), "--trackers", "none", "--resume", "auto", *RECIPE, *OPTIMIZERS["adamw"],
-                 "checkpoint.every_steps=4")  # fmt: skip
-    started = Started(accelerate("multi_gpu", target=("-m", "app.train", *arguments), processes=2))
-    await_step(started, tmp_path, 6)
-    started.kill()
-    running = start("deepspeed_zero2", 2, "app.train", *arguments)
-    await_step(running, tmp_path, 17)
-    running.kill()
-    newest, before, *_ = step_folders.committed(tmp_path)
-    shutil.rmtree(newest)  # so that steps which the ledger has are certainly taken again
-    finished = train("cpu", tmp_path, *RECIPE, *OPTIMIZERS["adamw"], "--resume", "auto").check()
-    assert f"resumed from {before}" in finished.output
-    assert_equals(tmp_path, undisturbed.reference("adamw"), after=0)
-    assert_verified(tmp_path, starts=3)
-
-
-def assert_verified(run_dir: Path, *, starts: int) -> None:
-    """The ledger shows each step once, and does not if one of its lines is dropped, doubled or changed."""
-    verdict, spent = verify(run_dir)
-    whole = f"every one of the {STEPS} global batches was applied exactly once, over {starts} starts"
-    assert str(verdict) == whole
-    assert spent.lost_work_s > 0
-    assert spent.queue_s is None  # no scheduler told when the run was submitted
-    assert min(spent.startup_s, spent.compute_s, spent.data_wait_s, spent.evaluation_s, spent.saving_s) > 0
-    ledger = run_dir / "ledger.jsonl"
-    lines = ledger.read_text().splitlines(keepends=True)
-    at = max(number for number, line in enumerate(lines) if '"event": "steps"' in line)
-    steps = json.loads(lines[at])
-    other = json.dumps({**steps, "digests": [digest[::-1] for digest in steps["digests"]]}) + "\n"
-    first, last = steps["first"], steps["last"]
-    some, where = ("1 step was", f"{last}") if first == last else (f"{last - first + 1} steps were", f"{first}-{last}")
-    for harmed, words in (
-        ([], f"{some} missing: {where}"),
-        ([lines[at], lines[at]], f"{some} recorded twice: {where}"),
-        ([other], f"{some} fed other samples than the recipe says: {where}"),
-    ):
-        ledger.write_text("".join([*lines[:at], *harmed, *lines[at + 1 :]]))
-        assert str(verify(run_dir)[0]).splitlines() == [f"NOT {whole}", words]
 
 
 LONG = 120
@@ -278,7 +223,9 @@ def test_a_run_that_is_killed_at_random_moments_is_the_undisturbed_one(
     reference = undisturbed.reference("adamw", LONG)
     assert_equals(tmp_path, reference, after=0, tolerance=1e-4)
     assert tensor_difference(tmp_path, reference) <= 1e-4
-    assert str(verify(tmp_path)[0]).startswith(f"every one of the {LONG} global batches was applied exactly once")
+    verdict, spent = verify(tmp_path)
+    assert str(verdict).startswith(f"every one of the {LONG} global batches was applied exactly once")
+    assert spent.lost_work_s > 0
 
 
 @pytest.fixture(scope="module")
@@ -313,23 +260,6 @@ def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
         assert json.loads(again.output.splitlines()[-1])["accuracy"] == pytest.approx(scores[best]), evaluated
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("optim.lr=0.004", "seed=3"), ["belongs to another run", "optim.lr was 0.003 and is 0.004", "seed was 0 and is 3"]),
-        (("model.hidden=64",), ["model.hidden was 128 and is 64"]),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused_with_all_that_differs(
-    finished_run: Path, tmp_path: Path, arguments: tuple[str, ...], words: list[str]
-) -> None:
-    said = (*RECIPE, *OPTIMIZERS["adamw"], *arguments, "--resume", str(finished_run))
-    finished = train("cpu", tmp_path / "run", *said)
-    assert finished.returncode != 0
-    assert [word for word in words if word not in finished.output] == [], finished.output
-    assert not (tmp_path / "run").exists()
-
-
 def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_path: Path, finished_run: Path) -> None:
     newest, older = step_folders.committed(finished_run)
     (newest / "rank-00000.safetensors").write_bytes(b"")
@@ -338,10 +268,13 @@ def test_damage_is_passed_over_and_said_and_never_becomes_a_start_from_zero(tmp_
     assert f"passed over: {newest}" in finished.output
     assert f"resumed from {older}, 30 of 36 steps done" in finished.output
     (older / "state.json").unlink()
-    finished = train("cpu", tmp_path / "other", *longer, str(finished_run))
-    assert finished.returncode != 0
-    assert "CheckpointError: " in finished.output
-    assert "The run does not start from zero unless you ask for it" in finished.output
+    for place, words in (
+        (finished_run, "A run does not start from zero unless you ask for it"),
+        (tmp_path, "where there is no"),
+    ):
+        finished = train("cpu", tmp_path / "other", *longer, str(place))
+        assert finished.returncode == CheckpointError.exit_code
+        assert words in finished.output
 
 
 def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begins_again(tmp_path: Path) -> None:
@@ -357,9 +290,3 @@ def test_a_finished_run_without_a_checkpoint_is_left_alone_and_a_killed_one_begi
     finished = train("cpu", tmp_path, *short, "--resume", "auto").check()
     assert f"{tmp_path} has no checkpoint yet: the run starts from step 1" in finished.output
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_a_place_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    finished = train("cpu", tmp_path / "run", *RECIPE, "--resume", str(tmp_path))
-    assert finished.returncode != 0
-    assert f"CheckpointError: --resume is {tmp_path}, where there is no checkpoint" in finished.output

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "initial"))
+sys.path.append(str(Path(__file__).parents[1] / "init"))
 
 STEPS = 5
 
@@ -22,7 +22,7 @@ def main(out: str) -> None:
 
     from app.distributed.runtime import Runtime
     from app.environment.launched import read
-    from app.init import filling, held
+    from app.init import filling, model_tensors
     from app.optim import parameter_groups
     from app.optim.steps import Steps
     from app.recipe.batching import BatchPlan
@@ -45,7 +45,7 @@ def main(out: str) -> None:
         norm = steps.take(0.01).grad_norm
         whole = [it for it in model.parameters() if it.device_mesh.ndim == 1]  # type: ignore[union-attr]
         values = torch.cat([it.to_local().detach().view(-1) for it in whole])  # type: ignore[operator]
-        found.append(runtime.gather((float(norm), values.numel(), held.digest_of("", values))))
+        found.append(runtime.gather((float(norm), values.numel(), model_tensors.digest_of("", values))))
     if runtime.is_main:
         Path(out).write_text(json.dumps(found))
     runtime.gather(None)

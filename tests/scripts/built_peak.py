@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "initial"))
+sys.path.append(str(Path(__file__).parents[1] / "init"))
 MIB = 2**20
 SIZES = {
     "hidden_size": 1024,
@@ -52,7 +52,7 @@ def main(out: str) -> None:
 
     from app.distributed.runtime import Runtime
     from app.environment.launched import read
-    from app.init import filling, held
+    from app.init import filling, model_tensors
     from app.recipe.batching import BatchPlan
 
     launched = read(os.environ)
@@ -73,7 +73,7 @@ def main(out: str) -> None:
     elapsed_s = time.perf_counter() - start_s
     peak.is_over = True
     peak.join()
-    share = sum(it.values.numel() * it.values.element_size() for it in {*held.held(model).values()}) / MIB
+    share = sum(it.values.numel() * it.values.element_size() for it in {*model_tensors.local_pieces(model).values()}) / MIB
     found = {
         "peak": peak.highest - peak.before,
         "left": own_mib() - peak.before,

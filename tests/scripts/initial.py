@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "initial"))
+sys.path.append(str(Path(__file__).parents[1] / "init"))
 
 
 def main(out: str, kinds: list[str]) -> None:
@@ -34,8 +34,8 @@ def main(out: str, kinds: list[str]) -> None:
 def look(runtime: Any, kind: str) -> dict[str, Any]:
     from drawn_models import Drawn, Plain, gpt2, llama, twelve
 
-    from app.checkpoints.shards import Shards
-    from app.init import filling, held
+    from app.checkpoints.sharded_state import Shards
+    from app.init import filling, model_tensors
     from app.optim import parameter_groups
     from app.recipe.schema import OptimRecipe
 
@@ -46,19 +46,21 @@ def look(runtime: Any, kind: str) -> dict[str, Any]:
     model, units = filling.made(task, {}, seed=0)
     rule = parameter_groups.Rule.of(recipe, model)
     drawn = filling.fill(runtime, model, units) if units else None
-    shares = runtime.gather(sum(it.values.numel() for it in {*held.held(model).values()} if it.key == "weight"))
+    shares = runtime.gather(
+        sum(it.values.numel() for it in {*model_tensors.local_pieces(model).values()} if it.key == "weight")
+    )
     buffers = {name: buffer.sum().item() for name, buffer in model.named_buffers()}
     found = {
         "drawn": runtime.gather(drawn),
-        "held": held.digest(model, runtime.gather),
+        "held": model_tensors.digest(model, runtime.gather),
         "shares": shares,
         "whole": sum(rule.sizes.values()),
         "buffers": runtime.gather(buffers),
     }
     prepared = filling.prepare(runtime, task, model, parameter_groups.build_optimizer(recipe, model, rule))
     shards = Shards(runtime.accelerator, *prepared)
-    ranks = runtime.gather(sum(held.digest_of(it.name, it.values, it.region) for it in shards.owned_pieces()))
-    found["prepared"] = held.as_text(sum(ranks))
+    ranks = runtime.gather(sum(model_tensors.digest_of(it.name, it.values, it.region) for it in shards.owned_pieces()))
+    found["prepared"] = model_tensors.as_text(sum(ranks))
     found["names"] = len(dict(shards.model.named_parameters()))
     runtime.accelerator.free_memory(*prepared)
     return found

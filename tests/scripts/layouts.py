@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from app.checkpoints import checkpoint, step_folders, stored_weights
-from app.checkpoints.shards import Shards, WeightAverage
-from app.init import held
+from app.checkpoints.sharded_state import Shards, WeightAverage
+from app.init import model_tensors
 from app.runs.claim import claim
 
 RANKS = 4
@@ -60,8 +60,8 @@ def parts(layout: str, weights: float) -> tuple[nn.Module, torch.optim.Optimizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     accelerator: Any = SimpleNamespace(num_processes=RANKS, process_index=dist.get_rank())
     prepared = SimpleNamespace(optimizer=optimizer)
-    average = WeightAverage(accelerator, model, prepared, decay=0.9)
-    return model, optimizer, average, Shards(accelerator, model, prepared, average)
+    shards = Shards(accelerator, model, prepared)
+    return model, optimizer, WeightAverage(shards, decay=0.9), shards
 
 
 def trained(layout: str) -> Shards:
@@ -69,7 +69,7 @@ def trained(layout: str) -> Shards:
     for step in range(2):
         for name, parameter in model.named_parameters():
             whole, parameter.grad = gradient(name, step), torch.zeros_like(parameter)
-            of = held.held(model)[name]
+            of = model_tensors.local_pieces(model)[name]
             local = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
             local.view(-1).copy_(of.region.take(whole))
         optimizer.step()
@@ -91,7 +91,7 @@ def save(layout: str, run_dir: Path) -> Path:
     made = step_folders.begin(ours, 1) if ours else None
     (folder, *_) = gathered(made)
     entries = gathered(step_folders.write_pieces(folder, rank, owned))
-    state = {"optimizer": shards.scalars()}
+    state = {"step": 1, "optimizer": shards.scalars()}
     if ours:
         step_folders.commit(ours, 1, entries, state=state, buffers={})
     dist.barrier()
@@ -124,12 +124,12 @@ def read(layout: str, folder: Path, expected: dict[tuple[str, str], Tensor]) -> 
     assert {piece.key for piece in pieces} <= {"weight", "average", "exp_avg", "exp_avg_sq"}
     assert shards.scalars() == {"step": 2.0}
     stored = stored_weights.open_stored(folder)  # as `train.init_from` reads: the averages
-    for name, it in held.held(model).items():
+    for name, it in model_tensors.local_pieces(model).items():
         fresh = torch.empty_like(it.values)
-        stored.read_into(name, fresh, it.region)
+        stored[name].read_into(fresh, it.region)
         assert torch.equal(fresh, it.region.take(expected["average", name])), (layout, folder, name)
         assert torch.equal(checkpoint._gathered(gathered, it), expected["weight", name].flatten()), (layout, folder, name)
-    return held.digest(model, gathered)
+    return model_tensors.digest(model, gathered)
 
 
 def be(rank: int, folder: str) -> None:

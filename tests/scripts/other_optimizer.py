@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from app.checkpoints.shards import Shards, check_optimizer
+from app.checkpoints.sharded_state import Shards, check_optimizer
 from app.distributed.runtime import Runtime
 from app.environment.launched import read
 from app.errors import PresetError

@@ -170,10 +170,10 @@ def prepared_pair(runtime: Any, case: Case, seed: int) -> Iterator[tuple[Any, An
 
 
 def parts(runtime: Any, prepared: tuple[Any, Any]) -> tuple[Any, Any]:
-    from app.checkpoints.shards import Shards, WeightAverage
+    from app.checkpoints.sharded_state import Shards, WeightAverage
 
-    average = WeightAverage(runtime.accelerator, *prepared, decay=DECAY)
-    return Shards(runtime.accelerator, *prepared, average), average
+    shards = Shards(runtime.accelerator, *prepared)
+    return shards, WeightAverage(shards, decay=DECAY)
 
 
 def load(shards: Any, left: Record) -> None:

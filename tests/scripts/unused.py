@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from app.checkpoints.shards import unwrapped
+from app.checkpoints.sharded_state import unwrapped
 from app.distributed.runtime import Runtime
 from app.environment.launched import read
 from app.errors import TrainingError, leave_with

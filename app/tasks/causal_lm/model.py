@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.environment.topology import listed
 from app.errors import RecipeError, RunFolderError
 from app.files import other_libraries
-from app.init import accounting
+from app.init import model_tensors
 from app.tasks.causal_lm import lora
 from app.tasks.causal_lm.configuration import config_of
 from app.tasks.causal_lm.head import Head, nats_of
@@ -70,9 +71,9 @@ def read_folder(folder: Path, kind: Any, config: Any = None) -> nn.Module:
     except Exception as error:  # whatever a library that reads files may raise
         why = str(error).strip().partition("\n")[0]
         raise RunFolderError(f"transformers cannot load the model of {folder}: {why}") from error
-    if wrong := accounting.loading_differences(model, told):
+    if wrong := model_tensors.loading_differences(model, told):
         raise RunFolderError(
-            f"the weights of {folder} belong to another model than its config.json: {accounting.joined(wrong.values())}. "
+            f"the weights of {folder} belong to another model than its config.json: {listed([*wrong.values()])}. "
             "Save the whole model there again, or correct config.json"
         )
     return model

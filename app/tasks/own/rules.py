@@ -25,7 +25,7 @@ from app.distributed.model_preparation import batchnorms
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
 from app.errors import DataError, TrainingError
-from app.init.held import is_divided
+from app.init.model_tensors import is_sharded
 from app.optim import parameter_groups
 from app.recipe import task_file
 from app.recipe.schema import Recipe
@@ -107,7 +107,7 @@ def check(  # noqa: PLR0913  (keyword-only after the parts)
 
     `model` is whole, with weights, not prepared. Raises DataError if a sample cannot be read.
     """
-    assert not is_divided(model)
+    assert not is_sharded(model)
     size, half = _sizes(recipe, runtime.plan.micro_batch)
     numbers = np.resize(evenly(len(samples), size), size)
     first = next(model.parameters())

@@ -63,12 +63,11 @@ def of_lightning(weights: Weights) -> Weights:
 @pytest.mark.parametrize(
     ("kind", "changed", "said"),
     [
-        ("gpt2", as_on_the_hub, "with 'transformer.' before 28 names, without 4 buffers that the model does not need"),
-        ("tied llama", of_a_base_model, "with 'model.' before 20 names): 20 tensors taken; 14 of them converted from float8"),
-        ("llama", of_lightning, "without '_orig_mod.' before each name, without 'module.' before each name, without "
-                                "'model.' before each name, without 2 buffers that the model does not need"),
+        ("gpt2", as_on_the_hub, ": 28 tensors taken\n"),
+        ("tied llama", of_a_base_model, ": 20 tensors taken; 14 of them converted from float8"),
+        ("llama", of_lightning, ": 21 tensors taken\n"),
     ],
-)  # fmt: skip
+)
 def test_they_are_taken(tmp_path: Path, kind: str, changed: Callable[[Weights], Weights], said: str) -> None:
     """And are what the run leaves at a learning rate of 0."""
     plain = saved(tmp_path / "net", kind)
@@ -87,7 +86,7 @@ WRONG: dict[str, tuple[Callable[[Weights], Weights], str]] = {
                 "model.norm.weight is not in the file."),
     "left over": (lambda them: {**them, "model.norm.bias": torch.ones(16)}, "model.norm.bias is not in the model."),
     "other names": (lambda them: {f"x.{name}": it for name, it in them.items()},
-                    "x.model.embed_tokens.weight is not in the model; "),
+                    "x.model.embed_tokens.weight is not in the model, "),
     "another shape": (lambda them: {**them, "model.norm.weight": torch.ones(8)},
                       "model.norm.weight is (8,) in the file and (16,) in the model."),
     "contradictory": (lambda them: {**them, "lm_head.weight": them["model.embed_tokens.weight"] + 1},

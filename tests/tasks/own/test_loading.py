@@ -122,7 +122,6 @@ def test_a_run_of_it_goes_on_unless_the_file_was_changed_and_the_weights_outlive
     goes_on = [*start, "--preset", "cpu", "checkpoint.every_steps=2"]
     refused = ran(*goes_on, check=False)
     assert "with another version of the task: helper_of_line.py changed since" in refused
-    assert "-WORD = 1\n+WORD = 2" in refused
     (run / "result.json").unlink(missing_ok=True)
     assert "resumed from" in ran(*goes_on, "--changed-task")
     moved = folder / "elsewhere"

@@ -13,7 +13,7 @@ deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py and stage3.py, utils/tensor_frag
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,23 +75,19 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 class Shards:
     """The tensors of a prepared model and optimizer, addressed by what they are."""
 
-    def __init__(
-        self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, average: WeightAverage | None = None
-    ) -> None:
-        """Find the tensors of a prepared `model` and `optimizer`, and of their `average`.
-
-        Raises PresetError if they are not accessible in the optimizer.
-        """
-        self.model = unwrapped(model)
-        self._holder, self.average = optimizer.optimizer, average
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+        """Find the tensors of a prepared `model` and `optimizer`. Raises PresetError if they are not accessible there."""
+        self.model, self._holder = unwrapped(model), optimizer.optimizer
+        self.averages: list[torch.Tensor] | None = None
+        """The moving averages of `weights`, in the same order, which `WeightAverage` sets."""
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.stepper: torch.optim.Optimizer = getattr(self._holder, "optimizer", self._holder)
         """The optimizer that steps, inside the wrappers of `prepare`."""
         if isinstance(self._holder, torch.optim.Optimizer):  # one process, DDP and FSDP2: it steps on the parameters themselves
             self._zero_flats = None
-            divided = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+            is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
             # A whole parameter among sharded ones is not a copy: nothing adds up its gradients.
-            alike = (1, 0) if divided else (accelerator.num_processes, accelerator.process_index)
+            alike = (1, 0) if is_sharded else (accelerator.num_processes, accelerator.process_index)
             fragments = []
             for name, parameter in parameters.items():
                 number = copies(parameter, name) if isinstance(parameter, DTensor) else alike
@@ -112,9 +108,8 @@ class Shards:
 
     def pieces(self) -> list[Piece]:
         """Return this rank's share of all tensors of the run, as live views: a checkpoint is read into them."""
-        averages = self.average.tensors if self.average else [None] * len(self.fragments)
         found = []
-        for fragment, average in zip(self.fragments, averages, strict=True):
+        for index, fragment in enumerate(self.fragments):
             weight = fragment.piece(WEIGHT, fragment.stepped)
             found.append(weight)
             for key, state in self.states(fragment.stepped):
@@ -123,8 +118,8 @@ class Shards:
                 else:  # of a whole parameter, because other optimizers were refused
                     whole = Region.flat(0, state.numel())
                     found.append(Piece(key, weight.name, tuple(state.shape), whole, state.view(-1), weight.copies))
-            if average is not None:
-                found.append(replace(weight, key=AVERAGE, values=average))
+            if self.averages is not None:
+                found.append(replace(weight, key=AVERAGE, values=self.averages[index]))
         return found
 
     def owned_pieces(self) -> list[Piece]:
@@ -205,48 +200,36 @@ class Shards:
         return [(key, value) for key, value in state.items() if key not in _SCALARS and torch.is_tensor(value)]
 
     def _step_on_zeros(self) -> None:
-        groups = self.stepper.param_groups
-        rates = [group["lr"] for group in groups]
-        gradients = [tensor.grad for tensor in self._stepped]
-        for group in groups:
+        rates = [(group, group["lr"]) for group in self.stepper.param_groups]
+        gradients = [(tensor, tensor.grad) for tensor in self._stepped]
+        for group, _ in rates:
             group["lr"] = 0.0
-        for tensor in self._stepped:
+        for tensor, _ in gradients:
             tensor.grad = torch.zeros_like(tensor)
         if self._zero_flats is None:
             self.stepper.step()
         else:
             for index in range(len(self._zero_flats)):
                 self._holder._optimizer_step(index)
-        for tensor, gradient in zip(self._stepped, gradients, strict=True):
+        for tensor, gradient in gradients:
             tensor.grad = gradient
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in rates:
             group["lr"] = rate
-
-
-class NoAverage:
-    """Stands for the average in a run without one."""
-
-    def update(self, skipped: torch.Tensor | bool = False) -> None:
-        """Do nothing."""
-
-    def applied(self) -> AbstractContextManager[None]:
-        """Do nothing: the model has its own weights in the block."""
-        return nullcontext()
 
 
 class WeightAverage:
     """The exponential moving average of a prepared model's weights: average = decay * average + (1 - decay) * weights."""
 
-    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, *, decay: float) -> None:
-        self._shards, self._decay = Shards(accelerator, model, optimizer), decay
-        self._live = self._shards.weights
-        self.tensors = [weights.clone() for weights in self._live]
-        """The average, in the order of `Shards.weights`."""
+    def __init__(self, shards: Shards, *, decay: float | None) -> None:
+        """Begin with the weights of `shards`; None: there is no average, and the model always has its own weights."""
+        self._shards, self._decay, self._live = shards, decay, shards.weights
+        self.tensors = [] if decay is None else [weights.clone() for weights in self._live]
+        shards.averages = None if decay is None else self.tensors
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor | bool = False) -> None:
         """Add the weights after an optimizer step to the average, unless the step was `skipped` (as `Step.skipped`)."""
-        if not self.tensors or skipped is True:  # a rank can have only padding
+        if not self.tensors or self._decay is None or skipped is True:  # a rank can have only padding
             return
         rate = 1.0 - self._decay
         if skipped is False:
@@ -262,6 +245,9 @@ class WeightAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Give the model the averaged weights inside the block, and its own after it."""
+        if self._decay is None:
+            yield
+            return
         self._exchange()
         try:
             yield
@@ -291,18 +277,13 @@ def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards
         if type(stepper) is not rule.kind:
             asked, found = (f"{it.__module__.split('.')[0]}'s {it.__name__}" for it in (rule.kind, type(stepper)))
             raise PresetError(f"the recipe's optimizer is {asked} (optim.name), but {found} would be used. {_REMEDY}")
-        given, used = optimizer.param_groups, stepper.param_groups
         differences = []
-        if [id(group) for group in given] != [id(group) for group in used]:
-            differences.append(
-                f"learning rates are set on {len(given)} parameter groups, but {len(used)} other groups would be used"
-            )
+        if [id(group) for group in optimizer.param_groups] != [id(group) for group in stepper.param_groups]:
+            differences.append("learning rates are set on parameter groups that would not be used")
         for it in shards.fragments:
             differences += _differences(it, groups.get(id(it.stepped), {}), shards.states(it.stepped), rule, dtype)
         if differences:
-            more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-            shown = "; ".join(differences[:_SHOWN]) + more
-            raise PresetError(f"the prepared optimizer differs from the recipe's: {shown}. {_REMEDY}")
+            raise PresetError(f"the prepared optimizer differs from the recipe's: {listed(differences, _SHOWN)}. {_REMEDY}")
     counts = dict.fromkeys(rule.sizes, 0)
     for it in shards.fragments:
         first, stop = it.region.share(*it.copies)
@@ -321,11 +302,7 @@ def check_optimizer(runtime: Runtime, rule: Rule, optimizer: Any, shards: Shards
 
 
 def _differences(
-    fragment: Fragment,
-    settings: Mapping[str, Any],
-    states: list[tuple[str, torch.Tensor]],
-    rule: Rule,
-    dtype: torch.dtype,
+    fragment: Fragment, settings: Mapping[str, Any], states: list[tuple[str, torch.Tensor]], rule: Rule, dtype: torch.dtype
 ) -> Iterator[str]:
     name = fragment.name
     if not settings:

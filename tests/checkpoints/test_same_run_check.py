@@ -1,0 +1,80 @@
+"""Which checkpoints a run can resume from, and the sentences about the others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import last_of_each, read_lines, train
+from saved import piece, refusal, save
+
+from app.checkpoints import step_folders
+from app.checkpoints.checkpoint import Resumed, check_same_run
+from app.optim.schedule import length_in_steps
+from app.recipe import recipe_file
+
+DATA = {"training data": "1438 samples, abc", "test data": "359 samples, def"}
+RECIPE = ("train.global_batch_size=64", "train.epochs=10", "optim.lr=0.1", "optim.warmup_steps=0")
+STEP = 110
+GROUPS = {"head.*": {"lr_factor": 2.0}, "*": {"lr_factor": 3.0}}
+
+
+def check(run_dir: Path, *overrides: str, without: tuple[str, ...] = (), before: Mapping[str, Any] | None = None) -> Resumed:
+    """Check a run with these overrides against a checkpoint whose recipe had the values `before`."""
+    values = recipe_file.flat(recipe_file.load("digits", RECIPE).recipe) | (before or {})
+    values = {key: value for key, value in values.items() if key not in without}
+    folder = save(run_dir, STEP, [piece(torch.arange(12.0))], state={"step": STEP, "recipe": values, "data": DATA})
+    recipe = recipe_file.load("digits", last_of_each([*RECIPE, *overrides])).recipe
+    length = length_in_steps(recipe.train, dataset_size=1438, global_batch_size=64)
+    return check_same_run(folder, recipe, DATA, length, sources={})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "before", "words"),
+    [
+        (("seed=3", "augment.flip=0.5", "data.path=here", "log.every_steps=3"), {},
+         "another run or another version of Samerun: seed was 0 and is 3, augment.flip was 0.0 and is 0.5. Undo these changes"),
+        ((), {"task": "other"}, "task was 'other'"),
+        ((), {"optim.later": 0.5}, "optim.later was 0.5 and is 'no such key'"),
+        ((f"optim.groups={GROUPS}",), {"optim.groups": dict(reversed(GROUPS.items()))},  # the first match counts
+         "optim.groups was {'*': {'lr_factor': 3.0}, 'head.*'"),
+        (("train.epochs=null", "train.steps=5"), {},
+         "is at step 110, and this run has only 5 steps: give train.steps=110 or more"),
+    ],
+)  # fmt: skip
+def test_another_run_is_refused(tmp_path: Path, overrides: tuple[str, ...], before: dict[str, Any], words: str) -> None:
+    assert words in refusal(lambda: check(tmp_path, *overrides, before=before))
+
+
+def test_keys_that_do_not_affect_training_and_the_length_can_differ(tmp_path: Path) -> None:
+    older = ("train.deterministic", "checkpoint.every_minutes", "data.stage_to")
+    same = Resumed(step_folders.path_of(tmp_path, STEP), STEP, None)
+    assert check(tmp_path, without=older) == same
+    assert check(tmp_path, f"optim.groups={GROUPS}", before={"optim.groups": GROUPS}) == same
+    assert check(tmp_path, "train.epochs=null", "train.steps=220") == same
+    constant = {"optim.schedule": "constant"}
+    assert check(tmp_path, "train.epochs=20", "optim.schedule=constant", before=constant) == same
+    assert check(tmp_path, "train.epochs=20").note == (
+        "the run is 440 steps long instead of 220: under optim.schedule=cosine this changes all learning rates from step 111 on"
+    )
+    note = check(tmp_path, "train.epochs=20", "optim.warmup_steps=200", before={"optim.warmup_steps": 200}).note
+    assert note is not None
+    assert "from step 202 on" in note
+
+
+@pytest.mark.multiproc
+def test_a_refused_start_leaves_the_folder_unchanged_and_a_longer_one_resumes(digits_run: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(digits_run, tmp_path / "run"))
+    chosen = ("--recipe", "digits", "train.global_batch_size=64", "log.every_steps=5", "--resume", "auto")
+    files = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    finished = train("cpu", run_dir, *chosen, "train.steps=5")
+    assert finished.returncode != 0
+    assert "is at step 40, and this run has only 5 steps" in finished.output
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == files
+    finished = train("cpu", run_dir, *chosen, "train.steps=50").check()
+    assert "note: the run is 50 steps long instead of 40" in finished.output
+    assert read_lines(run_dir / "metrics.jsonl")[-1]["step"] == 50
