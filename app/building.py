@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from app import tasks
-from app.data import held_out, loader
+from app.data import loader
 from app.data.loader import Failure
 from app.data.order import EvalBatches, TrainBatches
-from app.data.samples import Batch, Samples, Splits
+from app.data.samples import Batch, Samples, Splits, first_of, hold_out
 from app.distributed import model_preparation, numerics, own_layers
 from app.distributed.runtime import Runtime
 from app.distributed.sample_dropout import PassDraws
@@ -85,7 +85,7 @@ def open_data(runtime: Runtime, recipe: Recipe, *, to_train: bool = True) -> tup
         if problem and validation is None and test is None:
             raise problem
         data = Splits(train, validation, test, task.data_digests())
-        return task, held_out.held_out(data, recipe.train.validation_fraction, seed=recipe.seed)
+        return task, hold_out(data, recipe.train.validation_fraction, seed=recipe.seed)
 
 
 def build_model(runtime: Runtime, recipe: Recipe, task: Task, facts: Any) -> tuple[torch.nn.Module, Units | None]:
@@ -168,7 +168,7 @@ def _batch_of(runtime: Runtime, samples: Any, numbers: np.ndarray) -> Batch:
 def scored_samples(recipe: Recipe, data: Splits, split: str) -> Any:
     """Return the samples of a split to score: for validation at most train.max_validation_samples."""
     most = recipe.train.max_validation_samples if split == "validation" else None
-    return held_out.first_of(data.scored[split], most, seed=recipe.seed)
+    return first_of(data.scored[split], most, seed=recipe.seed)
 
 
 def training_batches(parts: Parts, first_step: int) -> Iterable[Batch | Failure]:

@@ -87,7 +87,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
 
     from app import building
     from app.checkpoints import step_folders, stored_weights
-    from app.data import held_out
+    from app.data.samples import mapped
     from app.distributed.runtime import Runtime
     from app.init import filling
 
@@ -115,7 +115,7 @@ def _score(launched: Launched, arguments: argparse.Namespace) -> Evaluation:
         if is_ours:
             built = functools.partial(filling.to_read_into, runtime, dtype)
             _, model, facts = stored_weights.load(place, at, built=built)
-            samples = held_out.mapped(samples, lambda opened: task.adapt_samples(opened, facts))
+            samples = mapped(samples, lambda opened: task.adapt_samples(opened, facts))
         else:
             model = _load_folder(runtime, dtype, task, arguments.run, samples.facts)
     model = filling.to_evaluate(runtime, model, dtype)

@@ -18,8 +18,8 @@ from app.checkpoints import checkpoint, stored_weights
 from app.checkpoints.sharded_state import Shards, WeightAverage, check_optimizer
 from app.checks import arithmetic
 from app.console import Display
-from app.data import held_out, loader
-from app.data.samples import Splits
+from app.data import loader
+from app.data.samples import Splits, without_hold_out
 from app.distributed import handshake, model_preparation, own_layers, sample_dropout
 from app.distributed.runtime import Runtime
 from app.environment import host
@@ -30,9 +30,9 @@ from app.init import filling, model_tensors
 from app.init.units import block_classes
 from app.loop import Training
 from app.metrics import flops
-from app.metrics.metrics import Gauges, Metrics
-from app.metrics.profile import Profile, check_window
-from app.metrics.trackers import Examples
+from app.metrics.metrics import Metrics
+from app.metrics.profile import Profile
+from app.metrics.trackers import SamplePreviews
 from app.opening import Opened
 from app.optim import parameter_groups, schedule
 from app.optim.steps import FirstGradients, SpikeGuard, Steps
@@ -54,7 +54,6 @@ def agree(runtime: Runtime, loaded: LoadedRecipe) -> Parts:
         length = schedule.length_in_steps(
             recipe.train, dataset_size=len(data.train), global_batch_size=runtime.plan.global_batch_size
         )
-        check_window(recipe.profile, total_steps=length.total_steps)
         model, units = building.build_model(runtime, recipe, task, data.train.facts)
         if units is not None:  # the model has no memory yet
             out_of_memory.check(runtime, recipe, model)
@@ -155,9 +154,10 @@ def prepare(parts: Parts, opened: Opened) -> Training:
     metrics = Metrics(
         runtime,
         claim,
-        Gauges(runtime, model, flops_per_sample=parts.flops_per_sample, peak_flops_per_s=peak_flops_per_s),
         opened.trackers,
         global_batch_size=runtime.plan.global_batch_size,
+        flops_per_sample=parts.flops_per_sample,
+        peak_flops_per_s=peak_flops_per_s,
         log=recipe.log,
         unit=task.count_unit,
         first_step=first_step,
@@ -191,7 +191,7 @@ def prepare(parts: Parts, opened: Opened) -> Training:
             display.say(f"note: {resumed.note}")
     profile = Profile(runtime, claim, metrics.clock, window=recipe.profile.window, say=display.say)
     count = recipe.log.examples if overrides(task, "preview") else 0
-    examples = Examples(opened.trackers, task, count=count, steps_per_epoch=length.steps_per_epoch)
+    examples = SamplePreviews(opened.trackers, task, count=count, steps_per_epoch=length.steps_per_epoch)
     training = Training(
         recipe=recipe,
         runtime=runtime,
@@ -256,7 +256,7 @@ def _display(parts: Parts, run_dir: Path) -> Display:
     )
     notes = [
         *runtime.notes,
-        *parts.task.notes(held_out.as_opened(data)),
+        *parts.task.notes(without_hold_out(data)),
         *schedule.notes_on(parts.loaded.recipe.optim, length),
         *model_preparation.topology_dependence(parts.model),
         *parts.notes,

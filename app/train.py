@@ -138,7 +138,7 @@ def _run(
     with training.control as control:
         lifeline.spare_if(lambda: control.is_asked_to_stop)
         watchdog = Watchdog(runtime, opened.claim, recorder, timeout_s=arguments.hang_timeout)
-        with training.metrics.timed(), watchdog, numerics.refusals_named():
+        with watchdog, numerics.refusals_named():
             ended = train(training)
         ending.finish(training, parts.data, opened, ended)
     return isinstance(ended, Stopped)

@@ -19,7 +19,6 @@ from typing import Any
 
 from app.checkpoints import tensor_file
 from app.errors import CheckpointError
-from app.files import paths
 from app.files.atomic_files import Stamp, disk_errors
 from app.files.lines import is_count, parsed
 from app.init.region import Region
@@ -152,7 +151,7 @@ def read(folder: Path) -> tuple[dict[str, Stamp], Tensors]:
     path = folder / MANIFEST
     with disk_errors(path, "read"):
         try:
-            raw = paths.read_regular(path)
+            raw = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{path} is missing: {folder} is not a usable checkpoint.") from None
     if raw != _sealed(raw[:-_SEAL_BYTES] + b"}"):

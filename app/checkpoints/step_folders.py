@@ -32,7 +32,6 @@ from app.checkpoints import manifest, tensor_file
 from app.checkpoints.manifest import BUFFERS, FROZEN, STATE, FileEntry, TensorEntry, tensor_name
 from app.checkpoints.tensor_file import Content, TensorFile, contents, dtype_of
 from app.errors import CheckpointError, printable
-from app.files import paths
 from app.files.atomic_files import CHUNK_BYTES, Stamp, check_stamp, disk_errors, sync, write_chunks
 from app.files.lines import is_count, parsed
 from app.init.region import AVERAGE, WEIGHT, Piece, Region
@@ -247,7 +246,7 @@ def _state(folder: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
     path = folder / STATE
     check_stamp(path, stamps[STATE])
     with disk_errors(path, "read"):
-        content = paths.read_regular(path)
+        content = path.read_bytes()
     try:
         found: dict[str, Any] = parsed(content)
         if not is_count(found["step"]):

@@ -22,7 +22,7 @@ from app.checkpoints import step_folders, tensor_file
 from app.checkpoints.tensor_file import Content, TensorFile, torch_dtype
 from app.environment.topology import listed
 from app.errors import CheckpointError, RecipeError, RunFolderError, printable
-from app.files import other_libraries, paths
+from app.files import other_libraries
 from app.files.atomic_files import disk_errors
 from app.files.lines import parsed
 from app.init import filling, model_tensors
@@ -137,7 +137,7 @@ def open_stored(place: Path) -> StoredWeights:
 
 
 def _open_file(path: Path) -> StoredWeights:
-    with disk_errors(path, "read"), paths.open_regular(path) as opened:
+    with disk_errors(path, "read"), path.open("rb") as opened:
         begin = opened.read(4)
     if begin.startswith((b"PK", b"\x80")):  # a zip archive, as torch.save writes it, or a bare pickle
         return _open_pickle(path)
@@ -151,7 +151,7 @@ def _open_file(path: Path) -> StoredWeights:
 def _open_index(path: Path) -> StoredWeights:
     """Open a model that transformers has split into files next to the index."""
     with disk_errors(path, "read"):
-        text = paths.read_regular(path)
+        text = path.read_bytes()
     try:
         file_of = {str(name): str(file) for name, file in parsed(text)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -21,7 +21,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +29,7 @@ from app.environment.topology import listed
 from app.errors import DataError
 from app.files.other_libraries import extra
 
-HIDDEN, HIDDEN_FOLDER, SPECIAL = "hidden", "hidden folder", "neither file nor folder"
 BESIDE_FOLDERS = "next to the class folders"
-_MOST_ENDINGS = 5
 _NUMBER_OF = re.compile(r"(\d+)[-_.]of[-_.](\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)(?=\D*$)")
 # The `datasets` library once put a hash of its content behind the number of a shard.
@@ -45,7 +42,6 @@ class NotRead:
 
     def __init__(self, found: Mapping[str, tuple[int, str]] | None = None) -> None:
         self.found = dict(found or {})
-        """The reason of a file with an ending that is not read is `*` and the ending."""
 
     def add(self, reason: str, path: str) -> None:
         """Count a file or folder."""
@@ -54,25 +50,18 @@ class NotRead:
 
     def add_ending(self, path: str) -> None:
         """Count a file whose ending is not read."""
-        self.add(f"*{Path(path).suffix.lower() or Path(path).name}", path)
+        self.add(Path(path).suffix.lower() or Path(path).name, path)
 
     def __bool__(self) -> bool:
         return bool(self.found)
 
     def __str__(self) -> str:
-        """Return, for example, `5 files left out: 2 hidden, 3 with another ending (2 .txt, 1 .csv), such as ._1 and b.txt`."""
-        endings = {reason[1:]: count for reason, (count, _) in self.found.items() if reason.startswith("*")}
-        others = {reason: count for reason, (count, _) in sorted(self.found.items()) if not reason.startswith("*")}
-        parts = [f"{count} {reason}{'s' if reason == HIDDEN_FOLDER and count > 1 else ''}" for reason, count in others.items()]
-        if endings:
-            most_first = sorted(endings.items(), key=lambda item: (-item[1], item[0]))
-            named = [f"{count} {ending}" if len(endings) > 1 else ending for ending, count in most_first[:_MOST_ENDINGS]]
-            more = ", ..." if len(endings) > _MOST_ENDINGS else ""
-            parts.append(f"{sum(endings.values())} with another ending ({', '.join(named)}{more})")
-        total = sum(count for count, _ in self.found.values())
-        what = ("files or folders" if HIDDEN_FOLDER in self.found else "files") if total > 1 else "file or folder"
-        examples = " and ".join([repr(first)[1:-1] for _, (_, first) in sorted(self.found.items())][:2])
-        return f"{total} {what} left out: {', '.join(parts)}, such as {examples}"
+        """Return, for example, `5 files or folders left out: 2 .txt, 1 .csv, 2 hidden, such as b.txt and a.csv`."""
+        reasons = sorted(self.found.items())
+        total = sum(count for _, (count, _) in reasons)
+        parts = listed([f"{count} {reason}" for reason, (count, _) in reasons], _NAMED)
+        examples = " and ".join(repr(first)[1:-1] for _, (_, first) in reasons[:2])
+        return f"{total} files or folders left out: {parts}, such as {examples}"
 
 
 class Folder(NamedTuple):
@@ -103,13 +92,13 @@ def read_folder(top: Path, name: str, not_read: NotRead, *, hidden: bool = False
         for entry in sorted(scan, key=lambda entry: entry.name):
             path, is_folder = f"{name}/{entry.name}" if name else entry.name, _is_folder(entry)
             if is_hidden(entry.name) and not hidden:
-                not_read.add(HIDDEN_FOLDER if is_folder else HIDDEN, path)
+                not_read.add("hidden", path)
             elif is_folder:
                 folders.append(entry.name)
             elif entry.is_symlink() or entry.is_file():
                 files.append(entry.name)
             else:
-                not_read.add(SPECIAL, path)
+                not_read.add("neither file nor folder", path)
     return Folder(name, files, folders, status.st_mtime_ns, (status.st_dev, status.st_ino))
 
 
@@ -138,8 +127,7 @@ def walk(top: Path, below: str, not_read: NotRead, *, hidden: bool = False) -> I
         to_read += [(f"{name}/{inner}" if name else inner, above | {folder.identity}) for inner in reversed(folder.folders)]
 
 
-@dataclass(frozen=True)
-class NumberedSet:
+class NumberedSet(NamedTuple):
     """Files in one folder whose names differ in a number alone."""
 
     before: str
@@ -147,20 +135,8 @@ class NumberedSet:
     digits: int
     after: str
     total: int | None
-    """Number of files of the set; None: their names do not say."""
+    """Number of files of the set, if their names contain it."""
     files: dict[int, Path]
-
-    def missing(self, *, from_0: bool) -> Iterator[Path]:
-        """Yield the files of the set that are not there.
-
-        A set without a total ends with its largest number, and begins with 0 or, unless `from_0`, with its smallest.
-        """
-        if self.total is None:
-            wanted = range(0 if from_0 else min(self.files), max(self.files) + 1)
-        else:  # numbered from 0, or from 1 as the weights of a model are
-            first = int(self.total in self.files and 0 not in self.files)
-            wanted = range(first, first + self.total)
-        return (Path(f"{self.before}{number:0{self.digits}}{self.after}") for number in wanted if number not in self.files)
 
 
 def numbered_sets(files: Iterable[Path]) -> list[NumberedSet]:
@@ -192,12 +168,17 @@ def check_complete(
     With `gaps_from_0`, also if one is missing among those of any other set, which begins with 0 if it is True.
     """
     for each in numbered_sets(files):
-        if each.total is None and gaps_from_0 is None:
+        if each.total is not None:  # numbered from 0, or from 1 as the weights of a model are
+            first = int(each.total in each.files and 0 not in each.files)
+            numbers = range(first, first + each.total)
+        elif gaps_from_0 is not None:
+            numbers = range(0 if gaps_from_0 else min(each.files), max(each.files) + 1)
+        else:
             continue
-        missing = [file for file in islice(each.missing(from_0=bool(gaps_from_0)), _MOST_MISSING) if wanted(file)]
-        if missing:
+        names = (Path(f"{each.before}{number:0{each.digits}}{each.after}") for number in numbers if number not in each.files)
+        if missing := [file for file in islice(names, _MOST_MISSING) if wanted(file)]:
             raise DataError(
-                f"{missing[0].parent} lacks {len(missing)} of {each.total or len(missing) + len(each.files)} shards of {what}: "
+                f"{missing[0].parent} lacks {len(missing)} of {len(numbers)} shards of {what}: "
                 f"{listed([file.name for file in missing], _NAMED)}; copy them here, or {remedy}"
             )
 
@@ -240,15 +221,10 @@ def damaged_file_error(path: Path | str, error: Exception) -> DataError:
 
 
 def check_columns(file: Path, wanted: Collection[str]) -> None:
-    """Raise DataError if one of the columns, or any if none are named, is twice in a table: .parquet, .arrow, .csv."""
-    import pyarrow
-
-    readers = {".parquet": _parquet_columns, ".arrow": _arrow_columns, ".csv": _csv_columns}
-    try:
-        names = readers.get(file.suffix.lower(), lambda _: ())(file)
-    except (OSError, ValueError, pyarrow.ArrowException, csv.Error, StopIteration):
-        return  # the library that reads it says what is wrong
-    check_names(names, wanted, str(file))
+    """Raise DataError if a .csv file has one of the columns twice: pandas renames the second. Other formats refuse it."""
+    if file.suffix.lower() == ".csv":
+        with file.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
+            check_names(next(csv.reader(lines), []), wanted, str(file))
 
 
 def check_names(names: Sequence[str], wanted: Collection[str], where: str) -> None:
@@ -256,26 +232,3 @@ def check_names(names: Sequence[str], wanted: Collection[str], where: str) -> No
     twice = [name for name, count in Counter(names).items() if count > 1 and (not wanted or name in wanted)]
     if twice:
         raise DataError(f"{where} has the column {twice[0]!r} twice: rename or remove one of them")
-
-
-def _parquet_columns(file: Path) -> list[str]:
-    import pyarrow.parquet
-
-    names: list[str] = pyarrow.parquet.read_schema(file).names
-    return names
-
-
-def _arrow_columns(file: Path) -> list[str]:
-    import pyarrow
-
-    with pyarrow.memory_map(str(file)) as source:
-        try:
-            names: list[str] = pyarrow.ipc.open_stream(source).schema.names
-        except pyarrow.ArrowInvalid:  # the format with an index at its end
-            names = pyarrow.ipc.open_file(source).schema.names
-    return names
-
-
-def _csv_columns(file: Path) -> list[str]:
-    with file.open(newline="", encoding="utf-8-sig") as lines:
-        return next(csv.reader(lines))

@@ -91,8 +91,8 @@ class InProcess:
     """One data rank's shares of global micro-batches, made where they are used, for samples that workers do not make sooner.
 
     Handing a batch over from a worker costs more than a look-up, and so does a DataLoader without workers (60-90 us a
-    batch). The shares are those that Accelerate deals, contiguous and in the order of the ranks. Small ones are looked up
-    several at a time, which costs hardly more than one.
+    batch). The shares are those that Accelerate deals, contiguous and in the order of the ranks. For a device, small ones are
+    looked up several at a time, which costs hardly more than one.
     """
 
     def __init__(
@@ -100,27 +100,18 @@ class InProcess:
     ) -> None:
         """`batches` gives sample numbers, int64 [global micro-batch], which `data_ranks` divides; `seed` as in `Fetching`."""
         self._fetching, self._batches = Fetching(source, seed=seed), batches
-        self._looks_up = source if isinstance(source, LooksUp) else None
         self._data_rank, self._data_ranks = data_rank, data_ranks
 
     def __iter__(self) -> Iterator[Batch | Failure]:
-        if self._looks_up is None:
-            yield from self._fetched()
-            return
-        for group in self._looked_up(self._looks_up):
-            memory = {name: np.empty(shape, dtype) for name, (shape, dtype) in group.layout.items()}
-            group.write(memory)
-            yield from split({name: torch.from_numpy(array) for name, array in memory.items()}, group.numbers)
+        return map(self._fetching.__getitems__, self._shares())
 
     def unwritten(self) -> Iterator[Unwritten | Failure]:
         """Return the batches, in groups if they are looked up, for memory that already exists."""
-        return unwritten(self._fetched()) if self._looks_up is None else self._looked_up(self._looks_up)
+        source = self._fetching.source
+        return self._looked_up(source) if isinstance(source, LooksUp) else unwritten(self)
 
     def _shares(self) -> Iterator[np.ndarray]:
         return (numbers.reshape(self._data_ranks, -1)[self._data_rank] for numbers in self._batches)
-
-    def _fetched(self) -> Iterator[Batch | Failure]:
-        return map(self._fetching.__getitems__, self._shares())
 
     def _looked_up(self, source: LooksUp) -> Iterator[Unwritten]:
         fields, shares = source.layout, self._shares()
@@ -135,13 +126,6 @@ class InProcess:
     def _write(self, source: LooksUp, samples: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
         source.fetch_into(samples % len(self._fetching), memory)  # of padding, the last one
         memory["samples"][:] = samples
-
-
-def split(fields: Mapping[str, Tensor], numbers: np.ndarray) -> list[Batch]:
-    """Return the batches of one size that lie together in `fields`, with their sample numbers, int64 [batches, B]."""
-    pieces = [tensor.view(len(numbers), -1, *tensor.shape[1:]).unbind() for tensor in fields.values()]
-    names = (*fields, "numbers")
-    return [dict(zip(names, batch, strict=True)) for batch in zip(*pieces, numbers, strict=True)]
 
 
 def unwritten(loader: Iterable[Batch | Failure]) -> Iterator[Unwritten | Failure]:
@@ -170,7 +154,7 @@ def build_loader(source: Samples, batches: Any, *, seed: int | None, workers: in
     return DataLoader(
         Fetching(source, seed=seed),
         batch_sampler=batches,
-        collate_fn=_as_is,
+        collate_fn=_unchanged,
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=_leave_signals_to_the_run,
@@ -198,14 +182,12 @@ def num_workers(own_cores: int, device: torch.device) -> int:
 
 def remedy(source: Samples, *, asked: int | None, local_world_size: int, device: torch.device) -> str:
     """Return what helps where training waits for these samples; `asked` as in `workers_of`."""
-    own = getattr(source, "remedy", "")
     if source.workers:
         workers = workers_of(asked, local_world_size=local_world_size, device=device)
-        count = f"{workers} worker process{'es' if workers != 1 else ''}" if workers else "the training process itself"
-        why = "as --workers says; leave it out" if asked is not None else "as many as this job's cores allow"
-        text = f"samples are made by {count}, {why}; give it more cores (--cpus-per-task)"
+        text = f"worker processes that make samples: {workers}; give the job more cores (--cpus-per-task) or other --workers"
     else:
         text = "the disk is slow; give the job more memory, so that the system can cache the files"
+    own = getattr(source, "remedy", "")
     return f"{text}, or {own}" if own else text
 
 
@@ -223,7 +205,7 @@ def _leave_signals_to_the_run(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _as_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -369,4 +351,7 @@ class _Line:
         written = {name: place.tensor(name, *kind) for name, kind in unwritten.layout.items()}
         unwritten.write({name: tensor.numpy() for name, tensor in written.items()})
         fields, place.copied = self._side.send(written)
-        return Brought(fields, split(fields, unwritten.numbers), place.copied)
+        numbers = unwritten.numbers  # int64 [batches, B]: the batches lie together in each field
+        pieces = [tensor.view(len(numbers), -1, *tensor.shape[1:]).unbind() for tensor in fields.values()]
+        batches = [dict(zip((*fields, "numbers"), batch, strict=True)) for batch in zip(*pieces, numbers, strict=True)]
+        return Brought(fields, batches, place.copied)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +120,7 @@ def _add_modulo(values: NDArray[np.uint64], terms: NDArray[np.uint64], modulus: 
     return terms
 
 
+@dataclass(kw_only=True)
 class TrainBatches:
     """Batch sampler of the steps first_step..last_step-1 of the run: yields global micro-batches of sample numbers.
 
@@ -127,25 +129,23 @@ class TrainBatches:
     of a step in the order (piece, rank) are the same on every topology.
     """
 
-    drop_last = True
+    size: int
+    seed: int
+    global_batch_size: int
+    micro_batches_per_step: int
+    first_step: int
+    last_step: int
+    drop_last: ClassVar[bool] = True
 
-    def __init__(
-        self, *, size: int, seed: int, global_batch_size: int, micro_batches_per_step: int, first_step: int, last_step: int
-    ) -> None:
-        if size < global_batch_size:
+    def __post_init__(self) -> None:
+        if self.size < self.global_batch_size:
             raise RecipeError(
-                f"train.global_batch_size is {global_batch_size}, but the training set has {size} samples: an "
-                f"epoch would not contain a full batch; set train.global_batch_size to {size} or less"
+                f"train.global_batch_size is {self.global_batch_size}, but the training set has {self.size} samples: an "
+                f"epoch would not contain a full batch; set train.global_batch_size to {self.size} or less"
             )
-        assert global_batch_size % micro_batches_per_step == 0, (global_batch_size, micro_batches_per_step)
-        self.size = size
-        self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.micro_batches_per_step = micro_batches_per_step
-        self.first_step = first_step
-        self.last_step = last_step
-        self.batch_size = global_batch_size // micro_batches_per_step
-        self.steps_per_epoch = size // global_batch_size
+        assert self.global_batch_size % self.micro_batches_per_step == 0, (self.global_batch_size, self.micro_batches_per_step)
+        self.batch_size = self.global_batch_size // self.micro_batches_per_step
+        self.steps_per_epoch = self.size // self.global_batch_size
 
     def __len__(self) -> int:
         return max(0, self.last_step - self.first_step) * self.micro_batches_per_step
@@ -163,14 +163,13 @@ class TrainBatches:
             step += num_batches
 
 
+@dataclass(kw_only=True)
 class EvalBatches:
     """Batch sampler of every index 0..size-1 once, in order: yields int64 [batch_size], the last filled up with -1."""
 
-    drop_last = True
-
-    def __init__(self, *, size: int, batch_size: int) -> None:
-        self.size = size
-        self.batch_size = batch_size
+    size: int
+    batch_size: int
+    drop_last: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return (self.size + self.batch_size - 1) // self.batch_size

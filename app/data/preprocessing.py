@@ -20,7 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from app.errors import DataError
 from app.files import paths
@@ -50,7 +50,7 @@ def in_order(work: Callable[[range], R], size: int, *, piece: int, processes: in
             waiting.extend(pool.submit(_do, part) for part in itertools.islice(pieces, 1))
             yield result
     except BrokenProcessPool as error:
-        raise DataError(f"one of {processes} processes was killed, perhaps for lack of memory; use fewer") from error
+        raise DataError(f"one of {processes} processes was killed, perhaps out of memory; use fewer") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -62,7 +62,7 @@ def _begin(work: Callable[[range], Any], parent_pid: int) -> None:
         sys.modules["torch"].set_num_threads(1)
     # A process of a pool waits for work for ever when the one that made the pool is killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it was killed before this one could ask to be told
+    if os.getppid() != parent_pid:  # it was killed before
         os._exit(1)
 
 
@@ -70,61 +70,46 @@ def _do(piece: range) -> Any:
     return _work(piece)
 
 
-Unit = Literal["bytes", "folders", "images", "samples"]
-_PATIENCE_S = 2.0
-
-
 @contextmanager
-def progress(doing: str, total: int, unit: Unit, *, after_s: float = _PATIENCE_S) -> Iterator[Callable[[int], None]]:
-    """Yield what is told of more of the `total` that is done; what is over within `after_s` seconds is not shown."""
-    shown = _Shown(doing, total, unit, after_s)
+def progress(doing: str, total: int, unit: str, *, after_s: float = 2.0) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts what is done of `total`; work that is over within `after_s` seconds is not shown.
+
+    `unit` is "bytes", or a noun in the plural. A terminal shows a bar, a log file a line.
+    """
+    start_s, done = time.perf_counter(), 0
+    bar: Any = None
+
+    def advance(count: int) -> None:
+        nonlocal bar, done
+        done += count
+        if bar is None and time.perf_counter() - start_s >= after_s:
+            bar = _bar(doing, total, unit)
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done)
+
+    advance(0)
     try:
-        yield shown.advance
-    except BaseException:
-        shown.close(is_done=False)
-        raise
-    shown.close(is_done=True)
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
 
 
-class _Shown:
-    def __init__(self, doing: str, total: int, unit: Unit, after_s: float) -> None:
-        self._doing, self._total, self._unit, self._after_s = doing, total, unit, after_s
-        self._began_s, self._done = time.perf_counter(), 0
-        self._is_said = False
-        self._bar: Any = None
-        if after_s == 0:
-            self._show()
+def _bar(doing: str, total: int, unit: str) -> Any:
+    # Not at the top: worker processes, and runs that find everything made, do without.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def advance(self, count: int) -> None:
-        self._done += count
-        if not self._is_said and time.perf_counter() - self._began_s >= self._after_s:
-            self._show()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._done)
-
-    def close(self, *, is_done: bool) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        elif self._is_said and is_done:
-            sys.stderr.write(f"done in {time.perf_counter() - self._began_s:.1f} s\n")
-
-    def _show(self) -> None:
-        # Not at the top: worker processes, and runs that find everything made, do without.
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._is_said = True
-        # `samerun launch` reads the stderr of a run: there the terminal is stdout.
-        console = Console(stderr=sys.stderr.isatty())
-        is_in_bytes = self._unit == "bytes"
-        if not console.is_terminal:
-            amount = f"{self._total / 1e9:.2f} GB" if is_in_bytes else f"{self._total:,} {self._unit}"
-            sys.stderr.write(f"{self._doing}: {amount}\n")
-            return
-        count = DownloadColumn() if is_in_bytes else MofNCompleteColumn()
-        self._bar = Progress(TextColumn(self._doing), BarColumn(), count, TimeRemainingColumn(), console=console)
-        self._bar.add_task(self._doing, total=self._total)
-        self._bar.start()
+    # `samerun launch` reads the stderr of a run: there the terminal is stdout.
+    console = Console(stderr=sys.stderr.isatty())
+    if not console.is_terminal:
+        sys.stderr.write(f"{doing}: {f'{total / 1e9:.2f} GB' if unit == 'bytes' else f'{total:,} {unit}'}\n")
+    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = TextColumn(doing), BarColumn(), count, TimeRemainingColumn()
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    bar.add_task(doing, total=total)
+    bar.start()
+    return bar
 
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -135,7 +120,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 def one_process_per_node(lock: Path) -> Iterator[None]:
     """Wait until no other process holds the file `lock`, and hold it; its folder is made. Raises OSError.
 
-    Where there are no locks at all, nobody waits: what is made under them is renamed, so that at worst it is made twice.
+    Without locks no process waits: what is made under them is renamed, so that at worst it is made twice.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
@@ -148,5 +133,9 @@ def one_process_per_node(lock: Path) -> Iterator[None]:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return `own_folder.cache_folder`, by the environment of this process."""
-    return paths.cache_folder(kind, os.environ)
+    """Return this user's folder for what can be made again: in $SAMERUN_CACHE, $XDG_CACHE_HOME/samerun or ~/.cache/samerun.
+
+    Raises OSError if it cannot be made, or another user has made it.
+    """
+    cache = os.environ.get("SAMERUN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "samerun")
+    return paths.own_folder(Path(cache).expanduser() / kind)

@@ -5,23 +5,29 @@ Nothing here knows what a sample is. A task says what its splits are beyond this
 A Dataset may be random by itself, as with random transforms: it draws from the generators that all of Python, NumPy and torch
 share. These are seeded for each sample from its own draws, so that a sample is the same whoever makes it, and are put back
 afterwards.
+
+Which samples are held out for validation is a function of the size and a seed alone, computed where it is needed:
+the same on any topology, and memory does not grow with the data.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, _ProtocolMeta, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from app.data.draws import HostDraws
-from app.errors import DataError
+from app.data.order import permute
+from app.errors import DataError, RecipeError
 
 Batch = dict[str, Any]
 """Tensors [B, ...] by name: what the samples have, and `samples`, their numbers, int64 [B], -1 for padding. An array,
@@ -42,7 +48,7 @@ class _Makes(_ProtocolMeta):
         names: Sequence[str | None] = (),
         collate: Callable[[list[Any]], Any] | None = None,
         facts: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> ArraySamples | DatasetSamples:
         """Return the samples of a data set that already exists.
 
             Samples.of({"x": x, "y": y})                  # arrays or tensors [N, ...]: looked up, the fastest
@@ -62,7 +68,20 @@ class _Makes(_ProtocolMeta):
 
         Raises DataError for what cannot be samples.
         """
-        return wrap_dataset(dataset, names=names, collate=collate, facts=facts or {})
+        kind = type(dataset)
+        if isinstance(dataset, TensorDataset) and kind.__getitem__ is TensorDataset.__getitem__ and collate is None:
+            dataset, names = _named(dataset.tensors, names, what="a TensorDataset"), ()
+        if isinstance(dataset, Mapping):
+            fields = _named(dataset, names, what="a mapping")
+            return ArraySamples({name: _array(name, array) for name, array in fields.items()}, facts=facts or {})
+        if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):
+            raise DataError(
+                f"Samples.of was given an object of {kind.__qualname__}, which gives no samples by number. The samples of a "
+                "step must depend only on the step; otherwise runs on other numbers of processes would differ, "
+                "and none could resume where it stopped. Give a Dataset with __getitem__ and __len__, or write "
+                "the stream to disk once"
+            )
+        return DatasetSamples(dataset, names=names, collate=collate, facts=facts or {})
 
 
 class Samples(Protocol, metaclass=_Makes):
@@ -128,39 +147,12 @@ class Splits(NamedTuple):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What tells these data from any other, by name."""
-        named = {"training": self.train, **self.scored}
-        found = {f"{name} data": f"{len(samples)} samples, {samples.fingerprint}" for name, samples in named.items()}
-        return {**found, **self.others}
+        """Sizes and fingerprints of the data, by name."""
+        splits = {"training": self.train, **self.scored}
+        return {**{f"{name} data": f"{len(it)} samples, {it.fingerprint}" for name, it in splits.items()}, **self.others}
 
 
-Collate = Callable[[list[Any]], Any]
-
-
-def wrap_dataset(
-    dataset: Any, *, names: Sequence[str | None], collate: Collate | None, facts: Mapping[str, Any]
-) -> OfArrays | OfDataset:
-    """Return samples of a data set; see `Samples.of`. Raises DataError for what cannot be samples."""
-    kind = type(dataset)
-    if isinstance(dataset, TensorDataset) and kind.__getitem__ is TensorDataset.__getitem__ and collate is None:
-        dataset = _named(dataset.tensors, names, what="a TensorDataset")
-        names = ()
-    if isinstance(dataset, Mapping):
-        kept = dataset if not names else _named(dataset, names, what="a mapping")
-        return OfArrays({name: _array(name, array) for name, array in kept.items()}, facts=facts)
-    if isinstance(dataset, DataLoader):
-        raise DataError("Samples.of was given a DataLoader, and uses only its data set: the application makes the batches")
-    if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):
-        raise DataError(
-            f"Samples.of was given {_class_name(dataset)}, which gives no samples by number. The samples of a "
-            "step must depend only on the step; otherwise runs on other numbers of processes would differ, "
-            "and none could resume where it stopped. Give a Dataset with __getitem__ and __len__, or write "
-            "the stream to disk once"
-        )
-    return OfDataset(dataset, names=names, collate=collate, facts=facts)
-
-
-class OfArrays:
+class ArraySamples:
     """Samples that are the rows of arrays, which may be mapped from a file."""
 
     workers = False
@@ -169,10 +161,7 @@ class OfArrays:
         """Each array is [N, ...]."""
         sizes = {name: len(array) for name, array in arrays.items()}
         if len(set(sizes.values())) != 1:
-            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise DataError(
-                f"the arrays of Samples.of must have the same length, one row per sample, but have: {told or 'none'}"
-            )
+            raise DataError(f"the arrays of Samples.of must have the same length, one row per sample, but have: {sizes}")
         self._arrays, self.facts = arrays, dict(facts)
 
     def __len__(self) -> int:
@@ -193,67 +182,70 @@ class OfArrays:
             np.take(array, indices, axis=0, out=memory[name], mode="clip")  # which writes without a copy in between
 
 
-class OfDataset:
+class DatasetSamples:
     """Samples that a Dataset makes one by one."""
 
     workers = True
 
-    def __init__(self, dataset: Any, *, names: Sequence[str | None], collate: Collate | None, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        names: Sequence[str | None],
+        collate: Callable[[list[Any]], Any] | None,
+        facts: Mapping[str, Any],
+    ) -> None:
         is_of_hub = type(dataset).__module__.partition(".")[0] == "datasets"
         kind = dataset.format["type"] if is_of_hub else None
         if is_of_hub and kind is None:  # plain lists, of which torch would not make one tensor
             dataset = dataset.with_format("torch")
         self._dataset, self._names, self._collate, self.facts = dataset, tuple(names), collate, dict(facts)
-        self._together = is_of_hub and kind != "custom"
-        """Whether it looks up many at once, and draws nothing."""
+        self._is_looked_up = is_of_hub and kind != "custom"
+        """True if it looks up many at once, and draws nothing."""
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> dict[str, Tensor]:
         """Return the samples at the indices, int64 [B], collated. Raises DataError, which names a sample that fails."""
-        if self._together:
+        if self._is_looked_up:
             items = self._dataset.__getitems__(indices.tolist())
         else:
             draws = draw or HostDraws(0, indices)  # in an evaluation a sample is the same each time, whatever the seed
-            seeds = draws.integers("global generators", 2**32).tolist()
-            with _own_generators() as seed:
-                items = [self._item(index, seed, by) for index, by in zip(indices.tolist(), seeds, strict=True)]
+            with _generators_restored():
+                items = list(map(self._item, indices.tolist(), draws.integers("global generators", 2**32).tolist()))
         if self._collate is None:
             named = [_named(item, self._names, what="an item of the data set") for item in items]
             return {name: _stacked(name, named, indices) for name in named[0]}
         try:
             batch = self._collate(items)
         except Exception as error:
-            raise DataError(f"collate failed on the samples {_few(indices)}: {_error_text(error)}") from error
+            raise DataError(f"collate failed on the samples {indices.tolist()}: {_error_text(error)}") from error
         return _named(batch, self._names, what="what collate returns")
 
-    def _item(self, index: int, seed: Callable[[int], None], by: int) -> Any:
-        seed(by)
+    def _item(self, index: int, seed: int) -> Any:
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002  (the one that data sets draw from without a word)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices' as well
         try:
             return self._dataset[index]
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"sample {index} of {_class_name(self._dataset)} cannot be loaded: {_error_text(error)}") from error
+            name = type(self._dataset).__qualname__
+            raise DataError(f"sample {index} of {name} cannot be loaded: {_error_text(error)}") from error
 
 
 @contextmanager
-def _own_generators() -> Iterator[Callable[[int], None]]:
-    """Give what seeds the generators that all share on the CPU, from 0 .. 2**32 - 1; put them back afterwards."""
+def _generators_restored() -> Iterator[None]:
+    """Put the generators that all share on the CPU back after the block."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     try:
-        yield _seed
+        yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         torch.default_generator.set_state(states[2])
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  (the one that data sets draw from without a word)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices' as well
 
 
 def _named(item: Any, names: Sequence[str | None], *, what: str) -> dict[str, Any]:
@@ -266,38 +258,26 @@ def _named(item: Any, names: Sequence[str | None], *, what: str) -> dict[str, An
     names = names or getattr(item, "_fields", ())
     parts = item if isinstance(item, (tuple, list)) else (item,)
     if len(parts) != len(names):
-        given = f"names={tuple(names)} has {len(names)}" if names else "they have no names yet"
-        example = tuple("xyz"[at] if at < 3 else f"field{at}" for at in range(len(parts)))
         raise DataError(
-            f"{what} has {len(parts)} part{'s' if len(parts) != 1 else ''} "
-            f"({', '.join(map(_shape_of, parts))}), and {given}: give Samples.of(..., names={example}), a "
-            "name for each part, or None to drop a part"
+            f"{what} has {len(parts)} parts, and names={tuple(names)} has {len(names)}: give Samples.of(..., names=...) "
+            "a name for each part, or None to drop a part"
         )
     return {name: part for name, part in zip(names, parts, strict=True) if name is not None}
 
 
 def _stacked(name: str, items: Sequence[Mapping[str, Any]], indices: np.ndarray) -> Tensor:
     """Return a field of all items as torch's `default_collate` puts it together, [B, ...]."""
-    other = next((at for at, item in enumerate(items) if name not in item), None)
-    if other is not None:
-        raise DataError(f"sample {indices[other]} has no field {name!r}, but sample {indices[0]} has it")
-    values = [item[name] for item in items]
     try:
-        found = default_collate(values)
+        field = default_collate([item[name] for item in items])
+        if not isinstance(field, Tensor):
+            raise TypeError(f"{type(items[0][name]).__name__} becomes a {type(field).__name__}")
     except Exception as error:
-        kinds = ", ".join(dict.fromkeys(map(_shape_of, values)))
         raise DataError(
-            f"field {name!r} of the samples {_few(indices)} cannot be stacked into a tensor: they have "
-            f"{kinds}. Return tensors of one shape from the data set, or give Samples.of(..., collate=...), "
-            f"which pads them ({type(error).__name__}: {error})"
+            f"field {name!r} of the samples {indices.tolist()} cannot be stacked into a tensor ({type(error).__name__}: "
+            f"{error}): return tensors of one shape from the data set, drop the field (None in names=), or give "
+            "Samples.of(..., collate=...), which pads them or returns a dict of tensors"
         ) from error
-    if not isinstance(found, Tensor):
-        raise DataError(
-            f"field {name!r} is {_shape_of(values[0])}, which torch collates to a {type(found).__name__}, not "
-            "a tensor: set its name in names= to None, or give Samples.of(..., collate=...), which returns a "
-            "dict of tensors"
-        )
-    return found
+    return field
 
 
 def _array(name: str, given: Any) -> np.ndarray:
@@ -308,29 +288,110 @@ def _array(name: str, given: Any) -> np.ndarray:
         torch.from_numpy(array[:0])
     except (TypeError, ValueError, IndexError) as error:
         raise DataError(
-            f"Samples.of was given {_shape_of(given)} as {name!r}, but expects arrays or tensors of numbers [N, ...]: {error}"
+            f"Samples.of was given {type(given).__name__} as {name!r}, but expects arrays or tensors [N, ...]: {error}"
         ) from error
     return array
 
 
-def _shape_of(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    if shape is None:
-        return type(value).__name__
-    return f"{type(value).__name__} {list(shape)} of {str(getattr(value, 'dtype', '?')).removeprefix('torch.')}"
-
-
-def _class_name(value: Any) -> str:
-    name = type(value).__qualname__
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
-
-
-def _few(indices: np.ndarray) -> str:
-    return ", ".join(map(str, indices[:4].tolist())) + (", ..." if len(indices) > 4 else "")
-
-
 def _error_text(error: BaseException) -> str:
-    """The error, and the line that raised it: the text is all that a worker process sends."""
+    """Return the error, and the line that raised it: the text is all that a worker process sends."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the one here
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+# Samples held out for validation ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class SamplePart:
+    """The samples at `start` .. `stop` - 1 of a random order of `whole`."""
+
+    whole: Any
+    seed: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        self.facts, self.workers, self.remedy = self.whole.facts, self.whole.workers, getattr(self.whole, "remedy", "")
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same samples of the same data."""
+        key = [self.whole.fingerprint, len(self.whole), self.seed, self.start, self.stop]
+        return hashlib.sha256(repr(key).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def fetch(self, indices: np.ndarray, draw: HostDraws | None) -> Any:
+        """Return the fields of a batch, as `Samples.fetch` describes."""
+        return self.whole.fetch(self.places(indices), draw)
+
+    def places(self, indices: np.ndarray) -> np.ndarray:
+        """Return where in `whole` the samples at `indices`, int64 [B], are."""
+        return permute(indices + self.start, size=len(self.whole), seed=self.seed, epoch=0, purpose="validation")
+
+    @property
+    def count(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Returns the counts of samples by their indices, as `app.task.Task` describes; None if `whole` has none."""
+        count = getattr(self.whole, "count", None)
+        return None if count is None else lambda indices: count(self.places(indices))
+
+
+class ArrayPart(SamplePart):
+    """A part of samples that are arrays."""
+
+    @property
+    def layout(self) -> Any:
+        """Shape and type of each field, as `LooksUp` describes."""
+        return self.whole.layout
+
+    def fetch_into(self, indices: np.ndarray, memory: Mapping[str, np.ndarray]) -> None:
+        """Write what `fetch` returns, as `LooksUp` describes."""
+        self.whole.fetch_into(self.places(indices), memory)
+
+
+def hold_out(data: Splits, fraction: float | None, *, seed: int) -> Splits:
+    """Return the splits, with this share of the training samples as validation split; None, or without any: unchanged.
+
+    Raises RecipeError if there is a validation split already, and DataError if the share or the rest is no sample.
+    """
+    if fraction is None or data.train is None:
+        return data
+    if data.validation is not None:
+        raise RecipeError(
+            f"train.validation_fraction is {fraction:g}, but the data has its own validation split: remove it "
+            "(train.validation_fraction=null)"
+        )
+    size = len(data.train)
+    count = round(fraction * size)
+    if not 0 < count < size:
+        raise DataError(
+            f"train.validation_fraction is {fraction:g}, which is {count} of {size} training samples: both "
+            "splits need at least one"
+        )
+    return data._replace(validation=_part(data.train, seed, 0, count), train=_part(data.train, seed, count, size))
+
+
+def first_of(samples: Any, most: int | None, *, seed: int) -> Any:
+    """Return at most `most` samples, always the same of a random order; None: all."""
+    if most is None or most >= len(samples):
+        return samples
+    if isinstance(samples, SamplePart):  # in random order already
+        return replace(samples, stop=samples.start + most)
+    return _part(samples, seed, 0, most)
+
+
+def without_hold_out(data: Splits) -> Splits:
+    """Return the splits as the task gave them, before samples were held out."""
+    return data._replace(train=data.train.whole, validation=None) if isinstance(data.train, SamplePart) else data
+
+
+def mapped(samples: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the samples with what the task opened changed; of a part the same part."""
+    return replace(samples, whole=change(samples.whole)) if isinstance(samples, SamplePart) else change(samples)
+
+
+def _part(samples: Any, seed: int, start: int, stop: int) -> SamplePart:
+    return (ArrayPart if isinstance(samples, LooksUp) else SamplePart)(samples, seed, start, stop)

@@ -1,6 +1,6 @@
 """Writes whole files: they get their final name only when they are complete and on the disk. Hashes files.
 
-Nothing passes through memory in larger chunks than CHUNK_BYTES. Standard library only.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from app.errors import CheckpointError, SamerunError
-from app.files import paths
 
 CHUNK_BYTES = 16 * 2**20
 _ADVICE = {
@@ -140,19 +139,15 @@ def check_stamp(path: Path, stamp: Stamp, *, size_alone: bool = False) -> None:
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: its checkpoint cannot be used.") from None
         if size_bytes != stamp.size_bytes:
-            how = "is truncated" if size_bytes < stamp.size_bytes else "has grown"
-            raise CheckpointError(f"{path} {how}: it has {size_bytes} bytes instead of {stamp.size_bytes}. It cannot be used.")
+            raise CheckpointError(f"{path} has {size_bytes} bytes instead of {stamp.size_bytes}: it cannot be used.")
         if not size_alone and sha256_of(path) != stamp.sha256:
             raise CheckpointError(f"{path} has changed since it was written (its SHA-256 differs), so it cannot be used.")
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a regular file, as `sha256sum` prints it. Raises OSError."""
-    digest = hashlib.sha256()
-    with paths.open_regular(path) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+    """Return the SHA-256 of a file, as `sha256sum` prints it. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_remains(folder: Path) -> None:

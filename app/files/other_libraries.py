@@ -3,23 +3,17 @@
 Every call that could run code of what it loads is in this module; tests/files/test_other_libraries.py finds calls elsewhere.
 Code of a folder or a repository is refused without a question on the terminal, and a pickle may hold only tensors and plain
 containers. The libraries are imported when they are needed.
-
-The hub's libraries try for half a minute and more before they report that it cannot be reached. `why_hub_unreachable` takes no
-longer than one of their tries.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import socket
-import urllib.request
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from app.errors import DataError
 
@@ -119,26 +113,9 @@ def extra(what: str) -> Iterator[None]:
         raise DataError(f'{what} needs a library that is not installed ({error}): pip install "samerun[formats]"') from error
 
 
-def why_hub_unreachable() -> str | None:
-    """Return why the hub cannot be reached now, as a clause; None: it may be there."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    if urllib.request.getproxies().keys() & {"https", "all"}:  # a proxy may know names that nobody here does
-        return None
-    address = urlsplit(constants.ENDPOINT)
-    port = address.port or (80 if address.scheme == "http" else 443)
-    try:
-        with socket.create_connection((address.hostname or "", port), timeout=constants.HF_HUB_ETAG_TIMEOUT):
-            return None
-    except OSError as error:
-        return f"{address.hostname} cannot be reached from here: {error.strerror or error}"
-
-
 @contextmanager
 def datasets_offline() -> Iterator[None]:
-    """Keep `datasets` off the network, and from logging what our errors say.
+    """Keep `datasets` off the network, and from logging what our errors report.
 
     Its `DownloadConfig(local_files_only=True)` does not do it: version 5.2 still asks the hub, five times in 23 seconds. It
     heeds the environment variable HF_DATASETS_OFFLINE, but only when it is imported, into the setting changed here.

@@ -10,51 +10,31 @@ import yaml
 
 def compose(path: Path, *, name: str, error: Callable[[str], Exception]) -> tuple[str, yaml.Node]:
     """Return the text of a file and its one document. Raises `error` of one sentence, which begins with `name` and the line."""
-    text = _text(path, name, error)
+    if not path.is_file():
+        raise error(f"{name}: it is not a text file" if path.exists() else f"{name}: there is no such file")
     try:
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as reason:
+        raise error(f"{name}: it cannot be read: {reason.strerror}") from reason
+    except UnicodeDecodeError as reason:
+        line = data.count(b"\n", 0, reason.start) + 1
+        what = f"it is not UTF-8 (byte {data[reason.start]:#x}): save it as UTF-8, or remove non-ASCII characters"
+        raise error(f"{name}:{line}: {what}") from reason
     except yaml.MarkedYAMLError as reason:
         line = reason.problem_mark.line + 1 if reason.problem_mark else 1
-        raise error(f"{name}:{line}: {_reason(reason, text.splitlines(), line)}") from reason
-    except yaml.reader.ReaderError as reason:
-        line = text.count("\n", 0, reason.position) + 1
-        raise error(f"{name}:{line}: it is not YAML: it contains the invalid character {chr(reason.character)!r}") from reason
-    except RecursionError:
-        raise error(f"{name}: its lists or mappings are nested too deeply") from None
+        context = f" ({reason.context})" if reason.context else ""
+        raise error(f"{name}:{line}: it is not YAML: {reason.problem}{context}") from reason
+    except (yaml.YAMLError, RecursionError) as reason:
+        raise error(f"{name}: it is not YAML: {str(reason).splitlines()[0]}") from reason
     if root is None:
         raise error(f"{name}: the file is empty, or has only comments: it must contain `key: value` lines")
     return text, root
 
 
-def _text(path: Path, name: str, error: Callable[[str], Exception]) -> str:
-    if not path.is_file():
-        raise error(f"{name}: it is not a text file" if path.exists() else f"{name}: there is no such file")
-    try:
-        data = path.read_bytes()
-    except OSError as reason:
-        raise error(f"{name}: it cannot be read: {reason.strerror}") from reason
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as reason:
-        line = data.count(b"\n", 0, reason.start) + 1
-        what = f"it is not UTF-8 (byte {data[reason.start]:#x}): save it as UTF-8, or remove non-ASCII characters"
-        raise error(f"{name}:{line}: {what}") from reason
-
-
-def _reason(error: yaml.MarkedYAMLError, lines: list[str], line: int) -> str:
-    """What is wrong, in other words where the library's say little."""
-    if "expected a single document" in str(error):
-        return "a second document begins here (---): keep one"
-    problem = str(error.problem or error)
-    around = lines[max(line - 2, 0) : line]
-    if r"'\t'" in problem or any("\t" in one[: len(one) - len(one.lstrip())] for one in around):
-        return "YAML does not allow tabs for indentation: indent with spaces"
-    context = f" ({error.context})" if error.context and error.context not in problem else ""
-    return f"it is not YAML: {problem}{context}"
-
-
 def key_text(node: yaml.Node) -> str | None:
-    """Return a key as it is meant, with quotes or without; None: it is a list or a mapping."""
+    """Return the text of a key, quoted or not; None: it is a list or a mapping."""
     return str(node.value) if isinstance(node, yaml.ScalarNode) else None
 
 

@@ -17,136 +17,84 @@ from torch import Tensor
 
 from app.distributed.runtime import Runtime
 from app.errors import TrainingError
-from app.metrics.clock import NOTHING, Clock, Communication, Spent
+from app.metrics.clock import NOTHING, Clock, Spent
 from app.metrics.trackers import Trackers
 from app.optim.steps import Step
 from app.recipe.schema import LogRecipe
 from app.runs import ledger, run_folder
 from app.runs.claim import Claim
-from app.task import COUNT_RULE, SAMPLES, Later, Loss
+from app.task import COUNT_RULE, SAMPLES, Loss
 
 
 class Losses:
     """This process's part of the summed loss, and of the task's own sums, since they were last taken."""
 
-    _STEPS = 64  # Adding up many steps at once costs what adding up one does, and few enough are kept that it needs no memory.
-
     def __init__(self, device: torch.device, *, with_sums: bool = True) -> None:
         """`with_sums`: whether the task's own sums are wanted."""
         self._device, self._with_sums = device, with_sums
         self.names: tuple[str, ...] | None = None
-        """Of the task's sums; known after the first pass."""
-        self._taken = torch.zeros(2, dtype=torch.float64, device=device)
-        self._means: list[Tensor] = []
-        self._counts: list[int | Tensor] = []
-        self._sums: list[Mapping[str, Later]] = []
-        self._skipped: list[Tensor | bool] = []
+        """Names of the task's sums; known after the first pass."""
+        self._step = self._taken = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, loss: Loss) -> None:
-        """Take in the loss of one forward pass."""
+        """Add the loss of one forward pass."""
         sums = loss.sums if self._with_sums else {}
         if self.names is None:
             self.names = tuple(sums)
-            self._taken = torch.zeros(2 + 2 * len(sums), dtype=torch.float64, device=self._device)
+            self._step = self._taken = torch.zeros(2 + 2 * len(sums), dtype=torch.float64, device=self._device)
         elif self.names != tuple(sums):
             raise TrainingError(
                 f"the task's loss reports {', '.join(sums) or 'nothing'}, but reported in its first pass "
                 f"{', '.join(self.names) or 'nothing'}: Loss.sums must have the same names, in the same "
                 "order, in every pass"
             )
-        self._means.append(loss.mean.detach())
-        self._counts.append(loss.count)
-        self._sums.append(sums)
+        count = self._scalar(loss.count)
+        values = [torch.where(count > 0, loss.mean.detach().double() * count, 0.0), count]
+        for later in sums.values():
+            found, of = later.of(*(tensor.unsqueeze(0) for tensor in later.tensors))
+            values += [found.double().sum(), self._scalar(of)]
+        self._step = self._step + torch.stack(values)
 
-    def counted(self) -> Tensor:
-        """Return what the passes of the first step were means over, together, a float64 scalar; called before its end."""
-        return torch.stack([torch.as_tensor(count, device=self._device).double() for count in self._counts]).sum()
+    def _scalar(self, number: float | Tensor) -> Tensor:
+        if isinstance(number, Tensor):
+            return number.to(self._device, torch.float64).sum()
+        return torch.full((), number, dtype=torch.float64, device=self._device)  # no copy from the host to wait for
 
     def end_step(self, skipped: Tensor | bool) -> None:
-        """Finish a step; what was skipped (as `Step.skipped`) has no part in the sums. All steps have equally many passes."""
-        self._skipped.append(skipped)
-        if len(self._skipped) >= self._STEPS:
-            self._add_up()
+        """Finish a step; a skipped one (as `Step.skipped`) has no part in the sums."""
+        mask = skipped.to(self._device, torch.bool, non_blocking=True) if isinstance(skipped, Tensor) else None
+        if mask is not None:
+            self._taken = self._taken + torch.where(mask, 0.0, self._step)
+        elif not skipped:
+            self._taken = self._taken + self._step
+        self._step = torch.zeros_like(self._step)
 
     def take(self) -> Tensor:
         """Return the summed loss and its count, and those of each of `names`, float64 [2 + 2 * names]; begin new ones."""
-        if self._skipped:
-            self._add_up()
         taken, self._taken = self._taken, torch.zeros_like(self._taken)
         return taken
 
-    def _add_up(self) -> None:
-        spoilt = self._spoilt(len(self._means))
-        added_up = [_summed(*self._losses(), spoilt)]
-        for name in self.names or ():
-            added_up.append(_summed(*self._of([sums[name] for sums in self._sums]), spoilt))
-        self._taken = self._taken + torch.cat(added_up)
-        self._means, self._counts, self._sums, self._skipped = [], [], [], []
 
-    def _losses(self) -> tuple[Tensor, Tensor | float, float]:
-        """The losses of the passes, their counts, and by what to multiply."""
-        means, counts = torch.stack(self._means), self._counts
-        if set(map(type, counts)) == {int} and len(set(counts)) == 1:
-            return means, 1.0, float(counts[0])  # a product once, after the sum: as it always was, to the last bit
-        each = torch.stack([torch.as_tensor(count, device=self._device) for count in counts]).double()
-        return torch.where(each > 0, means.double() * each, 0.0), each, 1.0
-
-    def _of(self, passes: Sequence[Later]) -> tuple[Tensor, Tensor | float, float]:
-        stacked = map(torch.stack, zip(*[later.tensors for later in passes], strict=True))
-        found, counts = passes[0].of(*stacked)
-        return found, counts, 1.0
-
-    def _spoilt(self, num_passes: int) -> Tensor | None:
-        """Which passes are of skipped steps, bool [passes]; None where it is known on the host that there are none."""
-        verdicts = [verdict for verdict in self._skipped if isinstance(verdict, Tensor)]
-        if not verdicts and not any(self._skipped):
-            return None
-        told = torch.stack(verdicts).bool() if verdicts else torch.tensor(self._skipped)
-        skipped = told.to(self._device, non_blocking=True)
-        return skipped.repeat_interleave(num_passes // len(skipped))
-
-
-def _summed(values: Tensor, counts: Tensor | float, factor: float, spoilt: Tensor | None) -> Tensor:
-    """The sum of the values [P] and of the counts, that of each or [P], times the factor, float64 [2]; without the spoilt."""
-    if spoilt is not None:
-        values = values.masked_fill(spoilt, 0)
-        counts = torch.where(spoilt, 0.0, counts)
-    total = values.sum(dtype=torch.float64)
-    counted = counts.sum(dtype=torch.float64) if isinstance(counts, Tensor) else torch.full_like(total, counts * len(values))
-    return torch.stack([total, counted]) * factor
-
-
-class Fed:
-    """What this process was fed, as one number a step: made on the device, and nothing waits for it."""
-
-    # Hashing many batches at once costs what hashing one of them does, and few enough are kept that it needs no memory.
-    _BATCHES = 256
+class SampleDigests:
+    """The samples that this process was fed, as one number a step: made on the device, and nothing waits for it."""
 
     def __init__(self) -> None:
-        self._batches: list[torch.Tensor] = []
-        self._steps = 0
-        self._digests: list[torch.Tensor] = []
+        self._batches: list[Tensor] = []
+        self._digests: list[Tensor] = []
 
-    def add(self, samples: torch.Tensor) -> None:
-        """Take in the sample numbers, int64 [micro-batch], of one forward pass."""
+    def add(self, samples: Tensor) -> None:
+        """Add the sample numbers, int64 [micro-batch], of one forward pass."""
         self._batches.append(samples)
 
     def end_step(self) -> None:
-        """Finish a step; all steps have equally many forward passes."""
-        self._steps += 1
-        if len(self._batches) >= self._BATCHES:
-            self._hash()
+        """Finish a step."""
+        self._digests.append(ledger.digest(torch.cat(self._batches)))
+        self._batches = []
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """Return the digests, int64 [steps], of all steps since the last call, of which there is at least one."""
-        if self._batches:
-            self._hash()
-        digests, self._digests = torch.cat(self._digests), []
+        digests, self._digests = torch.stack(self._digests), []
         return digests
-
-    def _hash(self) -> None:
-        self._digests.append(ledger.digest(torch.stack(self._batches).view(self._steps, -1)))
-        self._batches, self._steps = [], 0
 
 
 _RECORD_EVERY_S = 1.0
@@ -160,29 +108,32 @@ class Metrics:
         self,
         runtime: Runtime,
         claim: Claim,
-        gauges: Gauges,
         trackers: Trackers,
         *,
         global_batch_size: int,
+        flops_per_sample: float,
+        peak_flops_per_s: float | None,
         log: LogRecipe,
         unit: str = SAMPLES,
         first_step: int = 0,
     ) -> None:
-        """`unit` is the task's."""
-        self.clock = gauges.clock
-        self.timed = gauges.communication.timed
-        """The block in which the run trains: what ranks wait for one another is timed in it."""
-        self._gauges, self.trackers = gauges, trackers
+        """`unit` is the task's.
+
+        `flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
+        do, if known.
+        """
+        self.clock, self.trackers = Clock(runtime.device), trackers
+        self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
+        self._process = psutil.Process()
         self.skipped_in_row = 0
         """Consecutive skipped steps, up to the last log."""
         self._runtime, self._claim, self._global_batch_size = runtime, claim, global_batch_size
         self._record_samples = log.samples
         self._samples: list[int] = []
         self._losses = Losses(runtime.device, with_sums=log.train_scores)
-        self.units = Units(unit)
-        self._fed = Fed()
+        self.units = UnitCounts(unit)
+        self._digests = SampleDigests()
         self._unseen: list[Step] = []
-        self._first_step = first_step
         self._seen_steps, self._ended_steps, self._grad_norm = first_step, first_step, math.nan
         # What the next line must say, and what the ledger's has to.
         self._skipped_to_log: list[int] = []
@@ -195,7 +146,7 @@ class Metrics:
     def add(self, loss: Loss, samples: torch.Tensor) -> None:
         """Take in one forward pass over B samples: its loss, and their numbers, int64 [B]."""
         self._losses.add(loss)
-        self._fed.add(samples)
+        self._digests.add(samples)
         if self._record_samples:
             self._samples += self._runtime.gather_rows(samples).tolist()
 
@@ -204,9 +155,7 @@ class Metrics:
 
         `total` is what the `Loss.count` of all its passes on all ranks were to add up to; a tensor is a scalar.
         """
-        if step == self._first_step + 1:  # later ones at the next log, so that no step waits
-            self._check_counts(float(self._runtime.reduce(self._losses.counted())), float(total))
-        self._fed.end_step()
+        self._digests.end_step()
         self._unseen.append(taken)
         self.units.end_step(total)
         self._ended_steps = step
@@ -218,7 +167,8 @@ class Metrics:
     def log(self, step: int, *, epoch: int, learning_rate: float) -> dict[str, Any]:
         """Write the line of step `step`, covering all steps since the last line, and return it. All ranks call it.
 
-        Raises TrainingError, on all ranks, if the loss is not finite although the gradients were.
+        Raises TrainingError, on all ranks, if the loss is not finite although the gradients were, or if the losses were not
+        means over as much as the gradients were weighted for.
         """
         self._see_what_was_skipped()
         steps = step - self._logged_steps
@@ -226,10 +176,15 @@ class Metrics:
         spent = self.clock.spent()
         since = spent - self._logged
         samples = steps * self._global_batch_size
-        (loss_sum, counted, *sums), readings = self._gauges.read(self._losses.take(), since, samples=samples)
+        (loss_sum, counted, *sums), readings = self._read(self._losses.take(), since, samples=samples)
         counts = self.units.take()
         skipped = {at - self._logged_steps - 1 for at in self._skipped_to_log}
-        self._check_counts(counted, sum(count for place, count in enumerate(counts) if place not in skipped))
+        expected = sum(count for place, count in enumerate(counts) if place not in skipped)
+        if counted != expected:
+            raise TrainingError(
+                f"the losses since step {self._logged_steps} are means over {counted:,.0f} in total, but the "
+                f"gradients were weighted as means over {expected:,.0f}. {COUNT_RULE}"
+            )
         loss = loss_sum / max(counted, 1)
         self._unrecorded_s += samples / readings["samples_per_s"]  # the mean of the ranks, so that they agree
         if self._unrecorded_s >= _RECORD_EVERY_S or not math.isfinite(loss):
@@ -261,13 +216,42 @@ class Metrics:
         self._write(run_folder.METRICS, line, shown=line)
         return line
 
-    def _check_counts(self, counted: float, expected: float) -> None:
-        """Raise TrainingError, on all ranks, if the losses since the last line were not means over as much as expected."""
-        if counted != expected:
-            raise TrainingError(
-                f"the losses since step {self._logged_steps} are means over {counted:,.0f} in total, but the "
-                f"gradients were weighted as means over {expected:,.0f}. {COUNT_RULE}"
-            )
+    def _read(self, sums: Tensor, spent: Spent, *, samples: int) -> tuple[list[float], dict[str, Any]]:
+        """Return the data-parallel ranks' `sums` (float64 [n]) added up, and the readings by name, of these samples.
+
+        All ranks call it. Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank
+        with most. What is not known is None: utilization where the device's peak or the arithmetic of a sample is not known.
+        """
+        times_s = [spent.training_s, *(spent.phases_s[phase] for phase in ("data_wait", "forward_backward", "optimizer"))]
+        own = torch.tensor([*times_s, float(self._memory_bytes())], dtype=torch.float64).to(sums.device)
+        # In plain numbers from here on: each operation on a small tensor takes as long as all of them.
+        ranks: list[list[float]] = self._runtime.accelerator.gather(torch.cat([sums, own])[None]).tolist()
+        of_data = ranks[:: self._runtime.launched.tensor_parallel]  # the others of a group have the same sums
+        added_up = [sum(column) for column in zip(*(rank[: len(sums)] for rank in of_data), strict=True)]
+        training_s, *parts_s, _ = (sum(column) for column in zip(*(rank[len(sums) :] for rank in ranks), strict=True))
+        data_wait, forward_backward, optimizer = (part_s / training_s for part_s in parts_s)
+        samples_per_s = samples / (training_s / len(ranks))
+        flops_per_s = samples_per_s * self._flops_per_sample if self._flops_per_sample else None
+        peak = self._peak_flops_per_s
+        return added_up, {
+            "samples_per_s": samples_per_s,
+            "samples_per_s_per_device": samples_per_s / len(ranks),
+            "data_wait_share": data_wait,
+            "forward_backward_share": forward_backward,
+            "optimizer_share": optimizer,
+            "flops_per_s": flops_per_s,
+            "mfu": None if peak is None or flops_per_s is None else flops_per_s / (peak * len(ranks)),
+            "memory_bytes": int(max(rank[-1] for rank in ranks)),
+        }
+
+    def _memory_bytes(self) -> int:
+        """Return the most that the GPU's tensors took since the last time; on a CPU, what the process takes now."""
+        device = self._runtime.device
+        if device.type != "cuda":
+            return int(self._process.memory_info().rss)
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(peak_bytes)
 
     def _reported(self, sums: Sequence[float]) -> dict[str, float | None]:
         """The means of the task's own sums by name, of sums and counts in turns; None where nothing was counted."""
@@ -302,7 +286,7 @@ class Metrics:
         if self._recorded_steps == self._ended_steps:
             return
         self._see_what_was_skipped()
-        digests = self._runtime.reduce(self._fed.take()).tolist()
+        digests = self._runtime.reduce(self._digests.take()).tolist()
         spent = self.clock.spent()
         since = spent - self._recorded
         steps = ledger.Steps(
@@ -348,126 +332,53 @@ def _on_host(verdicts: Sequence[torch.Tensor | bool]) -> list[bool]:
     return [next(answers) if isinstance(verdict, torch.Tensor) else verdict for verdict in verdicts]
 
 
-class Gauges:
-    """The readings of all ranks, in one collective."""
+class UnitCounts:
+    """The counts of all steps of a run, exact over all its starts; of samples, which each line has anyway, nothing is written.
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: torch.nn.Module,
-        *,
-        flops_per_sample: float,
-        peak_flops_per_s: float | None,
-    ) -> None:
-        """`model` is as `prepare` returned it.
-
-        `flops_per_sample` is that of a forward and backward pass, 0 if not known; `peak_flops_per_s` is what one device can
-        do, if known.
-        """
-        self._runtime, self.clock = runtime, Clock(runtime.device)
-        self.communication = Communication(model, self.clock, runtime.device)
-        self._flops_per_sample, self._peak_flops_per_s = flops_per_sample, peak_flops_per_s
-        self._process = psutil.Process()
-
-    def read(self, sums: torch.Tensor, spent: Spent, *, samples: int) -> tuple[list[float], dict[str, Any]]:
-        """Return the data-parallel ranks' `sums` (float64 [n]) added up, and the readings by name, of so many samples.
-
-        All ranks call it.
-        Shares are of the time that was spent training, the mean of the ranks; memory is that of the rank with most. What is
-        not known is None: communication where there is no process group, utilization where the device's peak or the
-        arithmetic of a sample is not known.
-        """
-        phases_s = spent.phases_s
-        times_s = [phases_s["data_wait"], phases_s["forward_backward"], phases_s["optimizer"], phases_s["communication"]]
-        own = [spent.training_s, *times_s, float(self._memory_bytes())]
-        readings = torch.cat([sums, torch.tensor(own, dtype=torch.float64).to(sums.device)])
-        # In plain numbers from here on: each operation on a small tensor takes as long as all of them.
-        ranks: list[list[float]] = self._runtime.accelerator.gather(readings[None]).tolist()
-        *totals, _ = (sum(column) for column in zip(*ranks, strict=True))
-        training_s, *parts_s = totals[len(sums) :]
-        of_data = ranks[:: self._runtime.launched.tensor_parallel]  # the others of a group have the same sums
-        added_up = [sum(column) for column in zip(*(rank[: len(sums)] for rank in of_data), strict=True)]
-        data_wait, forward_backward, optimizer, communication = (part_s / training_s for part_s in parts_s)
-        samples_per_s = samples / (training_s / len(ranks))
-        flops_per_s = samples_per_s * self._flops_per_sample if self._flops_per_sample else None
-        peak = self._peak_flops_per_s
-        return added_up, {
-            "samples_per_s": samples_per_s,
-            "samples_per_s_per_device": samples_per_s / len(ranks),
-            "data_wait_share": data_wait,
-            "forward_backward_share": forward_backward,
-            "communication_share": communication if self.communication.is_timed else None,
-            "optimizer_share": optimizer,
-            "flops_per_s": flops_per_s,
-            "mfu": None if peak is None or flops_per_s is None else flops_per_s / (peak * len(ranks)),
-            "memory_bytes": int(max(rank[-1] for rank in ranks)),
-        }
-
-    def _memory_bytes(self) -> int:
-        """The most that the GPU's tensors held since the last time; on a CPU, what the process holds now."""
-        device = self._runtime.device
-        if device.type != "cuda":
-            held_bytes: int = self._process.memory_info().rss
-            return held_bytes
-        peak_bytes: int = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak_bytes
-
-
-class Units:
-    """The counts of all steps of a run, exact over all its starts; of samples, which each line has anyway, nothing is said.
-
-    Of a step that was skipped too: it was read and computed like the others.
+    A skipped step counts too: it was read and computed like the others.
     """
 
     def __init__(self, name: str) -> None:
         """`name` is the unit, in the plural."""
         self._name = name
-        self._before, self._taken = 0.0, 0.0
+        self._before, self._total = 0.0, 0.0
         self._untaken: list[float | torch.Tensor] = []
 
     def end_step(self, total: float | torch.Tensor) -> None:
-        """Take in what the passes of a step counted on all ranks; a tensor is a scalar, which nothing waits for yet."""
+        """Add what the passes of a step counted on all ranks; a tensor is a scalar, which nothing waits for yet."""
         self._untaken.append(total)
 
     def take(self) -> list[float]:
         """Return what each step since the last call counted."""
         counts = [float(total) for total in self._untaken]
         self._untaken = []
-        self._taken += sum(counts)
+        self._total += sum(counts)
         return counts
 
     @property
     def seen(self) -> dict[str, float]:
         """What the run has seen so far, by its name in a line."""
-        return self._named(seen=_whole(self._total()))
+        return self._named(seen=self.state())
 
     def rates(self, counted: float, readings: Mapping[str, Any], *, samples: int) -> dict[str, float]:
-        """Return the rates of so many units, which came in so many samples, from the `readings` of these."""
-        each = counted / samples
-        of_samples, of_one = (readings[f"{SAMPLES}_per_s{of}"] for of in ("", "_per_device"))
-        return self._named(per_s=each * of_samples, per_s_per_device=each * of_one)
+        """Return the rates of this many units, which came in this many samples, from the `readings` of these."""
+        return self._named(
+            **{rate: counted / samples * readings[f"{SAMPLES}_{rate}"] for rate in ("per_s", "per_s_per_device")}
+        )
 
     def result(self, training_s: float, *, steps: int) -> dict[str, float | None]:
-        """Return what the result says of a start that took so many steps in this time."""
-        rate = (self._total() - self._before) / training_s if steps else None
+        """Return what the result reports of a start that took this many steps in this time."""
+        rate = (self.state() - self._before) / training_s if steps else None
         return {**self.seen, **self._named(per_s=rate)}
 
     def state(self) -> float:
-        """Return what `load` takes, as JSON holds it."""
-        return _whole(self._total())
+        """Return what `load` takes, as JSON holds it: an int where it is one, exact up to 2**53."""
+        total = self._total + sum(float(total) for total in self._untaken)
+        return int(total) if total.is_integer() else total
 
     def load(self, state: float) -> None:
-        """Go on from what a checkpoint has."""
-        self._before = self._taken = float(state)
-
-    def _total(self) -> float:
-        return self._taken + sum(float(total) for total in self._untaken)
+        """Continue from what a checkpoint has."""
+        self._before = self._total = float(state)
 
     def _named(self, **values: Any) -> dict[str, Any]:
         return {} if self._name == SAMPLES else {f"{self._name}_{what}": value for what, value in values.items()}
-
-
-def _whole(value: float) -> float:
-    """The value as an int where it is one: counts of up to 2**53 are exact, and look like counts."""
-    return int(value) if value.is_integer() else value

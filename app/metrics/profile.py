@@ -1,6 +1,6 @@
 """`profile.steps=10:20`: a torch.profiler trace of these steps from each rank, with the offsets of the hosts' clocks.
 
-Nobody leaves a meeting before everybody has come. If rank i left at `out_i` by its clock and rank 0 came at `in_0` by its own,
+No rank leaves a meeting before all have come. If rank i left at `out_i` by its clock and rank 0 came at `in_0` by its own,
 then rank i's clock is ahead by no more than `out_i - in_0`; and by no less than `in_i - out_0`. Every meeting gives such
 bounds, and the narrowest hold: the error is at most half their distance, whatever the network does (as in F. Cristian,
 "Probabilistic clock synchronization", Distributed Computing 3, 1989, with a collective for the message).
@@ -27,22 +27,13 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from app.distributed.runtime import Runtime
-from app.errors import RecipeError, RunFolderError
+from app.errors import RunFolderError
 from app.metrics.clock import Clock, Phase
-from app.recipe.schema import ProfileRecipe
 from app.runs import run_folder
 from app.runs.claim import Claim
 
 _MEETINGS = 20
 """Enough for one in which nobody was late: a few milliseconds through gloo."""
-
-
-@dataclass(frozen=True)
-class Offset:
-    """How far a clock is ahead of rank 0's, in nanoseconds: `ahead_ns`, give or take `error_ns`."""
-
-    ahead_ns: float
-    error_ns: float
 
 
 @dataclass(frozen=True)
@@ -52,22 +43,6 @@ class Bounds:
     host: str
     least_ns: float
     most_ns: float
-
-
-def compare(runtime: Runtime, zero_ns: int) -> Offset:
-    """Return how far this host's clock is ahead of rank 0's. All ranks call this.
-
-    `zero_ns` is a Unix time a short while ago, the same on all ranks.
-    """
-    launched = runtime.launched
-    own = bounds(
-        runtime.greatest,
-        lambda: time.time_ns() - zero_ns,
-        host=socket.gethostname(),
-        rank=launched.rank,
-        world_size=launched.world_size,
-    )
-    return offset(launched.rank, runtime.gather(own))
 
 
 def bounds(meet: Callable[[Sequence[float]], list[float]], now_ns: Callable[[], int], *, host: str, rank: int,
@@ -88,32 +63,24 @@ def bounds(meet: Callable[[Sequence[float]], list[float]], now_ns: Callable[[], 
     return Bounds(host, meet(least_of_all_ns)[rank], most_ns)
 
 
-def offset(rank: int, of_all: Sequence[Bounds]) -> Offset:
-    """Return the offset of a rank's clock, from the bounds of all: the ranks of one host have one clock.
+def offset(rank: int, of_all: Sequence[Bounds]) -> tuple[float, float]:
+    """Return how far a rank's clock is ahead of rank 0's, in nanoseconds, and the error, from the bounds of all ranks.
 
-    Those on rank 0's host have its clock, without error. Bounds that contradict each other, because a clock was set in
-    between, give an error that says how far they do.
+    The ranks of one host have one clock; those on rank 0's host have its clock, without error. Bounds that contradict each
+    other, because a clock was set in between, give an error as large as the contradiction.
     """
     host = of_all[rank].host
     if host == of_all[0].host:
-        return Offset(0.0, 0.0)
+        return 0.0, 0.0
     least_ns = max(one.least_ns for one in of_all if one.host == host)
     most_ns = min(one.most_ns for one in of_all if one.host == host)
-    return Offset((least_ns + most_ns) / 2, abs(most_ns - least_ns) / 2)
+    return (least_ns + most_ns) / 2, abs(most_ns - least_ns) / 2
 
 
 _NEXT = {"other": "data wait", "data_wait": "forward", "forward_backward": "log", "optimizer": "log"}
 """Name of the phase that follows one of the clock's phases."""
 _GZIP_LEVEL = 5
 """Half the time of the default, for a few per cent more bytes."""
-
-
-def check_window(recipe: ProfileRecipe, *, total_steps: int) -> None:
-    """Raise RecipeError if a run of `total_steps` ends before the window does."""
-    if recipe.window is not None and recipe.window[1] > total_steps:
-        raise RecipeError(
-            f"profile.steps is {recipe.steps}, and the run has {total_steps} steps: give steps within the run, or null."
-        )
 
 
 class Profile:
@@ -236,9 +203,17 @@ class Profile:
         return f"profile of steps {self._first} to {self._last}: merge its traces with `samerun timeline {self._claim.path}`"
 
     def _compare_clocks(self) -> None:
-        offset = compare(self._runtime, self._zero_ns)
-        self._offsets.append((time.time_ns(), offset.ahead_ns))
-        self._clock_error_ns = max(self._clock_error_ns, offset.error_ns)
+        launched = self._runtime.launched
+        own = bounds(
+            self._runtime.greatest,
+            lambda: time.time_ns() - self._zero_ns,
+            host=socket.gethostname(),
+            rank=launched.rank,
+            world_size=launched.world_size,
+        )
+        ahead_ns, error_ns = offset(launched.rank, self._runtime.gather(own))
+        self._offsets.append((time.time_ns(), ahead_ns))
+        self._clock_error_ns = max(self._clock_error_ns, error_ns)
 
     def _begin_range(self, name: str, *, depth: int) -> None:
         self._end_ranges(depth)

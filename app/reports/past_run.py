@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import yaml
 
 from app.errors import RunFolderError, printable
-from app.files import paths
 from app.files.lines import Lines, is_count, is_finite
 from app.runs import failure, ledger, run_folder
 from app.runs.failure import ProcessFailure
@@ -114,7 +113,6 @@ def read(folder: Path) -> PastRun:
         raise RunFolderError(f"{folder} is not a folder: give that of a run (--run-dir, by default runs/<recipe>-<time>).")
     if not is_run(folder):
         raise RunFolderError(f"{folder} is not the folder of a run: it has none of the files that a run writes at its start.")
-    run_folder.check_name(folder)
     complaints: list[str] = []
 
     def attempt(load: Callable[[Path], T], name: str, otherwise: T, *, optional: bool = False) -> T:
@@ -162,7 +160,7 @@ def read(folder: Path) -> PastRun:
 
 def _yaml(path: Path) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(paths.read_regular(path))
+        values = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import RunFolderError, printable
-from app.files import paths
 from app.files.atomic_files import file_made_whole, refusal
 from app.files.lines import parsed
 from app.options import Parser
@@ -63,7 +62,7 @@ def merge(folder: Path) -> list[str]:
             for number, rank in enumerate(ranks if isinstance(ranks, list) else []):
                 path = folder / f"rank-{number}.json.gz"
                 try:
-                    events = list(_events(number, rank, parsed(gzip.decompress(paths.read_regular(path)))))
+                    events = list(_events(number, rank, parsed(gzip.decompress(path.read_bytes()))))
                     error_ms = max(error_ms, rank["clock_error_ns"] / 1e6)
                 except _BROKEN as error:
                     reason = error if isinstance(error, (OSError, EOFError, ValueError)) else f"no trace: {error!r}"

@@ -39,7 +39,6 @@ _RECENT_LINES = 30
 """Lines of metrics that the expected end is computed from."""
 _SHARES = {
     "forward_backward_share": "forward and backward",
-    "communication_share": "communication",
     "optimizer_share": "optimizer",
     "data_wait_share": "waiting for data",
 }

@@ -27,13 +27,12 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from app.errors import RunFolderError
-from app.files import paths
 from app.files.atomic_files import disk_errors, refusal, sync
 from app.files.lines import Lines, is_count, parsed
 from app.runs.run_folder import EVALUATIONS, LEDGER, METRICS, SAMPLES, STARTS, TENSORBOARD, TEXTS, refuse_links
@@ -58,7 +57,7 @@ class Claim:
         To end soon, not to be safe: whatever this start writes from then on goes nowhere.
         """
         try:
-            paths.read_regular(self.place / _ABOUT)  # opening asks NFS's server, where a stat may be answered from memory
+            (self.place / _ABOUT).read_bytes()  # opening asks NFS's server, where a stat may be answered from memory
         except OSError as error:
             if error.errno not in _GONE:
                 raise RunFolderError(refusal(self.place / _ABOUT, "read", error)) from error
@@ -91,10 +90,6 @@ class Claim:
             self.check()
             raise
 
-    def _made(self, name: str) -> Path:
-        """Where a file of the run folder is made. The place has no folders for it: to make one could make the place again."""
-        return self.place / name.replace("/", "-")
-
     # Whole files -------------------------------------------------------------------------------------------------------------
 
     def write_text(self, name: str, text: str) -> None:
@@ -116,7 +111,7 @@ class Claim:
 
         If the block fails nothing is left of it, and what had the name before is as it was. Raises RunFolderError.
         """
-        made = self._made(name)
+        made = self.place / name.replace("/", "-")  # not in a folder of the place: to make one could make the place again
         try:
             with self.errors(self.path / name):
                 yield made
@@ -159,39 +154,23 @@ class Claim:
         """
         complaints = []
         for name in (METRICS, EVALUATIONS, TEXTS, SAMPLES, LEDGER):
-            path = self.path / name
-            with self.errors(path):
-                if name == METRICS or path.exists():
-                    complaints.append(self._copied(name, None if name == LEDGER else step))
+            lines = Lines(self.path / name)
+            if (self.path / name).exists():
+                self._begin(name, _upto(lines, None if name == LEDGER else step))
+                complaints.append(lines.complaint)
+            elif name == METRICS:
+                self._begin(name)
         for path in (self.path / TENSORBOARD).glob("*"):  # which are told themselves where to forget
             if path.is_file():
                 with self.staged(f"{TENSORBOARD}/{path.name}") as copy:
                     shutil.copyfile(path, copy)
         return [complaint for complaint in complaints if complaint]
 
-    def _copied(self, name: str, upto: int | None) -> str | None:
-        """Take up a file of lines in a copy of our own; return what was left out."""
-        lines = Lines(self.path / name)
-        with self._begun(name) as handle:
-            if (self.path / name).exists():
-                with os.fdopen(os.dup(handle), "ab") as copy:
-                    copy.writelines(_upto(lines, upto))
-        return lines.complaint
-
-    @contextmanager
-    def _begun(self, name: str) -> Iterator[int]:
-        """Begin a file in the place; what the block writes into its handle is on the disk before the file has its name."""
-        made = self._made(name)
-        handle = os.open(made, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            yield handle
-            os.fsync(handle)
-            self.put(made, self.path / name)
-        except OSError:
-            os.close(handle)
-            with suppress(OSError):
-                _remove(made)
-            raise
+    def _begin(self, name: str, lines: Iterable[bytes] = ()) -> None:
+        """Begin a file with these lines, in place of the one that has the name, and keep its handle."""
+        with self.staged(name) as made, made.open("ab") as file:
+            file.writelines(lines)
+            handle = os.dup(file.fileno())
         self._handles[name] = handle
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
@@ -203,8 +182,7 @@ class Claim:
         with self.errors(self.path / name):
             if name not in self._handles:
                 (self.path / name).parent.mkdir(exist_ok=True)
-                with self._begun(name):
-                    pass
+                self._begin(name)
             _write_all(self._handles[name], content)
 
     def sync(self) -> None:
@@ -275,20 +253,15 @@ def _new_place(starts: Path) -> Path:
 def last_start(path: Path) -> Any:
     """Return what the newest start of a run wrote about itself into its place. Raises OSError and ValueError."""
     starts = path / STARTS
-    return parsed(paths.read_regular(starts / str(max(_numbers(starts))) / _ABOUT))
+    return parsed((starts / str(max(_numbers(starts))) / _ABOUT).read_bytes())
 
 
 def _introduce(place: Path, errors: str) -> None:
-    """Say in a place whose it is. Raises OSError; the place itself stays then, or its number would come twice."""
+    """Write into a place whose it is. Raises OSError; the place itself stays then, or its number would come twice."""
     about = place / _ABOUT
-    try:
-        about.write_text(json.dumps({"host": socket.gethostname(), "time": time.time(), "errors": errors}) + "\n")
-        sync(about)
-        sync(place.parent)
-    except OSError:
-        with suppress(OSError):
-            _remove(about)
-        raise
+    about.write_text(json.dumps({"host": socket.gethostname(), "time": time.time(), "errors": errors}) + "\n")
+    sync(about)
+    sync(place.parent)
 
 
 def _numbers(starts: Path) -> list[int]:

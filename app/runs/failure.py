@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from app.errors import HangError, RunFolderError, SamerunError, is_of_a_lost_peer
-from app.files import paths
 from app.files.lines import is_count, is_finite, parsed
 from app.runs.claim import last_start
 from app.runs.run_folder import write_json
@@ -95,7 +94,7 @@ def first(folder: Path | None) -> ProcessFailure | None:
     found: list[ProcessFailure] = []
     for file in folder.glob("*.json") if folder else ():
         with suppress(OSError, ValueError, TypeError):  # damaged; the others may not be
-            failure = ProcessFailure(**parsed(paths.read_regular(file)))
+            failure = ProcessFailure(**parsed(file.read_bytes()))
             if isinstance(failure.exit_code, int) and is_finite(failure.time) and is_count(failure.rank or 0):
                 found.append(failure)
     known = {failure.rank for failure in found if failure.error}

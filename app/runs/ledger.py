@@ -24,7 +24,7 @@ from typing import Any
 
 from app.data.order import GOLDEN64, MASK64, MIX_FIRST, MIX_SECOND
 from app.errors import RunFolderError
-from app.files.lines import Lines, is_count, is_finite
+from app.files.lines import Lines
 from app.runs.run_folder import LEDGER
 
 # As int64, in which torch has no constant of 64 bits otherwise.
@@ -160,29 +160,15 @@ def read(run_dir: Path) -> tuple[list[Event], str | None]:
 
 
 def _event(values: dict[str, Any]) -> Event:
-    """The event of a line. Raises ValueError."""
+    """Return the event of a line. Raises ValueError."""
     kind = _KINDS.get(str(values.pop("event", "")))
     if kind is None:
         raise ValueError(f"it is none of the events {', '.join(_KINDS)}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    types = {field.name: str(field.type) for field in fields(kind)}
-    if types.keys() != values.keys():
-        raise ValueError(f"missing or unknown: {', '.join(sorted(types.keys() ^ values.keys()))}")
-    for name, value in values.items():
-        if not _is_of(value, types[name]):
-            raise ValueError(f"{name} is {str(value)[:40]!r}, not {types[name]}")
-    return kind(**values)
-
-
-def _is_of(value: Any, annotation: str) -> bool:
-    """Whether a value is of a type as the classes above write it: `int`, `float`, `str`, `... | None`, `tuple[..., ...]`."""
-    plain = annotation.removesuffix(" | None")
-    if value is None:
-        return plain != annotation
-    if plain.startswith("tuple["):
-        part = plain.removeprefix("tuple[").removesuffix(", ...]")
-        return isinstance(value, tuple) and all(_is_of(item, part) for item in value)
-    return {"int": is_count, "float": is_finite}.get(plain, lambda text: isinstance(text, str))(value)
+    arguments: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"it is no event {kind.__name__}: {error}") from None
 
 
 def counting(events: Iterable[Event]) -> list[Event]:
@@ -257,10 +243,25 @@ class TimeSpent:
 def account(events: Sequence[Event]) -> TimeSpent:
     """Return where the time went of a run with these lines, of which the first is a start."""
     spent = dict.fromkeys((part.name for part in fields(TimeSpent)), 0.0)
-    now: float | None = None
-    for start, lines in _starts(events):
-        now = _until_launched(start, now, spent)
-        now = _until_last_line(start, lines, now, spent)
+    places = [place for place, event in enumerate(events) if isinstance(event, Start)]
+    now_s: float | None = None
+    for place, following in zip(places, [*places[1:], len(events)], strict=True):
+        start, lines = events[place], events[place + 1 : following]
+        assert isinstance(start, Start)
+        part = "down_s"
+        for moment, next_part in ((start.submitted, "queue_s"), (start.allocated, "startup_s"), (start.launched, "startup_s")):
+            if moment is not None and (now_s is None or moment >= now_s):  # one job may have several starts
+                spent[part] += moment - (moment if now_s is None else now_s)
+                now_s, part = moment, next_part
+        assert now_s is not None
+        launched_s = now_s
+        now_s = max([launched_s, start.time, *(line.time for line in lines)])
+        # The first line of steps covers all work since the loop began: everything else before it is start-up.
+        first = next((number for number, line in enumerate(lines) if isinstance(line, Steps)), None)
+        end_s, before = (now_s, lines) if first is None else (lines[first].time, lines[: first + 1])
+        startup_s = max(0.0, end_s - launched_s - sum(_work(before).values()))
+        spent["startup_s"] += startup_s
+        spent["other_s"] += max(0.0, now_s - launched_s - startup_s - sum(_work(lines).values()))
     all_work, counting_work = _work(events), _work(counting(events))
     spent |= counting_work
     spent["lost_work_s"] = sum(all_work.values()) - sum(counting_work.values())
@@ -269,50 +270,8 @@ def account(events: Sequence[Event]) -> TimeSpent:
     return TimeSpent(**spent)
 
 
-def _starts(events: Sequence[Event]) -> list[tuple[Start, list[Event]]]:
-    """Each start with the lines that follow it."""
-    starts: list[tuple[Start, list[Event]]] = []
-    for event in events:
-        if isinstance(event, Start):
-            starts.append((event, []))
-        else:
-            starts[-1][1].append(event)
-    return starts
-
-
-def _until_launched(start: Start, now: float | None, spent: dict[str, float]) -> float:
-    """Spend the time from `now`, the end of the start before, and return when the main process was launched."""
-    part = "down_s"
-    for moment, next_part in ((start.submitted, "queue_s"), (start.allocated, "startup_s"), (start.launched, "startup_s")):
-        if moment is None:
-            continue
-        now = moment if now is None else now
-        if moment >= now:  # a later start in the same job was submitted and allocated long ago
-            spent[part] += moment - now
-            now, part = moment, next_part
-    assert now is not None
-    return now
-
-
-def _until_last_line(start: Start, lines: Sequence[Event], launched: float, spent: dict[str, float]) -> float:
-    """Spend what is not work of the time from the launch, and return when the last line was written."""
-    end = max([launched, start.time, *(line.time for line in lines)])
-    # The first line of steps tells of all work since the loop began: what is not work before it is start-up.
-    first = next((number for number, line in enumerate(lines) if isinstance(line, Steps)), None)
-    until, before = (end, lines) if first is None else (lines[first].time, lines[: first + 1])
-    startup_s = max(0.0, until - launched - sum(map(_work_s, before)))
-    spent["startup_s"] += startup_s
-    spent["other_s"] += max(0.0, end - launched - startup_s - sum(map(_work_s, lines)))
-    return end
-
-
-def _work_s(event: Event) -> float:
-    """The seconds of work that a line tells of."""
-    return sum(_work([event]).values())
-
-
 def _work(events: Sequence[Event]) -> dict[str, float]:
-    """The seconds of work that the lines tell of, by their part."""
+    """Return the seconds of work in the lines, by their part."""
     steps = [event for event in events if isinstance(event, Steps)]
     return {
         "compute_s": sum(event.training_s - event.waiting_s for event in steps),

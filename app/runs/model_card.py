@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ class Told:
     title: str
     data: str
     """What it was trained on, in words, no path."""
-    data_id: str
-    """The same as one word."""
     library: str = "samerun"
     pipeline: str | None = None
     """The hub's name for what the model does."""
@@ -41,8 +39,6 @@ class Told:
     use: str = LOADED_BY_US
     also: str = ""
     """What else a user has to know, as Markdown."""
-    metrics: Mapping[str, str] = field(default_factory=dict)
-    """The hub's names of scores that it has another name for."""
 
 
 def written(told: Told, weights: Mapping[str, Any]) -> bytes:
@@ -88,22 +84,8 @@ hf upload USER/NAME THIS_FOLDER
 
 
 def _front(told: Told, weights: Mapping[str, Any]) -> str:
-    from huggingface_hub import EvalResult, ModelCardData  # here: the first step need not wait for it
+    from huggingface_hub import ModelCardData  # here: the first step need not wait for it
 
-    results = []
-    for split in ("validation", "test"):
-        for name, value in weights["scores"].items():
-            if name.startswith(f"{split}_"):
-                plain = name.removeprefix(f"{split}_")
-                result: dict[str, Any] = {
-                    "metric_type": told.metrics.get(plain, plain),
-                    "metric_value": value,
-                    "metric_name": f"{split} {plain.replace('_', ' ')}",
-                    "dataset_type": told.dataset or told.data_id,
-                    "dataset_name": told.data_id,
-                    "dataset_split": split,
-                }
-                results.append(EvalResult(task_type=told.pipeline or "other", **result))
     # The hub refuses a base model that is not one of its own names, such as a folder.
     base = weights["recipe"].get("model.path") if weights["recipe"]["train.init_from"] else None
     data = ModelCardData(
@@ -113,14 +95,12 @@ def _front(told: Told, weights: Mapping[str, Any]) -> str:
         pipeline_tag=told.pipeline,
         tags=["samerun"],
         datasets=[told.dataset] if told.dataset else None,
-        model_name=told.title if results else None,
-        eval_results=results or None,
     )
     return data.to_yaml(original_order=["library_name", "license", "base_model", "pipeline_tag", "tags", "datasets"])
 
 
 def _training(weights: Mapping[str, Any]) -> str:
-    """A table of how it was trained, of what is known."""
+    """Return a table of how it was trained, of what is known."""
     recipe, run = weights["recipe"], weights["run"]
     rows = {
         "recipe": run.get("recipe"),
@@ -133,21 +113,20 @@ def _training(weights: Mapping[str, Any]) -> str:
         "commit": run.get("commit"),
         "versions": ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items()) or None,
     }
-    told = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value is not None)
-    return f"| | |\n|---|---|\n{told}"
+    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value is not None)
 
 
 def _differing(recipe: Mapping[str, Any]) -> str:
-    """The keys that are not at their defaults, as YAML; of paths the last part alone."""
+    """Return the keys that are not at their defaults, as YAML; of paths the last part alone."""
     task = recipe["task"]
-    usual = recipe_keys.flat(recipe_keys.build({"task": task}))
-    hidden, places = recipe_keys.not_learnt(task), recipe_keys.places(task)
-    told = {
-        key: _name(value) if key in places and isinstance(value, str) else value
+    defaults = recipe_keys.flat(recipe_keys.build({"task": task}))
+    hidden, paths = recipe_keys.not_learnt(task), recipe_keys.places(task)
+    shown = {
+        key: _name(value) if key in paths and isinstance(value, str) else value
         for key, value in recipe.items()
-        if key == "task" or (key not in hidden and _plain(value) != _plain(usual.get(key)))
+        if key not in hidden and _plain(value) != _plain(defaults.get(key))
     }
-    return recipe_file.flat_to_yaml(told | {"task": task_file.name_of(task)})
+    return recipe_file.flat_to_yaml(shown | {"task": task_file.name_of(task)})
 
 
 def _plain(value: Any) -> Any:
@@ -155,5 +134,5 @@ def _plain(value: Any) -> Any:
 
 
 def _name(path: str) -> str:
-    """The last part of a path; what is none, as a name of the hub or one from where the run was started, as it is."""
+    """Return the last part of a path; a name of the hub, or a path relative to where the run was started, is unchanged."""
     return Path(path).name if path.startswith(("/", "~", "$", "..")) else path

@@ -30,14 +30,12 @@ Files appear whole or not at all. A run writes them by its claim; here is what t
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from app.errors import RunFolderError
-from app.files import paths
 from app.files.atomic_files import disk_errors, file_made_whole
 from app.files.lines import Lines, is_count, parsed
 from app.files.paths import new_folder
@@ -65,7 +63,7 @@ def monitor(about: Mapping[str, Any]) -> tuple[str, str] | None:
     """
     match about.get("monitor"):
         case [str(name), ("max" | "min") as best]:
-            return name.removeprefix("test_"), best  # as it was written before there were three splits
+            return name, best
     return None
 
 
@@ -85,7 +83,6 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
     Raises RunFolderError if it cannot be made, or holds a run and must not (`may_exist`).
     """
     path = Path(run_dir) if run_dir else Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    check_name(path)
     try:
         if run_dir and not may_exist and (path / RECIPE).exists():
             raise RunFolderError(
@@ -94,33 +91,12 @@ def choose(run_dir: str | None, recipe_name: str, *, may_exist: bool) -> Path:
             )
         if run_dir:
             path.mkdir(parents=True, exist_ok=True)
-            _refuse_folders(path)
             return path
         return new_folder(path)
     except OSError as error:
         raise RunFolderError(
             f"the run folder {path} cannot be written: {error.strerror or error}. Choose another --run-dir."
         ) from error
-
-
-def check_name(path: Path) -> None:
-    """Raise RunFolderError for a path that is no text: pages, plots and safetensors files are written in UTF-8."""
-    try:
-        str(path.absolute()).encode()
-    except UnicodeEncodeError:
-        raise RunFolderError(
-            f"the run folder's path, {os.fsencode(path.absolute())!r}, is not UTF-8: rename it, or choose another --run-dir."
-        ) from None
-
-
-def _refuse_folders(path: Path) -> None:
-    """Raise RunFolderError for a folder where a file is to be written at the end, when all the work is done."""
-    files = (RECIPE, PRESET, RUN, RESULT, METRICS, EVALUATIONS, TEXTS, SAMPLES, LEDGER, MODEL, MODEL_CONFIG, OUTCOME, TRACKERS)
-    for name in files:
-        if (path / name).is_dir():
-            raise RunFolderError(
-                f"{path / name} is a folder, and the run writes a file of that name: remove it, or choose another --run-dir."
-            )
 
 
 def refuse_links(path: Path) -> None:
@@ -177,7 +153,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON file's object. Raises RunFolderError if it is missing or broken."""
     try:
-        values = parsed(paths.read_regular(path))
+        values = parsed(path.read_bytes())
     except FileNotFoundError:
         raise RunFolderError(f"{path} is missing: {path.parent} is not the folder of a finished run.") from None
     except OSError as error:

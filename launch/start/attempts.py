@@ -14,7 +14,6 @@ from pathlib import Path
 
 from app.environment.variables import ERRORS
 from app.errors import STOPPED, HangError, TrainingError
-from app.files import paths
 from app.files.lines import parsed
 from app.runs import failure
 from launch.schedulers.job import ATTEMPT, Job, NotDoneError
@@ -70,7 +69,7 @@ class OutcomeFile:
 
     def _content(self) -> bytes | None:
         try:
-            return paths.read_regular(self._file)
+            return self._file.read_bytes()
         except OSError:  # a file that cannot be read tells as little as none; who writes into the folder says why
             return None
 

@@ -68,9 +68,7 @@ def test_the_card_is_one_of_the_hub_and_names_no_place(run: Path, tmp_path: Path
     assert export.main([str(run), "--out", str(tmp_path)]) == 0
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.library_name, card.data.pipeline_tag) == ("samerun", "image-classification")
-    scores = {result.metric_name: result.metric_value for result in card.data.eval_results}
     told = json.loads((run / "result.json").read_text())
-    assert scores["test accuracy"] == pytest.approx(told["test_accuracy"])
     assert f"| test accuracy | {told['test_accuracy']:.4f} |" in card.text
     for words in ("mean 0.25; standard deviation 0.5", "takes float32 [N, 1, 8, 8]: gray pictures", "Classes: 0: 0, 1: 1,",
                   "| seed | 0 |", "| steps | 3 |", "| versions | python ", "hf upload USER/NAME THIS_FOLDER"):  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.data.draws import Draws, HostDraws, SampleDraws, mix64_tensor
-from app.data.order import GOLDEN64, derive_key, mix64
+from app.data.order import GOLDEN64, mix64
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The first five numbers of splitmix64 seeded with 1234567, as published at https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
@@ -102,21 +102,6 @@ def test_a_sample_draws_the_same_in_any_batch(seed, numbers, random):
         assert torch.equal(draw(part), draw(whole)[shuffled[1:]])
 
 
-@settings(deadline=None)
-@given(seeds, seeds, samples, st.text(max_size=9), st.text(max_size=9))
-def test_seed_purpose_and_sample_all_count(seed, other_seed, number, purpose, other_purpose):
-    bits = Draws(seed, torch.tensor([number, number + 1])).bits(purpose)
-    assert bits[0] != bits[1]
-    if other_purpose != purpose:
-        assert not torch.equal(Draws(seed, torch.tensor([number, number + 1])).bits(other_purpose), bits)
-    if other_seed != seed:
-        assert not torch.equal(Draws(other_seed, torch.tensor([number, number + 1])).bits(purpose), bits)
-
-
-def test_words_are_told_apart_by_place_and_boundary():
-    assert len({derive_key(1, "ab", "c"), derive_key(1, "a", "bc"), derive_key(1, "c", "ab"), derive_key(1, "abc")}) == 4
-
-
 def test_uniform_fills_its_range_evenly(device):
     values = Draws(3, torch.arange(200_000, device=device)).uniform("u").cpu()
     assert values.dtype == torch.float32
@@ -127,8 +112,8 @@ def test_uniform_fills_its_range_evenly(device):
     assert 43 < ((counts - 2000) ** 2 / 2000).sum() < 155
 
 
-@pytest.mark.parametrize("high", [2, 14, 1000])
-def test_integers_are_even(high, device):
+def test_integers_are_even(device):
+    high = 14
     values = Draws(5, torch.arange(100_000, device=device)).integers("i", high).cpu()
     counts = values.bincount(minlength=high).double()
     assert len(counts) == high
@@ -136,19 +121,9 @@ def test_integers_are_even(high, device):
     assert abs(((counts - expected) ** 2 / expected).sum() - freedom) < 4 * math.sqrt(2 * freedom)
 
 
-def test_integers_take_a_bound_per_sample():
-    high = torch.tensor([1, 2, 5, 1000]).repeat(1000)
-    values = Draws(0, torch.arange(4000)).integers("i", high)
-    assert ((values >= 0) & (values < high)).all()
-    assert values[2::4].unique().tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("other", ["same", "purpose", "seed", "stream"])
-def test_draws_are_independent(shift, other):
-    """Neighbouring samples, two purposes, two seeds and two streams fill the unit square evenly (16 x 16 chi-square)."""
-    if other == "same" and shift == 0:
-        shift = 2  # a draw is not independent of itself
+def test_draws_are_independent(other):
+    """Neighboring samples, two purposes, two seeds and two streams fill the unit square evenly (16 x 16 chi-square)."""
     numbers = torch.arange(100_000)
     first = Draws(1, numbers).streams(2).uniform("a")
     second = {
@@ -156,20 +131,11 @@ def test_draws_are_independent(shift, other):
         "purpose": Draws(1, numbers).streams(2).uniform("b")[0],
         "seed": Draws(2, numbers).streams(2).uniform("a")[0],
         "stream": first[1],
-    }[other].roll(shift)
+    }[other].roll(1)
     cells = (first[0] * 16).long() * 16 + (second * 16).long()
     expected = 100_000 / 256
     chi_square = ((cells.bincount(minlength=256) - expected) ** 2 / expected).sum()
     assert abs(chi_square - 255) < 4 * math.sqrt(2 * 255)
-
-
-def test_every_input_bit_moves_half_the_output_bits():
-    number = 123_456_789
-    flipped = Draws(9, torch.tensor([number ^ (1 << bit) for bit in range(60)])).bits("a")
-    original = Draws(9, torch.tensor([number])).bits("a")
-    shares = [bin(value % 2**64).count("1") / 64 for value in (flipped ^ original).tolist()]
-    assert min(shares) > 0.25
-    assert 0.47 < sum(shares) / len(shares) < 0.53
 
 
 @pytest.mark.parametrize(
@@ -184,37 +150,6 @@ def test_every_input_bit_moves_half_the_output_bits():
 def test_beta_has_its_distribution(alpha, cdf, device):
     values = Draws(11, torch.arange(100_000, device=device)).beta("b", alpha).cpu()
     assert kolmogorov_distance(values, cdf) < 1.95 / math.sqrt(100_000)  # exceeded once in 1,000 by chance
-
-
-@pytest.mark.parametrize("alpha", [0.01, 0.1, 0.2, 0.4, 0.8, 8.0, 100.0])
-def test_beta_has_its_moments(alpha):
-    values = Draws(13, torch.arange(200_000)).beta("b", alpha).double() * 2 - 1
-    # Even moments of 2 * Beta(a, a) - 1: 1 / (2a + 1), then times (2k - 1) / (2a + 2k - 1) for each further k.
-    second, fourth = 1 / (2 * alpha + 1), 3 / ((2 * alpha + 1) * (2 * alpha + 3))
-    assert values.mean().abs() < 4 * math.sqrt(second / 200_000)
-    assert values.square().mean() == pytest.approx(second, rel=0.02)
-    assert values.pow(4).mean() == pytest.approx(fourth, rel=0.03)
-
-
-@settings(deadline=None)
-@given(seeds, samples, st.floats(1e-3, 1e3))
-def test_beta_is_a_share_for_any_alpha(seed, number, alpha):
-    values = Draws(seed, torch.arange(number, number + 50)).beta("b", alpha)
-    assert values.dtype == torch.float32
-    assert ((values >= 0) & (values <= 1)).all()
-
-
-def test_beta_in_float32_keeps_five_digits():
-    """The same formula in float64, as a stand-in for another device's rounding."""
-    draws = Draws(17, torch.arange(200_000))
-    bits = draws.bits("b")
-    first, second, sign = ((bits >> 40) & 0xFFFFFF), ((bits >> 16) & 0xFFFFFF), (bits & 1) * 2 - 1
-    for alpha in (0.05, 0.2, 1.0, 5.0):
-        t_square = ((1 - first.double() * 2**-24) ** (-1 / alpha) - 1) * torch.sin(
-            (1 - second.double() * 2**-24) * math.pi / 2
-        ) ** 2
-        exact = 0.5 + sign / (2 * torch.sqrt(1 + 1 / t_square))
-        assert (draws.beta("b", alpha) - exact).abs().max() < 1e-5
 
 
 FROZEN_BITS = [-2547841605586668549, 9060969115133777164, 7813367610170091590]

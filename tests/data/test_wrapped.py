@@ -40,13 +40,10 @@ def of_training(samples: Any, workers: int) -> list[dict[str, Any]]:
 
 
 def test_random_transforms_are_the_same_on_any_number_of_workers() -> None:
-    ours, one, three = (of_training(Samples.of(Shaken(), names=NAMES), workers) for workers in (0, 1, 3))
+    ours, three = (of_training(Samples.of(Shaken(), names=NAMES), workers) for workers in (0, 3))
     assert len(ours) == 16
-    for here, there, elsewhere in zip(ours, one, three, strict=True):
-        assert torch.equal(here["samples"], there["samples"])
-        assert torch.equal(here["x"], there["x"])
-        assert torch.equal(here["x"], elsewhere["x"])
-        assert torch.equal(here["y"], elsewhere["y"])
+    for here, there in zip(ours, three, strict=True):
+        assert all(torch.equal(here[name], there[name]) for name in ("samples", *NAMES))
     of_sample = {}
     for batch in ours:  # of two epochs: 5 steps each
         of_sample |= {int(number): x for number, x in zip(batch["samples"], batch["x"], strict=True)}
@@ -102,12 +99,7 @@ def test_collate_pads() -> None:
     texts = [(torch.ones(1 + at, dtype=torch.int64), at) for at in range(5)]
     fetched = Samples.of(texts, names=NAMES, collate=padded).fetch(np.array([0, 3]), None)
     assert fetched["x"].tolist() == [[1, 0, 0, 0], [1, 1, 1, 1]]
-    shapes = r"Tensor \[1\] of int64, Tensor \[4\] of int64"
-    with pytest.raises(
-        DataError,
-        match=rf"'x' of the samples 0, 3 cannot be stacked into a tensor: they have "
-        rf"{shapes}\. .*, which pads them",
-    ):
+    with pytest.raises(DataError, match=r"'x' of the samples \[0, 3\] cannot be stacked into a tensor .*, which pads them"):
         Samples.of(texts, names=NAMES).fetch(np.array([0, 3]), None)
 
 
@@ -139,29 +131,27 @@ class Broken(Dataset):
 
 PAIRS = [(torch.zeros(3, 4), 1)] * 3
 REFUSED = {
-    "a stream": (lambda: Samples.of(Stream()), "a Stream, which gives no samples by number. The samples of a step"),
+    "a stream": (lambda: Samples.of(Stream()), "of Stream, which gives no samples by number. The samples of a step"),
     "a stream of the hub": (
         lambda: Samples.of(datasets.Dataset.from_dict({"x": [1]}).to_iterable_dataset()),
-        "an IterableDataset, which gives no samples by number",
+        "of IterableDataset, which gives no samples by number",
     ),
-    "a loader": (lambda: Samples.of(DataLoader(PAIRS)), "a DataLoader, and uses only its data set"),
+    "a loader": (lambda: Samples.of(DataLoader(PAIRS)), "of DataLoader, which gives no samples by number"),
     "no names": (
         lambda: Samples.of(PAIRS),
-        r"an item of the data set has 2 parts \(Tensor \[3, 4\] of float32, int\), and they have no names yet: give "
-        r"Samples.of\(..., names=\('x', 'y'\)\), a name for each part, or None to drop a part",
+        r"an item of the data set has 2 parts, and names=\(\) has 0: give Samples.of\(..., names=...\) a name for each part",
     ),
-    "too few names": (lambda: Samples.of(PAIRS, names=("x",)), r"has 2 parts .*, and names=\('x',\) has 1: give"),
     "another name": (lambda: Samples.of([{"x": 1}], names=("z",)), "has no field 'z': it has x"),
-    "words": (
-        lambda: Samples.of([("cat", 1)], names=NAMES),
-        "field 'x' is str, which torch collates to a list, not a tensor: set its name",
-    ),
+    "words": (lambda: Samples.of([("cat", 1)], names=NAMES), r"field 'x' .* cannot be stacked .* str becomes a list"),
     "an error": (
         lambda: Samples.of(Broken(), names=NAMES),
-        r"sample 0 of a Broken cannot be loaded: ValueError: no 0 \(.*wrapped.py:\d+",
+        r"sample 0 of Broken cannot be loaded: ValueError: no 0 \(.*wrapped.py:\d+",
     ),
-    "other lengths": (lambda: Samples.of({"x": np.zeros(3), "y": np.zeros(2)}), "the same length, .* but have: x 3, y 2"),
-    "splits": (lambda: Samples.of({"train": PAIRS}), "expects arrays or tensors of numbers"),
+    "other lengths": (
+        lambda: Samples.of({"x": np.zeros(3), "y": np.zeros(2)}),
+        "the same length, .* have: {'x': 3, 'y': 2}",
+    ),
+    "splits": (lambda: Samples.of({"train": PAIRS}), "expects arrays or tensors"),
     "a number": (lambda: Samples.of({"x": 3}), "given int as 'x', but expects arrays"),
 }
 

@@ -12,7 +12,6 @@ from app.distributed import compiled_ops
 from app.errors import DataError, PresetError
 from app.files.paths import own_folder, refuse_prepared
 from app.tasks.image_classification.data import arrays
-from app.tasks.image_classification.data.arrays import Unstored
 from app.tasks.image_classification.data.folders import images_below
 from app.tasks.image_classification.data.stage import staged
 from app.tasks.image_classification.sections import DataRecipe, Sections
@@ -67,7 +66,7 @@ def test_it_is_made_for_one_user(everybodys: Path) -> None:
     (everybodys / "link").symlink_to(folder)
     assert own_folder(everybodys / "link") == everybodys / "link", "our own link, as to a disk with more room"
     (everybodys / "file").touch()
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(FileExistsError):
         own_folder(everybodys / "file")
 
 
@@ -90,38 +89,20 @@ def test_what_a_stranger_has_prepared_is_refused(everybodys: Path, how: str) -> 
 
 
 @as_root
-@PREPARED
-def test_staging_refuses_it(everybodys: Path, tmp_path: Path, how: str) -> None:
-    prepared(everybodys / "samerun-0", how)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "x").write_bytes(b"x")
-    data = DataRecipe(source="mnist", path=str(tmp_path / "data"), stage_to=str(everybodys))
-    with pytest.raises(DataError, match=rf"cannot be copied to data\.stage_to={everybodys}: .* user {STRANGER}, who may"):
-        staged(Sections(data=data))
-
-
-def keep_a_split() -> None:
-    def pixels() -> Unstored:
-        raise AssertionError("nothing is read for a place that cannot be trusted")
-
-    arrays.keep(["x"], [arrays.SMALL_BYTES + 1], pixels)
-
-
-@as_root
-@PREPARED
-def test_the_cache_refuses_it(everybodys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setenv("SAMERUN_CACHE", str(everybodys / "cache"))
-    prepared(everybodys / "cache", how)
+def test_cache_staging_and_compiled_operators_refuse_it(
+    everybodys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMERUN_CACHE", str(prepared(everybodys / "cache", "open")))
     with pytest.raises(DataError, match=rf"user {STRANGER}, who may have prepared it\); set SAMERUN_CACHE"):
-        keep_a_split()
+        arrays.keep(["x"], [arrays.SMALL_BYTES + 1], pytest.fail)
     (tmp_path / "pictures" / "cat").mkdir(parents=True)
     (tmp_path / "pictures" / "cat" / "1.png").touch()
     assert images_below(tmp_path / "pictures", ["cat"]).path(0) == "cat/1.png", "made in memory"
-    assert list(everybodys.rglob("cache/*")) == []
-
-
-@as_root
-def test_compiled_operators_are_not_loaded_from_a_strangers_folder(everybodys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared(everybodys / "samerun-0", "open")
+    data = DataRecipe(source="mnist", path=str(tmp_path / "pictures"), stage_to=str(everybodys))
+    with pytest.raises(DataError, match=rf"cannot be copied to data\.stage_to={everybodys}: .* user {STRANGER}, who may"):
+        staged(Sections(data=data))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(prepared(everybodys / "extensions", "open")))
     with pytest.raises(PresetError, match=r"who may have prepared it\): set TORCH_EXTENSIONS_DIR"), compiled_ops._alone():
         pass
+    assert list(everybodys.rglob("cache/*")) == []

@@ -9,16 +9,12 @@ import pytest
 import torch
 from processes import read_lines, train
 
-from app.distributed.runtime import Runtime
-from app.environment.launched import Launched
 from app.metrics import flops
 from app.metrics.clock import Clock
-from app.metrics.metrics import Gauges
-from app.recipe.batching import BatchPlan
 from app.tasks.image_classification import models
 from app.tasks.image_classification.sections import ModelRecipe
 
-SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share", "communication_share")
+SHARES = ("data_wait_share", "forward_backward_share", "optimizer_share")
 RUN = ("--recipe", "digits", "train.steps=40", "log.every_steps=10")
 
 
@@ -60,12 +56,14 @@ def test_on_a_gpu_a_lap_is_the_gpus_time_not_the_hosts() -> None:
     assert phases_s["forward_backward"] >= 0.5 * (time.perf_counter() - began_s)
     busy(0.05)  # nothing for the GPU to do: it waits
     torch.ones(1, device=device)
-    clock.lap("data_wait")
+    for _ in range(2000):  # more than are kept
+        clock.lap("data_wait")
     assert clock.spent().phases_s["data_wait"] >= 0.05
+    assert len(clock._laps._pending) == 1
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("preset", ["multi_gpu", "deepspeed_zero2", "fsdp2"])
+@pytest.mark.parametrize("preset", ["multi_gpu", "fsdp2"])
 def test_every_line_says_where_the_time_went(preset: str, tmp_path: Path) -> None:
     train(preset, tmp_path, *RUN, processes=2).check()
     lines = read_lines(tmp_path / "metrics.jsonl")
@@ -89,56 +87,29 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
     assert counted == pytest.approx(3 * 2 * 4.09e9, rel=0.01)
 
 
-def test_what_is_not_known_stays_unknown() -> None:
+def test_the_peak_of_a_cpu_is_not_known() -> None:
     assert flops.peak_per_s(torch.device("cpu"), mixed_precision="bf16") is None
-    alone = Runtime(Launched(use_cpu=True), BatchPlan(global_batch_size=1, data_ranks=1, accumulation=1))
-    gauges = Gauges(alone, torch.nn.Linear(1, 1), flops_per_sample=0.0, peak_flops_per_s=1e12)
-    time.sleep(0.01)
-    _, readings = gauges.read(torch.zeros(1), gauges.clock.spent(), samples=8)
-    assert readings["samples_per_s"] > 0
-    assert (readings["flops_per_s"], readings["mfu"]) == (None, None)
 
 
 # (fp16, bf16, TF32, float32) in 1e12 FLOP/s, dense, as the makers' data sheets have them.
 KNOWN = {
-    "NVIDIA A100-SXM4-40GB": (312, 312, 156, 19.5),
-    "A100-SXM4-40GB": (312, 312, 156, 19.5),  # drivers of before 2021
     "NVIDIA A100-SXM4-80GB": (312, 312, 156, 19.5),
-    "NVIDIA A100-PCIE-40GB": (312, 312, 156, 19.5),
-    "NVIDIA A100 80GB PCIe": (312, 312, 156, 19.5),
+    "A100-SXM4-80GB": (312, 312, 156, 19.5),  # drivers of before 2021
     "NVIDIA A10": (125, 125, 62.5, 31.2),
-    "NVIDIA A2": (18, 18, 9, 4.5),
-    "NVIDIA A30": (165, 165, 82, 10.3),
-    "NVIDIA A40": (149.7, 149.7, 74.8, 37.4),
-    "NVIDIA H100 PCIe": (756, 756, 378, 51),
     "NVIDIA H100 80GB HBM3": (989.4, 989.4, 494.7, 66.9),
-    "NVIDIA H100 NVL": (835.5, 835.5, 417.5, 60),
-    "NVIDIA H200": (989.4, 989.4, 494.7, 66.9),
-    "NVIDIA H200 NVL": (835.5, 835.5, 417.5, 60),
-    "NVIDIA GH200 120GB": (989.4, 989.4, 494.7, 66.9),
     "NVIDIA GH200 480GB": (989.4, 989.4, 494.7, 66.9),
-    "NVIDIA B200": (2250, 2250, 1125, 75),
-    "NVIDIA GB200": (2500, 2500, 1250, 80),
-    "NVIDIA L4": (121, 121, 60, 30.3),
-    "NVIDIA L40": (181, 181, 90.5, 90.5),
-    "NVIDIA L40S": (362, 362, 183, 91.6),
     "Tesla V100-SXM2-16GB": (125, None, 15.7, 15.7),  # no TF32, and bf16 is emulated
-    "Tesla V100-PCIE-32GB": (112, None, 14, 14),
-    "Tesla T4": (65, None, 8.1, 8.1),
-    "NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6),
-    "AMD Instinct MI250X": (191.5, 191.5, 47.85, 47.85),  # one of its two devices
     "AMD Instinct MI300X": (1307.4, 1307.4, 163.4, 163.4),
 }
 UNKNOWN = [
-    "NVIDIA RTX A1000", "NVIDIA RTX A2000 12GB", "NVIDIA RTX A4000", "NVIDIA RTX A6000", "NVIDIA RTX 4000 Ada Generation",
-    "NVIDIA RTX 6000 Ada Generation", "NVIDIA A10G", "NVIDIA A16", "NVIDIA A100X", "NVIDIA A800-SXM4-80GB",
-    "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100-40C", "NVIDIA A40-48Q",
-    "NVIDIA A100-SXM-64GB", "NVIDIA H100 64GB HBM2e", "NVIDIA H800", "NVIDIA H20", "NVIDIA B300 SXM6 AC", "NVIDIA GB10",
-    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce MX450",
-    "NVIDIA GeForce GTX 1080 Ti", "NVIDIA TITAN V", "Quadro RTX 6000", "Tesla P100-SXM2-16GB", "Tesla K80", "Tesla M40",
-    "Orin", "AMD Instinct MI210", "AMD Instinct MI250X / MI250", "AMD Instinct MI250X/MI250", "AMD Instinct MI308X",
-    "AMD Instinct MI325X", "AMD Radeon RX 7900 XTX", "NVIDIA", "", "A", "H100", "NVIDIA H100", "nvidia a100",
-]  # fmt: skip
+    "NVIDIA RTX A1000",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    "GRID A100-40C",
+    "NVIDIA A100-SXM-64GB",
+    "H100",
+    "",
+    "nvidia a100",
+]
 
 
 @pytest.mark.parametrize(("name", "peaks"), KNOWN.items())
@@ -148,6 +119,5 @@ def test_the_peak_of_a_device_is_that_of_its_whole_name(name: str, peaks: tuple[
     assert found == [None if peak is None else pytest.approx(peak * 1e12) for peak in peaks]
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_device_that_is_only_called_alike_is_not_known(name: str) -> None:
-    assert {flops.peak_of(name, mixed_precision=precision, tf32=True) for precision in ("no", "bf16", "fp16")} == {None}
+def test_a_device_with_a_similar_name_is_not_known() -> None:
+    assert {flops.peak_of(name, mixed_precision="no", tf32=True) for name in UNKNOWN} == {None}

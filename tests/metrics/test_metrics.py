@@ -6,13 +6,12 @@ import pytest
 import torch
 import waits
 
-from app.metrics.metrics import Fed, Losses, _on_host
+from app.metrics.metrics import Losses, SampleDigests, _on_host
 from app.optim.steps import SpikeGuard
 from app.task import Later, Loss
 from app.tasks.image_classification.task import _right
 
-STEPS = 3 * 64
-"""In which everything is added up that is kept for a while."""
+STEPS = 3
 
 
 @pytest.mark.parametrize("verdict", ["on the device", "skipped", "taken"])
@@ -20,21 +19,20 @@ STEPS = 3 * 64
 @pytest.mark.parametrize("counted", [True, False])
 def test_nothing_waits_for_a_gpu_while_it_is_kept(verdict: str, with_sums: bool, counted: bool) -> None:
     with waits.without_any() as device:
-        losses, fed, spikes = Losses(device, with_sums=with_sums), Fed(), SpikeGuard(100.0)
+        losses, digests, spikes = Losses(device, with_sums=with_sums), SampleDigests(), SpikeGuard(100.0)
         number, logits = torch.zeros((), device=device), torch.zeros(8, 10, device=device)
         labels = logits[:, 0].long()
         for _ in range(STEPS):
             for _ in range(2):
                 losses.add(Loss(number, number if counted else 8, {"accuracy": Later(_right, (logits.argmax(1), labels))}))
-                fed.add(labels)
-            fed.end_step()
+                digests.add(labels)
+            digests.end_step()
             losses.end_step(number if verdict == "on the device" else verdict == "skipped")
             if verdict == "on the device":
                 spikes.see(number, skipped=number)
-        sums, digests = losses.take(), fed.take()
+        sums, steps = losses.take(), digests.take()
     assert (sums.device, sums.shape) == (device, (4 if with_sums else 2,))
-    assert digests.device == device
-    assert digests.shape == (STEPS,)
+    assert (steps.device, steps.shape) == (device, (STEPS,))
 
 
 def test_verdicts_are_read_in_their_order_and_together() -> None:

@@ -133,8 +133,7 @@ def test_a_takeover_keeps_what_came_before_its_step_and_says_what_it_cannot_read
     newer = claim(tmp_path)
     assert newer.go_on_after(5) == [
         f"{path}: 7 lines are damaged or truncated (the first is line 4: it is not JSON (Expecting value: line "
-        f"1 column 1 (char 0))), "
-        "and are ignored."
+        "1 column 1 (char 0))), and ignored."
     ]
     newer.append("metrics.jsonl", {"step": 6, "again": True})
     older.append("metrics.jsonl", {"step": 9})

@@ -23,7 +23,6 @@ def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
     return Told(
         title=f"A language model ({kind})",
         data=f"`{Path(path).name}`" if path else "Moby Dick, the text that comes with Samerun",
-        data_id=Path(path).name if path else "moby_dick",
         library="transformers",
         pipeline="text-generation",
         sample=f"rows of {length:,} tokens",

@@ -115,11 +115,10 @@ def download(recipe: ModelRecipe) -> None:
         return
     from huggingface_hub import hf_hub_download
 
-    why = other_libraries.why_hub_unreachable()
     try:
-        hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision, local_files_only=why is not None)
+        hf_hub_download(recipe.path or "", "config.json", revision=recipe.revision)
     except Exception as error:  # whatever the network says
-        raise DataError(f"the config.json of {recipe.path} cannot be downloaded ({why or error}): check the network") from error
+        raise DataError(f"the config.json of {recipe.path} cannot be downloaded ({error}): check the network") from error
 
 
 def _of_sizes(recipe: ModelRecipe, vocab_size: int | None, sequence_length: int | None) -> Any:

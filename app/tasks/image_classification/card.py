@@ -27,7 +27,6 @@ def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
     return Told(
         title=f"{recipe['model.name']}, which classifies pictures of {name}",
         data=f"`{name}`{kind}",
-        data_id=name,
         dataset=path if is_of_hub else _ON_HUB.get(source),
         pipeline="image-classification",
         sample="pictures",

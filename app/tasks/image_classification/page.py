@@ -12,7 +12,6 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from app.errors import RunFolderError
-from app.files import paths
 from app.runs import run_folder
 
 TEMPLATE = Path(__file__).with_name("predictions.html.jinja")
@@ -113,7 +112,7 @@ def _picture(place: Path, classes: Sequence[str], row: Mapping[str, Any]) -> Pic
 
 def _bytes(path: Path) -> bytes | None:
     try:
-        return paths.read_regular(path)
+        return path.read_bytes()
     except OSError:  # the caller counts them, and says so
         return None
 

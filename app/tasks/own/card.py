@@ -15,7 +15,6 @@ def told(facts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Told:
     return Told(
         title=f"A model of {name}",
         data=f"the data of the task `{name}`",
-        data_id=name.removesuffix(".py"),
         also=f"The task's file, `{name}`, must be where `recipe.yaml` says; otherwise give its place: "
         f'`model_file.load(Path(...), "PLACE/{name}")`. The facts of its samples: `{dict(facts)}`.\n',
     )

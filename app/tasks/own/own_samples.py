@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from app.data.draws import HostDraws
-from app.data.samples import Layout, LooksUp, OfDataset
+from app.data.samples import DatasetSamples, Layout, LooksUp
 from app.errors import DataError
 from app.task import own_part
 
@@ -159,7 +159,7 @@ def check_repeatable(samples: OwnSamples, *, is_random: bool) -> None:
         for name in first:
             for index, left, right in zip(indices[rows], first[name][rows], other[name], strict=True):
                 if not are_same(left, right, rounding):
-                    hint = _OF_DATASET if isinstance(samples.given, OfDataset) else _OF_FETCH
+                    hint = _OF_DATASET if isinstance(samples.given, DatasetSamples) else _OF_FETCH
                     raise DataError(f"field {name!r} of sample {index} of {samples.what} differs when {how}. {hint}")
 
     arguments = "the same samples with the same draws" if is_random else "the same samples"

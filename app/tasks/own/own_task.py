@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from app.data import held_out
 from app.data.draws import Draws
-from app.data.samples import Batch, Splits
+from app.data.samples import Batch, Splits, mapped
 from app.errors import DataError, RecipeError, SamerunError, TrainingError
 from app.task import (
     Adapters,
@@ -409,7 +408,7 @@ def _needs_data(*, is_trial: bool) -> Iterator[None]:
 
 def _given(samples: Any) -> Any:
     """Return the samples as the user made them; of a part of them, that part."""
-    return held_out.mapped(samples, lambda it: it.given if isinstance(it, OwnSamples) else it)
+    return mapped(samples, lambda it: it.given if isinstance(it, OwnSamples) else it)
 
 
 def _loss(found: Any, *, of: str, samples: int) -> Loss:

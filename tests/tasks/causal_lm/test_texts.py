@@ -77,7 +77,7 @@ def test_files_in_folders_come_in_the_order_of_their_names_and_others_are_told(t
     (tmp_path / ".hidden.txt").write_text("no")
     assert read([tmp_path]) == TEXTS
     (said,) = texts.find([str(tmp_path)], Asked()).not_read
-    assert said.startswith(f"{tmp_path}: 2 files left out: 1 hidden, 1 with another ending (.md), such as ")
+    assert said.startswith(f"{tmp_path}: 2 files or folders left out: 1 .md, 1 hidden, such as ")
     assert read([tmp_path / "deep" / "[12]" / "*.txt", tmp_path / "deep" / "0" / "a.txt"]) == [TEXTS[1], TEXTS[2], TEXTS[0]]
     assert read([tmp_path / "deep" / "*"]) == TEXTS
     assert read([tmp_path / "README.md"], Asked(kind="text")) == [""]

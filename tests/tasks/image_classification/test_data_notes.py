@@ -53,12 +53,12 @@ def test_pictures_of_a_kind_that_is_not_read_are_told(pictures: Path, tmp_path: 
         (place / ".DS_Store").touch()
         (note,) = notes("imagefolder", tmp_path / "data", image_size=24)
         assert note.startswith(
-            f"{tmp_path / 'data' / 'train'}: 5 files left out: 1 hidden, 4 with another ending (3 .gif, 1 .txt), such as "
+            f"{tmp_path / 'data' / 'train'}: 5 files or folders left out: 3 .gif, 1 .txt, 1 hidden, such as "
         )
     for path in place.iterdir():
         if path.suffix in (".jpg", ".png"):
             path.unlink()
     with pytest.raises(
-        DataError, match=rf"there are no images in the class folder\(s\) {place.name} \(5 files left out: 1 hidden, 4 with"
+        DataError, match=rf"there are no images in the class folder\(s\) {place.name} \(5 files or folders left out: 3 .gif, 1"
     ):
         notes("imagefolder", tmp_path / "data", image_size=24)

@@ -13,7 +13,6 @@ import mmap
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -237,18 +236,16 @@ def _dataset(name: str, asked: Asked) -> Any:
     path = Path(name).expanduser()
     if path.is_file():
         check_columns(path, (*asked.columns, *asked.more_columns))
-    why = None if path.exists() else other_libraries.why_hub_unreachable()
     try:
-        with other_libraries.datasets_offline() if why else nullcontext():
-            if path.is_file():
-                dataset = other_libraries.data_set(_BUILDERS[path.suffix.lower()], data_files=str(path), split="train")
-            elif path.is_dir():
-                dataset = other_libraries.saved_data_set(path if (path / "state.json").is_file() else path / asked.split)
-            else:
-                dataset = other_libraries.data_set(name, asked.config, split=asked.split, revision=asked.revision)
+        if path.is_file():
+            dataset = other_libraries.data_set(_BUILDERS[path.suffix.lower()], data_files=str(path), split="train")
+        elif path.is_dir():
+            dataset = other_libraries.saved_data_set(path if (path / "state.json").is_file() else path / asked.split)
+        else:
+            dataset = other_libraries.data_set(name, asked.config, split=asked.split, revision=asked.revision)
     except (OSError, ValueError, DatasetsError) as error:
         what = "cannot be opened" if path.exists() else "is not a file or folder here, and the datasets library cannot open it"
-        raise DataError(f"{name} {what} (--split {asked.split}): {why or _first_line(error)}") from error
+        raise DataError(f"{name} {what} (--split {asked.split}): {_first_line(error)}") from error
     commits = {Path(file["filename"]).parent.name for file in dataset.cache_files}
     if re.fullmatch(r"[0-9a-f]{40}", asked.revision or "") and not path.exists() and commits != {asked.revision}:
         # Off the network the library takes what was cached last, whatever revision is asked for.

@@ -225,8 +225,6 @@ def _pretrained(name: str, revision: str | None) -> Any:
     except OSError:
         if Path(name).is_dir():
             raise
-        if reason := other_libraries.why_hub_unreachable():
-            raise OSError(reason) from None
         return other_libraries.tokenizer(name, revision=revision, download=True)
 
 

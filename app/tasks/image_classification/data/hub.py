@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +144,12 @@ def download_hub(recipe: Sections) -> None:
         return
     from datasets.exceptions import DatasetsError
 
-    why = other_libraries.why_hub_unreachable()
     try:
-        with other_libraries.datasets_offline() if why else nullcontext():
-            other_libraries.data_set(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
+        other_libraries.data_set(str(path), recipe.data.hub_config, revision=recipe.data.hub_revision)
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
             f"data.path={path} is not a file or folder here, and cannot be downloaded from the hub: "
-            f"{why or first_line(error)}. Without a network, copy the files here and set data.path to them"
+            f"{first_line(error)}. Without a network, copy the files here and set data.path to them"
         ) from error
 
 
